@@ -284,7 +284,7 @@ class _Samples:
         """Yield samples, in order."""
         batch: list[tuple[int, SampleMeta]] = []
         size = 0
-        for number, meta in self._described(numbers):
+        for number, meta in enumerate(self._stored.part(numbers.start, numbers.stop), numbers.start):
             batch.append((number, meta))
             size += meta.length or 0
             if len(batch) == _READ_SAMPLES or size >= _READ_BYTES:
@@ -292,16 +292,6 @@ class _Samples:
                 batch, size = [], 0
         if batch:
             yield from self._read(batch)
-
-    def _described(self, numbers: range) -> Iterator[tuple[int, SampleMeta]]:
-        locate, shard_size = self._stored.variant.locate, self._stored.variant.shard_size
-        number = numbers.start
-        while number < numbers.stop:
-            place = locate(number)
-            stop = min(numbers.stop, (place.shard + 1) * shard_size)
-            samples = self._stored.shard(place.shard).samples
-            yield from enumerate(samples[place.offset : place.offset + stop - number], number)
-            number = stop
 
     def _read(self, batch: list[tuple[int, SampleMeta]]) -> Iterator[ExportSample]:
         contents = self._reader.read_each([number for number, _ in batch])

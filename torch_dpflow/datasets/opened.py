@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -23,6 +23,7 @@ class OpenedDataset(DatasetReader):
     Args:
         stored: a variant from `DatasetStore.open`.
         decode: see `open_dataset`.
+        signed: signed URLs of objects by the URLs that `stored` has.
         is_index: whether `stored` can be built again, as an index is. A damaged one is removed once this is noticed.
         reading: further arguments of `DatasetReader`.
 
@@ -31,9 +32,16 @@ class OpenedDataset(DatasetReader):
     """
 
     def __init__(
-        self, stored: StoredDataset, *, decode: Decode | None = None, is_index: bool = False, **reading: Any
+        self,
+        stored: StoredDataset,
+        *,
+        decode: Decode | None = None,
+        signed: Mapping[str, str] | None = None,
+        is_index: bool = False,
+        **reading: Any,
     ) -> None:
         super().__init__(stored, **reading)
+        self._signed = dict(signed or {})
         self._is_index = is_index
         self._view = view_of(stored.variant.source.get("importer"), stored.variant.info)
         self._decode = decoder_of(decode)

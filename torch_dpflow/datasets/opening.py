@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
-import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from typing import Any
 
-from torch_dpflow._core.checks import check_path, check_type
-from torch_dpflow.datasets.draft import Draft
+from torch_dpflow._core.checks import check_type
 from torch_dpflow.datasets.importers import importer_class
 from torch_dpflow.datasets.importers.shards import ShardImporter
 from torch_dpflow.datasets.importers.sources import Source, SourceFiles, find_sources
+from torch_dpflow.datasets.index import Index, index_directory
 from torch_dpflow.datasets.opened import OpenedDataset
-from torch_dpflow.datasets.spec import ID_PATTERN, DatasetRef
-from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, ReadOptions, sha256_of
-from torch_dpflow.datasets.store import DatasetStore, StoredDataset
+from torch_dpflow.datasets.spec import ID_PATTERN
+from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, ReadOptions
+from torch_dpflow.datasets.store import DatasetStore
 from torch_dpflow.datasets.table_files import are_tables
 from torch_dpflow.datasets.tables import TableDataset
 from torch_dpflow.datasets.views import Decode, decoder_of
 from torch_dpflow.datasets.writer import ProgressCallback
 from torch_dpflow.errors import (
-    DamagedStoreError,
-    DatasetError,
-    DatasetNotFoundError,
     OptionError,
     SourceError,
-    StorageError,
 )
 
 #: Formats whose samples an importer describes in an index.
@@ -120,9 +111,10 @@ def open_dataset(
     if isinstance(importer, ShardImporter):
         # Checksums are computed later, and the cache finds samples by them.
         importer.fills_cache = checksum is None
-    index = _Index(index_dir, name, importer, checksum)
-    stored = index.open(progress)
-    return OpenedDataset(stored, decode=decode, storage_options=files.options, is_index=True, **reading)
+    stored = Index(index_dir, name, importer, checksum).open(progress)
+    return OpenedDataset(
+        stored, decode=decode, storage_options=files.options, is_index=True, signed=files.signed(), **reading
+    )
 
 
 def found_format(files: SourceFiles) -> str:
@@ -213,151 +205,3 @@ def _store(store: DatasetStore | str | None) -> DatasetStore:
     if not url:
         raise OptionError("a stored dataset needs its store; give store=, or set DPFLOW_STORE")
     return DatasetStore(url)
-
-
-def index_directory() -> str:
-    """Return the directory of indexes on this host, by the environment."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.environ.get("DPFLOW_INDEX_DIR") or os.path.join(cache, "torch_dpflow", "index")
-
-
-class _Index:
-    """The index of one source: a version in a store of indexes, named after what it was built from."""
-
-    def __init__(
-        self, url: str | os.PathLike[str] | None, name: str, importer: Any, checksum: ChecksumAlgorithm | None
-    ) -> None:
-        folder = index_directory() if url is None else os.fspath(url)
-        check_path("index_dir", folder)
-        with _hints():
-            self._store = DatasetStore.create(folder)
-        self._importer = importer
-        self._checksum = checksum
-        source = dict(importer.source)
-        state = source.pop("state", None) or importer.state()
-        made_by = json.dumps([_INDEX, source, checksum], sort_keys=True, default=str)
-        digest = sha256_of(made_by.encode(errors="surrogatepass"))[:32]
-        #: the same for all states of a source
-        self._id = f"{name}/{digest}"
-        self._version = hashlib.sha256(f"{digest} {state}".encode()).hexdigest()[:32]
-
-    def open(self, progress: ProgressCallback | None) -> StoredDataset:
-        """Return the index, built if there is none. Raises SourceError."""
-        found = self._found()
-        if found is not None:
-            return found
-        with self._alone():
-            return self._found() or self._built(progress)
-
-    def _found(self) -> StoredDataset | None:
-        """Return the index; None if there is none, or if a part of it is lost."""
-        try:
-            stored = self._store.open(DatasetRef(self._id, self._version, _VARIANT))
-        except (DatasetNotFoundError, DamagedStoreError):
-            return None
-        return stored if _is_whole(stored) else None
-
-    def _built(self, progress: ProgressCallback | None) -> StoredDataset:
-        with _shown(self._importer, progress) as report:
-            try:
-                self._remove_damaged()
-                self._write(report)
-            except (DatasetError, OptionError) as error:
-                # Without a lock, as on an object store, another process may have published it.
-                found = self._found()
-                if found is not None:
-                    return found
-                if isinstance(error, SourceError):
-                    raise
-                # What a killed process has left is damaged, or another process has discarded it.
-                self._draft().discard()
-                self._write(report)
-        found = self._found()
-        assert found is not None
-        return found
-
-    def _remove_damaged(self) -> None:
-        """Remove what is left of a damaged index, but no build that can be continued."""
-        path = f"{self._id}/versions/{self._version}.json"
-        if self._store.files.exists(path) and self._found() is None:
-            self._store.files.remove(path)
-        if self._version not in self._store.drafts(self._id):
-            self._draft().discard()
-
-    def _draft(self) -> Draft:
-        return Draft(self._store, self._id, self._version)
-
-    def _write(self, report: ProgressCallback) -> None:
-        draft = self._draft()
-        draft.add(_VARIANT, self._importer, checksum=self._checksum, progress=report)
-        draft.publish()
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep other processes of this host from building the same index meanwhile. A killed process keeps nothing."""
-        if not self._store.url.startswith("file://"):
-            yield
-            return
-        import fcntl
-
-        path = os.path.join(self._store.url.removeprefix("file://"), f".{self._id.replace('/', '-')}.lock")
-        with _hints():
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            with suppress(OSError):  # a mount without locks: several processes build, and one publishes
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(file)
-
-
-def _is_whole(stored: StoredDataset) -> bool:
-    """Return whether all files of an index on a local disk are there, by their sizes. A million samples take 5 ms."""
-    if not stored.files.url.startswith("file://"):
-        return True
-    folder = stored.files.url.removeprefix("file://")
-    try:
-        return all(
-            os.stat(f"{folder}/{stored.dataset.shard_path(_VARIANT, number)}").st_size == entry.bytes
-            for number, entry in enumerate(stored.variant.shards)
-        )
-    except FileNotFoundError:
-        return False
-
-
-@contextmanager
-def _hints() -> Iterator[None]:
-    """Add to errors of the directory of indexes how to give another one."""
-    try:
-        yield
-    except (OSError, StorageError) as error:
-        raise StorageError(
-            f"{error}; indexes are written there: give index_dir=, or set DPFLOW_INDEX_DIR, to a directory that "
-            "you can write to"
-        ) from error
-
-
-@contextmanager
-def _shown(importer: Any, progress: ProgressCallback | None) -> Iterator[ProgressCallback]:
-    """Return a function that reports the number of samples: the one given, or a line on a terminal."""
-    if progress is not None:
-        yield progress
-        return
-    if not sys.stderr.isatty():
-        yield lambda samples: None
-        return
-    given = importer.source.get("source", importer.root)
-    shown = 0.0
-
-    def report(samples: int) -> None:
-        nonlocal shown
-        if time.monotonic() - shown > _UPDATE_S:
-            shown = time.monotonic()
-            sys.stderr.write(f"\rIndexing {given}: {samples} samples")
-            sys.stderr.flush()
-
-    try:
-        yield report
-    finally:
-        if shown:
-            sys.stderr.write("\n")

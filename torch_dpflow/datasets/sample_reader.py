@@ -108,6 +108,8 @@ class SampleReader:
         self._check = check
         self._on_error = on_error
         self._through = through
+        #: signed URLs of objects by those of the metadata
+        self._signed: dict[str, str] = {}
         self._prepare()
 
     def __len__(self) -> int:
@@ -201,7 +203,8 @@ class SampleReader:
         if isinstance(meta, DPFlowError):
             return meta
         try:
-            span = _span(opened.data_url(meta), meta, is_checked=self._check is not False)
+            url = opened.data_url(meta)
+            span = _span(self._signed.get(url, url), meta, is_checked=self._check is not False)
             # A CRC of 100 kB takes 35 µs, a hundredth of decoding such an image; few disks have checksums of their own.
             checksum = None if self._check is False else meta.checksum
             return Described(span, meta.length, checksum, meta.fields())

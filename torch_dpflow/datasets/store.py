@@ -27,7 +27,8 @@ from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.storage.urls import join_url
 from torch_dpflow.errors import AccessDeniedError, DamagedStoreError, DatasetNotFoundError
 
-_RECORD = "store.json"
+#: The file that marks a store.
+RECORD = "store.json"
 
 
 class DatasetStore:
@@ -56,13 +57,13 @@ class DatasetStore:
     ) -> None:
         self.files = Files(url, storage_options, read_options)
         try:
-            data = self.files.read(_RECORD)
+            data = self.files.read(RECORD)
         except FileNotFoundError as error:
             raise DatasetNotFoundError(
                 f"there is no dataset store at {self.files.url} ({error}); check the address, or make one "
                 f"with DatasetStore.create({self.files.url!r})"
             ) from error
-        self.record = decode_file(data, StoreRecord, join_url(self.files.url, _RECORD))
+        self.record = decode_file(data, StoreRecord, join_url(self.files.url, RECORD))
 
     @classmethod
     def create(
@@ -74,9 +75,9 @@ class DatasetStore:
     ) -> DatasetStore:
         """Open a store, or make an empty one if there is none."""
         files = Files(url, storage_options, read_options)
-        if not files.exists(_RECORD):
+        if not files.exists(RECORD):
             with suppress(FileExistsError):  # another process may be faster
-                files.create(_RECORD, encode_file(StoreRecord(format=1, created=now())))
+                files.create(RECORD, encode_file(StoreRecord(format=1, created=now())))
         return cls(url, read_options=read_options, **storage_options)
 
     @property
@@ -96,7 +97,7 @@ class DatasetStore:
         namespaces = self.files.children()
         if not namespaces:  # not even the store's own file: some storages do this if listing is not allowed
             raise AccessDeniedError(
-                f"{self.url} cannot be listed, though {_RECORD} in it can be read; ask for the right to list it"
+                f"{self.url} cannot be listed, though {RECORD} in it can be read; ask for the right to list it"
             )
         return [
             f"{namespace.name}/{dataset.name}"
@@ -230,8 +231,15 @@ class StoredDataset:
 
     def samples(self) -> Iterator[SampleMeta]:
         """Yield the metadata of all samples, in order. One shard is in memory at a time."""
-        for number in range(len(self.variant.shards)):
-            yield from self.shard(number).samples
+        return self.part(0, len(self))
+
+    def part(self, start: int, stop: int) -> Iterator[SampleMeta]:
+        """Yield the metadata of samples `start` to `stop`, in order. One shard is in memory at a time."""
+        while start < stop:
+            place = self.variant.locate(start)
+            samples = self.shard(place.shard).samples[place.offset : place.offset + stop - start]
+            yield from samples
+            start += len(samples)
 
     def data_url(self, sample: SampleMeta) -> str:
         """Return the URL of a sample's object."""

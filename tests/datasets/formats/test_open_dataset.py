@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -23,6 +24,7 @@ from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.shards import ForwardReader
 from torch_dpflow.datasets.importers.sources import SourceFile, expand_braces, find_sources
 from torch_dpflow.datasets.importers.webdataset import WebDatasetImporter
+from torch_dpflow.datasets.index import Index
 from torch_dpflow.errors import DamagedStoreError, OptionError, OptionTypeError, SourceError, StorageError
 
 PIL = Later("PIL.Image")
@@ -218,6 +220,114 @@ def test_of_processes_that_open_at_once_one_builds(tmp_path: Path, scans: Path) 
     assert len(scans.read_text().split()) == 3
 
 
+def _scanned(scans: Path) -> list[str]:
+    found = sorted(scans.read_text().split())
+    scans.write_text("")
+    return found
+
+
+def test_one_more_shard_reads_one_shard(tmp_path: Path, scans: Path, index_dir: Path) -> None:
+    """At the end, in the middle, in place of another, and by another pattern."""
+    samples = [write_shards(tmp_path / f"{number}", 1, 700, seed=number) for number in range(7)]
+    shards = {number: (tmp_path / f"{number}" / "train-000.tar").read_bytes() for number in range(7)}
+    data = tmp_path / "data"
+    data.mkdir()
+
+    def check(names: list[str], *contents: int, source: Any = data) -> None:
+        dataset = open_dataset(source)
+        assert _scanned(scans) == names
+        expected = [one for number in contents for one in samples[number]]
+        assert len(dataset) == len(expected)
+        assert dataset.__getitems__(list(range(0, len(expected), 97))) == expected[::97]
+
+    for number in range(3):
+        (data / f"{number}.tar").write_bytes(shards[number])
+    check(["0.tar", "1.tar", "2.tar"], 0, 1, 2)
+    (data / "3.tar").write_bytes(shards[3])
+    check(["3.tar"], 0, 1, 2, 3)
+    (data / "15.tar").write_bytes(shards[4])
+    check(["15.tar"], 0, 1, 4, 2, 3)
+    check([], 2, 0, source=[data / "2.tar", data / "0.tar"])
+    check([], 0, 1, 2, 3, source=f"{data}/?.tar")
+    (data / "1.tar").write_bytes(shards[5])
+    check(["1.tar"], 0, 5, 4, 2, 3)
+    for name in ("15.tar", "1.tar", "3.tar"):
+        (data / name).unlink()
+    check([], 0, 2)
+    twice = [data / "0.tar", data / "0.tar"]
+    check([], 0, 0, source=twice)
+    check([], 0, 2, 0, source=[data / "0.tar", data / "2.tar", data / "0.tar"])
+
+
+def test_the_index_of_a_source_that_grows_does(tmp_path: Path, index_dir: Path) -> None:
+    """By what is new. Each state had a whole index of its own."""
+    (shard,) = [write_tar(tmp_path / "a.tar", members_of(samples_of(0, 1000))).read_bytes()]
+    sizes = []
+    for number in range(8):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data" / f"{number}.tar").write_bytes(shard)
+        assert len(open_dataset(tmp_path / "data")) == 1000 * (number + 1)
+        sizes.append(sum(path.stat().st_size for path in index_dir.rglob("ms-*.json")))
+    assert sizes[-1] < 2.5 * 8 * sizes[0]
+
+
+def test_an_index_that_was_not_opened_for_long_is_removed(tmp_path: Path, index_dir: Path) -> None:
+    samples = write_shards(tmp_path / "data", 3, 700)
+    other = open_dataset(f"{tmp_path}/data/train-000.tar")
+    whole = open_dataset(tmp_path / "data")
+    for path in index_dir.rglob("versions/*.json"):
+        os.utime(path, (0, 0))
+    kept = open_dataset(tmp_path / "data")  # is in use from now on
+    (tmp_path / "data" / "train-003.tar").write_bytes((tmp_path / "data" / "train-000.tar").read_bytes())
+    open_dataset(tmp_path / "data")
+    versions = {path.stem for path in index_dir.rglob("versions/*.json")}
+    assert other.stored.ref.version not in versions
+    assert kept.stored.ref.version in versions
+    assert whole.__getitems__(list(range(2100))) == samples
+    os.utime(index_dir / kept.stored.ref.id / "versions" / f"{kept.stored.ref.version}.json", (0, 0))
+    (tmp_path / "data" / "train-004.tar").write_bytes((tmp_path / "data" / "train-000.tar").read_bytes())
+    grown = open_dataset(tmp_path / "data")
+    assert kept.stored.ref.version not in {path.stem for path in index_dir.rglob("versions/*.json")}
+    assert grown.__getitems__(list(range(2100))) == samples  # parts that it shares stay
+    assert {path.stem for path in index_dir.rglob("versions/*.json")} >= {grown.stored.ref.version}
+
+
+@pytest.mark.parametrize("moment", ["_remove_damaged", "_write", "_draft", "publish"])
+def test_processes_without_a_lock_build_one_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """As on an object store: another one publishes the index at any moment of a build."""
+    samples = write_shards(tmp_path / "data", 3, 700)
+    url = f"memory://{tmp_path.name}-{moment}"
+    owner: Any = Draft if moment == "publish" else Index
+    own = getattr(owner, moment)
+    runs = []
+
+    def disturbed(*arguments: Any) -> Any:
+        runs.append(moment)
+        if len(runs) == 1:
+            monkeypatch.setattr(owner, moment, own)
+            assert len(open_dataset(tmp_path / "data", index_dir=url)) == 2100
+            monkeypatch.setattr(owner, moment, disturbed)
+        return own(*arguments)
+
+    monkeypatch.setattr(owner, moment, disturbed)
+    try:
+        assert open_dataset(tmp_path / "data", index_dir=url).__getitems__(list(range(2100))) == samples
+        assert runs
+    finally:
+        fsspec.filesystem("memory").rm(url, recursive=True)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"no JSON"])
+def test_a_damaged_record_of_the_directory_of_indexes_is_written_again(
+    tmp_path: Path, index_dir: Path, content: bytes
+) -> None:
+    write_shards(tmp_path / "data", 1, 5)
+    index_dir.mkdir()
+    (index_dir / "store.json").write_bytes(content)
+    for _ in range(2):
+        assert len(open_dataset(tmp_path / "data")) == 5
+
+
 def _flipped(data: bytes) -> bytes:
     return data[:100] + bytes([data[100] ^ 1]) + data[101:]
 
@@ -343,7 +453,6 @@ def test_stored_datasets(tmp_path: Path, local_store: DatasetStore, monkeypatch:
 
 
 def test_sources_in_memory(tmp_path: Path) -> None:
-    fsspec = pytest.importorskip("fsspec")
     files = fsspec.filesystem("memory")
     samples = samples_of(0, 4)
     path = write_tar(tmp_path / "a.tar", members_of(samples))

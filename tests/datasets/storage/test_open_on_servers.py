@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -170,3 +171,39 @@ def test_tables_on_a_web_server(tmp_path: Path, ending: str, query: str) -> None
         one: Any = TableDataset(urls[1])
         assert one[1] == {"n": 11}
         one.close()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("sv=1&se=2026-01-01&sig=SECRET/1&v=3", "sv=1&se=2027-01-01&sig=SECRET/2&v=3"),
+        ("X-Amz-Date=1&v=3&X-Amz-Signature=SECRET1", "X-Amz-Date=2&v=3&X-Amz-Signature=SECRET2"),
+        ("v=3&Expires=1&Signature=SECRET1&Key-Pair-Id=a", "v=3&Expires=2&Signature=SECRET2&Key-Pair-Id=a"),
+    ],
+)
+@pytest.mark.parametrize("checksum", [None, "crc32"])
+def test_signatures_are_not_stored_and_may_be_renewed(tmp_path: Path, first: str, second: str, checksum: Any) -> None:
+    contents = {f"/a/{number}.tar": shard(tmp_path, number * 10) for number in range(2)}
+    allowed = [first]
+
+    def answer(request: Any) -> None:
+        path, _, query = request.path.partition("?")
+        if query not in allowed:
+            request.send_error(403)
+            return
+        serve_ranges(contents[path])(request)
+
+    with WebServer(answer) as web:
+        how: dict[str, Any] = {"index_dir": tmp_path / "index", "checksum": checksum, "format": "webdataset"}
+        expected = [samples_of(10, 10)[9], samples_of(0, 10)[0]]
+        for query in (first, second):
+            allowed[:] = [query]
+            before = len(web.requests)
+            dataset = open_dataset([f"{web.url}{path}?{query}" for path in contents], **how)
+            if query == second:  # a look at each object
+                assert len(web.requests) - before <= 4
+            for one in (dataset, pickle.loads(pickle.dumps(dataset))):
+                assert one.__getitems__([19, 0]) == expected
+                one.close()
+        assert not any(b"SECRET" in path.read_bytes() for path in (tmp_path / "index").rglob("*.json"))
+        assert all(b"v=3" in path.read_bytes() for path in (tmp_path / "index").rglob("ms-*.json"))

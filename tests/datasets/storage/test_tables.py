@@ -381,10 +381,11 @@ def test_decoded_blocks_stay_on_the_disk(remote: Any, oss: OSSServer, tmp_path: 
 
 
 def test_an_object_that_is_not_a_minute_old_is_not_kept(remote: Any, oss: OSSServer, tmp_path: Path) -> None:
-    """Its time of change has a resolution of a second: it may be written again in that second."""
+    """The time of change of a listing has a resolution of a second: it may be written again in that second."""
     url, options = remote
     _put(oss, (tmp_path / "a.parquet").read_bytes(), age_s=0)
-    table = TableDataset(url, storage_options=options, read_options=ReadOptions(cache_dir=tmp_path / "cache"))
+    folder = url.rpartition("/")[0]
+    table = TableDataset(folder, storage_options=options, read_options=ReadOptions(cache_dir=tmp_path / "cache"))
     assert table.__getitems__(range(ROWS)) == rows()
     table.close()
     assert DiskCache(str(tmp_path / "cache")).usage().entries == 0

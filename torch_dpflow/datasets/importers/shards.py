@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import re
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.sources import Source, SourceFile, SourceFiles, find_sources
-from torch_dpflow.datasets.spec import url_below
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
+from torch_dpflow.datasets.storage.urls import unsigned
+from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import SourceError
 
 #: Objects that are scanned at a time.
@@ -26,6 +27,8 @@ _BATCH, _BATCHES = 500, 4
 _REMOTE_BLOCK, _REMOTE_AHEAD = 4 << 20, 2
 #: Blocks of one object that are held for the samples in them, at most.
 _MAX_HELD = 4
+#: Objects up to which an index names each, so that a later one reads only new ones.
+_MAX_NAMED = 50_000
 #: Seconds after which a scan whose samples are not read looks whether it should end.
 _POLL_S = 0.2
 
@@ -131,7 +134,16 @@ class ShardImporter:
         if self.has_splits:
             self.files = self.files.of_split(split)
         self._split = split
+        #: Whether samples become an index of `open_dataset`, which names each object.
+        self.is_in_place = False
+        #: An earlier index, places of its objects in it, and the number of samples that are not described again.
+        self._earlier: StoredDataset | None = None
+        self._places: dict[tuple[Any, ...], tuple[int, int]] = {}
+        self._passed = 0
+        self._objects: list[list[Any]] = []
         self.options = self.files.options
+        #: signed URLs of objects by those that samples get
+        self.signed = self.files.signed()
         #: Whether samples that an index pass reads go into the disk cache, where readers find them.
         self.fills_cache = False
         self.root: str | None = self.files.root
@@ -153,14 +165,40 @@ class ShardImporter:
     @property
     def source(self) -> Mapping[str, Any]:
         """See `Importer`. `state` changes with every object's size and time of change."""
-        return {
-            "importer": self.name,
-            "source": self.files.given,
-            "files": len(self.files.files),
-            "state": self.state(),
-            **({} if self._split is None else {"split": self._split}),
-            **self.settings(),
-        }
+        chosen = {} if self._split is None else {"split": self._split}
+        described = {"importer": self.name, "source": unsigned(self.files.given), **chosen, **self.settings()}
+        count = len(self.files.files)
+        if self.is_in_place and count <= _MAX_NAMED:
+            self._objects = self._objects or [[*self._object(file)] for file in self.files.files]
+            return {**described, "objects": self._objects}
+        return {**described, "files": count, "state": self.state()}
+
+    def _object(self, file: SourceFile) -> tuple[str, int, str | None]:
+        """Return what identifies the state of an object."""
+        return self.files.path_of(file), file.size, file.state
+
+    def reuse(self, stored: StoredDataset, multiple: int) -> int:
+        """Take the samples of unchanged objects from an earlier index of the same root and settings.
+
+        Returns:
+            How many samples at the beginning are those of the index, a multiple of `multiple`. They are left out.
+        """
+        before = [tuple(one) for one in stored.variant.source["objects"]]
+        if len({path for path, *_ in before}) < len(before):
+            return 0  # a sample's path would not say of which of them it is
+        counts = Counter(sample.path for sample in stored.samples())
+        self._places = {}
+        first = same = 0
+        is_same = True
+        for number, one in enumerate(before):
+            files = self.files.files
+            is_same = is_same and number < len(files) and self._object(files[number]) == one
+            self._places[one] = first, counts[one[0]]
+            first += counts[one[0]]
+            same += counts[one[0]] if is_same else 0
+        self._earlier = stored
+        self._passed = max(0, same - 1) // multiple * multiple  # one stays, as no import may be empty
+        return self._passed
 
     def settings(self) -> Mapping[str, Any]:
         """Return the settings that decide what the samples are."""
@@ -182,7 +220,13 @@ class ShardImporter:
         """Do nothing: samples of this kind do not depend on those before them."""
 
     def items(self, start: int = 0) -> Iterator[Item]:
-        return islice(self._scanned(0), start, None)
+        first, start = 0, start + self._passed
+        for file in self.files.files:
+            count = self._places.get(self._object(file), (0, start + 1))[1]
+            if count > start:
+                break
+            first, start = first + 1, start - count
+        return islice(self._scanned(first), start, None)
 
     def items_at(self, path: str, offset: int | None) -> Iterator[Item] | None:
         """Yield the samples from that one on which begins at `offset` of `path`; none if there is no such sample.
@@ -190,8 +234,7 @@ class ShardImporter:
         An import that was killed scans the object with its last sample again, and none before. None: a place does not
         say which sample it was, as the source names the object twice, or samples are copied.
         """
-        url = url_below(self.files.root, path)
-        numbers = [number for number, file in enumerate(self.files.files) if file.url == url]
+        numbers = [number for number, file in enumerate(self.files.files) if self.files.path_of(file) == path]
         if len(numbers) > 1 or self.may_copy:
             return None
         items = self._scanned(numbers[0]) if numbers else iter(())
@@ -212,19 +255,34 @@ class ShardImporter:
             ThreadPoolExecutor(_SCANNERS * (1 + _REMOTE_AHEAD), "dpflow-blocks") as blocks,
             ThreadPoolExecutor(_SCANNERS, "dpflow-scan") as scanners,
         ):
-            waiting: deque[_Batches] = deque()
+            waiting: deque[Iterator[Item]] = deque()
             try:
                 for file in self.files.files[first:]:
-                    batches: _Batches = queue.Queue(_BATCHES)
-                    waiting.append(batches)
-                    scanners.submit(self._scan_into, batches, file, reader, blocks, stop)
+                    place = self._places.get(self._object(file))
+                    if place is None:
+                        batches: _Batches = queue.Queue(_BATCHES)
+                        scanners.submit(self._scan_into, batches, file, reader, blocks, stop)
+                    waiting.append(_taken(batches) if place is None else self._taken_before(*place))
                     if len(waiting) > _SCANNERS:
-                        yield from _taken(waiting.popleft())
+                        yield from waiting.popleft()
                 while waiting:
-                    yield from _taken(waiting.popleft())
+                    yield from waiting.popleft()
             finally:
                 stop.set()
                 blocks.shutdown(wait=False, cancel_futures=True)
+
+    def _taken_before(self, first: int, count: int) -> Iterator[Item]:
+        """Yield samples of the earlier index."""
+        assert self._earlier is not None
+        for sample in self._earlier.part(first, first + count):
+            yield Item(
+                path=sample.path,
+                offset=sample.offset,
+                length=sample.length,
+                checksum=sample.checksum,
+                revision=sample.revision,
+                meta=sample.fields(),
+            )
 
     def _scan_into(
         self,

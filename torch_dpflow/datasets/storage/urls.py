@@ -29,6 +29,15 @@ _WITH_HOSTS = frozenset({*_LOGINS, "s3", "s3a", "oss"})
 _CACHE = re.compile(r"[a-z0-9]+::")
 
 
+#: Parameters of presigned URLs and shared access signatures, and those by which they are recognized.
+_SIGNED = re.compile(
+    r"x-(amz|goog|oss)-.*|awsaccesskeyid|googleaccessid|ossaccesskeyid|security-token|signature|expires|key-pair-id|policy"
+    r"|sig|se|sp|sv|sr|st|sks|skt|ske|skv|skoid|sktid|spr|sip|sdd|ses",
+    re.IGNORECASE,
+)
+_SIGNATURE = re.compile(r"x-(amz|goog|oss)-signature|signature|sig", re.IGNORECASE)
+
+
 class ChainedUrl(NamedTuple):
     """The URL of an object that may be inside another, as in `zip://folder/a.jpg::s3://bucket/data.zip`."""
 
@@ -58,6 +67,18 @@ def check_url(url: str) -> None:
     else:
         return
     raise OptionError(f"{without_login(url)!r} has {what}")
+
+
+def unsigned(url: str) -> str:
+    """Return a web address without the parameters of a signature, which differ each time that it is signed."""
+    address, mark, query = url.partition("?")
+    if not mark or not url.startswith(("http://", "https://")):
+        return url
+    parts = query.split("&")
+    if not any(_SIGNATURE.fullmatch(part.partition("=")[0]) for part in parts):
+        return url
+    kept = [part for part in parts if not _SIGNED.fullmatch(part.partition("=")[0])]
+    return f"{address}?{'&'.join(kept)}" if kept else address
 
 
 def split_chain(url: str) -> ChainedUrl:
