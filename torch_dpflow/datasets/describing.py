@@ -128,7 +128,7 @@ class Describer:
         self._has_looked = False
         #: Whether the samples are an index of objects where they are, and not a dataset that may be copied with them.
         self._is_in_place = getattr(importer, "is_in_place", False)
-        self._signed: Mapping[str, str] = getattr(importer, "signed", {})
+        self._given_urls: Mapping[str, str] = getattr(importer, "given_urls", {})
 
     def describe(self, items: Iterable[Item], packs: ShardPacks) -> list[SampleMeta]:
         """Return the metadata of a shard's items. Items with data are added to the packs.
@@ -210,7 +210,7 @@ class Describer:
         """Add checksums and lengths to the samples without checksums."""
         unknown = [position for position, sample in enumerate(samples) if sample.checksum is None]
         urls = [data_url(self._dataset_url, self._root, samples[position].path) for position in unknown]
-        places = [(self._signed.get(url, url), samples[position]) for url, position in zip(urls, unknown)]
+        places = [(self._given_urls.get(url, url), samples[position]) for url, position in zip(urls, unknown)]
         with Objects(self._options) as objects:
             for position, (url, sample), content in zip(unknown, places, objects.contents(places)):
                 if isinstance(content, DPFlowError):

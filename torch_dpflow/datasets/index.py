@@ -18,7 +18,7 @@ from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.shards import ShardImporter
 from torch_dpflow.datasets.spec import Dataset, DatasetRef, StoreRecord, encode_file
 from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, sha256_of
-from torch_dpflow.datasets.storage.urls import unsigned
+from torch_dpflow.datasets.storage.urls import stored_url
 from torch_dpflow.datasets.store import RECORD, DatasetStore, StoredDataset, now
 from torch_dpflow.datasets.versions import delete
 from torch_dpflow.datasets.writer import ProgressCallback
@@ -76,7 +76,7 @@ class Index:
         #: what changes with each of the objects
         self._objects = source.pop("objects", None)
         state = source.pop("state", None) or (importer.state() if self._objects is None else self._objects)
-        digest = _digest([_INDEX, unsigned(importer.root or ""), source, checksum])
+        digest = _digest([_INDEX, stored_url(importer.root or ""), source, checksum])
         self._id = f"{name}/{digest}"
         self._version = _digest([digest, state])
         self._path = f"{self._id}/versions/{self._version}.json"

@@ -23,7 +23,7 @@ class OpenedDataset(DatasetReader):
     Args:
         stored: a variant from `DatasetStore.open`.
         decode: see `open_dataset`.
-        signed: signed URLs of objects by the URLs that `stored` has.
+        given_urls: URLs of objects by those that `stored` has, if these are others.
         is_index: whether `stored` can be built again, as an index is. A damaged one is removed once this is noticed.
         reading: further arguments of `DatasetReader`.
 
@@ -36,12 +36,12 @@ class OpenedDataset(DatasetReader):
         stored: StoredDataset,
         *,
         decode: Decode | None = None,
-        signed: Mapping[str, str] | None = None,
+        given_urls: Mapping[str, str] | None = None,
         is_index: bool = False,
         **reading: Any,
     ) -> None:
         super().__init__(stored, **reading)
-        self._signed = dict(signed or {})
+        self._given_urls = dict(given_urls or {})
         self._is_index = is_index
         self._view = view_of(stored.variant.source.get("importer"), stored.variant.info)
         self._decode = decoder_of(decode)

@@ -113,7 +113,7 @@ def open_dataset(
         importer.fills_cache = checksum is None
     stored = Index(index_dir, name, importer, checksum).open(progress)
     return OpenedDataset(
-        stored, decode=decode, storage_options=files.options, is_index=True, signed=files.signed(), **reading
+        stored, decode=decode, storage_options=files.options, is_index=True, given_urls=files.given_urls(), **reading
     )
 
 

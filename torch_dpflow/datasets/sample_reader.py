@@ -108,8 +108,8 @@ class SampleReader:
         self._check = check
         self._on_error = on_error
         self._through = through
-        #: signed URLs of objects by those of the metadata
-        self._signed: dict[str, str] = {}
+        #: URLs of objects by those of the metadata, if these are others
+        self._given_urls: dict[str, str] = {}
         self._prepare()
 
     def __len__(self) -> int:
@@ -204,7 +204,7 @@ class SampleReader:
             return meta
         try:
             url = opened.data_url(meta)
-            span = _span(self._signed.get(url, url), meta, is_checked=self._check is not False)
+            span = _span(self._given_urls.get(url, url), meta, is_checked=self._check is not False)
             # A CRC of 100 kB takes 35 µs, a hundredth of decoding such an image; few disks have checksums of their own.
             checksum = None if self._check is False else meta.checksum
             return Described(span, meta.length, checksum, meta.fields())

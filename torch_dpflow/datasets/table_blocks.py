@@ -35,8 +35,11 @@ class ParquetBlocks:
         self._lock = threading.Lock()  # of Arrow's reader, which is not thread-safe
         path = local_path_of(file)
         with errors_of(file):
-            self._parquet = pyarrow_with_formats().parquet.ParquetFile(
-                path or RangeFile(file, reader), pre_buffer=path is None, page_checksum_verification=True
+            pyarrow = pyarrow_with_formats()
+            # A path as bytes, as it may be no UTF-8.
+            self._source = RangeFile(file, reader) if path is None else pyarrow.OSFile(os.fsencode(path))
+            self._parquet = pyarrow.parquet.ParquetFile(
+                self._source, pre_buffer=path is None, page_checksum_verification=True
             )
             self.schema = self._parquet.schema_arrow
 
@@ -57,6 +60,7 @@ class ParquetBlocks:
     def close(self) -> None:
         """Close the file."""
         self._parquet.close()
+        self._source.close()
 
 
 def _check_begins_once(path: str, metadata: Any) -> None:
@@ -86,7 +90,7 @@ class ArrowBlocks:
         self._batches: list[Any] | None = None
         pyarrow = pyarrow_with_formats()
         with errors_of(file):
-            with pyarrow.memory_map(path) as mapped:  # the map outlives the descriptor
+            with pyarrow.memory_map(os.fsencode(path)) as mapped:  # the map outlives the descriptor
                 self._source = pyarrow.BufferReader(mapped.read_buffer())
             try:
                 self._arrow = pyarrow.ipc.open_file(self._source)

@@ -68,7 +68,8 @@ def find_tables(
         named = named_files([text for text in texts if text not in folders], storage_options, read_options)
     except SourceError:
         # Spark gives a directory the name of a file. An object store shows it by what is below it.
-        if len(texts) > 1 or not Files(texts[0], storage_options, read_options).children():
+        may_be_directory = len(texts) == 1 and not texts[0].startswith(("file://", "http://", "https://"))
+        if not may_be_directory or not Files(texts[0], storage_options, read_options).children():
             raise
         named, folders = {}, {*texts}
     if split is not None and not folders:

@@ -147,16 +147,17 @@ class TableDataset(Dataset[Any]):
     def _count_blocks(self) -> list[list[int]]:
         """Return the rows of each block of each file; set the schema if files differ. Raises SourceError."""
         opened = self._opened.get()
+        names = self._columns
         counts: list[list[int]] = []
         schemas: dict[Any, SourceFile] = {}  # each, with the first file that has it
         with ThreadPoolExecutor(min(_FOOTERS_AT_ONCE, len(self._files)), "dpflow-footers") as threads:
             for file, (of_file, schema) in zip(self._files, threads.map(opened.counted, self._files)):
+                missing = [name for name in names or () if name not in schema.names]
+                if missing:
+                    raise SourceError(f"{without_login(file.url)} has no column {missing}; it has {schema.names}")
                 counts.append(of_file)
-                schemas.setdefault(schema, file)
+                schemas.setdefault(_selected(schema, names), file)
         first, *others = schemas
-        missing = [name for name in self._columns or () if name not in first.names]
-        if missing:
-            raise SourceError(f"{without_login(self._files[0].url)} has no column {missing}; it has {first.names}")
         # What blocks are converted to; None: all files have the same.
         self._schema = _joined(first, {schema: schemas[schema] for schema in others}, self._files[0])
         return counts
@@ -307,6 +308,10 @@ def _joined(first: Any, others: Mapping[Any, SourceFile], file: SourceFile) -> A
                 f"{_shown(first)}; give files of one table ({error})"
             ) from error
     return joined if others else None
+
+
+def _selected(schema: Any, names: Sequence[str] | None) -> Any:
+    return schema if names is None else pyarrow_with_formats().schema([schema.field(name) for name in names])
 
 
 def _shown(schema: Any) -> dict[str, str]:

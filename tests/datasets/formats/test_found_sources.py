@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +106,29 @@ def test_a_directory_of_several_datasets_of_huggingface(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"has several datasets, \['train'\]; give one of them"):
         open_dataset(tmp_path)
     assert len(open_dataset(tmp_path / "train")) == 1
+
+
+def test_names_that_are_no_utf8(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/a\xff\xe9"))
+    folder.mkdir()
+    for number, name in enumerate((b"\xe9.tar", b"\xea.tar")):
+        write_tar(Path(os.fsdecode(os.fsencode(folder) + b"/" + name)), [("0.bin", b"%d" % number)])
+    for source in (folder, f"{folder}/*.tar"):
+        for _ in range(2):
+            dataset = open_dataset(source)
+            assert [sample["bin"] for sample in pickle.loads(pickle.dumps(dataset)).__getitems__([1, 0])] == [
+                b"1",
+                b"0",
+            ]
+    (folder / "t").mkdir()
+    for ending in ("parquet", "arrow"):
+        path = Path(os.fsdecode(os.fsencode(folder) + b"/t/\xe9." + ending.encode()))
+        with path.open("wb") as file:
+            if ending == "parquet":
+                pq.write_table(pa.table({"a": [7]}), file)
+            else:
+                with pa.ipc.new_file(file, pa.schema([("a", pa.int64())])) as writer:
+                    writer.write_table(pa.table({"a": [7]}))
+        table: Any = open_dataset(path)
+        assert table[0] == {"a": 7}
+        table.close()

@@ -51,6 +51,7 @@ class _Session(socketserver.StreamRequestHandler):
     user = ""
     start = 0
     passive: socket.socket | None = None
+    renamed = ""
 
     def handle(self) -> None:
         self.server.sessions.add(self.request)
@@ -118,6 +119,14 @@ class _Session(socketserver.StreamRequestHandler):
         with connection, connection.makefile("rb") as file:
             self.server.owner.files["/" + path.strip("/")] = file.read()
         return "226 done"
+
+    def do_rnfr(self, path: str) -> str:
+        self.renamed = "/" + path.strip("/")
+        return "350 to what" if self.renamed in self.server.owner.files else "550 no such file"
+
+    def do_rnto(self, path: str) -> str:
+        self.server.owner.files["/" + path.strip("/")] = self.server.owner.files.pop(self.renamed)
+        return "250 done"
 
     def do_mkd(self, path: str) -> str:
         self.server.owner.folders.add("/" + path.strip("/"))

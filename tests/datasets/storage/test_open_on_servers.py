@@ -195,6 +195,7 @@ def test_signatures_are_not_stored_and_may_be_renewed(tmp_path: Path, first: str
 
     with WebServer(answer) as web:
         how: dict[str, Any] = {"index_dir": tmp_path / "index", "checksum": checksum, "format": "webdataset"}
+        how["read_options"] = ReadOptions(cache_dir=tmp_path / "cache")
         expected = [samples_of(10, 10)[9], samples_of(0, 10)[0]]
         for query in (first, second):
             allowed[:] = [query]
@@ -205,5 +206,8 @@ def test_signatures_are_not_stored_and_may_be_renewed(tmp_path: Path, first: str
             for one in (dataset, pickle.loads(pickle.dumps(dataset))):
                 assert one.__getitems__([19, 0]) == expected
                 one.close()
-        assert not any(b"SECRET" in path.read_bytes() for path in (tmp_path / "index").rglob("*.json"))
+            if query == second and checksum is not None:  # all samples are in the disk cache
+                assert len(web.requests) - before <= 4
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert not any(b"SECRET" in path.read_bytes() for path in files)
         assert all(b"v=3" in path.read_bytes() for path in (tmp_path / "index").rglob("ms-*.json"))

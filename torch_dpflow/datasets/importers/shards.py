@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.sources import Source, SourceFile, SourceFiles, find_sources
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
-from torch_dpflow.datasets.storage.urls import unsigned
+from torch_dpflow.datasets.storage.urls import stored_url
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import SourceError
 
@@ -142,8 +142,8 @@ class ShardImporter:
         self._passed = 0
         self._objects: list[list[Any]] = []
         self.options = self.files.options
-        #: signed URLs of objects by those that samples get
-        self.signed = self.files.signed()
+        #: URLs of objects by those that samples get, if these are others
+        self.given_urls = self.files.given_urls()
         #: Whether samples that an index pass reads go into the disk cache, where readers find them.
         self.fills_cache = False
         self.root: str | None = self.files.root
@@ -166,7 +166,7 @@ class ShardImporter:
     def source(self) -> Mapping[str, Any]:
         """See `Importer`. `state` changes with every object's size and time of change."""
         chosen = {} if self._split is None else {"split": self._split}
-        described = {"importer": self.name, "source": unsigned(self.files.given), **chosen, **self.settings()}
+        described = {"importer": self.name, "source": stored_url(self.files.given), **chosen, **self.settings()}
         count = len(self.files.files)
         if self.is_in_place and count <= _MAX_NAMED:
             self._objects = self._objects or [[*self._object(file)] for file in self.files.files]

@@ -15,7 +15,7 @@ from torch_dpflow.datasets.importers.splits import check_no_log, files_of_split,
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.object_reader import warn_without_state
 from torch_dpflow.datasets.storage.states import state_of_file
-from torch_dpflow.datasets.storage.urls import join_url, split_login, split_name, unsigned, without_login
+from torch_dpflow.datasets.storage.urls import join_url, split_login, split_name, stored_url, without_login
 from torch_dpflow.errors import DPFlowError, ObjectMissingError, OptionError, OptionTypeError, SourceError
 
 #: A source as users give it.
@@ -118,23 +118,30 @@ class SourceFiles:
             read_options=self.read_options,
         )
 
-    def signed(self) -> dict[str, str]:
-        """Return the URLs with signatures by those without, by which indexes name objects."""
-        return {name: file.url for file in self.files if (name := unsigned(file.url)) != file.url}
+    def given_urls(self) -> dict[str, str]:
+        """Return the URLs of objects by their names in metadata, if these are others: see `stored_url`."""
+        found: dict[str, str] = {}
+        for file in self.files:
+            name = stored_url(file.url)
+            if name != file.url and found.setdefault(name, file.url) != file.url:
+                raise SourceError(
+                    f"{name} is the name of two objects, which differ in a signature or in private characters"
+                )
+        return found
 
     @property
     def root(self) -> str:
         """The URL of the first object's directory."""
-        return split_name(unsigned(self.files[0].url))[0] if self.files else self.given
+        return split_name(stored_url(self.files[0].url))[0] if self.files else self.given
 
     @property
     def names(self) -> list[str]:
         """The last part of each URL."""
-        return [split_name(unsigned(file.url))[1] for file in self.files]
+        return [split_name(stored_url(file.url))[1] for file in self.files]
 
     def path_of(self, file: SourceFile) -> str:
         """Return an object's path below `root`, or its URL if it is elsewhere, or if a joined path would be another."""
-        url = unsigned(file.url)
+        url = stored_url(file.url)
         name = split_name(url)[1]
         return name if join_url(self.root, name) == url else url
 
@@ -142,7 +149,7 @@ class SourceFiles:
         """Return a digest of names, sizes and times of all objects: another one after any of them was written."""
         digest = hashlib.sha256()
         for file in self.files:
-            digest.update(f"{unsigned(file.url)}\0{file.size}\0{file.state}\0".encode(errors="surrogatepass"))
+            digest.update(f"{stored_url(file.url)}\0{file.size}\0{file.state}\0".encode(errors="surrogatepass"))
         return digest.hexdigest()
 
     def head(self, number: int = 0, length: int = 1024) -> bytes:

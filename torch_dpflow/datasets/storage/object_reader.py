@@ -34,7 +34,7 @@ from torch_dpflow.datasets.storage.http_storage import HttpStorage, Service
 from torch_dpflow.datasets.storage.local import LocalStorage
 from torch_dpflow.datasets.storage.object_stores import OSS_OPTIONS, S3_OPTIONS, OSSService, S3Service
 from torch_dpflow.datasets.storage.states import ObjectState, is_settled
-from torch_dpflow.datasets.storage.urls import check_url, file_system_of, split_login, without_login
+from torch_dpflow.datasets.storage.urls import check_url, file_system_of, split_login, stored_url, without_login
 from torch_dpflow.datasets.storage.web_service import WebService
 from torch_dpflow.errors import (
     AccessDeniedError,
@@ -280,7 +280,7 @@ class _Opened:
         storage = self.storage(span.url)
         if not storage.is_remote:
             return None
-        return "\n".join([storage.node(span.url), span.url, str(span.start), str(span.stop), identity])
+        return "\n".join([storage.node(span.url), stored_url(span.url), str(span.start), str(span.stop), identity])
 
     def cached(self, key: str | None) -> bytes | None:
         return None if self.cache is None or key is None else self.cache.get(key)

@@ -35,6 +35,8 @@ _SIGNED = re.compile(
     r"|sig|se|sp|sv|sr|st|sks|skt|ske|skv|skoid|sktid|spr|sip|sdd|ses",
     re.IGNORECASE,
 )
+#: Characters by which Python has bytes of a path that are no UTF-8, and those by which JSON can.
+_PRIVATE = {0xDC00 + byte: 0xF700 + byte for byte in range(0x80, 0x100)}
 _SIGNATURE = re.compile(r"x-(amz|goog|oss)-signature|signature|sig", re.IGNORECASE)
 
 
@@ -69,11 +71,15 @@ def check_url(url: str) -> None:
     raise OptionError(f"{without_login(url)!r} has {what}")
 
 
-def unsigned(url: str) -> str:
-    """Return a web address without the parameters of a signature, which differ each time that it is signed."""
+def stored_url(url: str) -> str:
+    """Return a URL as metadata may have it.
+
+    Web addresses lose the parameters of a signature, which differ each time that they are signed. Bytes of a local path
+    that are no UTF-8 become private characters.
+    """
     address, mark, query = url.partition("?")
     if not mark or not url.startswith(("http://", "https://")):
-        return url
+        return url if url.isascii() else url.translate(_PRIVATE)
     parts = query.split("&")
     if not any(_SIGNATURE.fullmatch(part.partition("=")[0]) for part in parts):
         return url
