@@ -45,6 +45,8 @@ _FEW_ROWS = 16
 _FOOTERS_AT_ONCE = 16
 #: Opened files of a process: those with a descriptor or a parsed footer, and mapped ones.
 _MAX_OPEN, _MAX_MAPPED = 32, 4096
+#: Bytes of memory of a mapped block: objects of Arrow and Python.
+_MAPPED_BYTES = 4096
 
 
 class TableDataset(Dataset[Any]):
@@ -220,13 +222,16 @@ class _OpenedTable:
             if block in self._blocks:
                 self._blocks.move_to_end(block)
                 return self._blocks[block]
-        decoded = _DecodedBlock(self._decoded(block))
+        file = self._table._files[self._table._places[block][0]]
+        is_mapped = self._table._schema is None and _is_mapped(file)
+        table = self._decoded(block)
+        decoded = _DecodedBlock(table, _MAPPED_BYTES if is_mapped else table.nbytes)
         with self._lock:
             if block not in self._blocks:
                 self._blocks[block] = decoded
-                self._bytes += decoded.table.nbytes
+                self._bytes += decoded.cost
             while self._bytes > self._table._memory and len(self._blocks) > 1:
-                self._bytes -= self._blocks.popitem(last=False)[1].table.nbytes
+                self._bytes -= self._blocks.popitem(last=False)[1].cost
         return decoded
 
     def close(self) -> None:
@@ -265,7 +270,7 @@ class _OpenedTable:
 
     def _file(self, number: int) -> Blocks:
         file = self._table._files[number]
-        is_mapped = local_path_of(file) is not None and not is_parquet(file)
+        is_mapped = _is_mapped(file)
         files = self._files[is_mapped]
         with self._lock:
             if number in files:
@@ -285,6 +290,10 @@ class _OpenedTable:
             return ParquetBlocks(file, self._reader)
         path = local_path_of(file)
         return RemoteArrowBlocks(file, self._reader) if path is None else ArrowBlocks(file, path)
+
+
+def _is_mapped(file: SourceFile) -> bool:
+    return local_path_of(file) is not None and not is_parquet(file)
 
 
 def _check_unchanged(file: SourceFile) -> None:
@@ -327,8 +336,10 @@ def _wrapped(number: int, count: int) -> int:
 class _DecodedBlock:
     """A decoded block. Its columns are taken apart once, as this costs more than a row."""
 
-    def __init__(self, table: Any) -> None:
+    def __init__(self, table: Any, cost: int) -> None:
         self.table = table
+        #: bytes of memory
+        self.cost = cost
         self._names = table.column_names
         self._columns = [column.chunk(0) if column.num_chunks == 1 else column for column in table.columns]
 
