@@ -279,19 +279,28 @@ def test_types_that_differ_between_files_are_joined(tmp_path: Path, ending: str)
 _MANY = """
 import pathlib, resource, sys
 from torch_dpflow.datasets.tables import TableDataset
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+count, limit = int(sys.argv[2]), int(sys.argv[3])
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 table = TableDataset(sys.argv[1], memory="1KiB")
-assert len(table) == 4000
-numbers = [number * 1999 % 4000 for number in range(300)]
+assert len(table) == 2 * count
+numbers = [number * 1999 % (2 * count) for number in range(300)]
 assert [table[number]["n"] for number in numbers] == numbers
-assert table.__getitems__(list(range(0, 4000, 8)))[-1] == {"n": 3992}
+assert table.__getitems__(list(range(0, 2 * count, 8)))[-1] == {"n": 2 * count - 8}
 assert len(list(pathlib.Path("/proc/self/fd").iterdir())) < 100
 """
 
 
-@pytest.mark.parametrize("ending", ["parquet", "arrow", "stream"])
-def test_two_thousand_files_need_few_descriptors(tmp_path: Path, ending: str) -> None:
-    for number in range(2000):
+@pytest.mark.parametrize(
+    ("ending", "count", "limit"),
+    [
+        ("parquet", 400, 128),
+        pytest.param("parquet", 2000, 256, marks=pytest.mark.slow),
+        pytest.param("arrow", 2000, 256, marks=pytest.mark.slow),
+        pytest.param("stream", 2000, 256, marks=pytest.mark.slow),
+    ],
+)
+def test_many_files_need_few_descriptors(tmp_path: Path, ending: str, count: int, limit: int) -> None:
+    for number in range(count):
         table = pa.table({"n": [2 * number, 2 * number + 1]})
         path = tmp_path / f"{number:04d}.{'parquet' if ending == 'parquet' else 'arrow'}"
         if ending == "parquet":
@@ -299,7 +308,7 @@ def test_two_thousand_files_need_few_descriptors(tmp_path: Path, ending: str) ->
         else:
             with (pa.ipc.new_file if ending == "arrow" else pa.ipc.new_stream)(str(path), table.schema) as writer:
                 writer.write_table(table)
-    with interpreter(_MANY, str(tmp_path)) as process:
+    with interpreter(_MANY, str(tmp_path), str(count), str(limit)) as process:
         assert process.communicate(timeout=250)[1] == ""
     assert process.returncode == 0
 
