@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from torch_dpflow.caches import ALSDCache
+from torch_dpflow.caches.policy_registry import POLICIES
 from torch_dpflow.lookahead import Lookahead
 
 pytestmark = pytest.mark.timeout(60)
@@ -122,3 +123,33 @@ def test_attributes_that_fail_are_as_if_they_were_not_there() -> None:
     for _ in range(2):
         assert [sample.value for sample in cache.__getitems__([0, 3, 1])] == [0, 3, 1]
     assert cache.statistics().hits == 3
+
+
+class Words:
+    """Has no length and any key."""
+
+    def __getitem__(self, key: Any) -> str:
+        return str(key).upper()
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_names_of_samples_that_are_gone_are_forgotten(policy: str) -> None:
+    """So memory is that of the samples that are held, however many are read; and each index has its own sample."""
+    cache: Any = ALSDCache(Words(), capacity=10, policy=policy)  # type: ignore[arg-type]
+    for number in range(9_000):
+        assert cache[f"word {number}"] == f"WORD {number}"
+        if number % 7 == 0:
+            assert cache[f"word {number // 2}"] == f"WORD {number // 2}"
+    assert cache.__getitems__(["word 1", "word 2"]) == ["WORD 1", "WORD 2"]
+    assert cache.statistics().items <= 10
+    assert len(cache._names) <= 4096
+    assert next(cache._numbers) <= 4200
+    key = object()
+    assert [cache[key], cache[key]] == [str(key).upper()] * 2
+
+
+def test_an_index_whose_number_another_one_has_meanwhile_gets_its_own_sample() -> None:
+    cache: Any = ALSDCache(Words(), capacity=10)  # type: ignore[arg-type]
+    assert cache["first"] == "FIRST"
+    cache._names["second"] = cache._names["first"]
+    assert (cache["second"], cache.__getitems__(["first", "second"])) == ("SECOND", ["FIRST", "SECOND"])

@@ -50,6 +50,8 @@ def read_with(left: int, loader_class: Any) -> tuple[list[int], list[str], int]:
                 seen.append(int(next(iterator)[0]))
             except DescriptorLimitError as error:
                 errors.append(str(error))
+            except StopIteration:  # one descriptor is enough as long as no two segments are mapped at once
+                return seen, errors, loader.stats().restarts
     while True:  # what was on its way while there were so few may fail too
         try:
             seen.append(int(next(iterator)[0]))
@@ -62,7 +64,8 @@ def read_with(left: int, loader_class: Any) -> tuple[list[int], list[str], int]:
 @pytest.mark.parametrize("left", [0, 1])
 def test_a_batch_that_cannot_be_mapped_raises_and_its_worker_lives(OurLoader: Any, left: int) -> None:
     seen, errors, restarts = in_fork(read_with, left, OurLoader)
-    assert "ulimit -n" in errors[0]
+    assert errors or left
+    assert all("ulimit -n" in error for error in errors)
     assert restarts == 0
     assert seen == sorted(set(seen))
     assert len(seen) + len(errors) == 16  # each that is lost has its error

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import deque
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import Dataset, IterableDataset
 
 from torch_dpflow._core.checks import check_type, working
 from torch_dpflow.caches.policy import parse_capacity
 from torch_dpflow.caches.policy_registry import POLICIES, make_policy
-from torch_dpflow.caches.store import CacheStatistics, SampleStore
+from torch_dpflow.caches.store import CacheStatistics, NamedSample, SampleStore
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.lookahead import Lookahead, Order, announce_order
 
@@ -60,6 +61,18 @@ class LookaheadPoller:
                 self._left = max(1, len(lookahead.certain), lookahead.length // _POLLS_PER_EPOCH)
         self._left -= count
         return lookahead
+
+
+#: So many names of indices are remembered in any case.
+_FEWEST_NAMES = 4096
+
+
+class _Place(NamedTuple):
+    """The key of an index, and the index to load it by; key None: the sample is not kept."""
+
+    key: int | None
+    index: Any
+    is_named: bool
 
 
 class ALSDCache(Dataset[Any]):
@@ -137,19 +150,19 @@ class ALSDCache(Dataset[Any]):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, index: Any) -> Any:
-        key, place = self._locate(index)
-        if key is None:
+        place = self._locate(index)
+        if place.key is None:
             return self._transformed(self.dataset[index])
-        return self._transformed(self._store.get(key, partial(operator.getitem, self.dataset, place)))
+        return self._transformed(self._own(place, self._store.get(place.key, partial(self._load, place))))
 
     def __getitems__(self, indices: list[Any]) -> list[Any]:
         """Return the samples of several indices, in order; missing ones are loaded together if the dataset can."""
-        located = [self._locate(index) for index in indices]
-        keys = [key for key, _ in located if key is not None]
-        if len(keys) < len(located):
+        places = [self._locate(index) for index in indices]
+        keys = [place.key for place in places if place.key is not None]
+        if len(keys) < len(places):
             return [self[index] for index in indices]
-        samples = self._store.get_many(keys, lambda own: self._load_many([located[k][1] for k in own]))
-        return [self._transformed(sample) for sample in samples]
+        kept = self._store.get_many(keys, lambda own: self._load_many([places[k] for k in own]))
+        return [self._transformed(self._own(place, one)) for place, one in zip(places, kept)]
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
         """Announce the order of an epoch to the dataset inside; see `lookahead`."""
@@ -169,6 +182,9 @@ class ALSDCache(Dataset[Any]):
         #: Keys of indices that are not positions.
         self._names: dict[Hashable, int] = {}
         self._numbers = itertools.count(length or 0)
+        #: Numbers of names that were forgotten.
+        self._free: deque[int] = deque()
+        self._most_names = _FEWEST_NAMES
         poller = None if self.sampler is None else LookaheadPoller(self.sampler)
         self._store = SampleStore(
             partial(
@@ -183,17 +199,16 @@ class ALSDCache(Dataset[Any]):
         )
         self._length = length  # last: until then other threads open anew too
 
-    def _locate(self, index: Any) -> tuple[int | None, Any]:
-        """Return the key of an index, and the index to load it by; key None: the sample is not kept."""
+    def _locate(self, index: Any) -> _Place:
         if self._length is not None and _length_of(self.dataset) != self._length:
             self._open()
         length = self._length
         try:
             position = operator.index(index)
         except TypeError:
-            return self._name(index), index
+            return _Place(self._name(index), index, is_named=True)
         if length is None:
-            return self._name(position), index
+            return _Place(self._name(position), index, is_named=True)
         if not -length <= position < length:
             self.dataset[index]  # its own error says more
             raise IndexError(
@@ -201,21 +216,50 @@ class ALSDCache(Dataset[Any]):
                 "integers are positions"
             )
         position %= length
-        return position, position
+        return _Place(position, position, is_named=False)
 
     def _name(self, index: Any) -> int | None:
+        """Return the number of an index that is no position; None: it cannot be hashed."""
         try:
             known = self._names.get(index)
+            if known is not None:
+                return known
+            if len(self._names) >= self._most_names:
+                self._forget()
+            try:
+                number = self._free.popleft()
+            except IndexError:
+                number = next(self._numbers)
             # One atomic step, so that threads agree; an unused number is skipped.
-            return self._names.setdefault(index, next(self._numbers)) if known is None else known
+            return self._names.setdefault(index, number)
         except TypeError:
             return None
 
-    def _load_many(self, indices: list[Any]) -> list[Any]:
+    def _forget(self) -> None:
+        """Forget the names of samples that are not held. Their numbers are used again: see `_own`."""
+        held, names = self._store.held(), dict(self._names)
+        kept = {index: number for index, number in names.items() if number in held}
+        self._free = deque(sorted({*names.values(), *self._free} - held))
+        self._names, self._most_names = kept, max(_FEWEST_NAMES, 4 * len(kept))
+
+    def _load_many(self, places: list[_Place]) -> list[Any]:
         together = working(self.dataset, "__getitems__")
-        if callable(together):
-            return list(together(indices))
-        return [self.dataset[index] for index in indices]
+        if not callable(together):
+            return [self._load(place) for place in places]
+        loaded = list(together([place.index for place in places]))
+        if len(loaded) != len(places) or not any(place.is_named for place in places):
+            return loaded  # the store counts them
+        return [NamedSample(place.index, one) if place.is_named else one for place, one in zip(places, loaded)]
+
+    def _load(self, place: _Place) -> Any:
+        sample = self.dataset[place.index]
+        return NamedSample(place.index, sample) if place.is_named else sample
+
+    def _own(self, place: _Place, kept: Any) -> Any:
+        """Return the sample of a place from what is kept under its key, which may have another name's sample."""
+        if not place.is_named:
+            return kept
+        return kept.sample if kept.index == place.index else self.dataset[place.index]
 
     def _transformed(self, sample: Any) -> Any:
         return sample if self.transform is None else self.transform(sample)
@@ -229,7 +273,7 @@ class ALSDCache(Dataset[Any]):
 
 
 #: A pickle leaves the content out.
-_NOT_PICKLED = {"_store", "_names", "_numbers", "_length"}
+_NOT_PICKLED = {"_store", "_names", "_numbers", "_free", "_most_names", "_length"}
 
 
 def _check_dataset(dataset: Dataset[Any]) -> None:

@@ -124,6 +124,8 @@ def _duplicate(part: Any, memo: dict[int, Any]) -> Any:
         result = part.copy(order="K")
     elif _is_image(part):
         result = part.copy()
+    elif kind is NamedSample:
+        result = NamedSample(part.index, _duplicate(part.sample, memo))
     elif kind in (list, tuple):
         result = kind(map(partial(_duplicate, memo=memo), part))
     elif kind is dict:
@@ -140,6 +142,14 @@ def _is_image(part: object) -> bool:
     # Pillow is optional: if it was not imported, nothing is an image.
     pillow = sys.modules.get("PIL.Image")
     return pillow is not None and isinstance(part, pillow.Image)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSample:
+    """A sample with its index, where its key may have been another one's before. Copies keep the index itself."""
+
+    index: Any
+    sample: Any
 
 
 #: The one job that reads a store of its own.
@@ -247,6 +257,11 @@ class SampleStore:
         for place, future in running.items():
             found[place] = self._wait(keys[place], future, partial(_load_one, load, place))
         return found
+
+    def held(self) -> set[int]:
+        """Return the keys of the samples that are held."""
+        with self._lock:
+            return set(self._samples)
 
     def clear(self) -> None:
         """Drop all samples and counts; samples of running loads are not kept."""
