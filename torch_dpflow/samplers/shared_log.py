@@ -81,7 +81,7 @@ class SharedLogGroup(SamplingGroup):
         loaded = self._directory.load(led)
         self._directory.on_read(picks)
         evicted = self._directory.shrink()
-        for name, other in self._epochs.items():
+        for name, other in self._epochs.items() if len(led) else ():
             if name != member.name:
                 other.offer(led)
         to_load = np.concatenate([np.zeros(len(followed), np.bool_), loaded])

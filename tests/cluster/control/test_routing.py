@@ -155,3 +155,25 @@ def test_whoever_comes_and_goes_every_table_is_whole_and_newer(size: int, steps:
 def test_a_table_with_gaps_is_refused(routes: list[Route]) -> None:
     with pytest.raises(OptionError, match="without routes, or with gaps"):
         RouteMap(RoutingTable(1, routes))
+
+
+def test_a_call_that_changes_nothing_assigns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"shard-{number:03}" for number in range(200)]
+    table = Routing(size=1000, expected=names, lease_s=5.0)
+    for name in names:
+        table.register(name, 1, f"ipc://{name}", 0.0)
+    calls: list[int] = []
+    original = Routing._assign
+
+    def counted(self: Routing) -> None:
+        calls.append(1)
+        original(self)
+
+    monkeypatch.setattr(Routing, "_assign", counted)
+    assert table.register(names[3], 1, f"ipc://{names[3]}", 1.0) == RangeAssignment(1, 15, 20)
+    assert table.tick(2.0) == []
+    assert calls == []
+    assert table.register(names[3], 2, "ipc://elsewhere", 3.0) == RangeAssignment(2, 15, 20)
+    assert len(table.tick(5.5)) == 199
+    assert table.register(names[3], 2, "ipc://elsewhere", 6.0) == RangeAssignment(3, 0, 1000)
+    assert len(calls) == 2

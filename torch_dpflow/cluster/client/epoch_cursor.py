@@ -1,6 +1,7 @@
 """Position of a job, or of one of its ranks, in an epoch of the router's order, to be resumed by any number of ranks.
 
-A state has three sets of samples, one bit for each sample of the flow:
+A state has three sets of samples, one bit for each sample of the flow. If the strategy is "independent", a job without
+ranks has a digest instead of `done` in a large flow: its order follows from seed and epoch.
 
 - `done`: samples that were delivered to this rank.
 - `together`: samples that all ranks had when each had as many as this one, by the router's answer.
@@ -14,19 +15,24 @@ were read are `together` of one state where the ranks were in step, else `done` 
 from __future__ import annotations
 
 import base64
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from torch_dpflow._core.permutation import MAX_TORCH, Permutation, seeded
 from torch_dpflow.cluster.client.options import JobDescription
 from torch_dpflow.cluster.messages.router import EpochPlace
 from torch_dpflow.errors import StateError
 from torch_dpflow.samplers.passes import RankShares
 
 Marks = npt.NDArray[np.uint8]
+#: Samples of a flow up to which a state has a bit for each, whatever decides the order: 43 KiB as text.
+MAX_MARKED = 1 << 18
 
 
 def mark(marks: Marks, keys: npt.NDArray[np.int64]) -> None:
@@ -47,6 +53,8 @@ class EpochCursor:
         self.earlier: Marks | None = None
         #: A position, and the samples that all ranks have once each has as many; None: not known.
         self.together: tuple[int, Marks] | None = None
+        #: Whether the router draws the epoch's order.
+        self.follows_router = False
         #: Whether it was resumed at the epoch's end: what `drop_last` left out is not read in another batch size.
         self._is_over = False
 
@@ -85,7 +93,7 @@ class EpochCursor:
         self.position = position
 
     def state(self) -> dict[str, Any]:
-        """Return the state as plain data: O(size / 8)."""
+        """Return the state as plain data: O(size / 8), of at most 64 KiB where `done` is a digest."""
         rank = self._job.rank
         at, together = self.together or (-1, self.marks)
         return {
@@ -95,10 +103,18 @@ class EpochCursor:
             "rank": None if rank is None else [rank.rank, rank.replicas],
             "position": self.position,
             "over": self.left <= 0,
-            "done": _encoded(self.marks),
+            **self._done(),
             "together": _encoded(together) if at == self.position else None,
             "earlier": None if self.earlier is None else _encoded(self.earlier),
         }
+
+    def _done(self) -> dict[str, Any]:
+        """Return `done`; of a large flow whose order follows from seed and epoch only a digest of it."""
+        job = self._job
+        is_prefix = self.follows_router and job.strategy == "independent" and job.rank is None and job.indices is None
+        if not is_prefix or self.earlier is not None or not MAX_MARKED < job.size < MAX_TORCH:
+            return {"done": _encoded(self.marks)}
+        return {"done": None, "digest": _digest(self.marks)}
 
     def resume(self, epoch: int, state: dict[str, Any]) -> None:
         """Set the position to that of `state`, which is one rank's or those of all ranks (`join_flow_states`).
@@ -199,6 +215,8 @@ class _Saved:
             rank, replicas = (0, 1) if state["rank"] is None else map(int, state["rank"])
             done, together, earlier = (_decoded(state.get(name), size) for name in ("done", "together", "earlier"))
             position, over = int(state["position"]), bool(state.get("over", False))
+            if done is None and "digest" in state and 0 <= position <= size:
+                done = _first_of_order(size, int(state["seed"]) + int(state["epoch"]), position, state["digest"])
         except StateError:
             raise
         except (KeyError, TypeError, ValueError) as error:
@@ -261,6 +279,24 @@ def _saved(parts: Any, epoch: Any, size: int) -> list[_Saved]:
             "together"
         )
     return saved
+
+
+@lru_cache(maxsize=1)
+def _first_of_order(size: int, seed: int, position: int, digest: str) -> Marks:
+    """Return the marks of the first samples of an order. Raises StateError if their digest is another one."""
+    read = np.zeros(size, np.bool_)
+    read[Permutation(size, seeded(seed))[:position]] = True
+    marks = np.packbits(read)
+    if _digest(marks) != digest:
+        raise StateError(
+            f"the job's state is damaged, or of another version: the first {position} samples of its order have "
+            "another digest; pass what state_dict() returned, or begin the epoch again"
+        )
+    return marks
+
+
+def _digest(marks: Marks) -> str:
+    return hashlib.blake2b(marks.tobytes(), digest_size=16).hexdigest()
 
 
 def _count(marks: Marks) -> int:

@@ -138,6 +138,7 @@ class SharedJob:
         Raises StateError for a state of another flow or epoch, and for one that lacks what other ranks had read.
         """
         cursor = self._cursor_at_start(epoch)
+        cursor.follows_router = True
         if done is not None:
             cursor.resume(epoch, done)
         self._begin(cursor)
