@@ -259,6 +259,31 @@ def test_one_more_shard_reads_one_shard(tmp_path: Path, scans: Path, index_dir: 
     check([], 0, 2, 0, source=[data / "0.tar", data / "2.tar", data / "0.tar"])
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_one_more_shard_reads_no_metadata_of_the_others(
+    tmp_path: Path, metadata_reads: list[int], is_killed: bool
+) -> None:
+    samples = write_shards(tmp_path / "data", 3, 700)
+
+    class Killed(BaseException):
+        pass
+
+    def kill(count: int) -> None:
+        if count >= 1000:
+            raise Killed
+
+    if is_killed:
+        with pytest.raises(Killed):
+            open_dataset(tmp_path / "data", progress=kill)
+    open_dataset(tmp_path / "data")
+    assert metadata_reads == []
+    (tmp_path / "data" / "train-003.tar").write_bytes((tmp_path / "data" / "train-000.tar").read_bytes())
+    dataset = open_dataset(tmp_path / "data")
+    # Only of the object that ends after the last full shard. After a kill the counts are unknown, and all are read.
+    assert metadata_reads == ([0, 1, 2] if is_killed else []) + [1, 2]
+    assert dataset.__getitems__(list(range(2800))) == [*samples, *samples[:700]]
+
+
 def test_the_index_of_a_source_that_grows_does(tmp_path: Path, index_dir: Path) -> None:
     """By what is new. Each state had a whole index of its own."""
     (shard,) = [write_tar(tmp_path / "a.tar", members_of(samples_of(0, 1000))).read_bytes()]

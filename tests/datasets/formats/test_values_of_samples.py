@@ -18,10 +18,13 @@ from tests.datasets.formats.tars import write_tar
 from tests.datasets.formats.test_packed import _LEAF, picture, words, write_litdata, write_mds
 from tests.later import Later
 from torch_dpflow import DPFlowDataLoader
-from torch_dpflow.datasets import open_dataset
+from torch_dpflow.datasets import DatasetStore, Draft, open_dataset
+from torch_dpflow.datasets.importers.iterable import IterableImporter
+from torch_dpflow.datasets.importers.webdataset import PARTS
+from torch_dpflow.datasets.opened import OpenedDataset
 from torch_dpflow.datasets.tables import TableDataset
 from torch_dpflow.datasets.views import Decoder
-from torch_dpflow.errors import OptionError, SourceError
+from torch_dpflow.errors import DamagedStoreError, OptionError, SourceError
 
 PIL = Later("PIL.Image")
 V2 = Later("torchvision.transforms.v2")
@@ -153,3 +156,15 @@ def test_a_transform_that_leaves_images_encoded_is_an_error(tmp_path: Path) -> N
         assert batch["cls"].tolist() == [1] * 4
     raw: Any = open_dataset(path, decode=lambda sample: sample["png"])  # to be decoded elsewhere
     assert raw[2] == picture(2)
+
+
+@pytest.mark.parametrize("parts", [3, {"a": 3}, {"a": [1]}, {"a": [-5, 2]}, {"a": ["x", 1]}])
+def test_a_sample_with_damaged_metadata_does_not_fail_its_batch(local_store: DatasetStore, parts: Any) -> None:
+    draft = Draft(local_store, "core/x", "v1")
+    items = [(bytes([number]), {PARTS: parts} if number == 1 else {}) for number in range(3)]
+    draft.add("train", IterableImporter(items))
+    draft.publish()
+    dataset = OpenedDataset(local_store.open("core/x:v1:train"), on_error="skip")
+    assert [sample["data"] for sample in dataset.__getitems__([0, 1, 2])] == [b"\0", b"\2"]
+    with pytest.raises(DamagedStoreError, match="are no parts"):
+        dataset[1]

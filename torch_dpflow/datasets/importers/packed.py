@@ -100,7 +100,7 @@ class PackedImporter(ShardImporter):
         """Return the shards, and what the view of a sample needs. Raises KeyError, TypeError, ValueError."""
 
     def info(self) -> Mapping[str, Any]:
-        return self._info
+        return {**self._info, **super().info()}
 
     def settings(self) -> Mapping[str, Any]:
         return self._info

@@ -140,6 +140,8 @@ class ShardImporter:
         self._earlier: StoredDataset | None = None
         self._places: dict[tuple[Any, ...], tuple[int, int]] = {}
         self._passed = 0
+        #: samples of each object that was described here, by its number
+        self._counts: dict[int, int] = {}
         self._objects: list[list[Any]] = []
         self.options = self.files.options
         #: URLs of objects by those that samples get, if these are others
@@ -186,16 +188,19 @@ class ShardImporter:
         before = [tuple(one) for one in stored.variant.source["objects"]]
         if len({path for path, *_ in before}) < len(before):
             return 0  # a sample's path would not say of which of them it is
-        counts = Counter(sample.path for sample in stored.samples())
+        counts = stored.variant.info.get("counts")
+        if counts is None:  # it was continued after a kill
+            by_path = Counter(sample.path for sample in stored.samples())
+            counts = [by_path[path] for path, *_ in before]
         self._places = {}
         first = same = 0
         is_same = True
-        for number, one in enumerate(before):
-            files = self.files.files
+        files = self.files.files
+        for number, (one, count) in enumerate(zip(before, counts, strict=True)):
             is_same = is_same and number < len(files) and self._object(files[number]) == one
-            self._places[one] = first, counts[one[0]]
-            first += counts[one[0]]
-            same += counts[one[0]] if is_same else 0
+            self._places[one] = first, count
+            first += count
+            same += count if is_same else 0
         self._earlier = stored
         self._passed = max(0, same - 1) // multiple * multiple  # one stays, as no import may be empty
         return self._passed
@@ -245,7 +250,18 @@ class ShardImporter:
         return None
 
     def info(self) -> Mapping[str, Any]:
-        return {}
+        """Return of an index the samples of each object; None if some were described before a kill."""
+        if not self.is_in_place or len(self.files.files) > _MAX_NAMED:
+            return {}
+        known = [self._places.get(self._object(file), (0, None))[1] for file in self.files.files]
+        counts = [self._counts.get(number, count) for number, count in enumerate(known)]
+        return {"counts": None if None in counts else counts}
+
+    def _counted(self, number: int, items: Iterator[Item]) -> Iterator[Item]:
+        self._counts[number] = 0
+        for item in items:
+            self._counts[number] += 1
+            yield item
 
     def _scanned(self, first: int) -> Iterator[Item]:
         """Yield the samples of all objects from number `first` on, scanned in threads, in order."""
@@ -257,12 +273,13 @@ class ShardImporter:
         ):
             waiting: deque[Iterator[Item]] = deque()
             try:
-                for file in self.files.files[first:]:
+                for number, file in enumerate(self.files.files[first:], first):
                     place = self._places.get(self._object(file))
                     if place is None:
                         batches: _Batches = queue.Queue(_BATCHES)
                         scanners.submit(self._scan_into, batches, file, reader, blocks, stop)
-                    waiting.append(_taken(batches) if place is None else self._taken_before(*place))
+                    items = _taken(batches) if place is None else self._taken_before(*place)
+                    waiting.append(self._counted(number, items))
                     if len(waiting) > _SCANNERS:
                         yield from waiting.popleft()
                 while waiting:
