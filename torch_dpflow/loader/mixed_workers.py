@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch_dpflow.ipc.transport import Listener
+from torch_dpflow.ipc.transport import Frame, Listener
 from torch_dpflow.ipc.transport.zeromq.joined import JoinedListener
 from torch_dpflow.ipc.transport.zeromq.sockets import ZeroMQListener
 from torch_dpflow.loader.worker_processes import WorkerProcesses
@@ -30,6 +30,15 @@ class MixedWorkers:
 
     def __len__(self) -> int:
         return len(self.local) + len(self._remote)
+
+    @property
+    def sender(self) -> MixedWorkers:
+        """Sends the shard's messages."""
+        return self
+
+    def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
+        """As `Listener.send`."""
+        return self._remote.send(peer, frames) if _is_remote(peer) else self.local.listener.send(peer, frames)
 
     @property
     def shell(self) -> Shell:

@@ -171,7 +171,7 @@ class PrivateShard:
             poison_limit=poison_limit,
             task_timeout_s=task_timeout_s,
         )
-        self._shard = Shard(self._listener, self._scheduler, self, clock=self._clock, start_timeout_s=task_timeout_s)
+        self._shard = Shard(processes.sender, self._scheduler, self, clock=self._clock, start_timeout_s=task_timeout_s)
         self._receive = self._receiver()
         self._thread = AwaitedThread(self._run, name="dpflow-shard")
         try:

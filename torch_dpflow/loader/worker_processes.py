@@ -14,7 +14,7 @@ from torch_dpflow._core.torch_private import DatasetKind, sharding_worker_init_f
 from torch_dpflow.epoch.own_state import has_state
 from torch_dpflow.errors import NotPicklableError, PoisonTaskError, WorkerStartError
 from torch_dpflow.ipc.memory.headroom import machine_total
-from torch_dpflow.ipc.transport import listen
+from torch_dpflow.ipc.transport import Listener, listen
 from torch_dpflow.log import LOADER
 from torch_dpflow.metrics import LoaderMeter
 from torch_dpflow.options import LoaderOptions
@@ -116,6 +116,11 @@ class WorkerProcesses:
     def local(self) -> WorkerProcesses:
         """The workers of this host: all of them."""
         return self  # no attribute, which would be a reference cycle
+
+    @property
+    def sender(self) -> Listener:
+        """Sends the shard's messages."""
+        return self.listener
 
     @property
     def handles(self) -> list[Handle]:

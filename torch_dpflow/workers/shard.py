@@ -31,7 +31,7 @@ from torch_dpflow.ipc.messages.headers import (
     version_of,
 )
 from torch_dpflow.ipc.messages.payload_groups import join_tasks, split_payloads
-from torch_dpflow.ipc.transport import Frame, Listener
+from torch_dpflow.ipc.transport import Frame
 from torch_dpflow.log import TRANSPORT
 from torch_dpflow.workers.scheduler.machine import (
     AddWorker,
@@ -98,11 +98,18 @@ class Requester(Protocol):
         """Replace a worker that has exceeded the time limit for a task or for its start."""
 
 
+class Sender(Protocol):
+    """What a shard sends by: a `Listener`, or an owner of one that counts messages."""
+
+    def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
+        """As `Listener.send`."""
+
+
 class Shard:
     """Owns tasks and their payloads until their results arrive. One thread drives it.
 
     Args:
-        listener: where workers connect.
+        sender: sends to workers.
         scheduler: decides who loads what.
         requester: receives the results.
         clock: seconds, for the scheduler.
@@ -111,7 +118,7 @@ class Shard:
 
     def __init__(
         self,
-        listener: Listener,
+        sender: Sender,
         scheduler: Scheduler,
         requester: Requester,
         *,
@@ -121,8 +128,8 @@ class Shard:
         self._start_timeout_s = start_timeout_s
         #: Workers that are admitted and not ready, and when each was admitted or last sent a message, seconds.
         self._starting: dict[int, float] = {}
-        #: Where workers connect.
-        self.listener = listener
+        #: Sends to workers.
+        self.sender = sender
         self._scheduler = scheduler
         self._requester = requester
         self._clock = clock
@@ -229,7 +236,7 @@ class Shard:
         for worker in workers:
             self._requester.failed(worker, f"it sent an invalid message: {reason}")  # its result would never come
         if not workers:  # a worker of another release would wait without end; one that is gone needs no answer
-            self.listener.send(peer, [encode(WorkerRefused(reason[:MAX_TEXT]))])
+            self.sender.send(peer, [encode(WorkerRefused(reason[:MAX_TEXT]))])
 
     def _on_handshake(self, peer: bytes, handshake: WorkerHandshake) -> None:
         if handshake.version != PROTOCOL_VERSION:
@@ -337,7 +344,7 @@ class Shard:
 
     def _send(self, worker: int, frames: list[Frame]) -> None:
         """Send a message to an admitted worker, or have it replaced: without the message its tasks would not end."""
-        if not self.listener.send(self._peers[worker], frames):
+        if not self.sender.send(self._peers[worker], frames):
             self._requester.failed(worker, "it cannot be reached, or does not read its messages")
 
 

@@ -20,6 +20,7 @@ from torch_dpflow.remote.fleet.lifecycle import (
     LEAVE_S,
     MAX_FALSE_STARTS,
     MAX_UNFIT,
+    READY_S,
     ROTATE,
     STOP_S,
     Fleet,
@@ -121,6 +122,20 @@ def working(workers: int, **limits: Any) -> Prompt:
 
 def states(machine: Fleet) -> dict[str, str]:
     return {one.name.removeprefix(PREFIX): one.state.value for one in machine.workers}
+
+
+def test_a_worker_that_is_connected_and_never_ready_is_replaced() -> None:
+    """Its handshake may be lost, or the user's code does not return; while it fetches content it has time."""
+    machine = fleet()
+    machine.target(1, 0.0)
+    machine.handle(Accepted(named(0, 1), "ref"), 1.0)
+    machine.arrived(named(0, 1), "", 1.0)
+    machine.progressed(named(0, 1), 100.0)
+    assert only(RejectWorker, machine.tick(99.0 + READY_S)) == []
+    (rejected,) = only(RejectWorker, machine.tick(100.0 + READY_S))
+    assert rejected.name == named(0, 1)
+    assert "not become ready" in rejected.why
+    assert starts(machine.tick(101.0 + READY_S)) == [named(0, 2)]
 
 
 def test_a_worker_lives_from_its_start_to_its_end() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import MessageError
+from torch_dpflow.ipc.messages.remote_worker import WorkerHeartbeat
 from torch_dpflow.loader.batch_planner import InFlightLimit
 from torch_dpflow.remote.fleet.worker_record import BATCH_WORKERS, LOST_S, RemoteWorker, parts_of
 
@@ -34,25 +35,43 @@ def test_a_window_does_not_change_back_and_forth() -> None:
     assert worker(0.05, tasks=0).fitting_window(9.0) == BATCH_WORKERS.min_window  # nobody knows how long its tasks take
 
 
+def missing(one: RemoteWorker, count: int = 1) -> WorkerHeartbeat:
+    """A heartbeat of a worker that waits and has sent more than has come from it."""
+    return WorkerHeartbeat(one.received + count, one.sent)
+
+
 def test_a_message_is_late_as_long_as_no_connection_has_ended() -> None:
     """A link may take a minute for a batch, and have the next one to carry by then."""
     one = worker(0.05)
     now = one.worked
-    assert not one.has_lost_message(one.received, 7, now)
-    assert not any(one.has_lost_message(one.received + 1, 7, now + late) for late in range(60))
-    assert one.has_lost_message(one.received + 1, 8, now + 60)
+    assert not one.has_lost_message(missing(one, 0), 7, now)
+    assert not any(one.has_lost_message(missing(one), 7, now + late) for late in range(60))
+    assert one.has_lost_message(missing(one), 8, now + 60)
 
 
 def test_a_message_is_lost_where_a_connection_has_ended_and_nothing_comes() -> None:
     one = worker(0.05)
     now = one.worked
-    assert not one.has_lost_message(one.received, 0, now + 100)  # all is here
-    assert not one.has_lost_message(one.received + 1, 1, now + 101)
+    assert not one.has_lost_message(missing(one, 0), 0, now + 100)  # all is here
+    assert not one.has_lost_message(missing(one), 1, now + 101)
     one.note_work(now + 105)  # and goes on
-    assert not one.has_lost_message(one.received + 1, 1, now + 112)
-    assert one.has_lost_message(one.received + 1, 1, now + 105 + LOST_S)
-    assert not one.has_lost_message(one.received, 1, now + 116)
-    assert not one.has_lost_message(one.received + 1, 1, now + 200)
+    assert not one.has_lost_message(missing(one), 1, now + 112)
+    assert one.has_lost_message(missing(one), 1, now + 105 + LOST_S)
+    assert not one.has_lost_message(missing(one, 0), 1, now + 116)
+    assert not one.has_lost_message(missing(one), 1, now + 200)
+
+
+def test_a_message_to_a_worker_is_lost_where_it_waits_and_has_received_fewer() -> None:
+    """A busy worker may have messages that it has not read, and reports no number."""
+    one = worker(0.05)
+    one.sent, now = 5, one.worked
+    assert not one.has_lost_message(WorkerHeartbeat(one.received, 5), 0, now)
+    one.sent = 6
+    for late in range(60):
+        assert not one.has_lost_message(WorkerHeartbeat(one.received, None), 1, now + late)
+    assert not one.has_lost_message(WorkerHeartbeat(one.received, 5), 1, now + 60)
+    assert one.has_lost_message(WorkerHeartbeat(one.received, 5), 1, now + 60 + LOST_S)
+    assert not one.has_lost_message(WorkerHeartbeat(one.received, 6), 1, now + 61 + LOST_S)
 
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6))

@@ -396,6 +396,6 @@ class ProvisionedWorkers:
         if self._ended:
             self.close()
             return
-        self._shard.serve_remote(self._serve, remote.listener, remote.descriptors)
+        self._shard.serve_remote(self._serve, remote, remote.descriptors)
         remote.resize(self._shard.workers.expected)
         remote.start_all()

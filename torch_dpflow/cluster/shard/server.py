@@ -45,6 +45,7 @@ from torch_dpflow.ipc.rpc.leases import (
 from torch_dpflow.ipc.transport import Listener
 from torch_dpflow.ipc.transport.link_time import LinkTime
 from torch_dpflow.log import SERVICE
+from torch_dpflow.workers.shard import Sender
 
 #: Most samples that a job may have requested from a shard and not received.
 MAX_WANTS = 1 << 16
@@ -145,15 +146,16 @@ class SampleShard:
         self._cache.concurrency = self._workers.concurrency
         self._apply(self._cache.resize(settings.memory_bytes))
 
-    def serve_remote(self, serve: Callable[[], bool], listener: Listener, descriptors: Sequence[int]) -> None:
+    def serve_remote(self, serve: Callable[[], bool], sender: Sender, descriptors: Sequence[int]) -> None:
         """Use remote workers, which connect to another listener. In the server's thread, once.
 
-        serve: `serve_remote` of the demultiplexer; called when one of the descriptors is readable.
+        serve: `serve_remote` of the demultiplexer; called when one of the descriptors is readable. sender: sends to
+            them.
         """
         for descriptor in descriptors:
             self._listener.watch(descriptor)
         self._listener.serve_remote = serve
-        self._workers.connect_at(listener)
+        self._workers.send_by(sender)
 
     @property
     def workers(self) -> ShardWorkers:

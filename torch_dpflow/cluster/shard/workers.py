@@ -31,7 +31,7 @@ from torch_dpflow.ipc.transport import Listener
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.fleet.worker_record import SAMPLE_WORKERS
 from torch_dpflow.workers.scheduler.machine import Scheduler
-from torch_dpflow.workers.shard import Shard
+from torch_dpflow.workers.shard import Sender, Shard
 
 #: Tasks that a worker holds. Results of some are sent in one message, and the others run meanwhile. This is half of
 #: what torch's loader queues for a worker, with batches of 16. Workers of this host hold more tasks, up to
@@ -157,9 +157,9 @@ class ShardWorkers:
         """Use remote workers from now on."""
         self._fleet = fleet
 
-    def connect_at(self, listener: Listener) -> None:
-        """Set the listener to which workers connect; none has connected."""
-        self._shard.listener = listener
+    def send_by(self, sender: Sender) -> None:
+        """Set what sends to workers; none has connected."""
+        self._shard.sender = sender
 
     @property
     def expected(self) -> int:

@@ -161,8 +161,10 @@ class MissingModules(Body, tag=46):
 class WorkerHeartbeat(Body, tag=44):
     """Remote worker to shard, periodically, and the shard's answer."""
 
-    #: Messages sent on the other connection so far. If a receiver has fewer for some time, one was lost.
+    #: Messages that the worker has sent on the other connection so far; 0 in the answer.
     sent: Count
+    #: Messages that it has received there; None while its main thread is busy, as it may not have read all.
+    received: Count | None = None
     #: Of the worker, seconds: round trip of an earlier heartbeat, and how long it has waited for its link.
     round_trip_s: Seconds = 0.0
     away_s: Seconds = 0.0

@@ -46,6 +46,9 @@ from torch_dpflow.workers.platform import Limits
 DRAIN_S, LEAVE_S = 30.0, 5.0
 #: How long the platform may take to end a worker by force, at least; else twice its grace; seconds.
 STOP_S = 10.0
+#: How long a connected worker may need until it is ready, after its latest request for content, seconds: it unpickles
+#: the dataset and imports what that needs.
+READY_S = 600.0
 #: Fractions of a lifetime after which a successor is started, drawn for each worker so that not all end together, and
 #: after which a worker is drained even without one.
 ROTATE, LAST = (0.80, 0.95), 0.97
@@ -144,7 +147,7 @@ class Fleet:
             else:
                 self._has_arrived = True
                 self._limits.note_arrived(worker.begun, now)
-                worker.state, worker.due = WorkerState.ON_DECK, math.inf
+                worker.state, worker.due = WorkerState.ON_DECK, now + READY_S
         elif not worker.state.holds_place and worker.state is not WorkerState.DRAINING:
             self._out.append(RejectWorker(name, unfit or "it is to leave"))
 
@@ -156,11 +159,19 @@ class Fleet:
         else:
             self._out.append(RejectWorker(name, reason))
 
+    def progressed(self, name: str, now: float) -> None:
+        """Handle a worker that fetches what it needs."""
+        worker = self._workers.get(name)
+        if worker is not None and worker.state is WorkerState.ON_DECK and not worker.ready:
+            worker.due = now + READY_S
+
     def ready(self, name: str) -> None:
         """Handle a worker that has loaded what it needs and can work."""
         worker = self._workers.get(name)
         if worker is not None:
             worker.ready = True
+            if worker.state is WorkerState.ON_DECK:
+                worker.due = math.inf
 
     def drained(self, name: str, now: float) -> None:
         """Handle a draining worker that has no task left and was requested to leave."""
@@ -273,6 +284,8 @@ class Fleet:
                 continue
             if worker.state.is_expected:
                 self._leave(worker, now)  # the platform may report its end
+            elif worker.state is WorkerState.ON_DECK:
+                self._note_unfit(worker, f"it has not become ready within {READY_S:g} s", now)
             elif worker.state is WorkerState.STOPPING:
                 self._remove(worker, now)
             else:

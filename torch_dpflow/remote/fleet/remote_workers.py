@@ -24,6 +24,7 @@ from torch_dpflow.ipc.messages.remote_worker import (
     WorkerGoodbye,
     WorkerHeartbeat,
 )
+from torch_dpflow.ipc.transport import Frame
 from torch_dpflow.log import TRANSPORT
 from torch_dpflow.metrics import WorkerTime
 from torch_dpflow.remote.fleet.lifecycle import Fleet
@@ -126,7 +127,6 @@ class RemoteWorkers:
         self._working: dict[bytes, RemoteWorker] = {}
         #: Names of workers that may work, until enough are there.
         self._admitted: list[str] = []
-        self._condemned: dict[int, str] = {}
         self._look_at = self._ask_at = 0.0
         self._has_events, self._losses = True, 0
         self._leaving = False
@@ -190,9 +190,29 @@ class RemoteWorkers:
         worker = self._by_user.get(f"{number}/{incarnation}")
         return "" if worker is not None and worker.is_working else "it was not admitted"
 
+    @property
+    def sender(self) -> RemoteWorkers:
+        """Sends the shard's messages, and counts them."""
+        return self
+
+    def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
+        """Send a message to a worker that works; as `Listener.send`. If it is refused, the worker is ended."""
+        worker = self._working.get(peer)
+        if worker is not None:
+            worker.sent += 1
+        is_sent = self.listener.send(peer, frames)
+        if worker is not None and not is_sent:
+            self._condemn(worker, "a message to it was refused, as its connection is broken", may_blame=False)
+        return is_sent
+
     def kill(self, number: int, why: str) -> None:
-        """End a worker's process; another worker soon gets its place."""
-        self._condemned[number] = why
+        """End the process of the worker that works under this number; another worker soon gets its place."""
+        for worker in self._working.values():
+            if worker.number == number:
+                self._condemn(worker, why)
+
+    def _condemn(self, worker: RemoteWorker, why: str, *, may_blame: bool = True) -> None:
+        worker.condemn(why, may_blame=may_blame)
         self._has_events = True
         self.listener.wake()
 
@@ -255,13 +275,14 @@ class RemoteWorkers:
             case RemoteHandshake():
                 self._on_handshake(worker, nonce, header)
             case FetchPiece(digest=digest, offset=offset):
-                self.listener.send(peer, [encode(Piece(digest, offset)), self._content.piece(digest, offset)])
-            case WorkerHeartbeat(sent=sent, round_trip_s=round_trip_s, away_s=away_s):
-                self.time.away_s += worker.note_away(away_s)
-                if worker.has_lost_message(sent, self.listener.losses, worker.last_seen):
-                    self.kill(worker.number, "messages of it were lost with a connection")
-                self._fit_window(worker, round_trip_s)
-                self._send(peer, WorkerHeartbeat(worker.sent))
+                self._fleet.progressed(worker.name, worker.last_seen)
+                self._send(peer, Piece(digest, offset), self._content.piece(digest, offset))
+            case WorkerHeartbeat():
+                self.time.away_s += worker.note_away(header.away_s)
+                if worker.has_lost_message(header, self.listener.losses, worker.last_seen):
+                    self._condemn(worker, "a message to or from it was lost with a connection", may_blame=False)
+                self._fit_window(worker, header.round_trip_s)
+                self._send(peer, WorkerHeartbeat(0))
             case MissingModules(modules=modules):
                 self._fleet.unfit(worker.name, self._content.missing(modules), self._clock())
                 self._has_events = True
@@ -330,7 +351,7 @@ class RemoteWorkers:
                 self._part(worker, str(outcome.end), now)
             self._fleet.handle(outcome, now)
         for worker in list(self._workers.values()):
-            why = self._condemned.pop(worker.number, "") if worker.is_working else ""
+            why, may_blame = worker.condemned, worker.may_blame
             silent_s = now - worker.last_seen if worker.nonce else 0.0
             if worker.goodbye is not None and (worker.received >= worker.goodbye.sent or silent_s >= SUSPECT_S):
                 self._part(worker, "", now)
@@ -344,7 +365,7 @@ class RemoteWorkers:
                 self._fleet.silent(worker.name, now, worker.last_seen)
                 self._platform.stop(worker.name, why)
                 self._refuse(worker, why)
-                self._lose(worker, f"{worker.name} was abandoned: {why}")
+                self._lose(worker, f"{worker.name} was abandoned: {why}", may_blame=may_blame)
         last_seen = {name: one.last_seen for name, one in self._workers.items() if one.nonce}
         self.time.seconds = self._fleet.worker_s(now, last_seen)
         for instruction in self._fleet.tick(now):
@@ -373,7 +394,7 @@ class RemoteWorkers:
             case DrainWorker() if worker is not None:
                 worker.is_sent_away = True
                 if worker.is_working:
-                    self._send(worker.peer(WORK), Stop())
+                    self.send(worker.peer(WORK), [encode(Stop())])
                 else:
                     self._refuse(worker, "it is not needed any more")
             case Report(limited_by, text):
@@ -412,13 +433,17 @@ class RemoteWorkers:
     def _forget(self, worker: RemoteWorker) -> None:
         self._workers.pop(worker.name, None)
         self._by_user.pop(worker.user, None)
-        if self._working.pop(worker.peer(WORK), None) is not None:
-            self._condemned.pop(worker.number, None)  # else its successor would be killed for it
+        self._working.pop(worker.peer(WORK), None)
         self._worker_listener.drop(worker)
 
     def _refuse(self, worker: RemoteWorker, why: str) -> None:
         if worker.nonce:
             self._send(worker.peer(LINE), WorkerRefused(why[:MAX_TEXT]))
 
-    def _send(self, peer: bytes, header: Any) -> None:
-        self.listener.send(peer, [encode(header)])
+    def _send(self, peer: bytes, header: Any, *frames: Frame) -> None:
+        """Send on a control connection. A message that is lost is sent again.
+
+        A worker repeats its handshake, requests for pieces and heartbeats. Each message of one that is not expected any
+        more is answered by `WorkerRefused`.
+        """
+        self.listener.send(peer, [encode(header), *frames])

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 from torch_dpflow._version import __version__
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.messages.headers import PROTOCOL_VERSION
-from torch_dpflow.ipc.messages.remote_worker import PIECE_BYTES, WorkerGoodbye
+from torch_dpflow.ipc.messages.remote_worker import PIECE_BYTES, WorkerGoodbye, WorkerHeartbeat
 from torch_dpflow.log import LOADER, SERVICE
 from torch_dpflow.remote.shipping.compatibility import missing_text, unfit, versions_here, warnings_of
 
@@ -64,11 +64,15 @@ class RemoteWorker:
     is_sent_away: bool = False
     #: Its last message.
     goodbye: WorkerGoodbye | None = None
+    #: Messages received and sent on its work connection.
     received: int = 0
     sent: int = 0
+    #: Why it is to be ended, empty: it is not; and whether its task may be the reason.
+    condemned: str = ""
+    may_blame: bool = True
     #: How long it has been idle while its results were under way, as it reports, seconds.
     away_s: float = 0.0
-    #: Since when it has sent more than was received, as it reports, and how many connections had ended when it had not.
+    #: Since when a side has received less than the other has sent, and how many connections had ended when none had.
     short_since: float | None = None
     losses: int = 0
     #: Time between two of its results, a moving average, and when the latest arrived.
@@ -83,6 +87,11 @@ class RemoteWorker:
     def __post_init__(self) -> None:
         self.window = self.kind.min_window
 
+    def condemn(self, why: str, *, may_blame: bool = True) -> None:
+        """Record why the worker is to be ended; the first reason counts."""
+        if not self.condemned:
+            self.condemned, self.may_blame = why, may_blame
+
     def note_work(self, now: float) -> None:
         """Record a result of this worker."""
         self.received += 1
@@ -96,14 +105,17 @@ class RemoteWorker:
         more_s, self.away_s = away_s - self.away_s, away_s
         return max(0.0, more_s) if self.is_working else 0.0
 
-    def has_lost_message(self, sent: int, losses: int, now: float) -> bool:
-        """Return whether one of the `sent` messages is lost.
+    def has_lost_message(self, heartbeat: WorkerHeartbeat, losses: int, now: float) -> bool:
+        """Return whether a message to or from the worker is lost.
 
         losses: how many connections have ended here. If none has, a late message may still be in transit over a slow
             link.
         """
-        if sent <= self.received:
-            self.short_since, self.losses = None, losses
+        received = heartbeat.received
+        if heartbeat.sent <= self.received and (received is None or received >= self.sent):
+            self.short_since = None
+            if received is not None:
+                self.losses = losses
             return False
         self.short_since = now if self.short_since is None else self.short_since
         return losses != self.losses and now - max(self.short_since, self.worked) >= LOST_S

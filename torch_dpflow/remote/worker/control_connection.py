@@ -43,8 +43,6 @@ HEARTBEAT_S = 1.0
 CREDIT, AGAIN_S = 4, 5.0
 #: How long to try one of several addresses, and how long the last messages may take to leave, seconds.
 ADDRESS_S, GOODBYE_S = 5.0, 2.0
-#: A lost message is noticed after this time, seconds.
-LOST_S = 6.0
 
 
 class UnwantedWorkerError(DPFlowError):
@@ -117,7 +115,6 @@ class ControlConnection(threading.Thread):
         self._round_trips_s: deque[float] = deque([0.0], maxlen=8)
         #: The other connection; it counts its messages.
         self._work: CountedConnection | None = None
-        self._short_since: float | None = None
 
     # -- for the main thread -----------------------------------------------------------------------------
 
@@ -221,8 +218,12 @@ class ControlConnection(threading.Thread):
         self._send(connection, encode(WorkerGoodbye(self._report[-MAX_TEXT:], self._sent)))
 
     def _heartbeat(self) -> WorkerHeartbeat:
-        away_s = 0.0 if self._work is None else self._work.away_s()
-        return WorkerHeartbeat(self._sent, min(self._round_trips_s), away_s)
+        work = self._work
+        if work is None:
+            return WorkerHeartbeat(0, 0, min(self._round_trips_s))
+        # In this order: a message that the main thread receives meanwhile counts as missing, until the next heartbeat.
+        received = work.received if work.waits else None
+        return WorkerHeartbeat(work.sent, received, min(self._round_trips_s), work.away_s())
 
     @property
     def _sent(self) -> int:
@@ -244,7 +245,7 @@ class ControlConnection(threading.Thread):
                 case Piece():
                     self._on_piece(header, frames[1])
                 case WorkerHeartbeat():
-                    self._on_heartbeat(header)
+                    self._on_heartbeat()
                 case WorkerRefused(reason=reason):
                     self._on_refused(reason)
             frames = connection.receive(0)
@@ -264,17 +265,10 @@ class ControlConnection(threading.Thread):
             self._is_awaited = False
             self._results.put((self._welcome, contents))
 
-    def _on_heartbeat(self, heartbeat: WorkerHeartbeat) -> None:
+    def _on_heartbeat(self) -> None:
         if not self._round_trips_s[-1]:
             self._round_trips_s.clear()
         self._round_trips_s.append(time.monotonic() - self._requested)
-        work = self._work
-        if work is None or not work.waits or heartbeat.sent <= work.received:
-            self._short_since = None
-        elif self._short_since is None:
-            self._short_since = time.monotonic()
-        elif time.monotonic() - self._short_since >= LOST_S:
-            self._leave_at_once("messages of the shard were lost with a connection")
 
     def _on_refused(self, reason: str) -> None:
         if self._is_awaited:
