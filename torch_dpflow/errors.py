@@ -173,6 +173,9 @@ class ChecksumError(StorageError, ValueError):
 class StorageUnavailableError(StorageError, ConnectionError):
     """The storage refused or reset the connection, or reported that it is overloaded."""
 
+    #: Seconds that the server asked to wait.
+    retry_after_s: float = 0.0
+
 
 class StorageTimeoutError(StorageError, TimeoutError):
     """The storage did not answer in time."""

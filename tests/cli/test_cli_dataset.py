@@ -458,6 +458,9 @@ def test_mistakes_are_one_line(dataset: Dataset, arguments: list[str], status: i
     "arguments",
     [
         ["list", "--storage-option", "hidden"],
+        ["list", "--storage-option", "=hidden=="],
+        ["list", "--storage-option", "hidden=="],
+        ["list", "--storage-option", "hid/hidden=b"],
         ["list", "--storage-option", "secret=hidden", "--storage-option", "secret=hidden"],
         ["import", "imagefolder", "core/x:v1", "a=ftp://me:hidden@h/x", "a=ftp://me:hidden@h/y"],
         ["import", "imagefolder", "core/x:v1", "ftp://me:hidden@h/x"],

@@ -63,7 +63,8 @@ def name_value_pairs(context: click.Context, parameter: click.Parameter, texts: 
 
 def storage_options_of(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[str, str]:
     """Return NAME=VALUE options of a storage."""
-    if not all("=" in text[1:] for text in texts):
+    pairs = [text.partition("=") for text in texts]
+    if not all(name.isidentifier() and value.strip("=") for name, _, value in pairs):
         raise click.BadParameter("what was given is not of the form NAME=VALUE")  # not shown, as it may be a secret
     options = name_value_pairs(context, parameter, texts)
     taken = options.keys() & {"url", "read_options"}

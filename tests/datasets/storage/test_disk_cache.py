@@ -366,18 +366,28 @@ def test_it_is_shown_and_cleared(stored: Any, directory: Path) -> None:
     assert len(_entries(directory)) == facts["entries"]
 
 
+def test_showing_a_directory_that_is_no_cache_writes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "images/cat").mkdir(parents=True)
+    for command in ("show", "clear"):
+        shown = CliRunner().invoke(root, ["cache", command, "--directory", str(tmp_path / "images")])
+        assert shown.exit_code == 0
+        assert os.listdir(tmp_path / "images") == ["cat"]
+        missing = CliRunner().invoke(root, ["cache", command, "--directory", str(tmp_path / "none")])
+        assert (missing.exit_code != 0, os.listdir(tmp_path)) == (True, ["images"])
+
+
 def test_clearing_at_the_moment_of_a_write_loses_only_that_entry(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = DiskCache(str(directory))
-    rename = os.rename
+    link = os.link
 
     def cleared_before(source: str, target: str) -> None:
-        monkeypatch.setattr(os, "rename", rename)
+        monkeypatch.setattr(os, "link", link)
         cache.clear()
-        rename(source, target)
+        link(source, target)
 
-    monkeypatch.setattr(os, "rename", cleared_before)
+    monkeypatch.setattr(os, "link", cleared_before)
     cache.put("one", b"first")
     assert cache.get("one") is None
     cache.put("two", b"second")

@@ -29,7 +29,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -83,7 +83,7 @@ class DiskCache:
     An instance belongs to the process that made it.
 
     Args:
-        directory: made if needed. Not used if another user owns it or may write to it.
+        directory: made with the first entry. Not used if another user owns it or may write to it.
         limit: maximum bytes on the disk; None: until a tenth of the file system is free.
     """
 
@@ -101,7 +101,7 @@ class DiskCache:
 
     def get(self, key: str) -> bytes | None:
         """Return the bytes of an entry; None if there is none, or it cannot be read. A damaged entry is removed."""
-        return self._found(key, os.pread)
+        return self._found(key, _read)
 
     def map(self, key: str) -> memoryview | None:
         """Return the bytes of an entry as `get` does, but mapped: processes share their memory.
@@ -146,16 +146,18 @@ class DiskCache:
         path = self._path(digest)
         size = _on_disk(len(data) + _FOOTER.size)
         try:
+            self._make()
             if os.path.exists(path):
                 return
             if not (self._reserve(size) or (self._free_idle(size) and self._reserve(size))):
                 self._pause(_PAUSE_WHEN_FULL_S)
                 return
+            is_new = False
             try:
-                _write(path, data, _footer(digest, data))
-            except BaseException:
-                self._count(-size)
-                raise
+                is_new = _write(path, data, _footer(digest, data))
+            finally:
+                if not is_new:
+                    self._count(-size)
         except FileNotFoundError:
             return  # the cache was cleared meanwhile
         except OSError as error:
@@ -166,11 +168,10 @@ class DiskCache:
         """Count the entries, and correct the count that limits them. Removes what killed writers have left.
 
         Raises:
-            OSError: the directory cannot be read.
+            OSError: the directory does not exist, or cannot be read.
         """
-        entries, last_use = 0, None
-        with self._counted() as count:
-            total = 0
+        entries, total, last_use = 0, 0, None
+        with self._counted() if os.path.isdir(self._root) else nullcontext() as count:
             for name in _DIRECTORIES:
                 for _, found in _entries(os.path.join(self._root, name)):
                     entries, total = entries + 1, total + _on_disk(found.st_size)
@@ -193,10 +194,11 @@ class DiskCache:
             shutil.rmtree(cleared)
 
     def _open(self) -> bool:
-        """Make the directory, and return whether it may be used: no other user may write to it."""
+        """Return whether the directory may be used: no other user may write to it, or it does not exist yet."""
         try:
-            os.makedirs(self.directory, mode=0o700, exist_ok=True)
             found = os.stat(self.directory)
+        except FileNotFoundError:
+            return True
         except OSError as error:
             self._warn(error)
             return False
@@ -204,6 +206,16 @@ class DiskCache:
             return True
         self._warn("other users may write to the directory; give one that only you can write to (chmod 700)")
         return False
+
+    def _make(self) -> None:
+        """Make the directories if they are missing. Raises OSError."""
+        if os.path.isdir(self._root):
+            return
+        os.makedirs(self.directory, mode=0o700, exist_ok=True)
+        self._is_usable = self._open()  # another user may have made it meanwhile
+        if not self._is_usable:
+            raise PermissionError(errno.EACCES, "other users may write to it")
+        os.makedirs(self._root, mode=0o700, exist_ok=True)
 
     def _path(self, digest: bytes) -> str:
         name = digest.hex()
@@ -231,7 +243,7 @@ class DiskCache:
     @contextmanager
     def _counted(self) -> Iterator[_Count | None]:
         """Hold the lock of the count. Yields None if it cannot be had in time, as its holder may be frozen."""
-        os.makedirs(self._root, mode=0o700, exist_ok=True)
+        self._make()
         with self._counting:
             descriptor = os.open(os.path.join(self._root, "bytes"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -321,7 +333,16 @@ def _on_disk(size: int) -> int:
     return -(-size // _BLOCK) * _BLOCK
 
 
-def _write(path: str, data: bytes, footer: bytes) -> None:
+def _read(descriptor: int, length: int, offset: int) -> bytes:
+    """Read `length` bytes; fewer at the end of the file. A single call returns 2 GiB at most."""
+    data = os.pread(descriptor, length, offset)
+    if len(data) == length or not data:
+        return data
+    return data + _read(descriptor, length - len(data), offset + len(data))
+
+
+def _write(path: str, data: bytes, footer: bytes) -> bool:
+    """Write an entry. Return False if another process has just written it."""
     directory = os.path.dirname(path)
     os.makedirs(directory, mode=0o700, exist_ok=True)
     temporary = f"{directory}/.{os.getpid()}-{time.monotonic_ns()}-{random.getrandbits(32):08x}"
@@ -329,15 +350,21 @@ def _write(path: str, data: bytes, footer: bytes) -> None:
     try:
         try:
             written = os.writev(descriptor, [data, footer])
-            if written != len(data) + len(footer):
-                raise OSError(errno.ENOSPC, "the disk took only a part of an entry")
+            for part in (memoryview(data)[written:], memoryview(footer)[max(0, written - len(data)) :]):
+                while part:  # a call takes 2 GiB at most
+                    part = part[os.write(descriptor, part) :]
         finally:
             os.close(descriptor)
-        os.rename(temporary, path)
-    except BaseException:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without hard links
+            os.rename(temporary, path)
+        return True
+    finally:
         with suppress(OSError):
             os.unlink(temporary)
-        raise
 
 
 def _entries(directory: str) -> Iterator[tuple[str, os.stat_result]]:

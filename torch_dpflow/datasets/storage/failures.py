@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import errno
 import gzip
 import http.client
 import lzma
@@ -100,6 +101,8 @@ def storage_error(span: ByteRange, error: Exception) -> StorageError:
         return StorageUnavailableError(f"{text}; the connection ended before the object did")
     if isinstance(error, MalformedResponseError):
         return StorageUnavailableError(f"{text}; the response breaks HTTP: a server or a proxy on the way is at fault")
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return StorageError(f"{text}; close files, or raise the limit of open ones (ulimit -n)")
     is_connection = isinstance(error, ConnectionError | OSError | http.client.HTTPException)
     if is_connection or _is_connection_of_vendor(error):
         return StorageUnavailableError(f"{text}; the connection failed")
@@ -157,6 +160,8 @@ T = TypeVar("T")
 
 #: Seconds before the deadline within which no further attempt is made.
 _MIN_LEFT_S = 0.01
+#: Seconds before the deadline in which one last attempt is made if the server asks to wait beyond it.
+_LAST_S = 1.0
 #: Seconds of failures after which a read is logged.
 _REPORT_AFTER_S = 5.0
 #: Seconds between two logs of a process, as all reads fail while a server is down.
@@ -208,7 +213,8 @@ def with_retries(
     while True:
         try:
             return attempt(deadline)
-        except StorageError as error:
+        except StorageError as failure:
+            error = failure
             allowed = max_attempts(error) if is_remote else 1
             if allowed == 1:
                 raise
@@ -217,7 +223,7 @@ def with_retries(
             backoff = backoff or Backoff(min(options.backoff_s, MAX_WAIT_S), options.longest_backoff_s)
             pause, now = backoff.pause_s(), clock()
             left = deadline - now
-            if backoff.failures >= allowed or left <= max(options.backoff_s, _MIN_LEFT_S):
+            if backoff.failures >= allowed or left <= max(options.backoff_s, _MIN_LEFT_S, _last_s(error, left)):
                 count = f"{backoff.failures}" if allowed == math.inf else f"{backoff.failures} of {allowed}"
                 earlier = f"; an earlier attempt: {cause}" if cause and isinstance(error, StorageTimeoutError) else ""
                 raise type(error)(f"{error} (attempt {count}, {now - begun:.1f} s){earlier}") from error
@@ -225,7 +231,20 @@ def with_retries(
                 cause = str(error)
             if now - begun >= _REPORT_AFTER_S:
                 _report(error, backoff.failures, left)
-        sleep(min(pause, left / 2, MAX_WAIT_S))
+        sleep(min(_pause_after(error, pause, left), MAX_WAIT_S))
+
+
+def _pause_after(error: StorageError, pause_s: float, left_s: float) -> float:
+    """Return the seconds to wait: those that the server asks for, and a pause. A last attempt precedes the deadline."""
+    asked_s = error.retry_after_s if isinstance(error, StorageUnavailableError) else 0.0
+    if asked_s == 0.0:
+        return min(pause_s, left_s / 2)
+    return min(asked_s + pause_s, left_s - min(left_s, _LAST_S) / 2)
+
+
+def _last_s(error: StorageError, left_s: float) -> float:
+    """Return the seconds before the deadline in which nothing is tried again, as the server asks for more."""
+    return _LAST_S if isinstance(error, StorageUnavailableError) and error.retry_after_s >= left_s else 0.0
 
 
 _reported_at = -math.inf

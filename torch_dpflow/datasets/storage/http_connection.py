@@ -9,8 +9,10 @@ import socket
 import ssl
 import struct
 import sys
+import threading
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -135,7 +137,7 @@ _FIELD_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 #: More digits than the length of any object has.
 _MAX_DIGITS = 19
 #: The size of a chunk, perhaps with spaces, and extensions, which are ignored.
-_CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,15})[ \t]*(?:;[^\r\n\0]*)?\r\n")
+_CHUNK_SIZE = re.compile(rb"0{0,100}([0-9a-fA-F]{1,15})[ \t]*(?:;[^\r\n\0]*)?\r\n")
 _MAX_TRAILERS = 100
 
 
@@ -161,7 +163,8 @@ class Response:
             if self.status == 101:
                 raise MalformedResponseError("the server changes to another protocol (101) without a request")
         self._chunk_left = 0
-        self._is_chunked = "transfer-encoding" in self.fields
+        self._codings = [] if "transfer-encoding" not in self.fields else _codings(self.fields["transfer-encoding"])
+        self._is_chunked = self._codings != []
         if self._is_chunked:
             self._check_chunked()
         #: Bytes of the body that have not been read; None if the head has no length.
@@ -201,8 +204,7 @@ class Response:
         coding "chunked", or one that was not requested, is not allowed (7.1).
         """
         codings, length = self.fields["transfer-encoding"], self.fields.get("content-length")
-        elements = [element for part in codings.split(",") if (element := part.strip(" \t").lower())]
-        if self._is_old or length is not None or elements != ["chunked"]:
+        if self._is_old or length is not None or self._codings != ["chunked"]:
             raise MalformedResponseError(
                 f"Transfer-Encoding {codings[:100]!r} with Content-Length {str(length)[:100]!r} in "
                 f"HTTP/1.{0 if self._is_old else 1} does not say where the body ends"
@@ -296,6 +298,12 @@ class Response:
         return data
 
 
+def _codings(field: str) -> list[str]:
+    """Return the codings of a body, in lower case. "identity", which RFC 2616 had, is none."""
+    elements = [element for part in field.split(",") if (element := part.strip(" \t").lower())]
+    return [element for element in elements or [""] if element != "identity"]
+
+
 @functools.lru_cache(maxsize=512)
 def _field_name(text: str) -> str:
     """Return a field's name in lower case; "" if it is malformed. Cached: responses of one server have equal names."""
@@ -304,6 +312,8 @@ def _field_name(text: str) -> str:
 
 #: Seconds after which an idle connection is not used again. Load balancers drop theirs after about a minute.
 MAX_IDLE_S = 30.0
+#: Idle connections of a storage, at most, unless more reads overlap.
+MAX_IDLE = 64
 
 
 class Origin(NamedTuple):
@@ -324,30 +334,37 @@ class Connections:
     """Pool of one process's idle connections; the one used last is taken first. Thread-safe.
 
     Threads share connections, because threads are short-lived and only reads that overlap need several connections.
+    However many servers there are, `limit` connections are idle at most; the one that was used longest ago is closed.
 
     Args:
         tls: makes the context of TLS connections when the first one is needed.
+        limit: idle connections to all servers together, at most.
     """
 
-    def __init__(self, tls: Callable[[], ssl.SSLContext] = ssl.create_default_context) -> None:
-        # Appending to a list and popping from it are atomic.
-        self._idle: dict[Origin, list[tuple[float, KeepAliveConnection]]] = {}
+    def __init__(self, tls: Callable[[], ssl.SSLContext] = ssl.create_default_context, limit: int = MAX_IDLE) -> None:
+        #: By server, with the time of their last use, the latest ones at the end.
+        self._idle: OrderedDict[Origin, list[tuple[float, KeepAliveConnection]]] = OrderedDict()
+        self._count = 0
+        self._limit = limit
+        self._lock = threading.Lock()
         self._make_context = tls
         self._context: ssl.SSLContext | None = None
         weakref.finalize(self, _close_all, self._idle)
 
     def take(self, origin: Origin) -> KeepAliveConnection | None:
         """Return an open connection that was used recently, or None."""
-        idle = self._idle.get(origin)
-        while idle:
-            try:
-                since, connection = idle.pop()
-            except IndexError:
-                return None  # another thread was faster
-            if time.monotonic() - since < MAX_IDLE_S:
-                return connection
-            connection.close()
-        return None
+        with self._lock:
+            idle = self._idle.get(origin)
+            if idle is None:
+                return None
+            since, connection = idle.pop()
+            self._count -= 1
+            if not idle:
+                del self._idle[origin]
+        if time.monotonic() - since < MAX_IDLE_S:
+            return connection
+        connection.close()
+        return self.take(origin)
 
     def make(self, origin: Origin) -> KeepAliveConnection:
         """Return a new connection, which connects with its first request."""
@@ -357,17 +374,34 @@ class Connections:
 
     def give_back(self, origin: Origin, connection: KeepAliveConnection) -> None:
         """Return a connection to the pool. Its last response must have been read to the end."""
-        self._idle.setdefault(origin, []).append((time.monotonic(), connection))
+        now = time.monotonic()
+        dropped = []
+        with self._lock:
+            self._idle.setdefault(origin, []).append((now, connection))
+            self._idle.move_to_end(origin)
+            self._count += 1
+            while True:
+                oldest = next(iter(self._idle.values()))
+                if self._count <= self._limit and now - oldest[0][0] < MAX_IDLE_S:
+                    break
+                dropped.append(oldest.pop(0)[1])
+                self._count -= 1
+                if not oldest:
+                    self._idle.popitem(last=False)
+        for one in dropped:
+            one.close()
 
     def close(self) -> None:
         """Close all idle connections."""
-        _close_all(self._idle)
+        with self._lock:
+            _close_all(self._idle)
+            self._count = 0
 
 
-def _close_all(idle: dict[Origin, list[tuple[float, KeepAliveConnection]]]) -> None:
-    for connections in idle.values():
-        while connections:
-            connections.pop()[1].close()
+def _close_all(idle: OrderedDict[Origin, list[tuple[float, KeepAliveConnection]]]) -> None:
+    while idle:
+        for _, connection in idle.popitem()[1]:
+            connection.close()
 
 
 class KeepAliveConnection:

@@ -16,13 +16,15 @@ import ssl
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from email.utils import parsedate_to_datetime
 from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from torch_dpflow.datasets.storage.base import ByteRange, ReadOptions
 from torch_dpflow.datasets.storage.credentials import Credentials
+from torch_dpflow.datasets.storage.deadlines import MAX_WAIT_S
 from torch_dpflow.datasets.storage.failures import error_of_status, storage_error
-from torch_dpflow.datasets.storage.http_connection import Connections, KeepAliveConnection, Origin, Response
+from torch_dpflow.datasets.storage.http_connection import MAX_IDLE, Connections, KeepAliveConnection, Origin, Response
 from torch_dpflow.datasets.storage.states import ObjectState, conditions, is_state_of_fields, state_of_fields
 from torch_dpflow.errors import DPFlowError, StorageError, StorageUnavailableError, TruncatedObjectError
 from torch_dpflow.log import DATASETS
@@ -87,10 +89,23 @@ class ErrorResponse:
         code = f"{self.status} {self.element('Code') or self.reason}" + (f": {message}" if message else "")
         text = f"{span}: the storage answered {code}"
         known = error_of_status(self.meaning, text)
+        if isinstance(known, StorageUnavailableError):
+            known.retry_after_s = _seconds(self.headers.get("retry-after", ""))
         if known is not None:
             return known
         region = self.headers.get("x-amz-bucket-region")
         return StorageError(f"{text}; the bucket is in region {region}" if region else text)
+
+
+def _seconds(retry_after: str) -> float:
+    """Return the seconds that a server asks to wait, which it gives as a number or as a date; 0 if it does not."""
+    if retry_after.isascii() and retry_after.isdecimal():
+        return min(float(retry_after), MAX_WAIT_S)
+    try:
+        date = parsedate_to_datetime(retry_after).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0
+    return min(max(date - time.time(), 0.0), MAX_WAIT_S)
 
 
 class Service(Protocol):
@@ -124,7 +139,7 @@ class HttpStorage:
     def __init__(self, service: Service, options: ReadOptions) -> None:
         self._service = service
         self._options = options
-        self._connections = Connections(service.tls)
+        self._connections = Connections(service.tls, max(MAX_IDLE, options.concurrency))
 
     def fetch(self, span: ByteRange, deadline: float) -> bytes:
         if span.length is not None and span.length > self._options.longest:

@@ -29,15 +29,8 @@ _WITH_HOSTS = frozenset({*_LOGINS, "s3", "s3a", "oss"})
 _CACHE = re.compile(r"[a-z0-9]+::")
 
 
-#: Parameters of presigned URLs and shared access signatures, and those by which they are recognized.
-_SIGNED = re.compile(
-    r"x-(amz|goog|oss)-.*|awsaccesskeyid|googleaccessid|ossaccesskeyid|security-token|signature|expires|key-pair-id|policy"
-    r"|sig|se|sp|sv|sr|st|sks|skt|ske|skv|skoid|sktid|spr|sip|sdd|ses",
-    re.IGNORECASE,
-)
 #: Characters by which Python has bytes of a path that are no UTF-8, and those by which JSON can.
 _PRIVATE = {0xDC00 + byte: 0xF700 + byte for byte in range(0x80, 0x100)}
-_SIGNATURE = re.compile(r"x-(amz|goog|oss)-signature|signature|sig", re.IGNORECASE)
 
 
 class ChainedUrl(NamedTuple):
@@ -77,14 +70,8 @@ def stored_url(url: str) -> str:
     Web addresses lose the parameters of a signature, which differ each time that they are signed. Bytes of a local path
     that are no UTF-8 become private characters.
     """
-    address, mark, query = url.partition("?")
-    if not mark or not url.startswith(("http://", "https://")):
-        return url if url.isascii() else url.translate(_PRIVATE)
-    parts = query.split("&")
-    if not any(_SIGNATURE.fullmatch(part.partition("=")[0]) for part in parts):
-        return url
-    kept = [part for part in parts if not _SIGNED.fullmatch(part.partition("=")[0])]
-    return f"{address}?{'&'.join(kept)}" if kept else address
+    found = unsigned(url)
+    return found if found.isascii() else found.translate(_PRIVATE)
 
 
 def split_chain(url: str) -> ChainedUrl:
@@ -147,6 +134,44 @@ def split_login(url: str) -> tuple[str, dict[str, str]]:
                 "give storage options, such as key and secret"
             )
     return without_login(url), found
+
+
+#: Parameters of a query that are signatures, in lower case, and others that such a query has for its signature.
+_SIGNATURES = frozenset({"sig", "signature", "x-amz-signature", "x-goog-signature", "x-oss-signature"})
+_OF_SIGNATURES = _SIGNATURES | {
+    *("sv", "ss", "srt", "sp", "se", "st", "spr", "sr", "si", "sip", "sdd"),  # Azure
+    *("skoid", "sktid", "skt", "ske", "sks", "skv", "saoid", "suoid", "scid", "ses"),
+    *("expires", "policy", "key-pair-id"),  # CloudFront
+    *("awsaccesskeyid", "googleaccessid", "ossaccesskeyid", "security-token"),
+    *("x-oss-signature-version", "x-oss-credential", "x-oss-date", "x-oss-expires"),
+    *("x-oss-additional-headers", "x-oss-security-token"),
+}
+_PREFIXES_OF_SIGNATURES = ("x-amz-", "x-goog-")
+
+
+def unsigned(url: str) -> str:
+    """Return the URL of a web server without the signature in its query: one name for each time that it is signed.
+
+    Knows S3, Google Cloud Storage, Azure, OSS and CloudFront. Use it for names on disks, in logs and in errors.
+    """
+    path, mark, query = url.partition("?")
+    if not mark or not path.startswith(("http://", "https://")):
+        return url
+    fields = query.split("&")
+    names = [field.partition("=")[0].lower() for field in fields]
+    if _SIGNATURES.isdisjoint(names):
+        return url
+    kept = [
+        field
+        for field, name in zip(fields, names, strict=True)
+        if name not in _OF_SIGNATURES and not name.startswith(_PREFIXES_OF_SIGNATURES)
+    ]
+    return f"{path}?{'&'.join(kept)}" if kept else path
+
+
+def shown(url: str) -> str:
+    """Return a URL for logs and errors: without user, password and signature."""
+    return unsigned(without_login(url))
 
 
 def without_login(url: str) -> str:
