@@ -35,7 +35,7 @@ def started(*, preload: Sequence[str] = (), platform: str = "", worker_listen: s
     """
     with tempfile.TemporaryDirectory(prefix="torch_dpflow-") as folder:
         path = Path(folder, "connection")
-        command = [sys.executable, "-m", "torch_dpflow.cli", "up", f"--connection-file={path}"]
+        command = [sys.executable, "-m", "torch_dpflow.cli", "up", f"--address={path}"]
         command += ["--log-level=warning", *(f"--preload={module}" for module in preload)]
         command += [f"--platform={platform}"] if platform else []
         command += [f"--worker-listen={worker_listen}"] if worker_listen else []

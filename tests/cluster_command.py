@@ -29,7 +29,7 @@ class CommandedCluster(TestCluster):
     @classmethod
     def up(cls, folder: Path, *arguments: str) -> CommandedCluster:
         connection, log = folder / "connection", folder / "log"
-        command = [str(log), "--connection-file", str(connection), *arguments]
+        command = [str(log), "--address", str(connection), *arguments]
         with interpreter(PROGRAM, *command, env={"TMPDIR": str(folder)}) as process:
             assert process.stdout is not None
             line = process.stdout.readline()

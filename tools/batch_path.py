@@ -105,7 +105,7 @@ def measure(root: Path, *, flow: bool) -> dict[str, set[str]]:
             subprocess.run(job, env=env, check=True)
         else:
             file = place / "connection.json"
-            up = [sys.executable, "-m", "torch_dpflow.cli", "up", "--connection-file", str(file)]
+            up = [sys.executable, "-m", "torch_dpflow.cli", "up", "--address", str(file)]
             with subprocess.Popen(up, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as cluster:
                 try:
                     while not file.exists():

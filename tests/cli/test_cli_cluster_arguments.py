@@ -123,7 +123,7 @@ def test_up_refuses_what_is_no_value(arguments: list[str], message: str) -> None
     ],
 )
 def test_up_refuses_what_it_cannot_have(arguments: list[str], message: str, tmp_path: Path) -> None:
-    result = run("up", "--connection-file", str(tmp_path / "connection"), *arguments)
+    result = run("up", "--address", str(tmp_path / "connection"), *arguments)
     refused(result, message)
     assert "secret" not in result.output
     assert list(tmp_path.iterdir()) == []
@@ -144,21 +144,21 @@ def test_up_refuses_keys_that_are_none(content: bytes | None, message: str, tmp_
     if content is not None:
         keys.write_bytes(content)
         keys.chmod(0o600)
-    listen = ["--listen", f"tcp://127.0.0.1:{free_port()}", "--connection-file", str(tmp_path / "connection")]
+    listen = ["--listen", f"tcp://127.0.0.1:{free_port()}", "--address", str(tmp_path / "connection")]
     refused(run("up", *listen, "--keys", str(keys)), message.format(keys))
 
 
 def test_up_advises_nobody_to_remove_a_file_that_is_no_state(tmp_path: Path) -> None:
     path = tmp_path / "thesis.txt"
     path.write_text("years of work, " * 100)
-    result = run("up", "--connection-file", str(tmp_path / "connection"), "--state", str(path))
+    result = run("up", "--address", str(tmp_path / "connection"), "--state", str(path))
     refused(result, "give the path of one that `dpflow up --state` has made")
     assert "remove" not in result.output
 
 
 def test_up_refuses_a_connection_file_that_it_cannot_write(tmp_path: Path) -> None:
-    refused(run("up", "--connection-file", str(tmp_path / "none" / "file")), "No such file or directory")
-    refused(run("up", "--connection-file", str(tmp_path)), f"'{tmp_path}' is a directory; give a file in it")
+    refused(run("up", "--address", str(tmp_path / "none" / "file")), "No such file or directory")
+    refused(run("up", "--address", str(tmp_path)), f"'{tmp_path}' is a directory; give a file in it")
 
 
 def test_no_pipe_or_socket_is_waited_for_as_a_file_of_keys(tmp_path: Path) -> None:
@@ -166,11 +166,11 @@ def test_no_pipe_or_socket_is_waited_for_as_a_file_of_keys(tmp_path: Path) -> No
     os.mkfifo(pipe, 0o600)
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(path))
-        listen = ["--listen", f"tcp://127.0.0.1:{free_port()}", "--connection-file", str(tmp_path / "file")]
+        listen = ["--listen", f"tcp://127.0.0.1:{free_port()}", "--address", str(tmp_path / "file")]
         for given in (pipe, path):
             for arguments in (
                 ["status", "--address", str(given)],
-                ["up", "--connection-file", str(given)],
+                ["up", "--address", str(given)],
                 ["up", *listen, "--keys", str(given)],
             ):
                 refused(run(*arguments), f"file '{given}' is a pipe, socket or device; give a regular file")
@@ -178,7 +178,7 @@ def test_no_pipe_or_socket_is_waited_for_as_a_file_of_keys(tmp_path: Path) -> No
 
 def test_up_refuses_a_limit_of_open_files_that_allows_no_worker(tmp_path: Path) -> None:
     connection = tmp_path / "connection"
-    arguments = ["up", "--connection-file", str(connection)]
+    arguments = ["up", "--address", str(connection)]
     program = f"from torch_dpflow.cli.main import root; root({arguments!r})"
     with interpreter(program, prefix=["prlimit", "--nofile=79:79"]) as process:
         _, said = process.communicate(timeout=250)
@@ -192,7 +192,7 @@ def test_up_refuses_a_limit_of_open_files_that_allows_no_worker(tmp_path: Path) 
 def test_up_refuses_a_port_that_is_taken(option: str, taken: int, tmp_path: Path) -> None:
     scheme = "tcp://" if option == "--listen" else ""
     connection = str(tmp_path / "connection")
-    result = run("up", "--connection-file", connection, option, f"{scheme}127.0.0.1:{taken}")
+    result = run("up", "--address", connection, option, f"{scheme}127.0.0.1:{taken}")
     refused(result, "Address already in use")
 
 
@@ -200,7 +200,7 @@ def test_up_writes_over_no_file_that_is_not_its_own(tmp_path: Path) -> None:
     path = tmp_path / "thesis.txt"
     path.write_text("years of work")
     path.chmod(0o600)
-    refused(run("up", "--connection-file", str(path)), "is not a valid one")
+    refused(run("up", "--address", str(path)), "is not a valid one")
     assert path.read_text() == "years of work"
 
 
@@ -212,11 +212,11 @@ def test_a_second_cluster_does_not_take_the_place_of_the_first_which_ends_its_fo
         threads = Path(f"/proc/{first.pid}/task").glob("*/children")
         children = [int(child) for thread in threads for child in thread.read_text().split()]
         (fork_server,) = (pid for pid in children if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes())
-        state = ["--state", str(tmp_path / "state"), "--connection-file", str(tmp_path / "other")]
+        state = ["--state", str(tmp_path / "state"), "--address", str(tmp_path / "other")]
         refused(run("up", *state), "another cluster stores its flows there")
         assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o600
         content = Path(first.address).read_text()
-        refused(run("up", "--connection-file", first.address), "a cluster is up already at ipc://")
+        refused(run("up", "--address", first.address), "a cluster is up already at ipc://")
         assert Path(first.address).read_text() == content
         for arguments, message in (
             (["flow", "show", "../.."], "flow '../..' is not registered; registered are []"),

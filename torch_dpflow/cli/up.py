@@ -53,7 +53,12 @@ _up_options = with_options(
         show_envvar=True,
         help="Store of flows: a path, or redis://HOST:PORT/NUMBER. Without it, flows are lost when the cluster ends.",
     ),
-    click.option("--connection-file", help="Path of the file by which jobs find the cluster."),
+    click.option(
+        "--address",
+        "connection_file",
+        metavar="FILE",
+        help="Connection file to write, by which jobs and all other commands find the cluster.",
+    ),
     click.option("--keys", help="File of `dpflow keygen`, for --listen. Without it, new keys are generated."),
     click.option("--metrics", metavar="HOST:PORT", help="Address of metrics for Prometheus, over HTTP."),
     click.option("--metrics-public", is_flag=True, help="Allow other hosts to read --metrics, without a key."),
@@ -178,7 +183,7 @@ def _warn_of_another_address(path: Path) -> None:
     if named and Path(named).absolute() != path:
         click.echo(
             f"{ADDRESS_VARIABLE}={named!r}: jobs and commands with this variable use another cluster; unset it, "
-            "or give `dpflow up` that path as --connection-file",
+            "or give `dpflow up` that path as --address",
             err=True,
         )
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.cluster.control.placement import launches_of
+from torch_dpflow.cluster.control.placement import instance_of, launches_of
 from torch_dpflow.cluster.messages.coordinator import FlowSpec, Part
 from torch_dpflow.cluster.messages.node import Launch, ProcessView
 from torch_dpflow.cluster.messages.router import RouterSettings
@@ -166,3 +167,16 @@ def test_shards_keep_their_keys_until_all_that_are_to_have_them_listen() -> None
 def test_a_shard_that_is_dead_keeps_no_keys() -> None:
     dead = ProcessView("f:v1/shard-a-000", "shard", 1, 0, "", {"keys": 100}, runs=False, node="a")
     assert owners(launches_of(spec(), Part(1, 1, 1000), [dead], nodes=["b"])) == ["shard-b-000"]
+
+
+@pytest.mark.parametrize(
+    ("id", "instance"),
+    [
+        ("a:v1/router", "a:v1"),
+        ("a/b:v12/shard-000", "a/b:v12"),
+        ("a/b:v12/shard-x-000/worker-3", "a/b:v12"),
+        ("coordinator", ""),
+    ],
+)
+def test_the_flow_of_a_process(id: str, instance: str) -> None:
+    assert instance_of(id) == instance

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from tests.new_process import in_fork
 from torch_dpflow.cluster.control.flow_registry import UNREAD_S
+from torch_dpflow.cluster.control.placement import launches_of
 from torch_dpflow.cluster.messages.coordinator import Access, ClusterLimits, FlowSpec, FlowView, Scale
-from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.messages.node import Launch, ProcessView
+from torch_dpflow.cluster.services import coordinator as services
 from torch_dpflow.cluster.services.contents import Contents
 from torch_dpflow.cluster.services.coordinator import Coordinator
 from torch_dpflow.cluster.services.service import WorkerPlatform, ask_in
@@ -90,3 +95,56 @@ def scale_up(folder: Path) -> None:
         with pytest.raises(RemoteCallError, match=told):
             client.call("scale", Scale("a", 3), reply_type=FlowView)
     assert [flow.spec.shards for flow in ask_in(server, coordinator.views)[0]] == [None]
+
+
+def test_what_runs_is_computed_once_a_change_for_any_number_of_nodes(tmp_path: Path) -> None:
+    in_fork(assign, tmp_path)
+
+
+def assign(folder: Path) -> None:
+    (folder / "contents").mkdir()
+    (folder / "contents" / CONTENT).touch()
+    state = WriteBehindStore(lambda: open_store(str(folder / "state")), "owner")
+    names, looked = "abcd", Counter[str]()
+    for name in names:
+        state.put(f"flow/{name}:v1", msgspec.msgpack.encode(spec(name)))
+    nodes, changed = JoinedNodesOf(64), Counter[str]()
+
+    def count(spec: FlowSpec, part: Any, processes: Sequence[ProcessView], **given: Any) -> list[Launch]:
+        looked[spec.instance] += 1
+        assert {view.id for view in processes} == {f"{spec.instance}/router"}, "views of other flows"
+        return launches_of(spec, part, processes, **given)
+
+    services.launches_of = count  # type: ignore[attr-defined]
+    server = RpcServer(listen(f"ipc://{folder}/coordinator"))
+    coordinator = Coordinator(
+        server,
+        state,
+        Contents(folder / "contents"),
+        ClusterLimits(),
+        changed=lambda: changed.update(["changed"]),
+        nodes=nodes,  # type: ignore[arg-type]
+    )
+    for times in (1, 2):
+        coordinator.observe([router(name) for name in names])
+        assigned = [launch for node in nodes.processors for launch in nodes.assigned(node)]
+        assert [launch.id for launch in coordinator.desired()] == [f"{name}:v1/router" for name in names]
+        assert {launch.id.partition("/")[0] for launch in assigned} == {f"{name}:v1" for name in names}
+        assert looked == {f"{name}:v1": times for name in names}
+    nodes.changed()
+    nodes.assigned("node0")
+    assert looked == {f"{name}:v1": 3 for name in names}
+    assert changed.total() >= 1
+
+
+class JoinedNodesOf:
+    """So many nodes, which ask for their processes."""
+
+    def __init__(self, number: int) -> None:
+        self.processors, self.processes = {f"node{place}": 1 for place in range(number)}, list[ProcessView]()
+
+    def use(self, assigned: Any, observed: Any, changed: Any, parts: Any) -> None:
+        self.assigned, self.changed = assigned, changed
+
+    def poll(self) -> None:
+        pass

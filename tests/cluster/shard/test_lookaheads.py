@@ -145,3 +145,12 @@ def test_the_orders_of_ranks_are_one_order_in_turns(replicas: int, total: int) -
     order = np.random.default_rng(total).permutation(total)
     parts = {rank: order[rank::replicas] for rank in reversed(range(replicas))}
     assert np.array_equal(joint_order(parts, replicas), order)
+
+
+def test_a_shard_without_keys_requests_no_lookahead_until_it_has_some() -> None:
+    shard = ShardLookaheads("f:v1", 10)
+    shard.wanted("reader", "job", 0, [1])
+    shard.assign(0, 0)
+    assert shard.requests() == []
+    shard.assign(2, 5)
+    assert [(request.first, request.end) for request in shard.requests()] == [(2, 5)]

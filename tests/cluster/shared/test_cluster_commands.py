@@ -178,7 +178,7 @@ def test_down_ends_a_cluster_that_is_still_coming_up(tmp_path: Path, monkeypatch
 
 def test_a_cluster_goes_on_in_the_background_and_says_why_it_cannot(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch_dpflow.cli", "up", "--detach", "--json"]
-    command += ["--connection-file", str(tmp_path / "found.json")]
+    command += ["--address", str(tmp_path / "found.json")]
     # Files and not pipes: whoever reads one of these to its end would wait for the cluster's.
     out, err, env = tmp_path / "out", tmp_path / "err", {**os.environ, "TMPDIR": str(tmp_path)}
     with out.open("w") as stdout, err.open("w") as stderr:
@@ -200,7 +200,7 @@ def test_a_cluster_goes_on_in_the_background_and_says_why_it_cannot(tmp_path: Pa
 
 def test_control_c_while_the_fork_server_imports_prints_no_traceback(tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "torch_dpflow.cli", "up", "--connection-file", str(tmp_path / "connection")],
+        [sys.executable, "-m", "torch_dpflow.cli", "up", "--address", str(tmp_path / "connection")],
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

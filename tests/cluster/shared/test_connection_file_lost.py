@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -25,7 +30,7 @@ from torch_dpflow.cluster.security.connection_file import (
     read_connection_file,
     write_connection_file,
 )
-from torch_dpflow.errors import UsageError
+from torch_dpflow.errors import OptionError, UsageError
 
 
 @pytest.fixture(params=["ipc", pytest.param("tcp", marks=pytest.mark.slow)])
@@ -71,7 +76,7 @@ def test_a_cluster_goes_on_without_its_connection_file_and_writes_it_again(sessi
 RIVAL = """
 import sys
 from pathlib import Path
-from torch_dpflow.errors import UsageError
+from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.cluster.security.announcement import Announcement
 from torch_dpflow.cluster.security.connection_file import generate_keys
 connection = generate_keys(sys.argv[2])
@@ -128,3 +133,39 @@ def test_a_cluster_leaves_the_file_of_another_that_has_come_in_its_place(tmp_pat
     assert read_connection_file(path).address == "ipc:///second"
     second.remove()
     assert not path.exists()
+
+
+def fail(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "no space left on device")
+
+
+@pytest.mark.parametrize("step", ["link", "flock", "thread", "write"])
+def test_an_announcement_that_fails_leaves_no_file_with_keys(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where: dict[str, tuple[Any, str]] = {
+        "link": (os, "link"),
+        "flock": (fcntl, "flock"),
+        "thread": (threading.Thread, "start"),
+        "write": (msgspec.json, "format"),
+    }
+    keys = generate_keys("ipc:///first")
+    monkeypatch.setattr(*where[step], fail)
+    with pytest.raises((OptionError, OSError)):
+        Announcement(tmp_path / "connection", keys)
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_update_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "connection"
+    held = Announcement(path, generate_keys("ipc:///first"))
+    with monkeypatch.context() as full:
+        full.setattr(Path, "replace", fail)
+        with pytest.raises(OSError, match="no space"):
+            held._update("ipc:///second")
+    assert [file.name for file in tmp_path.iterdir()] == ["connection"]
+    held._update("ipc:///third")
+    assert read_connection_file(path).address == "ipc:///third"
+    held.remove()
+    assert list(tmp_path.iterdir()) == []

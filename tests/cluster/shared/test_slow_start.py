@@ -75,7 +75,7 @@ def fork_server_of(process: subprocess.Popen[str]) -> int:
 
 
 def test_a_cluster_whose_fork_server_imports_for_long_answers_names_the_module_and_comes_up(folder: Path) -> None:
-    with starting(folder, "up", "--json", "--connection-file", str(folder / "connection")) as process:
+    with starting(folder, "up", "--json", "--address", str(folder / "connection")) as process:
         wait(lambda: fork_server_of(process), what="the fork server")
         (node,) = folder.glob("*/node")
         # The node answers, knows that the coordinator does not run, and no job finds a cluster yet.
@@ -97,7 +97,7 @@ def test_a_signal_ends_a_command_whose_fork_server_imports_and_leaves_nothing(
 ) -> None:
     keys = folder / "keys"
     write_connection_file(keys, generate_keys(f"tcp://127.0.0.1:{free_port()}"))
-    options = {"up": ["--connection-file", str(folder / "connection")], "node": ["--join", str(keys), "--name", "a"]}
+    options = {"up": ["--address", str(folder / "connection")], "node": ["--join", str(keys), "--name", "a"]}
     with starting(folder, command, *options[command]) as process:
         wait(lambda: fork_server_of(process), what="the fork server")
         server = fork_server_of(process)

@@ -174,7 +174,7 @@ except StateError as error:
 
 
 def test_a_second_cluster_does_not_share_the_store(cluster: TestCluster, redis: RedisServer, tmp_path: Path) -> None:
-    arguments = ["up", "--state", redis.url, "--connection-file", str(tmp_path / "connection")]
+    arguments = ["up", "--state", redis.url, "--address", str(tmp_path / "connection")]
     refused = CliRunner().invoke(root, arguments, env={"COLUMNS": "300"})
     assert refused.exit_code == 1
     assert "another cluster keeps its flows in the state store" in refused.output

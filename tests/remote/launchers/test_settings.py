@@ -11,7 +11,7 @@ from tests.support.hosts import OnHosts
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.errors import OptionError
 from torch_dpflow.remote import Processes, Ray
-from torch_dpflow.remote.launchers import registry
+from torch_dpflow.remote.launchers import registry, settings
 
 
 @pytest.fixture
@@ -229,3 +229,20 @@ def test_a_table_of_pyproject_that_is_none_is_named(write: Write, text: str) -> 
     write("project/pyproject.toml", text)
     with pytest.raises(OptionError, match=r"pyproject.toml.* tool.dpflow is no table; write \[tool.dpflow"):
         registry.network()
+
+
+def test_a_platform_that_cannot_be_imported_concerns_only_jobs_that_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_platform.py").write_text("raise AttributeError('module ssl has no attribute PROTOCOL')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(registry._KNOWN, "ray", ("broken_platform", "Ray"))
+    assert registry.resolve("processes").name == "processes"
+    assert registry.network()[0] == settings.Network()
+    with pytest.raises(OptionError, match="platform='ray' cannot be imported: AttributeError: module ssl"):
+        registry.resolve("ray")
+
+
+def test_the_platforms_that_run_nodes_are_known_without_their_libraries() -> None:
+    able = [name for name in registry._KNOWN if hasattr(registry._kind(name), "open_nodes")]
+    assert registry.with_nodes() == able

@@ -232,6 +232,7 @@ class ShardLookaheads:
             job = self._jobs.get(name)
             if job is not None:
                 job.is_requested = False
+            if job is not None and self._first < self._end:  # without keys, the shard drains
                 requests.append(LookaheadRequest(self._flow, name, self._first, self._end, job.version))
         return requests
 

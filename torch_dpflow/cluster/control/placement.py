@@ -157,6 +157,12 @@ def _is_own(view: ProcessView, node: str) -> bool:
     return view.role in ("shard", "worker") and id.rpartition("/")[2].startswith(f"shard-{node}-")
 
 
+def instance_of(id: str) -> str:
+    """Return the flow's name and version in the id of one of its processes; empty for other processes."""
+    name, _, rest = id.partition(":")
+    return f"{name}:{rest.partition('/')[0]}" if rest else ""
+
+
 _encode = msgspec.msgpack.encode
 
 
@@ -172,10 +178,10 @@ def launches_of(
 ) -> list[Launch]:
     """Return the processes of one flow: a router, shards with evenly distributed workers, and draining shards.
 
-    part: the flow's part of the cluster. processes: the running ones, of any flow. has_platform: whether shards have
-    their workers from a platform, and not from the node. lingering: how many workers stay for now; their shards already
-    have the smaller number. limited_by: the limit to report to jobs. nodes: names of the nodes that run shards and
-    their workers, in turns. The empty name is the cluster's own node, which also runs the router.
+    part: the flow's part of the cluster. processes: the running ones, of this flow or of any. has_platform: whether
+    shards have their workers from a platform, and not from the node. lingering: how many workers stay for now; their
+    shards already have the smaller number. limited_by: the limit to report to jobs. nodes: names of the nodes that run
+    shards and their workers, in turns. The empty name is the cluster's own node, which also runs the router.
     """
     # Arguments hold nothing that may change while a process runs: a process with other arguments is replaced.
     lasting = msgspec.structs.replace(spec, shards=1, workers=1)

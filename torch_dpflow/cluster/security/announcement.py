@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -48,12 +49,19 @@ class Announcement:
             raise OptionError(f"connection file {os.fspath(path)!r}: {error.strerror}") from error
         self._current_address = current_address
         self._renewal = PeriodicCall(self._keep, CHECK_S, "dpflow-announce", what="keeping the connection file")
-        self._renewal.start()
+        try:
+            self._renewal.start()
+        except BaseException:  # no thread can be started
+            self._withdraw()
+            raise
 
     def remove(self) -> None:
         """Remove the file unless another cluster owns it by now. To be called when the cluster ends."""
         self._renewal.stop()
         self._renewal.join()
+        self._withdraw()
+
+    def _withdraw(self) -> None:
         with suppress(OSError):
             if self._is_ours():
                 self._path.unlink()
@@ -70,9 +78,15 @@ class Announcement:
     def _update(self, address: str) -> None:
         connection = msgspec.structs.replace(self._connection, address=address)
         draft = draft_connection_file(self._path, connection)
-        lock = lock_file(draft)
-        assert lock is not None
-        draft.replace(self._path)
+        lock = None
+        try:
+            lock = _lock_draft(draft)
+            draft.replace(self._path)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            if lock is not None:
+                os.close(lock)
+            raise
         self._connection = connection
         self._replace_lock(lock)
 
@@ -85,10 +99,14 @@ class Announcement:
 
 
 def check_vacant(path: Path) -> None:
-    """Raise UsageError if a running cluster has its file at `path`, OptionError for another kind of file."""
+    """Raise UsageError if a running cluster has its file at `path`; OptionError for another kind of file or folder."""
     leftover = _lock_leftover(path)
     if leftover is not None:
         os.close(leftover)
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise OptionError(f"connection file {os.fspath(path)!r}: {error.strerror}") from error
 
 
 def lock_file(path: Path) -> int | None:
@@ -105,9 +123,9 @@ def lock_file(path: Path) -> int | None:
 def _publish(path: Path, connection: ConnectionFile) -> int:
     """Create the file, complete and locked, and return a descriptor that locks it."""
     draft = draft_connection_file(path, connection)
-    lock = lock_file(draft)
-    assert lock is not None
+    lock = None
     try:
+        lock = _lock_draft(draft)
         while True:
             try:
                 os.link(draft, path)  # fails if the path exists
@@ -119,10 +137,18 @@ def _publish(path: Path, connection: ConnectionFile) -> int:
                 os.close(leftover)
                 return lock
     except BaseException:
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
         raise
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _lock_draft(draft: Path) -> int:
+    lock = lock_file(draft)
+    if lock is None:  # a file system without locks
+        raise OptionError(f"connection file {os.fspath(draft)!r} cannot be locked; give an --address on another disk")
+    return lock
 
 
 def _lock_leftover(path: Path) -> int | None:
@@ -131,12 +157,12 @@ def _lock_leftover(path: Path) -> int | None:
         try:
             found = read_connection_file(path, advice="remove it if it belonged to a cluster")
         except OptionError as error:
-            raise OptionError(f"{error}, or give another --connection-file") from error
+            raise OptionError(f"{error}, or give another --address") from error
         lock = lock_file(path)
         if lock is None:
             raise UsageError(
                 f"a cluster is up already at {found.address}; end it by `dpflow down --address {path}`, or give "
-                "another --connection-file"
+                "another --address"
             )
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), path.stat()):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +26,7 @@ from torch_dpflow.cluster.control.flow_registry import (
     StopFlow,
 )
 from torch_dpflow.cluster.control.flow_scaling import FlowScaling
-from torch_dpflow.cluster.control.placement import launches_of
+from torch_dpflow.cluster.control.placement import instance_of, launches_of
 from torch_dpflow.cluster.messages.coordinator import (
     CONTENT_PIECE_BYTES,
     MAX_CONTENT_BYTES,
@@ -106,7 +107,7 @@ class Coordinator:
         price_per_hour: float = 0.0,
         host_bytes: int | None = None,
     ) -> None:
-        self._changed, self._host_bytes = changed, host_bytes
+        self._on_change, self._host_bytes = changed, host_bytes
         self._worker_platform = worker_platform
         self._nodes = nodes
         self._post = server.post
@@ -123,6 +124,8 @@ class Coordinator:
         self._routers: dict[str, str] = {}
         #: Processes of the cluster's own node.
         self._observed: list[ProcessView] = []
+        #: The processes that should run, by node; None: to be computed. Each node asks for its own twice a second.
+        self._launches: dict[str, list[Launch]] | None = None
         #: Whether the node has reported: an earlier coordinator may have started more than this one.
         self._has_observed = False
         self._waiting: list[_WaitingCall] = []
@@ -130,33 +133,47 @@ class Coordinator:
         for name, (body, remembered) in METHODS.items():
             server.register(name, getattr(self, f"_on_{name}"), body_type=body, remembered=remembered)
         if nodes is not None:
-            nodes.use(self._assigned_to, lambda: self._observed, changed, partial(self._parts, hosts=1))
+            nodes.use(self._assigned_to, lambda: self._observed, self._changed, partial(self._parts, hosts=1))
 
     # -- what runs -------------------------------------------------------------------------------------------
 
     def desired(self) -> list[Launch]:
         """Return the processes that the cluster's own node is to run."""
-        return [launch for launch in self._launches() if not launch.node]
+        return self._by_node().get("", [])
 
     def _assigned_to(self, node: str) -> list[Launch] | None:
         """Return the processes of a joined node; None while an earlier coordinator may have started more."""
-        return [one for one in self._launches() if one.node == node] if self._has_observed else None
+        return self._by_node().get(node, []) if self._has_observed else None
 
-    def _launches(self) -> list[Launch]:
-        launches: list[Launch] = []
+    def _changed(self) -> None:
+        """Compute the processes that should run again, and report that they may have changed."""
+        self._launches = None
+        self._on_change()
+
+    def _by_node(self) -> dict[str, list[Launch]]:
+        """Return the processes that should run, as of the latest change or observation."""
+        if self._launches is not None:
+            return self._launches
+        found: defaultdict[str, list[Launch]] = defaultdict(list)
+        views: defaultdict[str, list[ProcessView]] = defaultdict(list)
+        for view in self._processes:
+            views[instance_of(view.id)].append(view)
         for instance, part in self._parts().items():
             spec = self._running[instance]
-            if part is not None:
-                launches += launches_of(
-                    spec,
-                    part,
-                    self._processes,
-                    has_platform=self._worker_platform is not None,
-                    lingering=self._scaling.lingering(spec, self._clock()),
-                    limited_by=self._scaling.limited_by(instance),
-                    nodes=[*self._hosts],
-                )
-        return launches
+            if part is None:
+                continue
+            for launch in launches_of(
+                spec,
+                part,
+                views[instance],
+                has_platform=self._worker_platform is not None,
+                lingering=self._scaling.lingering(spec, self._clock()),
+                limited_by=self._scaling.limited_by(instance),
+                nodes=[*self._hosts],
+            ):
+                found[launch.node].append(launch)
+        self._launches = found
+        return found
 
     def observe(self, processes: list[ProcessView]) -> None:
         """Record the processes of the cluster's own node, and apply leases and deadlines."""
@@ -171,6 +188,7 @@ class Coordinator:
             if kind == "router":
                 self._observe_router(instance, view, now)
         self._apply(self._registry.tick(now))
+        self._launches = None
         if self._scaling.observe(self._running, self._processes, self._parts(), self._hosts, now):
             self._changed()
         self._answer_waiting(now)
@@ -202,22 +220,23 @@ class Coordinator:
     def _parts(self, *, hosts: int = 0) -> dict[str, Part | None]:
         """Return the part of each running flow. hosts: number of hosts to assume; 0: as many as run shards."""
         now = self._clock()
-        unread = {flow.spec.instance for flow in self._registry.flows if flow.is_unread(now)}
+        running = [self._registry.find(instance) for instance in self._running]
+        unread = {flow.spec.instance for flow in running if flow is not None and flow.is_unread(now)}
         return self._scaling.parts(self._running, hosts or len(self._hosts), unread)
 
     def _observe_router(self, instance: str, view: ProcessView, now: float) -> None:
         jobs = view.status.get("jobs")
         is_up = bool(view.address and view.runs)
         if is_up and isinstance(jobs, int):
-            before = [flow.jobs for flow in self._registry.flows if flow.spec.instance == instance]
-            if not jobs and any(before):
+            before = self._registry.find(instance)
+            if not jobs and before is not None and before.jobs:
                 taken_s = self._scaling.worker_seconds(instance).total
                 text = "no job reads the flow now; its workers have run %.0f worker-seconds"
                 SERVICE.info(text, taken_s, extra={"flow": instance})
             reading = view.status.get("reading")
             reading = reading if isinstance(reading, int) else None
             self._apply(self._registry.report(instance, jobs, now, reading=reading))
-        flow = next((flow for flow in self._registry.flows if flow.spec.instance == instance), None)
+        flow = self._registry.find(instance)
         if flow is not None and not flow.is_stopped:
             self._running[instance] = flow.spec
             if is_up:

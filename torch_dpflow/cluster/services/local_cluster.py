@@ -250,7 +250,7 @@ class LocalCluster:
         write_lines(self._log, {"process": "node", "pid": os.getpid()})
         keep_fork_server_in(self._directory.path)
         try:
-            self.node.serve(ready, listening=self._announce)
+            self.node.serve(lambda: self._begin(ready))
         finally:
             self._has_ended.set()
             if self._ending is not None:
@@ -317,10 +317,16 @@ class LocalCluster:
             own.append(Launch(POOL, POOL, msgspec.msgpack.encode(options.pool_memory)))
         return Node(place, own, fork_platform(options.preload), worker_platform=platform)
 
-    def _announce(self, address: str) -> None:
+    def _begin(self, ready: Callable[[], None] | None) -> None:
         """Write the connection file: jobs can connect from now on."""
-        connection = msgspec.structs.replace(self._connection, address=address)
-        self._announcement = Announcement(self._path, connection, lambda: self.node.address_of(COORDINATOR))
+
+        def address() -> str:
+            return self.node.address_of(COORDINATOR)
+
+        connection = msgspec.structs.replace(self._connection, address=address())
+        self._announcement = Announcement(self._path, connection, address)
+        if ready is not None:
+            ready()
 
     def _clean_up(self) -> None:
         if self._announcement is not None:

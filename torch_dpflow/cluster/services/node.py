@@ -119,7 +119,6 @@ class Node:
         self._check_at = 0.0
         self._stopped = False
         self._ready: Callable[[], None] | None = None
-        self._listening: Callable[[str], None] | None = None
         #: Why the cluster cannot begin.
         self._failure: DPFlowError | None = None
         # idle_s: a killed process does not close its session, and its successor is another client.
@@ -135,15 +134,14 @@ class Node:
         self._server.register("stop", self._on_stop, body_type=None)
         self._launches = LaunchThread(platform, self._report_launch)
 
-    def serve(self, ready: Callable[[], None] | None = None, *, listening: Callable[[str], None] | None = None) -> None:
+    def serve(self, ready: Callable[[], None] | None = None) -> None:
         """Keep everything running until `stop` is called, here or by a client.
 
-        listening: called once, in this thread, with the coordinator's address when clients can connect to it.
         ready: called once, in this thread, when the coordinator serves.
         Raises StateError if the first coordinator cannot use the state store; a later one waits for it. Raises
-        DPFlowErrors of `listening` and `ready`.
+        DPFlowErrors of `ready`.
         """
-        self._ready, self._listening = ready or (lambda: None), listening
+        self._ready = ready or (lambda: None)
         try:
             self._apply(self._supervisor.desire(self._own, self._clock()))
             while not self._stopped:
@@ -313,18 +311,14 @@ class Node:
         return Result(HeartbeatReply(True, self._supervisor.settings_of(sent.id)))
 
     def _on_coordinator(self, sent: Heartbeat) -> None:
-        """Report that the first coordinator listens or serves. Raises StateError if it cannot use its state store."""
+        """Report that the first coordinator serves. Raises StateError if it cannot use its state store."""
         waits_for = sent.status.get(WAITING)
-        if waits_for:
-            if self._ready is not None:
-                raise StateError(waits_for)
+        if self._ready is None or waits_for == "":
             return
-        if self._listening is not None and sent.address:
-            listening, self._listening = self._listening, None
-            listening(sent.address)
-        if self._ready is not None and waits_for is None:
-            ready, self._ready = self._ready, None
-            ready()
+        ready, self._ready = self._ready, None
+        if waits_for is not None:
+            raise StateError(waits_for)
+        ready()
 
     def _on_desire(self, call: IncomingCall) -> None:
         desired: Desire = call.body

@@ -314,5 +314,5 @@ def _check_address(address: str) -> None:
     if parts.scheme != "tcp" or near:
         raise OptionError(
             f"the cluster listens at {address}, which no other host can reach; start it with `dpflow up --listen "
-            "tcp://HOST:PORT --connection-file FILE`, of an address in the groups' network"
+            "tcp://HOST:PORT --address FILE`, of an address in the groups' network"
         )

@@ -6,6 +6,7 @@ import difflib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from functools import cache
 from importlib import import_module
@@ -29,6 +30,8 @@ _KNOWN = {
 }
 #: Platforms that have been tested against test doubles of their control planes only.
 _EXPERIMENTAL = ("fc", "lambda")
+#: Platforms whose settings are a `NodePlatform`.
+_WITH_NODES = ("ray",)
 
 
 def resolve(platform: str | PlatformSpec) -> PlatformSpec:
@@ -43,7 +46,7 @@ def resolve(platform: str | PlatformSpec) -> PlatformSpec:
             near = difflib.get_close_matches(platform.lower(), _KNOWN, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise OptionError(f"platform={platform!r} is none of {sorted(_KNOWN)}{hint}")
-        found = settings.read(_kinds())[f"platform.{platform}"]
+        found = settings.read(_Kinds())[f"platform.{platform}"]
         spec: PlatformSpec = _kind(platform)(**{key: setting.value for key, setting in found.items()})
         if platform in _EXPERIMENTAL:
             warn_experimental(platform)
@@ -74,7 +77,7 @@ def network() -> tuple[settings.Network, str]:
 
     Raises OptionError as `resolve`.
     """
-    found = settings.read(_kinds())["network"]
+    found = settings.read(_Kinds())["network"]
     place = found["listen"].place if "listen" in found else ""
     return settings.Network(**{key: setting.value for key, setting in found.items()}), place
 
@@ -84,7 +87,7 @@ def autoscale() -> settings.Autoscale:
 
     Raises OptionError as `resolve`, also if its `min` is above its `max`.
     """
-    found = settings.read(_kinds())["autoscale"]
+    found = settings.read(_Kinds())["autoscale"]
     table = settings.Autoscale(**{key: setting.value for key, setting in found.items()})
     if table.max is not None and table.min > table.max:
         place = found["min"].place
@@ -97,16 +100,32 @@ def autoscale() -> settings.Autoscale:
 
 
 def _kind(platform: str) -> Any:
+    """Return the class of a platform's settings. Raises OptionError if its module cannot be imported."""
     module, name = _KNOWN[platform]
-    return getattr(import_module(module), name)
+    try:
+        return getattr(import_module(module), name)
+    except Exception as error:
+        raise OptionError(
+            f"platform={platform!r} cannot be imported: {type(error).__name__}: {error}; repair the library that it "
+            "imports, or use another platform"
+        ) from error
 
 
-def _kinds() -> dict[str, type[Any]]:
-    """Return the classes of all settings, by their tables."""
-    return {f"platform.{name}": _kind(name) for name in _KNOWN} | {
-        "network": settings.Network,
-        "autoscale": settings.Autoscale,
-    }
+class _Kinds(Mapping[str, type[Any]]):
+    """The classes of all settings, by their tables. A platform is imported when its table is looked up.
+
+    So a platform whose library is broken concerns only jobs that name it.
+    """
+
+    def __getitem__(self, table: str) -> type[Any]:
+        shared = {"network": settings.Network, "autoscale": settings.Autoscale}
+        return shared[table] if table in shared else _kind(table.removeprefix("platform."))
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (*(f"platform.{name}" for name in _KNOWN), "network", "autoscale")
+
+    def __len__(self) -> int:
+        return len(_KNOWN) + 2
 
 
 #: Timeout of a check, seconds.
@@ -140,7 +159,7 @@ def check_reachable(platform: str, listen: str, *, nodes: bool = False) -> str:
 
 def with_nodes() -> list[str]:
     """Return the names of the platforms that can run nodes of a cluster."""
-    return [name for name in sorted(_KNOWN) if hasattr(_kind(name), "open_nodes")]
+    return [*_WITH_NODES]
 
 
 def as_nodes(platform: PlatformSpec) -> NodePlatform | None:
