@@ -135,7 +135,7 @@ def test_a_cluster_leaves_the_file_of_another_that_has_come_in_its_place(tmp_pat
     assert not path.exists()
 
 
-def fail(*_: object) -> None:
+def fail(*_: object, **given: object) -> None:
     raise OSError(errno.ENOSPC, "no space left on device")
 
 
