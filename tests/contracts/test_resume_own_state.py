@@ -13,8 +13,8 @@ from torch.utils.data import IterableDataset, Sampler
 from tests.loader_cases import Indices, StatefulSampler
 from tests.stateful_parts import SIZE, WORKERS, Noisy, OwnIterator, Spanning, plain
 from torch_dpflow import LoaderOptions
-from torch_dpflow.cluster.client.fingerprint import fingerprint
 from torch_dpflow.errors import StateError
+from torch_dpflow.remote.shipping.content_identity import fingerprint
 
 
 @pytest.mark.parametrize("workers", WORKERS)

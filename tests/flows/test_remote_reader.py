@@ -286,7 +286,7 @@ def test_one_version_of_a_flow_is_one_description(remote: Remote) -> None:
     flow = flow_of(Numbers(4))
     assert flow.prepare_read(remote()).to_mapped()[0] == (0, 0)
     other = flow.clone().map_data("negate", abs, cache="always")
-    with pytest.raises(UsageError, match="content"):
+    with pytest.raises(UsageError, match=r"dataset\._stages: 3 entries here, 2 entries in the flow"):
         other.prepare_read(remote()).to_mapped()[0]
 
 

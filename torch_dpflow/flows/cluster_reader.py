@@ -14,7 +14,6 @@ from torch.utils.data import Dataset, Sampler, SubsetRandomSampler, default_coll
 
 from torch_dpflow._core.checks import MAX_INT64, MIN_INT64, check_int
 from torch_dpflow._core.processes import PerProcess
-from torch_dpflow.cluster.client.fingerprint import fingerprint
 from torch_dpflow.cluster.client.open_job import FlowDefinition, JobReading, SharedJob, open_job
 from torch_dpflow.cluster.client.options import JobOptions
 from torch_dpflow.cluster.shard.sample_source import TwoStageDataset
@@ -242,15 +241,13 @@ class RemoteDataLoadFlowReader:
             stand_in if skips else None,
         )
         repeatable = 0 < len(cacheable) <= flow.cacheable and self._job.repeatable is not False
-        described = [[vars(stage) for stage in stages] for stages in (cacheable, per_draw)]
-        content = self._job.fingerprint or fingerprint((samples, described, skips))
         return SharedFlow(
             name=name,
             version=flow.version,
             dataset=dataset,
             address=self._address,
             workers=self._workers,
-            options=replace(self._job, repeatable=None if per_draw else repeatable, fingerprint=content),
+            options=replace(self._job, repeatable=None if per_draw else repeatable),
         )
 
 

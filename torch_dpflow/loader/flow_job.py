@@ -21,11 +21,14 @@ from torch_dpflow._core.torch_private import default_store
 from torch_dpflow.caches import ALSDCache
 from torch_dpflow.cluster.client.epoch_cursor import EpochCursor
 from torch_dpflow.cluster.client.flow_registration import without_subset
-from torch_dpflow.cluster.client.open_job import FlowDefinition, JobReading, content_of_flow, open_job
+from torch_dpflow.cluster.client.open_job import FlowDefinition, JobReading, changes_of_flow, open_job
 from torch_dpflow.cluster.client.options import MAX_NAME, JobDescription, JobOptions, Replica, draw_name
 from torch_dpflow.cluster.messages.router import JobRank
 from torch_dpflow.errors import OptionError, UsageError
+from torch_dpflow.ipc.messages.content_parts import describe_differences, ignoring
 from torch_dpflow.loader.arguments import flow_version
+from torch_dpflow.log import LOADER
+from torch_dpflow.remote.shipping.content_identity import script_name
 from torch_dpflow.samplers import DynaGCSSampler
 from torch_dpflow.samplers.indices import IndexArray, check_indices
 
@@ -191,32 +194,51 @@ def job_of(loader: Any, seed: int, order: RoutedOrder | None = None, resumed_see
         if not changed:
             raise
         raise UsageError(
-            f"the dataset, its transform, worker_init_fn or a setting has changed since the loader was iterated last: "
-            f"{error}. If the samples are the same, give JobOptions(fingerprint=...)"
+            "the dataset, its transform, worker_init_fn or a setting has changed since the loader was iterated last: "
+            f"{error}"
         ) from error
     job.close_with(runtime)
     return job
 
 
 def _close_outdated(loader: Any, order: RoutedOrder | None) -> bool:
-    """Close jobs that differ from the loader in flow, options, order or content; return whether there were any.
+    """Close jobs that differ from the loader in flow, options, order or dataset; return whether there were any.
 
-    Workers have the content as it was when the job was opened. The cluster accepts or refuses the present content as if
-    it came from another loader.
+    Workers have the content as it was when the first job was opened. If the dataset's own state has changed, the
+    cluster accepts or refuses the present content as if it came from another loader. A change elsewhere, such as a
+    counter in the script, is logged once.
     """
     runtime: LoaderRuntime = loader._runtime
     reads = None if order is None else (order.seed, order.replica)
     opened_for = (loader.flow, loader.address, loader.job, reads, _part_of(loader.dataset))
     idle = {number: job for number, job in runtime.jobs.items() if not job.is_read}
-    if idle and opened_for == runtime.opened_for:
+    if runtime.opened_for is not None and opened_for[:3] != runtime.opened_for[:3]:
+        runtime.content = None
+    if runtime.content is not None:
         # About as long as pickling the dataset takes, once an epoch.
-        content = content_of_flow(_definition(loader), loader.job or JobOptions())
-        idle = {number: job for number, job in idle.items() if job.content != content}
+        own, other = changes_of_flow(_definition(loader), loader.job or JobOptions(), runtime.content)
+        _warn_of(other, runtime)
+        if own:
+            runtime.content = None
+        elif opened_for == runtime.opened_for:
+            idle = {}
     runtime.opened_for = opened_for
     for number, job in idle.items():
         job.close()
         del runtime.jobs[number]
     return bool(idle)
+
+
+def _warn_of(changed: dict[str, str], runtime: LoaderRuntime) -> None:
+    found = {path: text for path, text in changed.items() if path not in runtime.warned}
+    if found:
+        runtime.warned.update(found)
+        LOADER.warning(
+            "what the dataset's code reads has changed since it was sent to the flow's workers, which keep what was "
+            "sent: %s. If it does not affect samples, give %s",
+            describe_differences(found, script_name()),
+            ignoring(found, script_name()),
+        )
 
 
 def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> SharedJob:
@@ -244,7 +266,9 @@ def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> Sha
         side=number,
         independence=0.0 if order is None else order.independence,
     )
-    return open_job(flow, reading, address=loader.address, options=options)
+    job = open_job(flow, reading, address=loader.address, options=options, content=loader._runtime.content)
+    loader._runtime.content = job.content
+    return job
 
 
 def _definition(loader: Any) -> FlowDefinition:

@@ -12,6 +12,7 @@ from torch_dpflow.epoch.state import LoaderState
 from torch_dpflow.metrics import LoaderMeter
 
 if TYPE_CHECKING:
+    from torch_dpflow.cluster.client.flow_registration import FlowContent
     from torch_dpflow.cluster.client.shared_job import SharedJob
     from torch_dpflow.loader.private_shard import PrivateShard
 
@@ -107,6 +108,10 @@ class LoaderRuntime:
         self.jobs: dict[int, SharedJob] = {}
         #: The arguments that the jobs were opened with, compared at the next iteration.
         self.opened_for: Any = None
+        #: What the workers of the flow were sent when the first of the jobs was opened; None: no job was.
+        self.content: FlowContent | None = None
+        #: Parts of it that have changed in this process, which was logged.
+        self.warned: set[str] = set()
         self.meter = LoaderMeter()
         self.workload = Workload(self.meter)
         #: Returns the latest iteration with workers, while it lives; for the live page.

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_dpflow._core.checks import check_int
-from torch_dpflow.cluster.client.fingerprint import fingerprint
 from torch_dpflow.datasets.sample_reader import SampleReader
 from torch_dpflow.datasets.spec import DatasetRef, next_version
 from torch_dpflow.datasets.store import StoredDataset
@@ -36,6 +35,7 @@ from torch_dpflow.pool.sources import identity_of
 from torch_dpflow.pool.transport.address import AddressLike
 from torch_dpflow.pool.transport.control_connection import PoolConnection
 from torch_dpflow.pool.transport.segments import PUSH_SEALS
+from torch_dpflow.remote.shipping.content_identity import fingerprint
 
 _Array: TypeAlias = npt.NDArray[Any]
 #: Returns rows from a first one up to a last one (excluded), in C order.
@@ -181,7 +181,7 @@ def push_decoded(
     """
     with closing(reader):
         like = np.asarray(transform(reader.read(0)[0]))
-        # Another transform makes another dataset; its fingerprint is that of flows' stages.
+        # Another transform makes another dataset; it is identified as flows' stages are.
         name = f"{stored.ref} by {fingerprint(transform)}"
         shape = [len(stored), *like.shape]
         source = ArraySource(ref=name, dtype=like.dtype.str, shape=shape, stamp=identity_of(stored).hex())

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch_dpflow._core.backoff import Backoff
-from torch_dpflow._core.checks import working
 from torch_dpflow.caches import ALSDCache
 from torch_dpflow.caches.policy import parse_capacity
-from torch_dpflow.cluster.client.fingerprint import fingerprint
 from torch_dpflow.cluster.client.options import DEFAULT_MEMORY_BYTES, FlowDefinition, JobOptions
 from torch_dpflow.cluster.client.outage_log import SILENCE_S, OutageLog
 from torch_dpflow.cluster.messages.coordinator import CONTENT_PIECE_BYTES, MAX_CONTENT_BYTES, ContentPiece, FlowSpec
@@ -27,8 +26,10 @@ from torch_dpflow.errors import (
     RemoteCallError,
     UsageError,
 )
+from torch_dpflow.ipc.messages.content_parts import differences
 from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.ipc.serialization import SCRIPT
+from torch_dpflow.remote.shipping.content_identity import ContentIdentity, identify, script_name
 from torch_dpflow.samplers.indices import IndexArray, check_indices
 from torch_dpflow.workers.script_settings import ScriptSettings
 
@@ -141,7 +142,7 @@ def describe(
     flow: FlowDefinition,
     source: JobDataset,
     packed: bytes,
-    content: Mapping[str, str],
+    content: FlowContent,
     *,
     size: int,
     options: JobOptions,
@@ -165,7 +166,7 @@ def describe(
         content=hashlib.sha256(packed).hexdigest(),
         fingerprint={
             "dataset": f"{module}.{kind.__qualname__} of {size} samples{_own_indices(source.dataset.cacheable)}",
-            **content,
+            **content.labels,
             "repeatable": "its cacheable stage" if source.staged else str(source.repeatable),
         },
         repeatable=source.repeatable,
@@ -178,9 +179,22 @@ def describe(
         cache_samples=options.cache_samples or _samples_of(source, size),
         idle_s=options.idle_s,
         task_timeout_s=options.task_timeout_s,
+        parts=content.identity.parts,
+        ignore=content.identity.ignore,
+        script=script_name()[:100],
     )
     spec.check()
     return spec
+
+
+@dataclass(frozen=True)
+class FlowContent:
+    """What identifies a flow's content."""
+
+    #: By name, for messages.
+    labels: dict[str, str]
+    #: What the workers are sent.
+    identity: ContentIdentity
 
 
 def content_of(
@@ -188,21 +202,37 @@ def content_of(
     worker_init_fn: Callable[[int], Any] | None,
     options: JobOptions,
     settings: ScriptSettings,
-) -> dict[str, str]:
-    """Return the parts that identify the content of a flow, by name. Takes about as long as pickling the dataset."""
+    like: FlowContent | None = None,
+) -> FlowContent:
+    """Identify the content of a flow. Takes about as long as pickling the dataset.
+
+    like: the content of an earlier epoch; the user's own modules, of which the workers have what was sent, are not
+        looked at again.
+    """
+    transform = dataset.per_draw
+    roots = {
+        "dataset": dataset.cacheable,
+        "transform": transform.transform if isinstance(transform, KeylessTransform) else transform,
+        "stand_in": dataset.stand_in,
+        "worker_init_fn": worker_init_fn,
+    }
+    roots = {name: obj for name, obj in roots.items() if obj is not None or name == "dataset"}
+    ignore = options.ignore if options.fingerprint is None else ()
+    identity = identify(roots, ignore=ignore, like=None if like is None else like.identity)
     if options.fingerprint is not None:
-        return {"its content": options.fingerprint}
-    content = {"its content": fingerprint(dataset), "worker_init_fn": _called(worker_init_fn)}
-    if described := settings.describe():
-        content["the script's settings"] = described
-    return content
+        return FlowContent({"its content": options.fingerprint}, replace(identity, parts={}))
+    described = settings.describe()
+    return FlowContent({"the script's settings": described} if described else {}, identity)
 
 
-def _called(function: Callable[[int], Any] | None) -> str:
-    """Return a function's name and fingerprint; "none" if there is no function."""
-    if function is None:
-        return "none"
-    return f"{working(function, '__qualname__', type(function).__qualname__):.200} ({fingerprint(function)})"
+def changes(now: FlowContent, then: FlowContent) -> tuple[dict[str, str], dict[str, str]]:
+    """Return how a content has changed: the dataset's own state, and everything else that it refers to."""
+    names = dict.fromkeys([*now.labels, *then.labels])
+    own = {name: "other" for name in names if now.labels.get(name) != then.labels.get(name)}
+    found = differences(now.identity.parts, then.identity.sent_from_process(), then.identity.ignore)
+    is_own = {path: re.match(r"(dataset|transform|stand_in|worker_init_fn)\b", path) is not None for path in found}
+    own |= {path: text for path, text in found.items() if is_own[path]}
+    return own, {path: text for path, text in found.items() if not is_own[path]}
 
 
 def _memory_of(source: JobDataset, options: JobOptions) -> int:

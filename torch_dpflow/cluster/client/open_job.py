@@ -10,6 +10,8 @@ from torch_dpflow._core.channels_last import collate_channels_last
 from torch_dpflow.cluster.client.flow_registration import (
     LONGEST_PAUSE_S,
     PAUSE_S,
+    FlowContent,
+    changes,
     content_of,
     describe,
     length_of,
@@ -31,6 +33,8 @@ from torch_dpflow.cluster.messages.router import JobRank
 from torch_dpflow.cluster.security.connection_file import Cluster, find_cluster
 from torch_dpflow.cluster.shard.sample_source import SampleAssignment
 from torch_dpflow.errors import OptionError
+from torch_dpflow.remote.shipping.content_identity import ContentIdentity
+from torch_dpflow.remote.shipping.content_pack import join_content
 from torch_dpflow.samplers.indices import check_indices
 from torch_dpflow.workers.script_settings import ScriptSettings
 
@@ -43,12 +47,14 @@ def open_job(
     *,
     address: str | None = "auto",
     options: JobOptions | None = None,
+    content: FlowContent | None = None,
 ) -> SharedJob:
     """Join the jobs that read `flow`; its services start if they do not run.
 
     Args:
         address: of the cluster; see `find_cluster`. A connection file that does not exist is awaited for
             `options.reconnect_timeout_s`.
+        content: of the flow, if it has been identified; None: it is identified now.
 
     Raises:
         OptionError, OptionTypeError: an argument is not allowed.
@@ -73,18 +79,19 @@ def open_job(
     )
     if places is not None:
         indices = places if indices is None else places[indices]
+    settings = ScriptSettings.capture()
+    known = content or content_of(source.dataset, flow.worker_init_fn, options, settings)
     assignment = SampleAssignment(
         dataset=source.dataset,
         worker_init_fn=flow.worker_init_fn,
         keeps_layout=reading.collate_fn is collate_channels_last,
-        settings=ScriptSettings.capture(),
+        settings=settings,
+        variables=known.identity.variables,
     )
 
-    content = content_of(source.dataset, flow.worker_init_fn, options, assignment.settings)
-
     def register_with(cluster: Cluster, reconnect_timeout_s: float, outages: OutageLog | None = None) -> bool:
-        packed = _packed_for(cluster, assignment)
-        spec = describe(flow, source, packed, content, size=size, options=options)
+        packed = _packed_for(cluster, assignment, known.identity)
+        spec = describe(flow, source, packed, known, size=size, options=options)
         return register(
             cluster,
             spec,
@@ -116,27 +123,28 @@ def open_job(
         caches=(source.repeatable or source.staged) and options.policy != "none",
     )
     failover = Failover(find=partial(_found, address), register=register_with)
-    return SharedJob(cluster, job, reading.collate_fn, options, failover, content=content)
+    return SharedJob(cluster, job, reading.collate_fn, options, failover, content=known)
 
 
-def content_of_flow(flow: FlowDefinition, options: JobOptions) -> dict[str, str]:
-    """Identify the content of a flow as it is now; `SharedJob.content` has it of the time when the job was opened."""
+def changes_of_flow(
+    flow: FlowDefinition, options: JobOptions, then: FlowContent
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return how a flow's content differs now from that of an opened job, as `flow_registration.changes`."""
     dataset = split_stages(flow.dataset, options).dataset
-    return content_of(dataset, flow.worker_init_fn, options, ScriptSettings.capture())
+    now = content_of(dataset, flow.worker_init_fn, options, ScriptSettings.capture(), then)
+    return changes(now, then)
 
 
-def _packed_for(cluster: Cluster, assignment: SampleAssignment) -> bytes:
-    """Pack what the cluster's workers load; for a platform's workers with the user's modules, without storage keys."""
+def _packed_for(cluster: Cluster, assignment: SampleAssignment, identity: ContentIdentity) -> bytes:
+    """Pack what the cluster's workers load, with the user's modules; for a platform's workers without storage keys."""
     if not cluster.sends_code:
-        return assignment.pack()
-    from torch_dpflow.datasets.storage.credentials import leave_out_keys
-    from torch_dpflow.remote.shipping.code_bundle import make_bundle
-    from torch_dpflow.remote.shipping.content_pack import join_content
+        packed = assignment.pack(identity.sent_arguments)
+    else:
+        from torch_dpflow.datasets.storage.credentials import leave_out_keys
 
-    with leave_out_keys():
-        packed = assignment.pack()
-    bundle = make_bundle(packed, "auto")
-    return join_content(packed, b"" if bundle is None else bundle.data)
+        with leave_out_keys():
+            packed = assignment.pack(identity.sent_arguments)
+    return join_content(packed, b"" if identity.bundle is None else identity.bundle.data)
 
 
 def _rank_of(name: str, replica: Replica | None) -> JobRank | None:

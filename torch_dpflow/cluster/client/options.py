@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from torch_dpflow.cluster.messages.coordinator import (
 from torch_dpflow.cluster.messages.router import JobRank
 from torch_dpflow.cluster.security.connection_file import Cluster
 from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.ipc.messages.content_parts import MAX_IGNORED, MAX_PATH
 from torch_dpflow.ipc.messages.fields import MAX_RANKS, UNNAMED
 from torch_dpflow.samplers.indices import IndexArray, Indices
 
@@ -84,8 +85,12 @@ class JobOptions:
         task_timeout_s: (flow) time limit of a worker for one sample, and for its start, in which it fetches and
             unpickles the dataset, seconds; None: no limit. A worker that takes longer is killed and replaced. Its
             sample is tried three times before it fails. Choose a limit well above the slowest sample and the start.
-        fingerprint: (flow) identifies the dataset's content, if equal datasets are reported as different; see
-            `torch_dpflow.cluster.client.fingerprint`.
+        ignore: parts of what the workers are sent that do not count when it is compared with what other jobs of the
+            flow send, by the names in the message of refusal, such as "train.args.lr"; `*` and `?` stand for
+            characters. The workers get these parts from the job that starts the flow. None: no part, and of an
+            `argparse.Namespace` the attributes whose names no code has are neither compared nor sent; reading one in a
+            worker raises UsageError.
+        fingerprint: (flow) identifies the dataset's content in place of the comparison.
         weight: weight of the job, relative to other jobs, when the cache decides what to evict (alpha in the thesis's
             equation 3-5). Used by the policies "use-distance" and "alsd-mean".
         ready: batches that are collated ahead of need (P_L).
@@ -109,6 +114,7 @@ class JobOptions:
     repeatable: bool | None = None
     idle_s: float = 600.0
     task_timeout_s: float | None = 600.0
+    ignore: Sequence[str] | None = None
     fingerprint: str | None = None
     weight: float = 1.0
     ready: int = 2
@@ -134,6 +140,7 @@ class JobOptions:
         check_fields(self, check_seconds, "task_timeout_s", optional=True)
         for name in ("name", "fingerprint"):
             _check_name(name, getattr(self, name))
+        _check_ignore(self.ignore)
         if not isinstance(self.repeatable, bool | None):
             raise OptionTypeError(f"repeatable={self.repeatable!r}: give True, False or None")
         _check_algorithms(self.policy, self.strategy)
@@ -144,6 +151,18 @@ def _check_algorithms(policy: str | None, strategy: str) -> None:
         if not isinstance(value, str) and (name, value) != ("policy", None):
             raise OptionTypeError(f"{name}={value!r} is of type {type(value).__name__}; give its name")
     check_algorithms("none" if policy is None else policy, strategy)
+
+
+def _check_ignore(ignore: Any) -> None:
+    if ignore is None:
+        return
+    if isinstance(ignore, str) or not isinstance(ignore, Sequence) or not all(isinstance(one, str) for one in ignore):
+        raise OptionTypeError(f'ignore={ignore!r:.200}: give a list of names of parts, such as ["train.args.lr"]')
+    if len(ignore) > MAX_IGNORED or not all(1 <= len(one) <= MAX_PATH for one in ignore):
+        raise OptionError(
+            f"ignore={ignore!r:.200}: at most {MAX_IGNORED} names of 1 to {MAX_PATH} characters are allowed; * stands "
+            "for any characters"
+        )
 
 
 def _check_name(field: str, value: Any) -> None:

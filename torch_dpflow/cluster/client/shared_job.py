@@ -9,7 +9,7 @@ import os
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from torch_dpflow._core.threads import PeriodicCall, StopSignal
 from torch_dpflow.cluster.client.collate import LATER, PlanFeed, collate_function
 from torch_dpflow.cluster.client.epoch_cursor import EpochCursor
 from torch_dpflow.cluster.client.epoch_reader import CLOSE_S, EpochReader, Pipeline
+from torch_dpflow.cluster.client.flow_registration import FlowContent
 from torch_dpflow.cluster.client.options import Failover, JobDescription, JobOptions
 from torch_dpflow.cluster.client.router_link import RouterLink
 from torch_dpflow.cluster.client.shard_link import EpochDraw, ShardLinks
@@ -61,13 +62,13 @@ class SharedJob:
         options: JobOptions,
         failover: Failover | None = None,
         *,
-        content: Mapping[str, str] | None = None,
+        content: FlowContent | None = None,
     ) -> None:
         self._pid = os.getpid()
         self._job = job
         self.collate_with(collate)
-        #: Identification of its flow's content when the job was opened, by `flow_registration.content_of`.
-        self.content = dict(content or {})
+        #: Its flow's content when the job was opened.
+        self.content = content
         self._options = options
         self._closed = StopSignal()
         self._router = RouterLink(

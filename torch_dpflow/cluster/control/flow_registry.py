@@ -130,7 +130,7 @@ class Flow:
         """Return the flow for display. part: its part of the cluster while its services run."""
         waits = self.state is FlowState.READY and not self.replaced
         return FlowView(
-            self.spec,
+            msgspec.structs.replace(self.spec, parts={}),
             self.state.value,
             self.jobs,
             self.replaced,

@@ -10,6 +10,15 @@ import msgspec
 
 from torch_dpflow._core.checks import check_fields, check_int, check_number, check_seconds
 from torch_dpflow.errors import OptionError
+from torch_dpflow.ipc.messages.content_parts import (
+    MAX_IGNORED,
+    SCRIPT_PART,
+    ContentParts,
+    Pattern,
+    describe_differences,
+    differences,
+    ignoring,
+)
 from torch_dpflow.ipc.messages.fields import Body, Count, Name, Seconds, Text
 
 #: Most samples, shards and workers of a flow.
@@ -61,6 +70,12 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
     staged: bool = False
     #: Timeout of loading one sample, after which its worker is killed as hung, seconds; None: no timeout.
     task_timeout_s: Seconds | None = None
+    #: What its workers are sent, part by part; all descriptions of one version must share it too.
+    parts: ContentParts = {}
+    #: Patterns of parts that do not count.
+    ignore: Annotated[tuple[Pattern, ...], msgspec.Meta(max_length=MAX_IGNORED)] = ()
+    #: The name of the script, for messages.
+    script: Name = SCRIPT_PART
 
     @property
     def instance(self) -> str:
@@ -100,6 +115,10 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
             here, there = self.fingerprint.get(name, "absent"), other.fingerprint.get(name, "absent")
             if here != there:
                 differing.append(f"{name} is {here}, registered is {there}")
+        found = differences(self.parts, other.parts, (*self.ignore, *other.ignore))
+        if found:
+            advice = f"if they do not affect samples, give {ignoring(found, self.script)}"
+            differing += [describe_differences(found, self.script), advice]
         return "; ".join(differing)
 
 

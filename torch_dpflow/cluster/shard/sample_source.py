@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -20,6 +21,7 @@ from torch_dpflow.ipc.serialization.pickling import explain_loading
 from torch_dpflow.log import SERVICE
 from torch_dpflow.lookahead import announce_order, takes_orders
 from torch_dpflow.remote.shipping.content_pack import pack, unpack
+from torch_dpflow.remote.shipping.own_modules import set_variable
 from torch_dpflow.workers.batches import failure
 from torch_dpflow.workers.process_control import keep_freed_memory
 from torch_dpflow.workers.script_settings import ScriptSettings
@@ -74,14 +76,18 @@ class SampleAssignment:
     keeps_layout: bool = False
     #: Of the script that started the flow.
     settings: ScriptSettings = field(default_factory=ScriptSettings)
+    #: Variables of the user's own modules that the script has set: module, name and value.
+    variables: tuple[tuple[str, str, Any], ...] = ()
 
-    def pack(self) -> bytes:
+    def pack(self, sent_arguments: Collection[str] | None = None) -> bytes:
         """Pickle it, with the code of whatever a worker cannot import, such as functions of a script.
+
+        sent_arguments: names of the attributes of `argparse.Namespace` that are sent; None: all.
 
         Raises NotPicklableError, which names the part that cannot be pickled.
         """
         try:
-            return pack(self)
+            return pack(self, sent_arguments=sent_arguments)
         except Exception as error:
             dataset = self.dataset
             loads = {
@@ -158,8 +164,8 @@ def _unpack(packed: IO[bytes]) -> SampleAssignment:
         assignment: SampleAssignment = unpack(packed)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{error}: only what the script itself defines travels to a flow's workers; install the rest where the "
-            "cluster runs, or start `dpflow up` in its folder",
+            f"{error}: what the script and the modules beside it define travels to a flow's workers; install the rest "
+            "where the cluster runs",
             name=error.name,
         ) from error
     return assignment
@@ -168,6 +174,8 @@ def _unpack(packed: IO[bytes]) -> SampleAssignment:
 def _become_worker(assignment: SampleAssignment, worker: int, workers: int) -> None:
     torch.set_num_threads(1)
     assignment.settings.apply()
+    for module, name, value in assignment.variables:
+        set_variable(importlib.import_module(module), name, value)
     keep_freed_memory()
     # Every sample is seeded by itself; this is for `worker_init_fn`.
     random.seed(worker)

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,10 +63,18 @@ def make_bundle(pickled: bytes, code: Code) -> CodeBundle | None:
     if code is None:
         return None
     names = names_in(pickled)
+    return bundle_of(names.modules, names.used, () if code == "auto" else code)
+
+
+def bundle_of(modules: Iterable[str], names: Iterable[str], paths: Sequence[str] = ()) -> CodeBundle | None:
+    """Pack the user's own among these modules and names in code, and what they import; None if there are none.
+
+    Raises OptionError as `make_bundle`.
+    """
     collected = _Collected()
-    for name in sorted(names.modules | own_names(names.used)):
+    for name in sorted({*modules} | own_names(names)):
         collected.need(name)
-    for path in () if code == "auto" else code:
+    for path in paths:
         collected.add_path(os.path.abspath(path))
     return collected.bundle()
 

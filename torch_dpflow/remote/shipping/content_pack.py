@@ -14,7 +14,7 @@ import pickle
 import struct
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import islice
 from typing import IO, Any, NamedTuple, Protocol
@@ -26,12 +26,16 @@ import torch
 from torch_dpflow.errors import MessageError, OptionError
 from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.ipc.serialization.pickling import explain_loading, parts_of
+from torch_dpflow.remote.shipping.reducers import reduce_by_value, with_class_bodies
 
 
-def pack(obj: Any) -> bytes:
-    """Pickle `obj`, with the code of the script's classes and functions in it. Raises what pickling raises."""
+def pack(obj: Any, *, sent_arguments: Collection[str] | None = None) -> bytes:
+    """Pickle `obj`, with the code of the script's classes and functions in it. Raises what pickling raises.
+
+    sent_arguments: names of the attributes of `argparse.Namespace` that are sent; None: all.
+    """
     out = io.BytesIO()
-    ScriptPickler(out).pack(obj)
+    ScriptPickler(out, sent_arguments=sent_arguments).pack(obj)
     return out.getvalue()
 
 
@@ -62,13 +66,14 @@ class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
     `__reduce_by_value__` for it, in place of `__reduce__`.
     """
 
-    def __init__(self, out: Output) -> None:
+    def __init__(self, out: Output, *, sent_arguments: Collection[str] | None = None) -> None:
         super().__init__(out, protocol=5)
         self.own: dict[str, Any] = {}
+        self._sent_arguments = sent_arguments
 
     def pack(self, obj: Any) -> None:
         """Write `obj` for `unpack`."""
-        with _by_value():
+        with script_by_value():
             self.dump(obj)
             self.dump(self.own)
 
@@ -81,11 +86,17 @@ class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
             # Of two with one name, the present one: a cell was run again.
             if name not in self.own or vars(sys.modules[obj.__module__]).get(name) is obj:
                 self.own[name] = obj
-        return super().reducer_override(obj)
+        reduced = reduce_by_value(obj, self._sent_arguments)
+        if reduced is not NotImplemented:
+            return reduced
+        reduced = super().reducer_override(obj)
+        if reduced is not NotImplemented and isinstance(obj, types.FunctionType):
+            return with_class_bodies(obj, reduced)
+        return reduced
 
 
 @contextmanager
-def _by_value() -> Iterator[None]:
+def script_by_value() -> Iterator[None]:
     """Pickle the script's module by value in a process that it spawned, in which the module has another name."""
     main = sys.modules["__main__"]
     if main.__name__ in ("__main__", *cloudpickle.list_registry_pickle_by_value()):

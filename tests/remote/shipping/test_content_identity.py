@@ -1,0 +1,221 @@
+"""The identity of what workers are sent: the same in every process that sends the same, and what differs by name."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import json
+import pickle
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.new_process import ROOT, interpreter
+from tests.remote.shipping.identity_pairs import DIFFER, SAME, Pair
+from torch_dpflow.errors import UsageError
+from torch_dpflow.ipc.messages.content_parts import MAX_PARTS, PartDigest, differences, is_ignored
+from torch_dpflow.remote.shipping.content_identity import fingerprint, identify
+from torch_dpflow.remote.shipping.content_pack import pack, unpack
+
+Parts = dict[str, PartDigest]
+
+
+@pytest.fixture(scope="module")
+def sides() -> list[dict[str, Parts]]:
+    """The parts of each script, from two processes that differ in hash seed, folder, imports and how they started."""
+    program = "from tests.remote.shipping.identity_sides import main; main()"
+    found: list[dict[str, Parts]] = []
+    with (
+        interpreter(program, "0", "__main__", env={"PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)}) as first,
+        interpreter(program, "1", "__mp_main__", env={"PYTHONHASHSEED": "2", "PYTHONPATH": str(ROOT)}) as second,
+    ):
+        for process in (first, second):
+            out, errors = process.communicate()
+            assert process.returncode == 0, errors
+            parts = json.loads(out)
+            found.append({name: {path: PartDigest(*part) for path, part in of.items()} for name, of in parts.items()})
+    return found
+
+
+@pytest.mark.parametrize("pair", DIFFER, ids=lambda pair: pair.name)
+def test_what_differs_is_named(sides: list[dict[str, Parts]], pair: Pair) -> None:
+    here, there = sides[0][pair.name], sides[1][pair.name]
+    for found in (differences(here, there, ()), differences(there, here, ())):
+        assert any(path.startswith(pair.part) for path in found), found
+
+
+@pytest.mark.parametrize("pair", SAME, ids=lambda pair: pair.name)
+def test_what_does_not_differ_is_accepted_or_named_with_its_word(sides: list[dict[str, Parts]], pair: Pair) -> None:
+    here, there = sides[0][pair.name], sides[1][pair.name]
+    part = pair.part[1:-1]
+    assert [*differences(here, there, ())] == ([part] if part else [])
+    assert not differences(here, there, [part] if part else [])
+
+
+@dataclasses.dataclass
+class Held:
+    value: Any
+    other: Any = 0
+
+
+ATOMS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.floats(-2, 2)
+    | st.text("ab", max_size=3)
+    | st.binary(max_size=2)
+)
+HASHABLE = st.recursive(ATOMS, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=4)
+VALUES = st.recursive(
+    ATOMS,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(HASHABLE, inner, max_size=3)
+        | st.sets(HASHABLE, max_size=3)
+        | st.tuples(inner, inner)
+        | st.builds(Held, inner, inner)
+        | st.lists(st.builds(Held, inner), min_size=17, max_size=18)
+        | st.lists(st.tuples(inner, ATOMS), min_size=17, max_size=18)
+        | st.builds(lambda values: np.array(values, dtype=np.int16), st.lists(st.integers(-3, 3), max_size=3))
+        | st.builds(lambda values: torch.tensor(values, dtype=torch.int16), st.lists(st.integers(-3, 3), max_size=3))
+    ),
+    max_leaves=8,
+)
+
+
+def described(value: Any) -> str:
+    """Text that is the same for equal values and another for others."""
+    if isinstance(value, set | frozenset):
+        return f"{type(value).__name__} {sorted(map(described, value))}"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__} {[*map(described, value)]}"
+    if isinstance(value, dict):
+        return f"dict {[(described(key), described(each)) for key, each in value.items()]}"
+    if isinstance(value, Held):
+        return f"held {described([value.value, value.other])}"
+    return f"{type(value).__name__} {value!r}"
+
+
+def closure(value: Any) -> Any:
+    def inner(index: int) -> Any:
+        return value, index
+
+    return inner
+
+
+def with_default(value: Any) -> Any:
+    return eval("lambda index, by=value: (by, index)", {"value": value})
+
+
+def with_attribute(value: Any) -> Any:
+    made = closure(0)
+    made.value = value
+    return made
+
+
+#: What a dataset holds a value in.
+HOLDERS: list[Callable[[Any], Any]] = [
+    lambda value: value,
+    Held,
+    closure,
+    with_default,
+    with_attribute,
+    lambda value: functools.partial(round, ndigits=value),
+    lambda value: type("Made", (), {"value": value}),
+    lambda value: types.SimpleNamespace(value=value),
+    lambda value: [Held(0), {"key": (value,)}],
+]
+
+
+KNOWN = identify({"dataset": Held(0)})
+
+
+def digest(obj: Any) -> dict[str, PartDigest]:
+    """The parts, without those of files."""
+    return identify({"dataset": obj}, like=KNOWN).parts
+
+
+@given(VALUES, VALUES, st.sampled_from(HOLDERS))
+@settings(max_examples=120, deadline=None)
+def test_two_datasets_are_one_if_their_values_are_equal(one: Any, other: Any, holder: Callable[[Any], Any]) -> None:
+    found = digest(holder(one))
+    assert (found == digest(holder(other))) is (described(one) == described(other))
+    assert found == digest(holder(copy.deepcopy(one)))
+    assert found == digest(holder(pickle.loads(pickle.dumps(one))))
+
+
+@given(VALUES, st.sampled_from(HOLDERS))
+@settings(max_examples=50, deadline=None)
+def test_what_is_sent_is_what_was_compared(value: Any, holder: Callable[[Any], Any]) -> None:
+    import io
+
+    sent = unpack(io.BytesIO(pack(Held(holder(value)))))
+    assert digest(sent.value) == digest(holder(value))
+
+
+def test_what_cannot_be_compared_is_equal_to_itself_only() -> None:
+    class Strange:
+        def __reduce__(self) -> str:
+            raise TypeError("it has a handle")
+
+    one, other = ({"part": Strange(), "scale": 1} for _ in range(2))
+    assert fingerprint(one) == fingerprint(one)
+    here, there = identify({"dataset": one}).parts, identify({"dataset": other}).parts
+    ((path, text),) = differences(here, there, ()).items()
+    assert path == "dataset['part']"
+    assert text.endswith("Strange that cannot be compared")
+    assert not differences(here, there, ["dataset[[]'part']"]) or not differences(here, there, ["dataset['part']"])
+
+
+def test_values_of_secrets_are_not_shown() -> None:
+    parts = identify({"dataset": {"api_key": "AbC", "size": 3, "login": types.SimpleNamespace(password="xyz")}}).parts
+    assert parts["dataset['size']"].text == "3"
+    assert not [part for part in parts.values() if "AbC" in part.text or "xyz" in part.text]
+
+
+def test_a_large_description_is_joined_and_still_differs() -> None:
+    many = {f"group{group}": {f"key{key}": key for key in range(60)} for group in range(60)}
+    other = copy.deepcopy(many)
+    other["group59"]["key59"] = 0
+    here, there = identify({"dataset": many}).parts, identify({"dataset": other}).parts
+    assert len(here) <= MAX_PARTS
+    assert [*differences(here, there, ())] == ["dataset['group59']"]
+
+
+def test_patterns() -> None:
+    assert is_ignored("train.args.lr", ["train.args"])
+    assert is_ignored("dataset['lr']", ["dataset['l?']"])
+    assert is_ignored("mydata.CACHE", ["*.CACHE"])
+    assert not is_ignored("train.args_of", ["train.args"])
+
+
+def test_an_argument_that_was_not_compared_cannot_be_read() -> None:
+    import argparse
+    import io
+
+    arguments = argparse.Namespace(size=3, lr=0.1)
+    sent = unpack(io.BytesIO(pack(arguments, sent_arguments={"size"})))
+    assert sent.size == 3
+    reads: list[Callable[[Any], Any]] = [
+        lambda args: args.lr,
+        lambda args: getattr(args, "lr", None),
+        lambda args: hasattr(args, "lr"),
+        vars,
+        repr,
+        copy.copy,
+        pickle.dumps,
+        lambda args: "lr" in args,
+        lambda args: args == arguments,
+        dir,
+    ]
+    for read in reads:
+        with pytest.raises(UsageError, match=r"without lr: .*JobOptions\(ignore=\[\]\)"):
+            read(sent)

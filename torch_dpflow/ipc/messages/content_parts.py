@@ -1,0 +1,128 @@
+"""Digests of what a flow's workers are sent, part by part, and how two such descriptions differ."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+#: Maximum parts of a description; those below are joined to one digest. Maximum characters of a part's name and text.
+MAX_PARTS, MAX_PATH, MAX_SHOWN = 512, 300, 80
+#: Maximum patterns of parts that do not count.
+MAX_IGNORED = 64
+#: Maximum differences that a message names.
+_MAX_NAMED = 6
+#: The script's module, as parts are named.
+SCRIPT_PART = "__main__"
+
+
+class PartDigest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Digest of one part, such as the variable `train.args.lr`."""
+
+    #: Of the part with all that it contains; 16 hexadecimal digits.
+    digest: Annotated[str, msgspec.Meta(max_length=64)]
+    #: Of the part without the parts that are listed by themselves; empty if there are none.
+    own: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    #: For messages: the value, if it is short, or its kind.
+    text: Annotated[str, msgspec.Meta(max_length=MAX_SHOWN)] = ""
+    #: Whether the other description may lack it: it is derived from other parts when it is first read.
+    optional: bool = False
+
+
+PartName: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]
+Pattern: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]
+ContentParts: TypeAlias = Annotated[dict[PartName, PartDigest], msgspec.Meta(max_length=MAX_PARTS)]
+
+
+def differences(
+    here: Mapping[str, PartDigest], there: Mapping[str, PartDigest], ignore: Sequence[str]
+) -> dict[str, str]:
+    """Return the parts that differ, by name, each with a description such as "0.1 here, 0.01 in the flow".
+
+    Pure. Parts below a part that differs in kind, or that one description has joined to it, are not listed.
+
+    ignore: patterns of parts that do not count, as `is_ignored`.
+    """
+    found: dict[str, str] = {}
+    unexplained: list[str] = []
+    paths = sorted({*here, *there})
+    ignored = {path for path in paths if is_ignored(path, ignore)}
+    for path in paths:
+        if path in ignored or any(above in found for above in above_of(path)):
+            continue
+        mine, other = here.get(path), there.get(path)
+        if mine is None or other is None:
+            if _counts_alone(path, here, there):
+                found[path] = "not in the flow" if other is None else "only in the flow"
+        elif mine.digest != other.digest:
+            if mine.own and mine.own == other.own:
+                unexplained.append(path)
+            else:
+                found[path] = _texts(mine.text, other.text)
+    for path in unexplained:  # by the parts below, unless these do not count
+        if not any(path in above_of(below) for below in (*found, *ignored)):
+            found[path] = "other content"
+    return found
+
+
+def is_ignored(path: str, ignore: Iterable[str]) -> bool:
+    """Return whether a pattern matches the path of a part, or of a part that contains it.
+
+    `*` and `?` stand for characters, as in names of files.
+    """
+    patterns = [*ignore]
+    return bool(patterns) and any(
+        one == pattern or fnmatch.fnmatchcase(one, _glob(pattern))
+        for one in (path, *above_of(path))
+        for pattern in patterns
+    )
+
+
+def describe_differences(found: Mapping[str, str], script: str) -> str:
+    """Return the differences for people. script: the name of the script that they run."""
+    named = [f"{shown(path, script)}: {text}" for path, text in found.items()]
+    if len(named) > _MAX_NAMED:
+        named[_MAX_NAMED:] = [f"{len(named) - _MAX_NAMED} more"]
+    return "; ".join(named)
+
+
+def ignoring(found: Iterable[str], script: str) -> str:
+    """Return the option by which these parts do not count."""
+    return f"JobOptions(ignore={[shown(path, script) for path in [*found][:_MAX_NAMED]]})"
+
+
+def shown(path: str, script: str) -> str:
+    """Return the path of a part with the script's name in place of its module's."""
+    return f"{script}{path[len(SCRIPT_PART) :]}" if path.startswith(f"{SCRIPT_PART}.") else path
+
+
+def _counts_alone(path: str, here: Mapping[str, PartDigest], there: Mapping[str, PartDigest]) -> bool:
+    """Return whether a part that one side lacks is a difference that no other entry has."""
+    part = here.get(path) or there[path]
+    if part.optional:
+        return False
+    for above in above_of(path):
+        if above in here and above in there:
+            # Joined on one side: the digest above decides.
+            return bool(here[above].own and there[above].own)
+        if above in here or above in there:
+            return False  # the part above is missing too, and is listed
+    return True
+
+
+def above_of(path: str) -> Iterator[str]:
+    """Yield what may be the paths of the parts that contain this one, the nearest first."""
+    for at in range(len(path) - 1, 0, -1):
+        if path[at] in ".[(":
+            yield path[:at]
+
+
+def _glob(pattern: str) -> str:
+    """Return a pattern for `fnmatch` in which brackets are themselves, as in `config['lr']`."""
+    return pattern.replace("[", "[[]")
+
+
+def _texts(here: str, there: str) -> str:
+    return f"{here} here, {there} in the flow" if here != there else f"other {here or 'content'}"

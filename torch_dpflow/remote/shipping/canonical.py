@@ -1,0 +1,444 @@
+"""Canonical form of what a pickler sends, as a tree of digests: equal in every process that sends the same.
+
+The reductions are the pickler's own, so what is compared is what is sent. They are walked here, and not pickled to be
+digested: a pickle contains random numbers of classes, memory addresses, line numbers, the order of sets, and which of
+two equal strings are one object. An object that cannot be reduced is unknown, and equal to itself only.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping
+from pathlib import PurePath
+from typing import Any, TypeAlias
+
+from cloudpickle import cloudpickle
+
+from torch_dpflow.ipc.serialization import SCRIPT
+from torch_dpflow.remote.shipping.code_digest import ADDRESS, code_digest
+from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, entries, hidden, text_of, unknown
+from torch_dpflow.remote.shipping.values import (
+    ATOMS,
+    HARMLESS,
+    Bulk,
+    Column,
+    Columns,
+    columns_of,
+    memory_of,
+    plain_bytes,
+    sorted_plain,
+)
+
+#: Members of a class that do not affect what it does, or that are added when it is used: `copyreg` adds
+#: `__slotnames__`. pydantic derives its three from the rest of the class.
+_NO_MEMBERS = frozenset(
+    [
+        "__dict__",
+        "__weakref__",
+        "__doc__",
+        "__module__",
+        "__firstlineno__",
+        "__static_attributes__",
+        "__slotnames__",
+        "__annotations_cache__",
+        "__pydantic_core_schema__",
+        "__pydantic_validator__",
+        "__pydantic_serializer__",
+        "__classcell__",
+        "__annotate_func__",
+    ]
+)
+#: Variables of a module that differ from one process to another and that no code of the user's sets.
+NO_VARIABLES = frozenset(
+    [
+        "__name__",
+        "__package__",
+        "__path__",
+        "__file__",
+        "__cached__",
+        "__loader__",
+        "__spec__",
+        "__builtins__",
+        "__doc__",
+        "__annotations__",
+    ]
+)
+#: Marks what counts by its type.
+_BY_NAME = "harmless"
+#: Most elements of a list, and of a mapping, whose differences are named one by one.
+_MAX_ITEMS, _MAX_KEYS = 16, 64
+Steps: TypeAlias = "Generator[Any, PartNode, PartNode]"
+
+
+class Walk:
+    """One walk over what is sent.
+
+    Args:
+        pickler: decides how objects are reduced.
+        sent_arguments: names of the attributes of `argparse.Namespace` that are sent; None: all.
+        bulk: digests of large values that an earlier walk has found, by id.
+    """
+
+    def __init__(self, pickler: Any, *, sent_arguments: Callable[[str], bool] | None = None, bulk: Bulk) -> None:
+        self._pickler = pickler
+        self._sent_arguments = sent_arguments
+        self._bulk = bulk
+        #: By name: functions, classes and variables of the script, and what the caller adds.
+        self.roots: dict[str, PartNode] = {}
+        self._waiting: deque[tuple[str, Any]] = deque()
+        self._queued: dict[str, Any] = {}
+        #: The variables of the script, by its name: a spawned process has them twice.
+        self._script: dict[str, Any] | None = None
+        #: Finished objects by id, with the objects, so that no id is used again.
+        self._known: dict[int, tuple[Any, PartNode]] = {}
+        #: Modules and names that what is sent refers to.
+        self.modules: set[str] = set()
+        self.names: set[str] = set()
+        #: Whether an `argparse.Namespace` was found.
+        self.has_arguments = False
+        self._addresses: set[str] = set()
+        #: How many objects could not be reduced.
+        self._unknown = 0
+
+    def add(self, path: str, obj: Any) -> bool:
+        """Have an object compared under this name; return False if another object has it."""
+        if path not in self._queued:
+            self._queued[path] = obj
+            self._waiting.append((path, obj))
+        return self._queued[path] is obj
+
+    def run(self) -> None:
+        """Digest all that was added, and what it refers to."""
+        while self._waiting:
+            path, obj = self._waiting.popleft()
+            self.roots[path] = hidden(path.rpartition(".")[2], self._digest(obj, path))
+
+    def digest_apart(self, obj: Any) -> PartNode | None:
+        """Digest an object, and what it refers to; return None if a part of it cannot be compared."""
+        before = self._unknown
+        part = self._digest(obj, "")
+        self.run()
+        return part if self._unknown == before else None
+
+    def _digest(self, obj: Any, path: str) -> PartNode:
+        """Digest one object, without recursion.
+
+        Tarjan's algorithm for strongly connected components: an object that refers back to one whose component is not
+        finished is digested by the distance between the two, and is kept for other references only once its component
+        is finished. So a digest does not depend on which objects were met before.
+        """
+        open_: dict[int, int] = {}
+        members: list[Any] = []
+        frames: list[list[Any]] = []
+        if type(obj) in ATOMS:
+            return self._atom(obj)
+        found: Any = self._start(obj, path, open_, members, frames)
+        while frames:
+            frame = frames[-1]
+            steps, current, position = frame[0], frame[1], frame[2]
+            try:
+                child = steps.send(found)
+            except StopIteration as finished:
+                found = finished.value
+            except Exception:  # code of the object's own runs
+                found = unknown(current)
+                self._unknown += 1
+            else:
+                known = self._atom_or_known(child)
+                if known is not None:
+                    found = known
+                elif (at := open_.get(id(child))) is not None:
+                    frame[3] = min(frame[3], at)
+                    found = PartNode(digest_of(b"again", str(position - at).encode()), "itself")
+                else:
+                    found = self._start(child, "", open_, members, frames)
+                continue
+            frames.pop()
+            if not frames:  # a root is known by its name
+                break
+            if frame[3] == position:
+                for member in members[position:]:
+                    del open_[id(member)]
+                del members[position:]
+                self._known[id(current)] = (current, found)
+            else:
+                frames[-1][3] = min(frames[-1][3], frame[3])
+        result: PartNode = found
+        return result
+
+    def _start(self, obj: Any, path: str, open_: dict[int, int], members: list[Any], frames: list[list[Any]]) -> Any:
+        """Begin with an object; None: its steps begin by None."""
+        position = len(members)
+        open_[id(obj)] = position
+        members.append(obj)
+        frames.append([self._steps(obj, path), obj, position, position])
+        return None
+
+    def _atom_or_known(self, obj: Any) -> PartNode | None:
+        if type(obj) in ATOMS:
+            return self._atom(obj)
+        known = self._known.get(id(obj))
+        return None if known is None else known[1]
+
+    def _atom(self, obj: Any) -> PartNode:
+        if type(obj) is str and self._addresses and ADDRESS.search(obj):
+            obj = self._without_addresses(obj)
+        return PartNode(digest_of(b"plain", pickle.dumps(obj, 4)), text_of(obj))
+
+    def _without_addresses(self, name: str) -> str:
+        return ADDRESS.sub(lambda found: "#" if found[0] in self._addresses else found[0], name)
+
+    def _steps(self, obj: Any, path: str) -> Steps:
+        kind = type(obj)
+        if kind is list or kind is tuple:
+            return self._sequence(obj, 0)
+        if kind is Column:
+            return self._sequence(obj.values, obj.level)
+        if kind is dict:
+            return self._mapping(obj)
+        if kind is set or kind is frozenset:
+            return self._set(obj)
+        if kind is Columns:
+            return self._columns(obj)
+        if isinstance(obj, types.ModuleType):
+            return self._module(obj)
+        if kind.__module__ == "argparse" and kind.__qualname__ == "Namespace":
+            return self._arguments(obj)
+        if kind in HARMLESS or (kind.__module__, kind.__qualname__) in HARMLESS:
+            obj = _BY_NAME, kind.__qualname__
+        return self._other(obj, path)
+
+    # ---- containers
+
+    def _sequence(self, obj: Any, level: int) -> Steps:
+        kind, text = type(obj).__name__, text_of(obj)
+        plain = self._bulk.of(obj)
+        if plain is not None:
+            return PartNode(digest_of(kind.encode(), plain), text)
+        if (columns := columns_of(obj, level)) is not None:
+            column = yield columns
+            return PartNode(digest_of(kind.encode(), b"columns", column.digest), text)
+        found: list[PartNode] = []
+        for one in obj:
+            part = yield one
+            found.append(part)
+        own = digest_of(kind.encode(), str(len(found)).encode())
+        if len(found) <= _MAX_ITEMS:
+            return PartNode(own, text, {f"[{number}]": part for number, part in enumerate(found)})
+        return PartNode(digest_of(own, *(part.digest for part in found)), text)
+
+    def _columns(self, obj: Columns) -> Steps:
+        kind = b"" if obj.kind is None else (yield obj.kind).digest
+        return PartNode(digest_of(b"columns", obj.label, kind, *(yield from _digests(obj.columns))))
+
+    def _mapping(self, obj: dict[Any, Any]) -> Steps:
+        text = text_of(obj)
+        if len(obj) > _MAX_KEYS or not all(type(key) is str for key in obj):
+            plain = self._bulk.of(obj)
+            if plain is not None:
+                return PartNode(digest_of(b"dict", plain), text)
+            keys = yield list(obj)
+            values = yield list(obj.values())
+            return PartNode(digest_of(b"dict", keys.digest, values.digest), text)
+        parts = {}
+        for key, value in obj.items():
+            parts[f"[{key!r}]"] = hidden(key, (yield value))
+        # The order counts: code may follow it.
+        return PartNode(digest_of(b"dict", *(key.encode(errors="replace") for key in parts)), text, parts)
+
+    def _set(self, obj: Any) -> Steps:
+        kind, plain = type(obj).__name__.encode(), sorted_plain(obj)
+        if plain is not None:
+            return PartNode(digest_of(kind, b"sorted", plain_bytes(plain)), text_of(obj))
+        return PartNode(digest_of(kind, *sorted((yield from _digests(obj)))), text_of(obj))
+
+    def _arguments(self, obj: Any) -> Steps:
+        self.has_arguments = True
+        sent = self._sent_arguments
+        parts = {}
+        for name, value in sorted(vars(obj).items()):
+            if sent is None or sent(name):
+                parts[f".{name}"] = hidden(name, (yield value))
+        return PartNode(digest_of(b"argparse.Namespace"), "arguments", parts)
+
+    # ---- what pickle names
+
+    def _module(self, obj: types.ModuleType) -> Steps:
+        reduced = self._pickler.dispatch_table[types.ModuleType](obj)
+        if reduced[0] is cloudpickle.subimport:
+            return self._named(obj.__name__, "")
+        variables = {f".{name}": value for name, value in reduced[1][1].items() if name not in NO_VARIABLES}
+        parts = yield from _parts(variables)
+        return PartNode(digest_of(b"module", obj.__name__.encode()), "module", parts)
+
+    def _named(self, module: str, name: str) -> PartNode:
+        module = SCRIPT[0] if module in SCRIPT else module
+        self.modules.add(module)
+        return PartNode(digest_of(b"name", module.encode(), name.encode()), f"{module}.{name}".strip("."))
+
+    # ---- everything else, as the pickler reduces it
+
+    def _other(self, obj: Any, path: str) -> Steps:
+        if type(obj) is tuple:
+            return PartNode(digest_of(*map(str.encode, obj)), obj[1])
+        content = memory_of(obj)
+        if content is not None:
+            label, values, text = content
+            if isinstance(values, bytes):
+                return PartNode(digest_of(b"memory", label, values), text)
+            found = yield values
+            return PartNode(digest_of(b"memory", label, found.digest), text)
+        reduced = self._pickler.reducer_override(obj)
+        if reduced is NotImplemented:
+            if isinstance(obj, type | types.FunctionType):
+                return self._named(obj.__module__, obj.__qualname__)
+            reduce = self._pickler.dispatch_table.get(type(obj))
+            reduced = obj.__reduce_ex__(5) if reduce is None else reduce(obj)
+        if isinstance(reduced, str):
+            return self._named(cloudpickle._whichmodule(obj, reduced) or "", reduced)
+        function = reduced[0]
+        is_code = getattr(function, "__module__", "") == cloudpickle.__name__
+        if is_code and isinstance(obj, type | types.FunctionType):
+            if (root := _root_of(obj)) is not None and root != path and self.add(root, obj):
+                return PartNode(digest_of(b"root", root.encode()), root)
+            if isinstance(obj, types.FunctionType):
+                return (yield from self._function(obj, reduced))
+            if len(reduced) > 2:
+                return (yield from self._class(obj, reduced, path))
+        elif isinstance(obj, types.CodeType):
+            return PartNode(code_digest(obj, self.names, self._without_addresses), "code")
+        elif isinstance(obj, property):
+            reduced = (function, reduced[1][:3])  # without its docstring
+        elif function is cloudpickle._make_typevar:
+            reduced = (function, reduced[1][:-1])  # without a random number
+        return (yield from self._reduced(obj, reduced))
+
+    def _reduced(self, obj: Any, reduced: tuple[Any, ...]) -> Steps:
+        function, arguments, state, items, pairs, setter = (*reduced, None, None, None, None)[:6]
+        if isinstance(obj, set | frozenset):  # in any order
+            arguments = [set(one) if type(one) is list else one for one in arguments]
+        held = [[*(rest or ())] for rest in (items, pairs)]
+        own = yield from _digests((function, *arguments, *held, setter))
+        parts: dict[str, PartNode] = {}
+        derived = _cached_properties(type(obj))
+        for number, each in enumerate(state if _is_split(state) else (state,)):
+            if type(each) is dict and all(type(name) is str for name in each):
+                for name, value in sorted(each.items()):
+                    if name in ("__module__", "__doc__"):  # by `functools.update_wrapper`
+                        continue
+                    part = hidden(name, (yield value))
+                    if name in derived:
+                        part = PartNode(part.digest, part.text, optional=True)
+                    parts[f".{name}"] = part
+            elif each is not None:
+                own.append(digest_of(b"state", str(number).encode(), (yield each).digest))
+        text = f"{obj}" if isinstance(obj, PurePath) else type(obj).__qualname__
+        if items is not None or pairs is not None:
+            text = entries(sum(map(len, held)))
+        return PartNode(digest_of(b"object", *own), text, parts)
+
+    def _function(self, obj: types.FunctionType, reduced: tuple[Any, ...]) -> Steps:
+        attributes, slots = reduced[2]
+        code, parts, module = obj.__code__, dict[str, PartNode](), str(obj.__globals__.get("__name__"))
+        self.names.add(str(obj.__globals__.get("__package__")))
+        cells = dict(zip(code.co_freevars, obj.__closure__ or (), strict=True))
+        variables: dict[str, Any] = dict(slots["__globals__"])
+        defaults = obj.__defaults__ or ()
+        given = dict(zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True))
+        given |= obj.__kwdefaults__ or {}
+        self._addresses |= {str(id(value)) for value in (*given.values(), *variables.values())}
+        inner = {f"({self._without_addresses(name)})": value for name, value in given.items()}
+        inner |= {f"[{name}]": _cell(cell) for name, cell in cells.items()}
+        inner |= {f".{name}": value for name, value in attributes.items()}
+        parts |= yield from _parts(inner)
+        if slots["__annotations__"]:
+            parts[".__annotations__"] = yield dict(slots["__annotations__"])
+        if "globals" in code.co_names:  # it reads variables by names that the code does not have
+            variables |= {name: value for name, value in obj.__globals__.items() if name not in NO_VARIABLES}
+        is_shared = vars(sys.modules.get(module, object)) is obj.__globals__
+        if module in SCRIPT:
+            module, self._script = SCRIPT[0], self._script or obj.__globals__
+            is_shared = self._script is obj.__globals__
+        for name, value in sorted(variables.items()):
+            if name == "__name__":
+                continue
+            if not is_shared or not self.add(f"{module}.{name}", value):
+                parts[f"({name})"] = hidden(name, (yield value))
+        own = [code_digest(code, self.names, self._without_addresses), obj.__name__.encode(), module.encode()]
+        own += [digest_of(self._without_addresses(name).encode()) for name in sorted(variables)]
+        own += yield from _digests(slots["_cloudpickle_submodules"])
+        return PartNode(digest_of(b"function", *own), "code", parts)
+
+    def _class(self, obj: type, reduced: tuple[Any, ...], path: str) -> Steps:
+        self._addresses.add(str(id(obj)))
+        arguments = dict(zip(_ARGUMENTS[reduced[0].__name__], reduced[1], strict=False))
+        own = [obj.__qualname__.encode()]
+        given = {name: value for name, value in arguments.get("type_kwargs", {}).items() if name != "__module__"}
+        made_of = [arguments[name] for name in ("type_constructor", "bases", "members") if name in arguments]
+        own += yield from _digests((*made_of, dict(sorted(given.items()))))
+        parts = {}
+        for name, value in sorted(reduced[2][0].items()):
+            if name in _NO_MEMBERS or (name in ("__annotations__", "_abc_impl") and not value):
+                continue
+            part = yield set(value) if name == "_abc_impl" else value
+            if part.text != f"{path}.{name}" or not path:  # else it is a root by itself
+                parts[f".{name}"] = hidden(name, part)
+        return PartNode(digest_of(b"class", *own), "class", parts)
+
+
+def _parts(named: Mapping[str, Any]) -> Generator[Any, PartNode, dict[str, PartNode]]:
+    found: dict[str, PartNode] = {}
+    for name, value in sorted(named.items()):
+        part = yield value
+        found[name] = hidden(name, part)
+    return found
+
+
+def _digests(objects: Iterable[Any]) -> Generator[Any, PartNode, list[bytes]]:
+    found: list[bytes] = []
+    for one in objects:
+        part = yield one
+        found.append(part.digest)
+    return found
+
+
+#: Names of the arguments by which cloudpickle makes a class.
+_ARGUMENTS = {
+    "_make_skeleton_class": ("type_constructor", "name", "bases", "type_kwargs"),
+    "_make_skeleton_enum": ("bases", "name", "qualname", "members"),
+}
+
+
+def _is_split(state: Any) -> bool:
+    """Return whether this is the state of an object with slots."""
+    return type(state) is tuple and len(state) == 2 and all(type(one) in (dict, types.NoneType) for one in state)
+
+
+def _cached_properties(kind: type) -> set[str]:
+    return {
+        name
+        for base in kind.__mro__
+        for name, value in vars(base).items()
+        if isinstance(value, functools.cached_property)
+    }
+
+
+def _cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing is in it yet
+        return types.CellType
+
+
+def _root_of(obj: Any) -> str | None:
+    """Return the name of a class, or by which the script's module, or another that was loaded, has a function."""
+    holder: Any = sys.modules.get(str(obj.__module__))
+    for name in obj.__qualname__.split("."):
+        holder = getattr(holder, "__dict__", {}).get(name)
+    if holder is not obj and not isinstance(obj, type):  # a class inside a function has its name too
+        return None
+    return f"{SCRIPT[0] if obj.__module__ in SCRIPT else obj.__module__}.{obj.__qualname__}"

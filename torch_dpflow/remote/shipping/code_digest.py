@@ -1,0 +1,60 @@
+"""Digest of code: without line numbers, file and docstring, and without addresses in generated names."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch_dpflow.remote.shipping.part_tree import digest_of
+
+#: A number in a name that can be a memory address.
+ADDRESS = re.compile(r"\d{9,}")
+
+
+def code_digest(code: types.CodeType, names: set[str], rename: Callable[[str], str] = str) -> bytes:
+    """Return the digest of code without line numbers, file and docstring; add the names in it to `names`."""
+    if rename is str or not any(map(ADDRESS.search, (*code.co_names, *code.co_varnames))):
+        digest, used = _code(code)
+        names |= used
+        return digest
+    renamed = [tuple(map(rename, one)) for one in (code.co_names, code.co_varnames)]
+    digest, used = _code(code.replace(co_names=renamed[0], co_varnames=renamed[1]))
+    names |= used
+    return digest
+
+
+#: Flags: the code is that of a function, and of one with a docstring (since Python 3.13).
+_IS_FUNCTION, _HAS_DOCSTRING = 0x3, 0x4000000
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _code(code: types.CodeType) -> tuple[bytes, frozenset[str]]:
+    constants = list(code.co_consts)
+    has_docstring = code.co_flags & _HAS_DOCSTRING if sys.version_info >= (3, 13) else True
+    named = code.co_flags & _IS_FUNCTION == _IS_FUNCTION and not code.co_name.startswith("<")
+    if named and has_docstring and constants and isinstance(constants[0], str):
+        constants[0] = None
+    names = {*code.co_names, *code.co_freevars}
+    pieces = [_constant(one, names) for one in constants]
+    shape = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags & ~_HAS_DOCSTRING)
+    labels = (code.co_name, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    table = getattr(code, "co_exceptiontable", b"")
+    return digest_of(code.co_code, table, repr((shape, labels)).encode(), *pieces), frozenset(names)
+
+
+def _constant(value: Any, names: set[str]) -> bytes:
+    if isinstance(value, types.CodeType):
+        digest, used = _code(value)
+        names |= used
+        return digest
+    if isinstance(value, tuple):
+        return digest_of(b"tuple", *(_constant(one, names) for one in value))
+    if isinstance(value, frozenset):
+        return digest_of(b"set", *sorted(_constant(one, names) for one in value))
+    if isinstance(value, str):
+        names.add(value)
+    return digest_of(type(value).__name__.encode(), repr(value).encode(errors="surrogatepass"))

@@ -1,0 +1,123 @@
+"""Digests of an object and of its parts, as a tree, with short texts for people."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch_dpflow.remote.shipping.values import ATOMS
+
+#: Longest text of a value.
+_MAX_TEXT = 60
+#: Variables whose values are not shown.
+_SECRET = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
+
+
+class PartNode:
+    """Digest of an object, and of its parts by the suffix that names them, as `.lr`."""
+
+    __slots__ = ("digest", "optional", "own", "parts", "text")
+
+    def __init__(
+        self, own: bytes, text: str = "", parts: Mapping[str, PartNode] | None = None, *, optional: bool = False
+    ) -> None:
+        #: Without the parts.
+        self.own = own
+        self.text = text
+        self.parts = parts
+        self.optional = optional
+        self.digest = own if not parts else joined(own, parts)
+
+
+def joined(own: bytes, parts: Mapping[str, PartNode]) -> bytes:
+    """Return the digest of a part with its parts; optional ones are compared by themselves only."""
+    counted = [(name, part.digest) for name, part in parts.items() if not part.optional]
+    if not counted:
+        return own
+    return digest_of(own, *(one for name, digest in sorted(counted) for one in (name.encode(errors="replace"), digest)))
+
+
+def digest_of(*pieces: bytes | memoryview) -> bytes:
+    """Return the digest of pieces, which cannot be taken for others."""
+    found = hashlib.sha256()
+    for piece in pieces:
+        found.update(len(piece).to_bytes(8, "little"))
+        found.update(piece)
+    return found.digest()[:8]
+
+
+def hidden(name: str, part: PartNode) -> PartNode:
+    """Return a part without its text, if its name says that it is a secret."""
+    if _SECRET.search(name) and part.text and not part.parts:
+        return PartNode(part.own, "value", optional=part.optional)
+    return part
+
+
+def text_of(obj: Any) -> str:
+    """Return a short value, or how many entries it has."""
+    kind = type(obj)
+    if kind in ATOMS:
+        text = repr(obj) if kind is not str or len(obj) <= _MAX_TEXT else "text"
+        return text if len(text) <= _MAX_TEXT and text.isprintable() else f"{kind.__name__}"
+    try:
+        count = len(obj)
+    except TypeError:
+        return kind.__qualname__[:_MAX_TEXT]
+    if count <= 4 and kind in (list, tuple) and all(type(one) in ATOMS and type(one) is not bytes for one in obj):
+        text = repr(obj)
+        if len(text) <= _MAX_TEXT:
+            return text
+    return entries(count)
+
+
+def entries(count: int) -> str:
+    """Return a number of entries for people."""
+    return "1 entry" if count == 1 else f"{count or 'no'} entries"
+
+
+#: Objects that cannot be reduced, by id, and a random number for each; kept so that each is equal to itself.
+_strange: dict[int, tuple[Any, bytes]] = {}
+
+
+def unknown(obj: Any) -> PartNode:
+    """Return the part of an object that cannot be reduced; equal to that of the same object only."""
+    if len(_strange) >= 1024:
+        _strange.clear()
+    _, token = _strange.setdefault(id(obj), (obj, secrets.token_bytes(8)))
+    return PartNode(digest_of(b"unknown", token), f"{type(obj).__qualname__[-40:]} that cannot be compared")
+
+
+def flatten(
+    roots: Mapping[str, PartNode], limit: int, is_ignored: Callable[[str], bool], max_path: int
+) -> dict[str, PartNode]:
+    """Return the parts by their paths, at most `limit`, without ignored ones; what is below the others is joined.
+
+    A part that is listed with its parts has `parts`; its digest has no ignored ones.
+    """
+    listed: dict[str, PartNode] = {}
+    waiting: deque[tuple[str, PartNode]] = deque()
+    for path, part in sorted(roots.items()):
+        if not is_ignored(path):
+            listed[path] = part
+            waiting.append((path, part))
+    expanded: list[tuple[str, dict[str, PartNode]]] = []
+    while waiting:
+        path, part = waiting.popleft()
+        inner = {f"{path}{name}": one for name, one in (part.parts or {}).items()}
+        inside = {name: one for name, one in inner.items() if not is_ignored(name)}
+        fits = len(listed) + len(inside) <= limit and not listed.keys() & inside.keys()
+        if part.parts is None or not fits or any(len(name) > max_path for name in inside):
+            listed[path] = PartNode(part.digest, part.text, optional=part.optional)
+            continue
+        listed.update(inside)
+        expanded.append((path, inside))
+        waiting.extend(inside.items())
+    for path, inside in reversed(expanded):
+        part = listed[path]
+        kept = {name[len(path) :]: listed[name] for name in inside}
+        listed[path] = PartNode(part.own, part.text, kept, optional=part.optional)
+    return listed

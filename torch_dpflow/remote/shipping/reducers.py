@@ -1,0 +1,94 @@
+"""How objects of the script are sent that cloudpickle does not send, or not with all that they need."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import types
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from torch_dpflow.errors import UsageError
+from torch_dpflow.ipc.serialization import SCRIPT
+
+_LruCache: Any = type(functools.lru_cache(len))
+
+
+def reduce_by_value(obj: Any, sent_arguments: Collection[str] | None) -> Any:
+    """Return how an object is sent; NotImplemented for most.
+
+    A `functools.lru_cache` of the script is sent empty, and a `functools.cached_property` without its lock.
+    """
+    kind = type(obj)
+    if kind is _LruCache and (obj.__module__ in SCRIPT or "<" in obj.__qualname__):
+        kept = vars(obj).keys() - {"__wrapped__", *functools.WRAPPER_ASSIGNMENTS}
+        attributes = {name: vars(obj)[name] for name in sorted(kept)}
+        return _lru_cache, (obj.__wrapped__, obj.cache_parameters(), attributes)
+    if kind is functools.cached_property:
+        return _cached_property, (obj.func, obj.attrname)
+    if kind is argparse.Namespace and sent_arguments is not None:
+        unsent = sorted(vars(obj).keys() - {*sent_arguments})
+        if unsent:
+            sent = {name: value for name, value in vars(obj).items() if name not in unsent}
+            return SentArguments, (sent, tuple(unsent))
+    return NotImplemented
+
+
+def with_class_bodies(function: types.FunctionType, reduced: Any) -> Any:
+    """Add the variables that classes inside a function read where they are defined; cloudpickle leaves them out."""
+    names = set(_names_in_class_bodies(function.__code__)) & function.__globals__.keys()
+    variables = reduced[2][1]["__globals__"]
+    variables.update((name, function.__globals__[name]) for name in sorted(names - variables.keys()))
+    return reduced
+
+
+def _names_in_class_bodies(code: types.CodeType) -> Iterator[str]:
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            if not inner.co_flags & inspect.CO_OPTIMIZED:
+                yield from (name for name in inner.co_names if not name.startswith("__"))
+            yield from _names_in_class_bodies(inner)
+
+
+class SentArguments(argparse.Namespace):
+    """Arguments of the script as workers have them: only attributes whose names the code of the dataset has.
+
+    Reading any other, or all of them, raises UsageError: the job's values were not compared with those of other jobs.
+    """
+
+    __slots__ = ("_unsent",)
+
+    def __init__(self, sent: Mapping[str, Any], unsent: tuple[str, ...]) -> None:
+        object.__setattr__(self, "_unsent", unsent)
+        object.__getattribute__(self, "__dict__").update(sent)
+
+    def __getattribute__(self, name: str) -> Any:
+        unsent = object.__getattribute__(self, "_unsent")
+        if name in unsent or name == "__dict__":
+            raise _unsent_error("all arguments are" if name == "__dict__" else f"the argument {name!r} is", unsent)
+        return object.__getattribute__(self, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _unsent_error("all arguments are", object.__getattribute__(self, "_unsent"))
+
+
+def _unsent_error(what: str, unsent: tuple[str, ...]) -> UsageError:
+    return UsageError(
+        f"{what} read in a worker of a flow, which is sent only the arguments whose names the dataset's code has, "
+        f"without {', '.join(unsent):.300}: other jobs of the flow may have other values of these. Read them where the "
+        "dataset is made, or give JobOptions(ignore=[]), by which all are sent and compared"
+    )
+
+
+def _lru_cache(function: Any, parameters: dict[str, Any], attributes: dict[str, Any]) -> Any:
+    made = functools.lru_cache(**parameters)(function)
+    vars(made).update(attributes)
+    return made
+
+
+def _cached_property(function: types.FunctionType, name: str | None) -> Any:
+    made: Any = functools.cached_property(function)
+    if name is not None:
+        made.__set_name__(None, name)
+    return made

@@ -1,0 +1,274 @@
+"""Values in bulk: what large containers, arrays and tensors hold, as bytes that do not depend on the process."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import hashlib
+import logging
+import pickle
+import random
+import sys
+import threading
+import types
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+
+#: Types whose pickle follows from their value.
+ATOMS = frozenset((types.NoneType, bool, int, float, complex, str, bytes, bytearray, type(...), type(NotImplemented)))
+#: Types that count by their name: generators change with each number that is drawn, loggers are named after modules,
+#: and locks differ by who holds them. Others, by module and name, may not be imported.
+HARMLESS: frozenset[Any] = frozenset(
+    (
+        random.Random,
+        np.random.Generator,
+        np.random.RandomState,
+        logging.Logger,
+        logging.RootLogger,
+        type(threading.Lock()),
+        type(threading.RLock()),
+        ("torch._C", "Generator"),
+        ("numpy.random._pcg64", "PCG64"),
+        ("numpy.random._mt19937", "MT19937"),
+    )
+)
+_CONTAINERS = frozenset((list, tuple, dict))
+#: From so many elements on a container is digested as a whole.
+_MIN_BULK = 17
+#: Levels of containers within each other that are digested as a whole; pickle recurses.
+_MAX_LEVELS = 4
+#: Elements that are pickled at once, so that not all of their bytes are held.
+_PIECE = 1 << 16
+#: Kinds of numpy dtype whose memory is their value.
+_PLAIN_KINDS = frozenset("biufcSUmM")
+
+
+class Bulk:
+    """Digests of large containers of plain values, kept by id for a second walk."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Any, bytes | None]] = {}
+
+    def of(self, obj: Any) -> bytes | None:
+        """Return the digest of a container of plain values; None if it holds others."""
+        if len(obj) < _MIN_BULK:
+            return plain_bytes(obj) if _is_plain(obj) else None
+        if id(obj) not in self._kept:
+            self._kept[id(obj)] = (obj, plain_bytes(obj) if _is_plain(obj) else None)
+        return self._kept[id(obj)][1]
+
+
+def _is_plain(obj: Any) -> bool:
+    """Return whether a container holds plain values only, with few levels of containers."""
+    level: Iterable[Any] = (obj,)
+    kinds = {type(obj)}
+    for _ in range(_MAX_LEVELS):
+        level = list(_inside(level, kinds))
+        kinds = set(map(type, level))
+        if kinds <= ATOMS:
+            return True
+        if not kinds <= ATOMS | _CONTAINERS:
+            return False
+    return False
+
+
+def _inside(level: Iterable[Any], kinds: set[type]) -> Iterator[Any]:
+    """Return the elements of the containers of one level."""
+    if len(kinds) > 1:
+        level = [one for one in level if type(one) in _CONTAINERS]
+    if dict not in kinds:
+        return chain.from_iterable(level)
+    level = [*level]
+    if not kinds - ATOMS - {dict}:
+        return chain(chain.from_iterable(level), chain.from_iterable(map(dict.values, level)))
+    return chain.from_iterable(chain(one, one.values()) if type(one) is dict else one for one in level)
+
+
+class _Digest:
+    """File that digests what is written to it."""
+
+    def __init__(self) -> None:
+        self._found = hashlib.sha256()
+        self.write = self._found.update
+
+    def digest(self) -> bytes:
+        return self._found.digest()[:16]
+
+
+def plain_bytes(obj: Any) -> bytes:
+    """Return a digest of a container of plain values.
+
+    Pickled without a memo, so that it does not matter which equal values are one object.
+    """
+    out = _Digest()
+    pickler = pickle.Pickler(out, protocol=4)
+    pickler.fast = True
+    if type(obj) is list and len(obj) > _PIECE:
+        for begin in range(0, len(obj), _PIECE):
+            pickler.dump(obj[begin : begin + _PIECE])
+    else:
+        pickler.dump(obj)
+    return out.digest()
+
+
+def sorted_plain(obj: Any) -> list[Any] | None:
+    """Return the elements of a set in an order that follows from their values; None if they are no plain values."""
+    kinds = set(map(type, obj))
+    if len(kinds) == 1 and kinds <= {str, bytes, int}:
+        return sorted(obj)
+    return None
+
+
+class Column(NamedTuple):
+    """One attribute of all objects of a container."""
+
+    values: list[Any]
+    #: How many containers that were taken apart it lies in: objects may refer to each other in a circle.
+    level: int
+
+
+class Columns(NamedTuple):
+    """A long container of objects that are alike, attribute by attribute."""
+
+    label: bytes
+    kind: type | None
+    columns: list[Column]
+
+
+def columns_of(obj: Any, level: int = 0) -> Columns | None:
+    """Return the columns of a long container of tuples, mappings, objects or arrays that are alike; None otherwise.
+
+    Not of objects that pickle in a way of their own.
+    """
+    if len(obj) < _MIN_BULK or level == _MAX_LEVELS:
+        return None
+    kinds = set(map(type, obj))
+    if len(kinds) != 1:
+        return None
+    (kind,) = kinds
+    if kind is np.ndarray or _is_tensor(kind):
+        return _column_of_memory(obj, kind)
+    if kind is tuple or kind is list:
+        lengths = set(map(len, obj))
+        if len(lengths) != 1 or not 0 < (width := lengths.pop()) <= _MIN_BULK:
+            return None
+        return Columns(
+            f"{kind.__name__} {width}".encode(), None, [Column(list(one), level + 1) for one in zip(*obj, strict=True)]
+        )
+    if kind is dict:
+        return _by_name(b"dict", None, obj, obj, level)
+    if not _is_simple(kind):
+        return None
+    states = [vars(one) for one in obj]
+    return _by_name(b"object", kind, states, [dict(sorted(state.items())) for state in states[:1]], level)
+
+
+def _by_name(label: bytes, kind: type | None, states: Any, first: Any, level: int) -> Columns | None:
+    names = list(first[0])
+    if not names or len(names) > 64 or not all(type(name) is str for name in names):
+        return None
+    expected = states[0].keys() if kind is not None else names
+    if kind is None:
+        if not all(list(state) == expected for state in states):
+            return None
+    elif not all(state.keys() == expected for state in states):
+        return None
+    columns = [Column([state[name] for state in states], level + 1) for name in names]
+    return Columns(label + b" " + repr(names).encode(errors="replace"), kind, columns)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_simple(kind: type) -> bool:
+    """Return whether objects of a class are pickled as their `__dict__`, and nothing else."""
+    if kind in copyreg.dispatch_table or issubclass(kind, type | types.FunctionType | types.ModuleType):
+        return False
+    own = ("__reduce__", "__reduce_ex__", "__getstate__", "__getnewargs__", "__getnewargs_ex__", "__reduce_by_value__")
+    for base in kind.__mro__[:-1]:
+        if any(name in vars(base) for name in own) or vars(base).get("__slots__"):
+            return False
+        if any(isinstance(value, functools.cached_property) for value in vars(base).values()):
+            return False
+    return kind.__basicsize__ <= object.__basicsize__ + 2 * 8 and kind.__itemsize__ == 0 and kind.__dictoffset__ != 0
+
+
+def _is_tensor(kind: type) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and kind is torch.Tensor
+
+
+def _column_of_memory(obj: Any, kind: type) -> Columns | None:
+    found = hashlib.sha256()
+    for one in obj:
+        content = memory_of(one)
+        if content is None or not isinstance(content[1], bytes):
+            return None
+        found.update(len(content[0]).to_bytes(4, "little") + content[0] + content[1])
+    return Columns(found.digest()[:16], kind, [])
+
+
+class Memory(NamedTuple):
+    """What an array or a tensor is: its label, its memory or what else it holds, and a text."""
+
+    label: bytes
+    values: Any
+    text: str
+
+
+def memory_of(obj: Any) -> Memory | None:
+    """Return an array or a tensor by value; None for other objects, and for those that only their pickle describes."""
+    kind = type(obj)
+    if kind is np.ndarray or kind is np.memmap:
+        return _array(obj)
+    if kind is pickle.PickleBuffer:
+        return Memory(b"buffer", _digest(memoryview(obj.raw())), "bytes")
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    if kind is torch.UntypedStorage:
+        return Memory(b"storage", _storage_bytes(torch, obj), "storage")
+    if kind is torch.storage.TypedStorage:
+        return Memory(f"storage {obj.dtype}".encode(), _storage_bytes(torch, obj._untyped_storage), "storage")
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return _tensor(torch, obj, kind)
+    return None
+
+
+def _digest(memory: Any) -> bytes:
+    return hashlib.sha256(memory).digest()[:16]
+
+
+def _array(array: Any) -> Memory | None:
+    dtype = array.dtype
+    label = f"{type(array).__name__} {dtype.str} {array.shape}".encode()
+    text = f"{dtype} array {array.shape}"[:60]
+    if array.ndim == 0 and dtype.kind in _PLAIN_KINDS:
+        text = f"array({array.item()!r})"[:60]
+    if dtype.names is not None:  # gaps between fields hold anything
+        fields = [(name, array[name]) for name in dtype.names]
+        return Memory(label + repr(dtype.descr if not dtype.hasobject else dtype.names).encode(), fields, text)
+    if dtype.kind not in _PLAIN_KINDS and not (dtype.kind == "V" and not dtype.hasobject):
+        # Objects and strings of any length: memory holds addresses.
+        return Memory(label + repr(dtype).encode(), array.ravel().tolist(), text)
+    if not dtype.itemsize:
+        return Memory(label, b"", text)
+    metadata = b"" if dtype.metadata is None else repr(sorted(dict(dtype.metadata).items())).encode()
+    return Memory(label + metadata, _digest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data), text)
+
+
+def _tensor(torch: types.ModuleType, tensor: Any, kind: type) -> Memory | None:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+        return None
+    if vars(tensor) and kind is torch.Tensor:
+        return None
+    values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
+    label = f"{kind.__name__} {tensor.dtype} {tuple(tensor.shape)} {tensor.device.type} {tensor.requires_grad}"
+    text = f"{tensor.dtype} tensor {tuple(tensor.shape)}"[:60]
+    return Memory(label.encode(), _digest(values.view(torch.uint8).numpy().data), text)
+
+
+def _storage_bytes(torch: types.ModuleType, storage: Any) -> bytes:
+    values = torch.empty(0, dtype=torch.uint8).set_(storage.cpu())
+    return _digest(values.numpy().data)
