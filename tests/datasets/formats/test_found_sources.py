@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.datasets.formats.tars import write_tar
-from torch_dpflow.datasets import open_dataset
+from torch_dpflow.datasets import DatasetStore, Draft, open_dataset
+from torch_dpflow.datasets.importers.webdataset import WebDatasetImporter
 from torch_dpflow.errors import OptionError, SourceError
 
 
@@ -108,7 +109,7 @@ def test_a_directory_of_several_datasets_of_huggingface(tmp_path: Path) -> None:
     assert len(open_dataset(tmp_path / "train")) == 1
 
 
-def test_names_that_are_no_utf8(tmp_path: Path) -> None:
+def test_names_that_are_no_utf8(tmp_path: Path, local_store: DatasetStore) -> None:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/a\xff\xe9"))
     folder.mkdir()
     for number, name in enumerate((b"\xe9.tar", b"\xea.tar")):
@@ -120,6 +121,8 @@ def test_names_that_are_no_utf8(tmp_path: Path) -> None:
                 b"1",
                 b"0",
             ]
+    with pytest.raises(SourceError, match="names have to be UTF-8"):
+        Draft(local_store, "core/x", "v1").add("all", WebDatasetImporter(folder))
     (folder / "t").mkdir()
     for ending in ("parquet", "arrow"):
         path = Path(os.fsdecode(os.fsencode(folder) + b"/t/\xe9." + ending.encode()))

@@ -265,6 +265,11 @@ class ShardImporter:
 
     def _scanned(self, first: int) -> Iterator[Item]:
         """Yield the samples of all objects from number `first` on, scanned in threads, in order."""
+        if self.given_urls and not self.is_in_place:
+            raise SourceError(
+                f"a store would name {next(iter(self.given_urls))!r}, which cannot be read later: links with a "
+                "signature expire, and names have to be UTF-8; give other URLs, or rename the file"
+            )
         stop = threading.Event()
         with (
             ObjectReader(self.options, options=self.files.read_options) as reader,
