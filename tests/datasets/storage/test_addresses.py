@@ -356,21 +356,6 @@ def test_other_archives_are_read_where_their_names_are_plain() -> None:
             prepare_archive(_Archive("cat/1.jpg", wrong), "libarchive://::a.rar")
 
 
-def test_links_of_an_archive_lead_to_members_of_plain_names(tmp_path: Path) -> None:
-    _pack(tmp_path / "a.tar", ["/cat/0.jpg"])
-    with tarfile.open(tmp_path / "a.tar", "a") as tar:
-        for name, kind, target in (
-            ("./cat/1.jpg", tarfile.LNKTYPE, "/cat/0.jpg"),
-            ("dog/0.jpg", tarfile.SYMTYPE, "../cat/0.jpg"),
-        ):
-            member = tarfile.TarInfo(name)
-            member.type, member.linkname = kind, target
-            tar.addfile(member)
-    with ObjectReader() as objects:
-        for name in ("cat/0.jpg", "cat/1.jpg", "dog/0.jpg"):
-            assert objects.read(f"tar://{name}::file://{tmp_path}/a.tar") == b"/cat/0.jpg"
-
-
 def test_an_archive_that_another_one_follows_is_refused(tmp_path: Path) -> None:
     address = _pack(tmp_path / "a.tar", ["cat/0.jpg"])
     _pack(tmp_path / "b.tar", ["cat/1.jpg"])
@@ -378,17 +363,6 @@ def test_an_archive_that_another_one_follows_is_refused(tmp_path: Path) -> None:
         file.write((tmp_path / "b.tar").read_bytes())
     with pytest.raises(StorageError, match="another archive follows the end of this one"):
         list(ImageFolderImporter(address).items())
-
-
-def test_names_of_an_archive_from_windows_have_parts(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        member = zipfile.ZipInfo("cat\\0.jpg")
-        member.create_system = 0
-        archive.writestr(member, b"x")
-    (item,) = ImageFolderImporter(f"zip://::file://{tmp_path}/a.zip").items()
-    assert item.path == "cat/0.jpg"
-    with ObjectReader() as objects:
-        assert objects.read(f"zip://cat/0.jpg::file://{tmp_path}/a.zip") == b"x"
 
 
 def test_a_store_that_was_copied_into_an_archive_is_read(tmp_path: Path) -> None:

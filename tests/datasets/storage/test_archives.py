@@ -8,7 +8,7 @@ import io
 import stat
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,53 +91,21 @@ def test_damage_of_a_compressed_archive_is_no_lost_connection(
         _images(f"tar://::file://{tmp_path}/{name}")
 
 
-def _linked(*links: tuple[str, str]) -> Iterator[tuple[tarfile.TarInfo, io.BytesIO]]:
-    yield from (_member("dog/0.jpg"), _member("dog/deep/1.jpg"))
-    for name, target in links:
-        yield _member(name, tarfile.SYMTYPE, target)
-
-
-@pytest.mark.parametrize(
-    "links",
-    [
-        [("cat", "dog")],
-        [("cat", "./dog/deep/..")],
-        [("ant", "bee"), ("bee", "dog/deep"), ("dog/2.jpg", "../ant/1.jpg")],
-        [("dog/deep/again", ".."), ("dog/deep/2.jpg", "../0.jpg")],
-        [("cat", ".")],
-        [("gone", "nowhere")],
-        [("one", "two"), ("two", "one")],
-    ],
-)
-def test_links_of_a_tar_archive_are_followed_as_where_it_is_unpacked(tmp_path: Path, links: Any) -> None:
-    address = _tar(tmp_path / "a.tar", *_linked(*links))
-    with tarfile.open(tmp_path / "a.tar") as tar:
-        tar.extractall(tmp_path / "out", filter="data")
-    found = _images(address)
-    assert found == _images(tmp_path / "out")
-    with ObjectReader() as objects:
-        for path, _ in found:
-            assert objects.read(f"tar://{path}::file://{tmp_path}/a.tar") == (tmp_path / "out" / path).read_bytes()
-
-
-@pytest.mark.parametrize("target", ["/data/dog", "../dog", "dog/../../dog"])
-def test_a_link_that_leads_out_of_a_tar_archive_is_refused(tmp_path: Path, target: str) -> None:
-    with pytest.raises(StorageError, match=f"has a link 'cat' to '{target}', which leads out of it"):
-        _images(_tar(tmp_path / "a.tar", *_linked(("cat", target))))
-    below = [_member("cat", tarfile.SYMTYPE, "dog"), _member("cat/1.jpg")]
-    with pytest.raises(StorageError, match=r"has a member 'cat/1\.jpg' below the link 'cat'"):
-        _images(_tar(tmp_path / "b.tar", *_linked(), *below))
-
-
-@pytest.mark.parametrize(
-    ("kind", "target"), [(tarfile.FIFOTYPE, ""), (tarfile.SYMTYPE, "gone.jpg"), (tarfile.LNKTYPE, "gone.jpg")]
-)
-def test_what_is_no_file_in_a_tar_archive_is_named(tmp_path: Path, kind: bytes, target: str) -> None:
-    address = _tar(tmp_path / "a.tar", _member("cat/0.jpg"), _member("cat/1.jpg", kind, target))
-    told = "a pipe, a device, or a link that leads nowhere"
-    with pytest.raises(StorageError, match=rf"cat/1\.jpg.*{told}"):
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+@pytest.mark.parametrize("target", ["dog", "dog/0.jpg", "../dog", "nowhere"])
+def test_links_of_a_tar_archive_are_refused_by_name(tmp_path: Path, kind: bytes, target: str) -> None:
+    address = _tar(tmp_path / "a.tar", _member("dog/0.jpg"), _member("cat/1.jpg", kind, target))
+    with pytest.raises(StorageError, match=r"has a link 'cat/1\.jpg'; pack the files instead"):
         _images(address)
-    with ObjectReader() as objects, pytest.raises(StorageError, match=told):
+    with ObjectReader() as objects, pytest.raises(StorageError, match="has a link"):
+        objects.read(f"tar://dog/0.jpg::file://{tmp_path}/a.tar")
+
+
+def test_what_is_no_file_in_a_tar_archive_is_named(tmp_path: Path) -> None:
+    address = _tar(tmp_path / "a.tar", _member("cat/0.jpg"), _member("cat/1.jpg", tarfile.FIFOTYPE, ""))
+    with pytest.raises(StorageError, match=r"cat/1\.jpg.*a pipe or a device"):
+        _images(address)
+    with ObjectReader() as objects, pytest.raises(StorageError, match="a pipe or a device"):
         objects.read(f"tar://cat/1.jpg::file://{tmp_path}/a.tar")
 
 
@@ -157,13 +125,10 @@ def _zip(path: Path, system: int, *names: str, mode: int = 0) -> str:
     return f"zip://::file://{path}"
 
 
-def test_backslashes_of_a_zip_archive_part_names_or_are_refused(tmp_path: Path) -> None:
-    names = ("cat\\0.jpg", "dog/0.jpg")
-    for system in (0, 10, 14):
-        address = _zip(tmp_path / "a.zip", system, *names)
-        assert _images(address) == [("cat/0.jpg", "cat"), ("dog/0.jpg", "dog")]
+@pytest.mark.parametrize("system", [0, 3, 10, 14])
+def test_backslashes_of_a_zip_archive_are_refused(tmp_path: Path, system: int) -> None:
     with pytest.raises(StorageError, match=r"name 'cat.*0\.jpg', whose backslash divides it on Windows alone"):
-        _images(_zip(tmp_path / "b.zip", 3, *names))
+        _images(_zip(tmp_path / "b.zip", system, "cat\\0.jpg", "dog/0.jpg"))
 
 
 def test_links_of_a_zip_archive_are_no_samples(tmp_path: Path) -> None:
