@@ -30,7 +30,7 @@ from torch_dpflow.loader.arguments import (
 )
 from torch_dpflow.loader.inline_iterator import SingleProcessIterator
 from torch_dpflow.loader.loaded_state import as_own, check_fits, end_of_epoch, read_states, with_seed_of
-from torch_dpflow.loader.rebuilt_loaders import keep_class_when_rebuilt
+from torch_dpflow.loader.prepared_loaders import keep_class_when_prepared
 from torch_dpflow.loader.runtime import LoaderRuntime
 from torch_dpflow.loader.worker_iterator import WorkerIterator
 from torch_dpflow.loader.worker_processes import PRELOAD
@@ -342,4 +342,4 @@ def _dataset_before(dataset: Any) -> Any:
     return None if isinstance(kept, Unsaved) else kept
 
 
-keep_class_when_rebuilt(DPFlowDataLoader)
+keep_class_when_prepared(DPFlowDataLoader)
