@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, SubsetRandomSampler, WeightedRandomSampler, get_worker_info
 
 from tests.loader_cases import Indices
 
@@ -256,3 +256,35 @@ def test_a_state_from_before_errors_were_counted_is_read(OurLoader: Any) -> None
     assert values["streams"][0].pop("failed") == 0
     resumed.load_state_dict({**state, "state": json.dumps(values)})
     assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in iterator]
+
+
+SAMPLERS: dict[str, Any] = {
+    "shuffle": lambda: {"shuffle": True},
+    "subset": lambda: {"sampler": SubsetRandomSampler(range(SIZE))},
+    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * SIZE, SIZE)},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize(("epochs", "steps"), [(0, 0), (1, 0), (1, 1)])
+def test_between_iter_and_the_first_batch_the_order_is_still_to_be_drawn(
+    OurLoader: Any, name: str, epochs: int, steps: int
+) -> None:
+    """With torch's random state restored, later epochs are those of the saved run too."""
+    torch.manual_seed(5)
+    saved = OurLoader(Indices(SIZE), 4, **SAMPLERS[name]())
+    for _ in range(epochs):
+        list(saved)
+    iterator = iter(saved)
+    for _ in range(steps):
+        next(iterator)
+    state, random = saved.state_dict(), torch.get_rng_state()
+    due = [[batch.tolist() for batch in batches] for batches in (iterator, saved, saved)]
+    for is_restored in (True, False):
+        torch.manual_seed(77)
+        resumed = OurLoader(Indices(SIZE), 4, **SAMPLERS[name]())
+        if is_restored:
+            torch.set_rng_state(random)
+        resumed.load_state_dict(state)
+        read = [[batch.tolist() for batch in resumed] for _ in range(3)]
+        assert (read if is_restored else read[:1]) == (due if is_restored else due[:1])

@@ -154,7 +154,8 @@ def restore_sampler(sampler: Any, state: Any, *, begun: bool) -> None:
     if begun:
         raise StateError(
             f"the state was taken in epoch {was} of a {type(sampler).__name__}, and this one is at epoch {named}; "
-            f"call set_epoch({was}) before the iteration"
+            f"call set_epoch({was}) before the iteration. A wrapper that counts epochs itself, as Fabric's, sets epoch "
+            "0: iterate the loader itself"
         )
 
 

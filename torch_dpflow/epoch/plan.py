@@ -280,10 +280,17 @@ def open_order(opening: Sequence[OpeningStep], index_sampler: Any, generator: to
     return batches
 
 
-def replay(state: LoaderState, index_sampler: Any, sampler: Any, generator: torch.Generator | None) -> Plan:
+def replay(
+    state: LoaderState,
+    index_sampler: Any,
+    sampler: Any,
+    generator: torch.Generator | None,
+    on_opened: Callable[[], None],
+) -> Plan:
     """Return the plan of an interrupted epoch, from its first batch that is not delivered.
 
-    Draws the indices up to there again, from the process's generators, which the caller has to preserve.
+    Draws the indices up to there again, from the process's generators, which the caller has to preserve. `on_opened` is
+    called before the order is drawn.
 
     Raises:
         StateError: the state does not fit the sampler or the data set.
@@ -297,6 +304,7 @@ def replay(state: LoaderState, index_sampler: Any, sampler: Any, generator: torc
         open_order(_without_order(state.opening), index_sampler, generator)
         return _resume_sampler(state, index_sampler, sampler)
     batches = open_order(state.opening, index_sampler, generator)
+    on_opened()
     if state.draw_rng is not None:
         restore_rng(state.draw_rng)
     if type(index_sampler) is BatchSampler and state.kind == "map" and state.position:

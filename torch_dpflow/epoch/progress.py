@@ -11,7 +11,8 @@ import msgspec
 import torch
 from torch.utils.data import BatchSampler
 
-from torch_dpflow._core.ranks import Ranks, named_ranks, process_ranks, ranks_of
+from torch_dpflow._core.checks import working
+from torch_dpflow._core.ranks import Ranks, named_ranks, nested_samplers, process_ranks, ranks_of
 from torch_dpflow._core.torch_private import DatasetKind
 from torch_dpflow.epoch.epoch_end import length_or_none
 from torch_dpflow.epoch.own_state import Unsaved, ended, opened
@@ -59,6 +60,8 @@ class LoaderShape:
         self._index_sampler = loader._index_sampler
         self._sampler = inner_sampler(loader._index_sampler, loader.sampler)
         self._indices: dict[str, str | None] | None = None
+        #: The epoch that `set_epoch` of a sampler has set when the iteration began.
+        self._epoch = epoch_of(self._sampler, self._index_sampler)
 
     def length(self) -> int | None:
         """Return the number of batches of an epoch; None if the sampler has no length."""
@@ -104,6 +107,7 @@ class LoaderShape:
             "batch sampler": type(self._index_sampler).__name__,
             "num_replicas": replicas,
             RANK: rank,
+            EPOCH: self._epoch,
             **self._parts_read(),
         }
 
@@ -118,8 +122,18 @@ class LoaderShape:
 
 #: The rank that has saved a state: another one draws other random numbers.
 RANK = "rank"
+#: The epoch of a sampler without a state: its order is drawn again, and may be that of the epoch.
+EPOCH = "sampler's epoch"
 #: What a loader may have another value of than the state that it resumes.
 SIZES = ("batch_size", "num_replicas")
+
+
+def epoch_of(*samplers: Any) -> int | None:
+    """Return the epoch of the first of these samplers, or those within, that has `set_epoch`; None if none has."""
+    for part in nested_samplers(*samplers):
+        if callable(working(part, "set_epoch")) and type(epoch := working(part, "epoch")) is int:
+            return epoch
+    return None
 
 
 class GeneratorStates(msgspec.Struct, frozen=True):
@@ -223,12 +237,20 @@ class EpochProgress:
 
         Raises StateError: the state does not fit. The generators of the loader and its samplers are unchanged then.
         """
-        _check_order(state, sampler, generator)
+        _check_order(state, index_sampler, sampler, generator)
         held = sampler_generators(index_sampler, sampler, generator)
         before = [(one, encode_generator(one)) for one in ([] if generator is None else [generator]) + held]
+        unchanged, now = unchanged_generators(state.plan_rng or {}, state.began), capture_rng()
+
+        def on_opened() -> None:
+            # Without workers the first batch draws the order. If none was requested before the state was saved, and
+            # the script has restored the generators of that time, they draw it now.
+            if not (state.position or state.ahead) and tuple(state.opening) == OPENING_ALONE:
+                unchanged.update(name for name, at in capture_rng().items() if at == now[name])
+
         try:
-            with preserved_rng_except(unchanged_generators(state.plan_rng or {}, state.began)):
-                plan = replay(state, index_sampler, sampler, generator)
+            with preserved_rng_except(unchanged):
+                plan = replay(state, index_sampler, sampler, generator, on_opened)
             if generator is not None and state.sampler is not None and state.generator is not None:
                 restore_generator(generator, state.generator)
         except StateError:
@@ -371,13 +393,20 @@ class EpochProgress:
         ]
 
 
-def _check_order(state: LoaderState, sampler: Any, generator: torch.Generator | None) -> None:
+def _check_order(state: LoaderState, index_sampler: Any, sampler: Any, generator: torch.Generator | None) -> None:
     """Raise StateError unless the order of the state's epoch can be drawn again."""
     if state.shared is not None:
         raise StateError(
             "the state was taken in an epoch whose order the router of a shared flow decided, and this loader's "
             f"order is that of its {type(sampler).__name__}; resume with the sampler and the job=JobOptions(...) "
             "that it was taken with, or begin the epoch anew"
+        )
+    was, now = state.made_of.get(EPOCH), epoch_of(inner_sampler(index_sampler, sampler), index_sampler)
+    if state.sampler is None and state.position and None not in (was, now) and was != now:
+        raise StateError(
+            f"the state was taken in epoch {was} of the loader's sampler, which is at epoch {now}; call "
+            f"set_epoch({was}) before the iteration. A wrapper that counts epochs itself, as Fabric's, sets epoch 0: "
+            "iterate the loader itself"
         )
     if (generator is None) != (state.plan_generator is None):
         raise StateError(

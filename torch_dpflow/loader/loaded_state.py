@@ -11,7 +11,7 @@ import numpy as np
 
 from torch_dpflow._core.dealing import RankPosition
 from torch_dpflow.epoch.epoch_end import end_of
-from torch_dpflow.epoch.progress import RANK, SIZES, LoaderShape
+from torch_dpflow.epoch.progress import EPOCH, RANK, SIZES, LoaderShape
 from torch_dpflow.epoch.shards import ShardedIterableDataset, is_of_shards, merged_shards
 from torch_dpflow.epoch.state import LoaderState, StreamState
 from torch_dpflow.errors import StateError
@@ -196,7 +196,7 @@ def _check_alike(states: Sequence[LoaderState]) -> None:
     compared: dict[str, list[Any]] = {
         "epoch": _epochs_of(states),
         "epoch's length": [state.length for state in states],
-        "loaders": [state.made_of | {RANK: None} for state in states],
+        "loaders": [state.made_of | {RANK: None, EPOCH: None} for state in states],
     }
     for name, values in compared.items():
         if any(value != values[0] for value in values):
@@ -244,7 +244,7 @@ def check_fits(loader: Any, state: LoaderState) -> None:
         must_equal = name == "dataset's length" if state.fresh else name not in SIZES or kind == "iterable"
         if (
             must_equal
-            and name != RANK
+            and name not in (RANK, EPOCH)
             and None not in (was, mine.get(name))
             and was != mine[name]
             and (resized or not state.fresh)
