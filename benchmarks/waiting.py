@@ -29,13 +29,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.report import Figures, Metric, add_arguments, alternate, publish
 from examples.cluster import started
-from torch_dpflow import DPFlowDataLoader, JobOptions, LoaderOptions
-from torch_dpflow.remote import Processes
+from torch_dpflow import DPFlowDataLoader, JobOptions
 
 #: Virtual processors of the training host, and workers of a job there.
 PROCESSORS = 4
-#: Workers beside those of the host; and fewest and most of a flow, whose workers are all remote.
-REMOTE, FLOW_WORKERS = 2, (1, 8)
+#: Fewest and most workers of a flow, which are all remote.
+FLOW_WORKERS = 1, 8
 #: How often a worker looks for a free processor while there is none, seconds.
 LOOK_S = 0.002
 #: One sample in so many is slow; times of the others and of the slow ones, of the stated mean.
@@ -75,8 +74,6 @@ class Side:
     jobs: int = 1
     #: Whether the loader is a DPFlowDataLoader, or torch's.
     is_ours: bool = True
-    #: Workers of other hosts beside those of the training host.
-    remote: int = 0
     #: Whether the jobs read one flow, whose workers are all remote, instead of having workers of their own.
     has_flow: bool = False
 
@@ -89,7 +86,6 @@ class Side:
 SIDES = {
     f"torch, {PROCESSORS} workers": Side(is_ours=False),
     f"ours, {PROCESSORS} local": Side(),
-    f"ours, {PROCESSORS} local, {REMOTE} remote": Side(remote=REMOTE),
     "ours, 2 jobs on one flow": Side(jobs=2, has_flow=True),
     f"torch, 2 jobs, {PROCESSORS} workers each": Side(is_ours=False, jobs=2),
 }
@@ -197,7 +193,7 @@ class Job:
             "batch_size": self.load.batch_size,
             "shuffle": True,
             "generator": torch.Generator().manual_seed(self.number),
-            "num_workers": PROCESSORS + side.remote,
+            "num_workers": PROCESSORS,
             "persistent_workers": True,
         }
         if not side.is_ours:
@@ -205,9 +201,6 @@ class Job:
         if side.has_flow:
             job = JobOptions(idle_s=30.0)
             return DPFlowDataLoader(dataset, flow="benchmark/waiting", address=self.address, job=job, **given)
-        if side.remote:
-            given["platform"] = Processes(env={OWN_VARIABLE: "1"})
-            given["options"] = LoaderOptions(local_workers=side.local, min_workers=PROCESSORS + side.remote)
         return DPFlowDataLoader(dataset, **given)
 
     def run(self) -> None:
@@ -364,7 +357,6 @@ def main() -> None:
         parameters={
             **asdict(load),
             "processors": PROCESSORS,
-            "remote": REMOTE,
             "flow_workers": FLOW_WORKERS,
             "sides": {name: asdict(side) for name, side in SIDES.items()},
         },

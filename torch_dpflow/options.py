@@ -54,8 +54,6 @@ class LoaderOptions:
         code: with `platform=`, which of your modules are sent to workers: "auto", those that the dataset needs; a list
             of files and folders, these too; None, none.
         min_workers: with `platform=`, how many workers must be connected before the first batch is loaded.
-        local_workers: with `platform=`, how many of `num_workers` are processes of this host. They have the lowest
-            numbers; the platform starts the others.
         watch: HOST:PORT, such as "127.0.0.1:8265", of a live page about the loaders of this process (extra `web`);
             None: the environment variable DPFLOW_WATCH, if set. LOCAL_RANK, as torchrun sets it, is added to the
             port. Beyond this machine the page requires the token in the file DPFLOW_WEB_TOKEN_FILE.
@@ -75,12 +73,10 @@ class LoaderOptions:
     listen: str | None = None
     code: Code = "auto"
     min_workers: int = 1
-    local_workers: int = 0
     watch: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, check_int, "read_threads", "poison_limit", minimum=1)
-        check_fields(self, check_int, "local_workers", minimum=0)
         check_fields(self, check_int, "restart_limit", minimum=0, optional=True)
         check_fields(self, check_seconds, "task_timeout_s", optional=True)
         check_fields(self, check_int, "shared_memory", minimum=0, optional=True)

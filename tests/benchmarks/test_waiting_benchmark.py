@@ -121,14 +121,13 @@ def test_a_check_finds_lost_and_repeated_samples_and_too_many_at_once() -> None:
 
 
 def test_sides_have_the_workers_that_their_names_give() -> None:
-    assert [(side.jobs, side.local, side.remote) for side in SIDES.values()] == [
-        (1, PROCESSORS, 0),
-        (1, PROCESSORS, 0),
-        (1, PROCESSORS, 2),
-        (2, 0, 0),
-        (2, PROCESSORS, 0),
+    assert [(side.jobs, side.local) for side in SIDES.values()] == [
+        (1, PROCESSORS),
+        (1, PROCESSORS),
+        (2, 0),
+        (2, PROCESSORS),
     ]
-    assert [side.is_ours for side in SIDES.values()] == [False, True, True, True, False]
+    assert [side.is_ours for side in SIDES.values()] == [False, True, True, False]
 
 
 def test_a_job_is_the_same_in_its_process() -> None:
@@ -151,9 +150,5 @@ def test_every_side_reads_every_sample_once(name: str) -> None:
         assert figures["loads_per_sample"] <= 1
         return
     assert figures["loads_per_sample"] == 1
-    local_s = PROCESSORS * figures["epoch_s"]
-    if side.remote:
-        assert figures["worker_s"] > local_s
-    else:
-        assert figures["remote_share"] == 0
-        assert figures["worker_s"] == pytest.approx(local_s)
+    assert figures["remote_share"] == 0
+    assert figures["worker_s"] == pytest.approx(PROCESSORS * figures["epoch_s"])

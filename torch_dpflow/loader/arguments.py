@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch_dpflow.remote.launchers.contract import PlatformSpec
 
 #: The fields of `LoaderOptions` that apply to remote workers only.
-_REMOTE_OPTIONS = ("listen", "min_workers", "code", "local_workers")
+_REMOTE_OPTIONS = ("listen", "min_workers", "code")
 #: Digits of the highest version of a flow.
 MAX_VERSION_DIGITS = 9
 _FLOW = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._/-]{0,99})(:v(?P<version>[1-9][0-9]*))?")
@@ -148,18 +148,14 @@ def check_platform(loader: Any) -> None:
         )
     if workers < 1:
         raise OptionError(f"{given} with num_workers={workers}: give the number of workers to start")
-    for name in ("min_workers", "local_workers"):
-        if getattr(options, name) > workers:
-            raise OptionError(
-                f"{name}={getattr(options, name)} with num_workers={workers}, which is the number of all workers; "
-                f"give at most {workers}"
-            )
-    if loader.multiprocessing_context is not None and not options.local_workers:
+    if options.min_workers > workers:
+        raise OptionError(f"min_workers={options.min_workers} with num_workers={workers}: give at most {workers}")
+    if loader.multiprocessing_context is not None:
         raise OptionError(
             f"{given} with multiprocessing_context={name_of(loader.multiprocessing_context)}: a context applies to "
-            "workers of this host; leave it out, or give their number by LoaderOptions(local_workers=...)"
+            "workers of this host; leave it out"
         )
-    platform.check_workers(workers - options.local_workers)
+    platform.check_workers(workers)
     platform.check_installed()
     listen_address(platform, options)
 

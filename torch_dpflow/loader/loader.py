@@ -306,7 +306,7 @@ class DPFlowDataLoader(DataLoader[T]):
             queued_s=workload.queued_s,
             flow=self.flow or "",
             platform=name if self.platform is not None else "",
-            working=workload.working + options.local_workers,
+            working=workload.working,
             refused=workload.refused,
         )
         return explain(seen)

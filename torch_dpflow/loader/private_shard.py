@@ -41,7 +41,6 @@ from torch_dpflow.workers.scheduler.machine import Counters, Scheduler
 from torch_dpflow.workers.shard import Shard
 
 if TYPE_CHECKING:
-    from torch_dpflow.loader.mixed_workers import MixedWorkers
     from torch_dpflow.loader.worker_processes import WorkerProcesses
     from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
 
@@ -133,7 +132,7 @@ class PrivateShard:
 
     def __init__(
         self,
-        processes: WorkerProcesses | RemoteWorkers | MixedWorkers,
+        processes: WorkerProcesses | RemoteWorkers,
         *,
         epoch: EpochSpec,
         streams: Sequence[StreamState | None],

@@ -1,4 +1,4 @@
-"""Remote workers of a private loader (`platform=`), alone or beside workers of this host.
+"""Remote workers of a private loader (`platform=`).
 
 Imported only when such a loader is iterated.
 """
@@ -9,16 +9,12 @@ import atexit
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds, FlowCounts, JobCounts
-from torch_dpflow.ipc.memory.headroom import machine_total
 from torch_dpflow.loader.arguments import listen_address
-from torch_dpflow.loader.mixed_workers import MixedWorkers
 from torch_dpflow.loader.private_shard import GRACE_S, PrivateShard, RemoteWorkerLost, ShardFailed
-from torch_dpflow.loader.worker_processes import WorkerProcesses, local_workers
 from torch_dpflow.metrics import LoaderMeter
 from torch_dpflow.options import LoaderOptions
 from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
@@ -26,7 +22,7 @@ from torch_dpflow.remote.fleet.worker_record import BATCH_WORKERS, RemoteContent
 from torch_dpflow.remote.launchers.registry import resolve
 from torch_dpflow.remote.shipping.code_bundle import make_bundle
 from torch_dpflow.remote.shipping.content_pack import pack_load_spec
-from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
+from torch_dpflow.workers.batches import LoadSpec
 from torch_dpflow.workers.scheduler.machine import Scheduler
 
 #: The interval at which the autoscaler's rule is evaluated, seconds.
@@ -35,45 +31,23 @@ STEP_S = 1.0
 
 def workers_of(
     loader: Any, options: LoaderOptions, spec: LoadSpec
-) -> tuple[Callable[..., PrivateShard], WorkerProcesses | RemoteWorkers | MixedWorkers]:
+) -> tuple[Callable[..., PrivateShard], RemoteWorkers]:
     """Return the workers of a loader with a platform, not started yet, and the constructor of their shard.
 
-    Raises as `RemoteWorkers` and `WorkerProcesses`.
+    Raises as `RemoteWorkers`.
     """
-    if options.local_workers == spec.num_workers:
-        return PrivateShard, _local_workers(loader, options, spec)
-    remote = _remote_workers(loader, options, spec)
-    shard = partial(RemoteShard, limit=LoaderLimit(loader._runtime.meter, remote, spec.num_workers))
-    if not options.local_workers:
-        return shard, remote
-    try:
-        return shard, MixedWorkers(_local_workers(loader, options, spec), remote)
-    except BaseException:
-        remote.listener.close()
-        remote.close()
-        raise
-
-
-def _local_workers(loader: Any, options: LoaderOptions, spec: LoadSpec) -> WorkerProcesses:
-    if spec.shared_memory is None:
-        spec = replace(spec, shared_memory=machine_total() // SHARED_FRACTION // options.local_workers)
-    return local_workers(loader, spec, options.local_workers)
-
-
-def _remote_workers(loader: Any, options: LoaderOptions, spec: LoadSpec) -> RemoteWorkers:
     platform = resolve(loader.platform)
     packed = pack_load_spec(spec)
     bundle = make_bundle(packed, options.code if platform.sends_code or options.code != "auto" else None)
-    workers = RemoteWorkers(
+    remote = RemoteWorkers(
         platform,
         RemoteContent(packed, b"" if bundle is None else bundle.data),
-        spec.num_workers - options.local_workers,
-        first=options.local_workers,
+        spec.num_workers,
         listen_at=listen_address(platform, options),
-        least=max(0, options.min_workers - options.local_workers),
+        least=options.min_workers,
     )
-    loader._runtime.meter.add_fleet(workers.time)
-    return workers
+    loader._runtime.meter.add_fleet(remote.time)
+    return partial(RemoteShard, limit=LoaderLimit(loader._runtime.meter, remote, spec.num_workers)), remote
 
 
 class RemoteShard(PrivateShard):
@@ -82,7 +56,7 @@ class RemoteShard(PrivateShard):
     ticks = True
     max_window = BATCH_WORKERS.max_window
 
-    def __init__(self, processes: RemoteWorkers | MixedWorkers, *, limit: LoaderLimit, **arguments: Any) -> None:
+    def __init__(self, processes: RemoteWorkers, *, limit: LoaderLimit, **arguments: Any) -> None:
         self._remote, self._limit = processes, limit
         processes.shell = self
         super().__init__(processes, **arguments)
@@ -134,14 +108,11 @@ class RemoteShard(PrivateShard):
         """Stop the workers and wait for those that work; the platform ends the others."""
         self._shard.stop_workers()
         self._remote.dismiss()
-        local = 0 if self._remote.local is None else len(self._remote.local)
-        leaving = {number for number in self._shard.connected if number < local}
         deadline = time.monotonic() + self._grace_s
-        while (leaving or self._remote.working) and (left_s := deadline - time.monotonic()) > 0:
+        while self._remote.working and (left_s := deadline - time.monotonic()) > 0:
             message = self._listener.receive(left_s)
             if message is not None:
                 self._receive(*message)
-            leaving.difference_update(worker for worker, _ in self._remote.ended())
         self._listener.close()
 
 

@@ -161,7 +161,8 @@ class LocalHandle:
         self.descriptor, self._is_pidfd = _descriptor_of(process)
 
     def kill(self, why: str = "") -> None:
-        self._killed_for = self._killed_for or why
+        if not (self._released or self._has_ended(0.0)):  # else it has ended for another reason
+            self._killed_for = self._killed_for or why
         self._send(signal.SIGKILL)
 
     def terminate(self) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.remote.fleet.test_lifecycle import (
-    PREFIX,
     Prompt,
     come,
     fleet,
-    fleet_limits,
     named,
     only,
     starts,
@@ -97,13 +95,6 @@ def test_what_may_pass_is_waited_out_and_not_for_ever(
     ((when, text),) = refused(machine, error, 10.0, 10.0 + 2 * REFUSED_TIMEOUT_S)
     assert text == str(error)
     assert 10.0 + reconnect_timeout_s <= when <= 80.0 + reconnect_timeout_s, "with the longest pause"
-
-
-def test_it_is_waited_out_for_ever_where_others_do_the_work() -> None:
-    machine = Prompt(PREFIX, fleet_limits(), draw=lambda: 0.5, alone=False)
-    machine.target(1, 0.0)
-    assert refused(machine, UnavailableError("no such host"), 0.0, 1000.0) == []
-    assert refused(machine, DENIED, 1000.0, 1200.0), "but for what no waiting mends"
 
 
 def test_room_is_waited_for() -> None:

@@ -209,22 +209,6 @@ def test_starts_whose_answers_are_lost_or_that_come_late_are_started_once(
     assert [action for action, _ in server.log[before:]].count("InvokeFunction") == 2
 
 
-def test_local_workers_serve_while_no_instance_comes_and_nothing_is_left_though_answers_of_stops_are_lost(
-    server: FunctionServer,
-    loader: Callable[..., DPFlowDataLoader[Any]],
-    local: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(server, "cold_start_s", 3600.0)
-    server.fault("StopAsyncTask", Fault(lose=True), Fault(lose=True))
-    remote, before = loader(3, options=replace(SEEDED, local_workers=1)), len(server.log)
-    assert_same(epochs(remote), local)
-    wait(lambda: len(server.live()) == 2, what="both starts")
-    assert len([action for action, _ in server.log[before:] if action == "InvokeFunction"]) == 2
-    remote._iterator._shutdown_workers()  # type: ignore[union-attr]
-    wait(lambda: not server.live(), what="the end of what has not begun")
-
-
 class Keys(Indices):
     """Item `i` is the security token of whoever loads it."""
 

@@ -25,7 +25,6 @@ def loader(**arguments: Any) -> DPFlowDataLoader[Any]:
         ({"listen": "tcp://127.0.0.1:0"}, "listen='tcp://127.0.0.1:0' without a platform"),
         ({"min_workers": 2}, "min_workers=2 without a platform"),
         ({"code": None}, "code=None without a platform"),
-        ({"local_workers": 1}, "local_workers=1 without a platform"),
         ({"code": [], "min_workers": 3}, r"min_workers=3, code=\[\] without a platform"),
     ],
 )
@@ -52,8 +51,6 @@ def test_options_of_platforms_are_refused_without_one(
         ({"min_workers": "2"}, OptionTypeError, "min_workers='2' is of type str"),
         ({"min_workers": True}, OptionTypeError, "min_workers=True is of type bool"),
         ({"min_workers": 0}, OptionError, "min_workers=0 is out of range"),
-        ({"local_workers": -1}, OptionError, "local_workers=-1 is out of range"),
-        ({"local_workers": 1.5}, OptionTypeError, "local_workers=1.5 is of type float"),
     ],
 )
 def test_options_are_checked_when_they_are_made(options: dict[str, Any], error: type[Exception], told: str) -> None:
@@ -79,7 +76,6 @@ def test_options_are_checked_when_they_are_made(options: dict[str, Any], error: 
         ),
         ({"flow": "a/b"}, OptionError, "leave out one of the two"),
         ({"options": LoaderOptions(min_workers=2)}, OptionError, "min_workers=2 .* give at most 1"),
-        ({"options": LoaderOptions(local_workers=2)}, OptionError, "local_workers=2 .* give at most 1"),
         ({"options": 3}, OptionTypeError, "options=3 is of type int"),
     ],
 )

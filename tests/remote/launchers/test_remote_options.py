@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -184,48 +183,6 @@ def test_what_was_changed_on_its_way_is_not_opened(monkeypatch: pytest.MonkeyPat
     with pytest.raises(WorkerStartError, match=r"(?s)no worker can be had.*has another digest than"):
         next(iter(loader))
     assert len(changed) == 3
-
-
-@pytest.mark.slow
-def test_local_workers_beside_workers_load_the_same_batches_through_kills(
-    tmp_path: Path, eventually: Callable[..., None]
-) -> None:
-    """They wait for `min_workers` too. Whoever takes the place of a worker is set up as it was."""
-
-    def draws(epoch: Any) -> list[Any]:
-        return [{key: one[key] for key in ("index", "of", "its own", "draw")} for one in epoch]
-
-    dataset, platform = Watched(SIZE, tmp_path), Troubled(held_from=0)
-    options = LoaderOptions(local_workers=1, min_workers=2, seeding="batch")
-    arguments: dict[str, Any] = {"shuffle": True, "in_order": True}
-    mixed = loader_of(dataset, platform=platform, options=options, **arguments)
-    (tmp_path / "local").mkdir()
-    local_data = Watched(SIZE, tmp_path / "local")
-    local = loader_of(local_data, options=LoaderOptions(seeding="batch"), **arguments)
-    iterator = iter(mixed)
-    shard = mixed._iterator._shard
-    eventually(lambda: shard.processes._held_back, what="the local worker")
-    assert not dataset.noted("loads")
-    platform.opened.set()
-    samples = list(iterator)
-    assert_same(draws(samples), draws(local))
-    assert shard._running[0] is not None, "the local worker shares its memory"
-    (process,) = mixed._iterator._workers
-    begun = dict(dataset.noted("inits"))
-    assert begun[0] == process.pid != begun[1]
-    os.kill(begun[1], signal.SIGKILL)  # between two epochs
-    iterator, expected = iter(mixed), list(local)
-    seen = [next(iterator)]
-    os.kill(begun[0], signal.SIGKILL)
-    assert_same(draws([*seen, *iterator]), draws(expected))
-    eventually(lambda: len(dataset.noted("inits")) == 4)
-    samples += seen + list(mixed)
-    assert {one["worker"] for one in samples} == {0, 1}
-    assert {one["label"] for one in samples} == {"set by 0", "set by 1"}
-    assert len({one["seed"] - one["worker"] for one in samples}) == 1
-    assert sorted(worker for worker, _ in dataset.noted("inits")) == [0, 0, 1, 1]
-    mixed._iterator._shutdown_workers()
-    local._iterator._shutdown_workers()
 
 
 @pytest.mark.slow

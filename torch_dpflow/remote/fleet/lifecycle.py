@@ -62,13 +62,13 @@ MAX_REASONS = 64
 class Fleet:
     """Fleet of remote workers, as many as its target. Not thread-safe; an event is O(1), a tick O(workers).
 
+    The fleet fails if it has no worker and starts are refused for long.
+
     Args:
         prefix: of the workers' names: see `remote.launchers.contract.prefix_of`.
         limits: of the platform.
         draw: returns numbers from 0 to below 1, for jitter.
         drain_s: how long a worker may take to finish its tasks, unless it ends before, seconds.
-        alone: whether no other workers do the work. If so, the fleet fails if it has no worker and starts are refused
-            for long.
     """
 
     def __init__(
@@ -78,11 +78,9 @@ class Fleet:
         *,
         draw: Callable[[], float],
         drain_s: float = DRAIN_S,
-        alone: bool = True,
     ) -> None:
         self._prefix = prefix
         self._drain_s = drain_s
-        self._alone = alone
         self._grace_s = limits.grace_s
         self._draw = draw
         self._lifetime_s = limits.max_lifetime_s
@@ -125,7 +123,7 @@ class Fleet:
                 del self._workers[worker.name]
                 self._limit(self._limits.note_refused(error, len(self._workers), now), str(error))
                 if isinstance(error, RejectedError) or (
-                    not any(one.arrived for one in self.workers) and self._limits.gives_up(now, alone=self._alone)
+                    not any(one.arrived for one in self.workers) and self._limits.gives_up(now)
                 ):
                     self._fail(str(error))
             case Warned(_, until_s):

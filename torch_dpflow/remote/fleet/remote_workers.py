@@ -72,7 +72,6 @@ class RemoteWorkers:
         platform: where they run; opened here, closed with this.
         content: what they load.
         workers: how many.
-        first: the number of the first of them.
         listen_at: where they connect, `tcp://HOST:PORT`, or `tcp://HOST:FIRST-LAST` for the first port that is free;
             empty: chosen by the platform.
         least: how many must be connected before any loads; 0: any number.
@@ -91,7 +90,6 @@ class RemoteWorkers:
         content: RemoteContent,
         workers: int,
         *,
-        first: int = 0,
         listen_at: str = "",
         least: int = 1,
         kind: WorkerKind = BATCH_WORKERS,
@@ -99,7 +97,7 @@ class RemoteWorkers:
     ) -> None:
         self._spec = platform
         self._content = content
-        self._count, self._first, self._least = workers, first, least
+        self._count, self._least = workers, least
         self._kind = kind
         self._clock = SuspendAwareClock()
         if listen_at:
@@ -117,7 +115,7 @@ class RemoteWorkers:
         prefix = prefix_of(cluster or secrets.token_hex(4), secrets.token_hex(5))
         # Not `random`'s own generator, which is the user's.
         draw = SystemRandom().random
-        self._fleet = Fleet(prefix, self._platform.limits, draw=draw, alone=first == 0)
+        self._fleet = Fleet(prefix, self._platform.limits, draw=draw)
         #: As of `private_shard.Workers`: there are none.
         self.local = None
         self.shell: Shell
@@ -196,14 +194,18 @@ class RemoteWorkers:
         return self
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
-        """Send a message to a worker that works; as `Listener.send`. If it is refused, the worker is ended."""
-        worker = self._working.get(peer)
-        if worker is not None:
-            worker.sent += 1
-        is_sent = self.listener.send(peer, frames)
-        if worker is not None and not is_sent:
-            self._condemn(worker, "a message to it was refused, as its connection is broken", may_blame=False)
-        return is_sent
+        """Send a message; as `Listener.send`, but True for any worker that works.
+
+        If the message is refused, the worker has ended, which its platform reports, or is ended after `SUSPECT_S`.
+        """
+        worker, is_sent = self._working.get(peer), self.listener.send(peer, frames)
+        if worker is None:
+            return is_sent
+        worker.sent += 1
+        if not is_sent and worker.refused_at is None:
+            worker.refused_at = self._clock()
+            self._platform.suspect(worker.name)
+        return True
 
     def kill(self, number: int, why: str) -> None:
         """End the process of the worker that works under this number; another worker soon gets its place."""
@@ -215,11 +217,6 @@ class RemoteWorkers:
         worker.condemn(why, may_blame=may_blame)
         self._has_events = True
         self.listener.wake()
-
-    @property
-    def awaits_more(self) -> bool:
-        """Whether too few workers are connected for any to load."""
-        return self._least > 0
 
     @property
     def working(self) -> int:
@@ -351,6 +348,8 @@ class RemoteWorkers:
                 self._part(worker, str(outcome.end), now)
             self._fleet.handle(outcome, now)
         for worker in list(self._workers.values()):
+            if worker.refused_at is not None and now - worker.refused_at >= SUSPECT_S:
+                worker.condemn("a message to it was refused, as its connection was broken", may_blame=False)
             why, may_blame = worker.condemned, worker.may_blame
             silent_s = now - worker.last_seen if worker.nonce else 0.0
             if worker.goodbye is not None and (worker.received >= worker.goodbye.sent or silent_s >= SUSPECT_S):
@@ -416,8 +415,7 @@ class RemoteWorkers:
                 self.shell.admit(worker.peer(WORK), handshake)
 
     def _start(self, start: StartWorker, now: float) -> None:
-        number = self._first + start.number
-        worker = RemoteWorker(start.name, number, start.incarnation, now, self._kind)
+        worker = RemoteWorker(start.name, start.number, start.incarnation, now, self._kind)
         within_s = self._platform.limits.start_timeout_s[1]
         launch_spec = self._worker_listener.launch_spec(
             worker, self._content, within_s=within_s, lifetime_s=start.lifetime_s

@@ -67,6 +67,8 @@ class RemoteWorker:
     #: Messages received and sent on its work connection.
     received: int = 0
     sent: int = 0
+    #: When a message to it was first refused; None: none was.
+    refused_at: float | None = None
     #: Why it is to be ended, empty: it is not; and whether its task may be the reason.
     condemned: str = ""
     may_blame: bool = True

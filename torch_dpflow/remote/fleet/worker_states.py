@@ -256,11 +256,10 @@ class StartLimits:
                 self._pause(now, self._refusals.pause_s())
         return next((by for kind, by in LIMITED_BY.items() if isinstance(error, kind)), "platform")
 
-    def gives_up(self, now: float, *, alone: bool) -> bool:
+    def gives_up(self, now: float) -> bool:
         """Return whether a fleet without workers should fail, given the latest refusal.
 
-        alone: whether no other workers do its work. A fleet waits for capacity without a limit, as other users release
-            it.
+        A fleet waits for capacity without a limit, as other users release it.
         """
         match self._refusal:
             case None | QuotaError():
@@ -269,7 +268,7 @@ class StartLimits:
                 return self._denials >= MAX_DENIALS
             case refusal:
                 tried = self._has_accepted or isinstance(refusal, ThrottledError)
-                return alone and now - self._refused_since >= (REFUSED_TIMEOUT_S if tried else UNTRIED_S)
+                return now - self._refused_since >= (REFUSED_TIMEOUT_S if tried else UNTRIED_S)
 
     def note_arrived(self, begun: float, now: float) -> None:
         """Record that a worker has connected whose start was requested at this time."""

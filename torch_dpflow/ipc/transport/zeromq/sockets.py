@@ -304,10 +304,6 @@ class ZeroMQListener(_SocketEndpoint):
                 return bytes(frames[0]), frames[1:]
             self.dropped += 1  # an identity without frames, which no connection of ours sends
 
-    def settle(self) -> None:
-        """Consume all polled events that are no messages, as a waiting `receive` does."""
-        self._await_input(0)
-
     def _note_losses(self) -> None:
         assert self._monitor is not None
         while self._monitor.poll(0):
