@@ -397,7 +397,8 @@ def test_an_object_that_is_not_a_minute_old_is_not_kept(remote: Any, oss: OSSSer
     table = TableDataset(folder, storage_options=options, read_options=ReadOptions(cache_dir=tmp_path / "cache"))
     assert table.__getitems__(range(ROWS)) == rows()
     table.close()
-    assert DiskCache(str(tmp_path / "cache")).usage().entries == 0
+    files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert not files or DiskCache(str(tmp_path / "cache")).usage().entries == 0
 
 
 def test_an_object_that_is_written_again_is_refused(remote: Any, oss: OSSServer, tmp_path: Path) -> None:
