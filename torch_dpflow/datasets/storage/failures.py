@@ -179,7 +179,7 @@ def fetch_with_retries(
 ) -> bytes:
     """Read `span` with `with_retries`."""
     if not storage.is_remote:  # one attempt, without what counts several
-        return storage.fetch(span, min(deadline, clock() + options.deadline_s))
+        return storage.fetch(span, deadline)
     return with_retries(
         lambda deadline: storage.fetch(span, deadline),
         options,

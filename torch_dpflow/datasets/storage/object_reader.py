@@ -151,6 +151,8 @@ class ObjectReader:
         if span.start == span.stop:
             return b""
         opened = self._opened.get()
+        if opened.cache is None:
+            return fetch_with_retries(opened.storage(span.url), span, self.options)
         key = opened.cache_key(span)
         cached = opened.cached(key)
         if cached is not None:

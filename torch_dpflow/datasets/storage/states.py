@@ -53,8 +53,17 @@ def state_of_file(found: os.stat_result) -> str:
 
 def is_state_of_file(state: str, found: os.stat_result) -> bool:
     """Return whether a local file still has this state."""
-    times = f"{found.st_mtime_ns} {found.st_ctime_ns} "
-    return state == f"{times}{found.st_ino}" or state == f"{times}0"
+    written, changed, inode = _numbers(state)
+    return written == found.st_mtime_ns and changed == found.st_ctime_ns and inode in (found.st_ino, 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _numbers(state: str) -> tuple[int, int, int]:
+    """Return the numbers in the state of a local file. Cached, as all reads of a file compare the same state."""
+    if not is_local(state):
+        return -1, -1, -1
+    written, changed, inode = map(int, state.split())
+    return written, changed, inode
 
 
 @functools.lru_cache(maxsize=1024)
