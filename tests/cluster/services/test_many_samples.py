@@ -44,6 +44,7 @@ from torch_dpflow.cluster.shard import run as shard_run
 from torch_dpflow.cluster.shard.server import SampleShard
 from torch_dpflow.ipc.rpc import ClientOptions, RpcClient, RpcServer
 from torch_dpflow.ipc.transport import listen
+from torch_dpflow.samplers import sampling_group
 
 FEW, MANY = 100_000, 3_200_000
 HORIZON = 2_000
@@ -195,6 +196,14 @@ def test_a_routers_steps_do_not_grow_with_the_flow(tmp_path: Path, drawn: list[i
 
 def test_a_shards_steps_do_not_grow_with_the_flow(tmp_path: Path) -> None:
     check(*(peaks_of_shard(tmp_path, size) for size in (FEW, MANY)))
+
+
+def test_an_order_of_more_samples_than_torch_shuffles_in_place_is_drawn_as_it_is_read(drawn: list[int]) -> None:
+    group = sampling_group("independent", permutation.MAX_TORCH + 1)
+    group.join("job", seed=3)
+    group.start_epoch("job", 0)
+    assert len({*group.next("job", 1000).tolist()}) == 1000
+    assert sum(drawn) <= permutation._PIECE
 
 
 def test_a_shard_whose_thread_is_busy_keeps_registering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

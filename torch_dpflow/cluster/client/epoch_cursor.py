@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow._core.permutation import MAX_TORCH, Permutation, seeded
+from torch_dpflow._core.permutation import Permutation, seeded
 from torch_dpflow.cluster.client.options import JobDescription
 from torch_dpflow.cluster.messages.router import EpochPlace
 from torch_dpflow.errors import StateError
@@ -112,7 +112,7 @@ class EpochCursor:
         """Return `done`; of a large flow whose order follows from seed and epoch only a digest of it."""
         job = self._job
         is_prefix = self.follows_router and job.strategy == "independent" and job.rank is None and job.indices is None
-        if not is_prefix or self.earlier is not None or not MAX_MARKED < job.size < MAX_TORCH:
+        if not is_prefix or self.earlier is not None or job.size <= MAX_MARKED:
             return {"done": _encoded(self.marks)}
         return {"done": None, "digest": _digest(self.marks)}
 

@@ -96,8 +96,8 @@ class Router:
         self._figures: dict[str, JobFigures] = {}
         #: Readers that are between two epochs.
         self._resting: set[str] = set()
-        #: By shard: how many samples its cache can hold; 0 if that is not known.
-        self._cache_samples: dict[str, int] = {}
+        #: By shard: the generation at its latest report, and how many samples its cache can hold; 0 if not known.
+        self._reported: dict[str, tuple[int, int]] = {}
         #: Calls that wait for a complete table, with their deadlines, seconds.
         self._waiting: list[tuple[IncomingCall, Joined, float]] = []
         for name, handler, body in (
@@ -173,14 +173,17 @@ class Router:
         )
         if range_ is None:
             raise StaleShardError(f"shard {shard.shard!r}, incarnation {shard.incarnation}, has been replaced")
-        self._cache_samples[shard.shard] = shard.cache_samples
-        self._resize_group()
-        self.poll()
+        # Most calls are heartbeats, which must not cost a look at all shards.
+        known = self._routing.generation, shard.cache_samples
+        if self._reported.get(shard.shard) != known:
+            self._reported[shard.shard] = known
+            self._resize_group()
+        self._answer_waiting(self._clock())
         return Result(range_)
 
     def _resize_group(self) -> None:
         """Set the cache capacity of the group to what the shards report, unless the user has set it."""
-        sizes = [self._cache_samples.get(route.shard, 0) for route in self._routing.table.routes]
+        sizes = [self._reported.get(route.shard, (0, 0))[1] for route in self._routing.table.routes]
         if self._spec.cache_samples or not sizes or 0 in sizes:
             return
         capacity = min(self._spec.size, sum(sizes))
