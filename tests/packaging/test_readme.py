@@ -45,7 +45,7 @@ SCRIPTS: Mapping[str, tuple[str, ...]] = {
     "docs/howto/ddp.md": ("ddp.py", "mesh.py"),
     "docs/howto/lightning.md": ("with_lightning.py",),
     "docs/howto/accelerate.md": ("with_accelerate.py",),
-    "docs/howto/sharing.md": ("job.py",),
+    "docs/howto/sharing.md": ("job.py", "search.py"),
     "docs/howto/overlapping-data.md": ("folds.py",),
     "docs/howto/platforms.md": ("elsewhere.py",),
     "docs/howto/ray.md": ("on_ray.py",),
@@ -123,7 +123,9 @@ def test_the_script_for_several_jobs_runs_side_by_side(
 ) -> None:
     save_scripts(HOWTO / "sharing.md", tmp_path)
     with cluster(tmp_path, monkeypatch, eventually):
-        told = side_by_side(tmp_path, ["job.py"], ["job.py"])
+        told = side_by_side(tmp_path, ["job.py"], ["job.py"], ["search.py", "--lr", "0.1"], ["search.py", "--lr", "1"])[
+            :2
+        ]
     served, loaded = max([int(number) for number in re.findall(r"\d+", out)] for out in told)
     assert served == 4000
     assert loaded < 1500

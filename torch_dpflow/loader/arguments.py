@@ -115,13 +115,13 @@ def _is_of_accelerate(part: Any) -> bool:
 # -- platform= -------------------------------------------------------------------------------------------
 
 
-def check_options(options: LoaderOptions) -> None:
-    """Raise OptionError for options that a loader without a platform would ignore."""
+def check_options(options: LoaderOptions, flow: str | None = None) -> None:
+    """Raise OptionError for options that a loader without a platform would ignore; `code` is one of a flow's too."""
     usual = LoaderOptions()
     given = [
         f"{name}={getattr(options, name)!r}"
         for name in _REMOTE_OPTIONS
-        if getattr(options, name) != getattr(usual, name)
+        if getattr(options, name) != getattr(usual, name) and not (name == "code" and flow is not None)
     ]
     if given:
         raise OptionError(

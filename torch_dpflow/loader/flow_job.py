@@ -279,6 +279,7 @@ def _definition(loader: Any) -> FlowDefinition:
         version=version,
         workers=max(1, int(loader.num_workers)),
         worker_init_fn=loader.worker_init_fn,
+        code="auto" if loader.options is None else loader.options.code,
     )
 
 

@@ -143,7 +143,7 @@ class DPFlowDataLoader(DataLoader[T]):
         if platform is not None:
             check_platform(self)
         elif options is not None:
-            check_options(options)
+            check_options(options, flow)
         watched_at = None if options is None else options.watch
         if watched_at is not None or os.environ.get("DPFLOW_WATCH"):
             from torch_dpflow.loader.watch import watch

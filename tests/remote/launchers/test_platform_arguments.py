@@ -28,12 +28,18 @@ def loader(**arguments: Any) -> DPFlowDataLoader[Any]:
         ({"code": [], "min_workers": 3}, r"min_workers=3, code=\[\] without a platform"),
     ],
 )
-@pytest.mark.parametrize("arguments", [{}, {"num_workers": 0}, {"flow": "a/b"}])
+@pytest.mark.parametrize("arguments", [{}, {"num_workers": 0}])
 def test_options_of_platforms_are_refused_without_one(
     options: dict[str, Any], told: str, arguments: dict[str, Any]
 ) -> None:
     with pytest.raises(OptionError, match=f"{told}: .*platform='ray'"):
         loader(options=LoaderOptions(**options), **arguments)
+
+
+def test_of_a_platforms_options_code_is_one_of_flows_too() -> None:
+    assert loader(options=LoaderOptions(code=None), flow="a/b").options == LoaderOptions(code=None)
+    with pytest.raises(OptionError, match="min_workers=3 without a platform"):
+        loader(options=LoaderOptions(code=None, min_workers=3), flow="a/b")
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import functools
+import io
 import json
 import pickle
 import types
@@ -155,8 +157,6 @@ def test_two_datasets_are_one_if_their_values_are_equal(one: Any, other: Any, ho
 @given(VALUES, st.sampled_from(HOLDERS))
 @settings(max_examples=50, deadline=None)
 def test_what_is_sent_is_what_was_compared(value: Any, holder: Callable[[Any], Any]) -> None:
-    import io
-
     sent = unpack(io.BytesIO(pack(Held(holder(value)))))
     assert digest(sent.value) == digest(holder(value))
 
@@ -190,6 +190,26 @@ def test_a_large_description_is_joined_and_still_differs() -> None:
     assert [*differences(here, there, ())] == ["dataset['group59']"]
 
 
+def test_arguments_that_an_installed_class_holds_all_count() -> None:
+    def dataset(rate: float) -> Any:
+        held = torch.utils.data.TensorDataset(torch.zeros(1))
+        vars(held)["args"] = argparse.Namespace(rate=rate)
+        return held
+
+    here, there = (identify({"dataset": dataset(rate)}) for rate in (0.1, 0.2))
+    assert here.sent_arguments is None
+    assert [*differences(here.parts, there.parts, ())] == ["dataset.args.rate"]
+
+
+def test_own_modules_are_neither_sent_nor_compared_if_they_are_installed_where_workers_run() -> None:
+    found = identify({"dataset": Held(1)})
+    assert found.bundle is not None
+    assert f"{__name__}.Held" in found.parts
+    installed = identify({"dataset": Held(1)}, code=None)
+    assert installed.bundle is None
+    assert not [path for path in installed.parts if path.startswith("tests.")]
+
+
 def test_patterns() -> None:
     assert is_ignored("train.args.lr", ["train.args"])
     assert is_ignored("dataset['lr']", ["dataset['l?']"])
@@ -198,9 +218,6 @@ def test_patterns() -> None:
 
 
 def test_an_argument_that_was_not_compared_cannot_be_read() -> None:
-    import argparse
-    import io
-
     arguments = argparse.Namespace(size=3, lr=0.1)
     sent = unpack(io.BytesIO(pack(arguments, sent_arguments={"size"})))
     assert sent.size == 3

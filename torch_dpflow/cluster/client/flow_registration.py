@@ -29,6 +29,7 @@ from torch_dpflow.errors import (
 from torch_dpflow.ipc.messages.content_parts import differences
 from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.ipc.serialization import SCRIPT
+from torch_dpflow.options import Code
 from torch_dpflow.remote.shipping.content_identity import ContentIdentity, identify, script_name
 from torch_dpflow.samplers.indices import IndexArray, check_indices
 from torch_dpflow.workers.script_settings import ScriptSettings
@@ -203,11 +204,14 @@ def content_of(
     options: JobOptions,
     settings: ScriptSettings,
     like: FlowContent | None = None,
+    *,
+    code: Code = "auto",
 ) -> FlowContent:
     """Identify the content of a flow. Takes about as long as pickling the dataset.
 
     like: the content of an earlier epoch; the user's own modules, of which the workers have what was sent, are not
         looked at again.
+    code: which of them are sent, as of `LoaderOptions`.
     """
     transform = dataset.per_draw
     roots = {
@@ -218,7 +222,7 @@ def content_of(
     }
     roots = {name: obj for name, obj in roots.items() if obj is not None or name == "dataset"}
     ignore = options.ignore if options.fingerprint is None else ()
-    identity = identify(roots, ignore=ignore, like=None if like is None else like.identity)
+    identity = identify(roots, ignore=ignore, code=code, like=None if like is None else like.identity)
     if options.fingerprint is not None:
         return FlowContent({"its content": options.fingerprint}, replace(identity, parts={}))
     described = settings.describe()

@@ -80,7 +80,7 @@ def open_job(
     if places is not None:
         indices = places if indices is None else places[indices]
     settings = ScriptSettings.capture()
-    known = content or content_of(source.dataset, flow.worker_init_fn, options, settings)
+    known = content or content_of(source.dataset, flow.worker_init_fn, options, settings, code=flow.code)
     assignment = SampleAssignment(
         dataset=source.dataset,
         worker_init_fn=flow.worker_init_fn,

@@ -21,6 +21,7 @@ from torch_dpflow.cluster.security.connection_file import Cluster
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.ipc.messages.content_parts import MAX_IGNORED, MAX_PATH
 from torch_dpflow.ipc.messages.fields import MAX_RANKS, UNNAMED
+from torch_dpflow.options import Code
 from torch_dpflow.samplers.indices import IndexArray, Indices
 
 #: Default memory for samples, bytes.
@@ -185,6 +186,7 @@ class FlowDefinition:
         version: raise it with every change of the dataset.
         workers: number of processes that load; takes effect in the job that starts the flow.
         worker_init_fn: called in each worker, as by torch.
+        code: which of the user's own modules are sent, as of `LoaderOptions`.
     """
 
     name: str
@@ -192,6 +194,7 @@ class FlowDefinition:
     version: int = 1
     workers: int = 2
     worker_init_fn: Callable[[int], Any] | None = None
+    code: Code = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

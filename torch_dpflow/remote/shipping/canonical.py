@@ -20,7 +20,9 @@ from cloudpickle import cloudpickle
 
 from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.remote.shipping.code_digest import ADDRESS, code_digest
+from torch_dpflow.remote.shipping.modules import is_own_class
 from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, entries, hidden, text_of, unknown
+from torch_dpflow.remote.shipping.reducers import is_arguments
 from torch_dpflow.remote.shipping.values import (
     ATOMS,
     HARMLESS,
@@ -100,6 +102,8 @@ class Walk:
         self.names: set[str] = set()
         #: Whether an `argparse.Namespace` was found.
         self.has_arguments = False
+        #: Whether an object of an installed class has one, whose code is not looked at.
+        self.lends_arguments = False
         self._addresses: set[str] = set()
         #: How many objects could not be reduced.
         self._unknown = 0
@@ -206,7 +210,7 @@ class Walk:
             return self._columns(obj)
         if isinstance(obj, types.ModuleType):
             return self._module(obj)
-        if kind.__module__ == "argparse" and kind.__qualname__ == "Namespace":
+        if is_arguments(obj):
             return self._arguments(obj)
         if kind in HARMLESS or (kind.__module__, kind.__qualname__) in HARMLESS:
             obj = _BY_NAME, kind.__qualname__
@@ -330,6 +334,7 @@ class Walk:
                 for name, value in sorted(each.items()):
                     if name in ("__module__", "__doc__"):  # by `functools.update_wrapper`
                         continue
+                    self.lends_arguments |= is_arguments(value) and not is_own_class(type(obj))
                     part = hidden(name, (yield value))
                     if name in derived:
                         part = PartNode(part.digest, part.text, optional=True)

@@ -27,14 +27,14 @@ def code_digest(code: types.CodeType, names: set[str], rename: Callable[[str], s
     return digest
 
 
-#: Flags: the code is that of a function, and of one with a docstring (since Python 3.13).
+#: Flags: the code is that of a function, and of one with a docstring (since Python 3.14).
 _IS_FUNCTION, _HAS_DOCSTRING = 0x3, 0x4000000
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def _code(code: types.CodeType) -> tuple[bytes, frozenset[str]]:
     constants = list(code.co_consts)
-    has_docstring = code.co_flags & _HAS_DOCSTRING if sys.version_info >= (3, 13) else True
+    has_docstring = code.co_flags & _HAS_DOCSTRING if sys.version_info >= (3, 14) else True
     named = code.co_flags & _IS_FUNCTION == _IS_FUNCTION and not code.co_name.startswith("<")
     if named and has_docstring and constants and isinstance(constants[0], str):
         constants[0] = None

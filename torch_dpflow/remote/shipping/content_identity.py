@@ -22,6 +22,7 @@ from torch_dpflow.ipc.messages.content_parts import (
     above_of,
     is_ignored,
 )
+from torch_dpflow.options import Code
 from torch_dpflow.remote.shipping.canonical import Walk
 from torch_dpflow.remote.shipping.code_bundle import CodeBundle, bundle_of
 from torch_dpflow.remote.shipping.content_pack import ScriptPickler, script_by_value
@@ -58,7 +59,11 @@ class ContentIdentity:
 
 
 def identify(
-    roots: Mapping[str, Any], *, ignore: Sequence[str] | None = None, like: ContentIdentity | None = None
+    roots: Mapping[str, Any],
+    *,
+    ignore: Sequence[str] | None = None,
+    code: Code = "auto",
+    like: ContentIdentity | None = None,
 ) -> ContentIdentity:
     """Return the identity of what workers are sent.
 
@@ -68,40 +73,46 @@ def identify(
         roots: what is sent, by name.
         ignore: patterns of parts that do not count; None: none, and of `argparse.Namespace` the attributes whose names
             no code has are neither compared nor sent.
+        code: which own modules are sent, as of `LoaderOptions`.
         like: an earlier identity, of which files and installed packages are not looked at again.
 
     Raises OptionError if own modules are too large.
     """
     with script_by_value(), _keys_left_out():
-        return _identify(roots, ignore, like)
+        return _identify(roots, ignore, code, like)
 
 
-def _identify(roots: Mapping[str, Any], ignore: Sequence[str] | None, like: ContentIdentity | None) -> ContentIdentity:
+def _identify(
+    roots: Mapping[str, Any], ignore: Sequence[str] | None, code: Code, like: ContentIdentity | None
+) -> ContentIdentity:
     bulk = Bulk()
     patterns = tuple(map(_canonical, ignore or ()))
     if like is not None:
         walk = _walk(roots, bulk, like.sent_arguments)
         return replace(like, parts=_listed(walk.roots, patterns))
     walk = _walk(roots, bulk, None)
-    bundle = bundle_of(walk.modules, walk.names - {script_name()})  # a word in code is not the script
-    code = own_code(bundle.data) if bundle else OwnCode({}, frozenset(), frozenset(), {})
+    bundle = None
+    if code is not None:
+        names = walk.names - {script_name()}  # a word in code is not the script
+        bundle = bundle_of(walk.modules, names, () if code == "auto" else code)
+    own = own_code(bundle.data) if bundle else OwnCode({}, frozenset(), frozenset(), {})
     sent: frozenset[str] | None = None
-    if walk.has_arguments and ignore is None:
-        sent = frozenset(walk.names) | code.names
+    if walk.has_arguments and ignore is None and code is not None and not walk.lends_arguments:
+        sent = frozenset(walk.names) | own.names
         walk = _walk(roots, bulk, sent)
     found = dict(walk.roots)
-    set_here = [one for one in set_variables(code) if not is_ignored(f"{one.module}.{one.name}", patterns)]
-    for name, part in code.parts.items():
+    set_here = [one for one in set_variables(own) if not is_ignored(f"{one.module}.{one.name}", patterns)]
+    for name, part in own.parts.items():
         live = _live(walk, [one for one in set_here if one.module == name])
         found[name] = merged(part, live) if live else part
-    packages = _distributions(walk.modules, walk.names, code)
+    packages = _distributions(walk.modules, walk.names, own)
     return ContentIdentity(
         _listed({**found, **packages}, patterns),
         patterns,
         bundle,
         sent,
         tuple((one.module, one.name, one.value) for one in set_here if one.is_plain),
-        frozenset((*code.parts, *packages)),
+        frozenset((*own.parts, *packages)),
     )
 
 

@@ -88,6 +88,12 @@ def is_own_path(file: str) -> bool:
     return not installed and not real.startswith(_standard_library())
 
 
+def is_own_class(kind: type) -> bool:
+    """Return whether a class is of the script, or of a module of the user's own."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return kind.__module__ in SCRIPT or (isinstance(file, str) and is_own_path(file))
+
+
 def is_importable(file: str) -> bool:
     """Return whether a file of this name can be imported by it; bytecode alone is not sent."""
     return file.endswith(_SUFFIXES) and file.partition(".")[0].isidentifier()

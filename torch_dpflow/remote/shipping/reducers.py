@@ -27,7 +27,7 @@ def reduce_by_value(obj: Any, sent_arguments: Collection[str] | None) -> Any:
         return _lru_cache, (obj.__wrapped__, obj.cache_parameters(), attributes)
     if kind is functools.cached_property:
         return _cached_property, (obj.func, obj.attrname)
-    if kind is argparse.Namespace and sent_arguments is not None:
+    if is_arguments(obj) and sent_arguments is not None:
         unsent = sorted(vars(obj).keys() - {*sent_arguments})
         if unsent:
             sent = {name: value for name, value in vars(obj).items() if name not in unsent}
@@ -49,6 +49,11 @@ def _names_in_class_bodies(code: types.CodeType) -> Iterator[str]:
             if not inner.co_flags & inspect.CO_OPTIMIZED:
                 yield from (name for name in inner.co_names if not name.startswith("__"))
             yield from _names_in_class_bodies(inner)
+
+
+def is_arguments(obj: Any) -> bool:
+    """Return whether these are arguments of the script."""
+    return type(obj) is argparse.Namespace
 
 
 class SentArguments(argparse.Namespace):
