@@ -29,3 +29,11 @@ def test_nothing_is_said_before_it_is_known_and_where_much_is_shared(served: int
 )
 def test_where_little_is_shared_it_says_why(served: int, keeps: bool, why: str) -> None:
     assert re.search(why, sharing_of(served, served + 17, size=1000, keeps=keeps).why)
+
+
+def test_a_single_job_is_not_advised_to_share() -> None:
+    assert sharing_of(4000, 4000, size=1000, keeps=False, jobs=1).why == ""
+    small = sharing_of(4000, 4000, size=1000, keeps=True, jobs=1)
+    assert "memory_bytes" in small.why
+    assert "jobs together" not in small.why + small.change
+    assert "jobs together" in sharing_of(4000, 4000, size=1000, keeps=True, jobs=2).change

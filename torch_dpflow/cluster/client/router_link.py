@@ -117,6 +117,8 @@ class RouterLink:
         self._announced: tuple[int, CompactArray] | None = None
         #: What limits the flow's jobs, as its services report; empty: nothing that is known.
         self.limited_by = ""
+        #: Number of jobs that have read the flow; 0 before it is known.
+        self.jobs = 0
         self.inquiries = FlowInquiries(job, lambda: None if self.outages.is_out else self._coordinator)
         #: Samples of an epoch.
         self.length = 0
@@ -208,7 +210,7 @@ class RouterLink:
             self.outages.on_no_answer(error, quietly=not reads)
             raise
         self.outages.on_answer()
-        self.limited_by = reply.limited_by
+        self.limited_by, self.jobs = reply.limited_by, reply.jobs
         if reply.generation != self.routes.generation:
             self._fetch_routes(router, min(CALL_S, self._timeout_s))
 

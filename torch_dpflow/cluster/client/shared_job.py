@@ -110,7 +110,7 @@ class SharedJob:
         """How many samples its flow's shards have loaded and served, by their latest answers."""
         tallies = list(self._links.tallies.values())
         served, decodes = (sum(tally[place] for tally in tallies) for place in (0, 1))
-        return sharing_of(served, decodes, size=self._job.size, keeps=self._job.caches)
+        return sharing_of(served, decodes, size=self._job.size, keeps=self._job.caches, jobs=self._router.jobs)
 
     @property
     def limited_by(self) -> str:

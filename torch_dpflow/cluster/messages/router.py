@@ -138,6 +138,8 @@ class JobHeartbeatReply(Body):
     generation: Count
     #: As in `FlowView`.
     limited_by: Text = ""
+    #: Number of jobs that have read the flow since its router started; 0: not known.
+    jobs: Count = 0
 
 
 class JobRank(Body):

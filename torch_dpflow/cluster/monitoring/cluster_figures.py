@@ -27,9 +27,13 @@ class Sharing(NamedTuple):
     change: str = ""
 
 
-def sharing_of(served: int, decodes: int, *, size: int, keeps: bool) -> Sharing:
-    """Return how a flow of `size` samples is shared. keeps: whether samples are cached for later readers."""
-    if served < MIN_SERVED or decodes < LITTLE * served:
+def sharing_of(served: int, decodes: int, *, size: int, keeps: bool, jobs: int = 0) -> Sharing:
+    """Return how a flow of `size` samples is shared.
+
+    keeps: whether samples are cached for later readers. jobs: how many have read it; 0: not known. A single
+    job is not advised to share.
+    """
+    if served < MIN_SERVED or decodes < LITTLE * served or (jobs == 1 and not keeps):
         return Sharing(served, decodes, "")
     if not keeps:
         why = (
@@ -47,9 +51,8 @@ def sharing_of(served: int, decodes: int, *, size: int, keeps: bool) -> Sharing:
         )
     else:
         why = "its caches are too small to hold samples until they are read again: "
-        change = (
-            "give them more memory (JobOptions(memory_bytes=...), `dpflow up --memory`), or start the jobs together"
-        )
+        change = "give them more memory (JobOptions(memory_bytes=...), `dpflow up --memory`)"
+        change += "" if jobs == 1 else ", or start the jobs together"
     return Sharing(served, decodes, why + change, change)
 
 
@@ -172,7 +175,8 @@ def figures_of(flows: Sequence[FlowView], processes: Sequence[ProcessView]) -> C
         jobs += [row for view in routers for row in _job_rows(instance, view, taken)]
         figures, spec = _sum([row.figures for row in mine]), flow.spec
         keeps = (spec.repeatable or spec.staged) and spec.policy != "none"
-        sharing = sharing_of(figures.served, figures.decodes, size=spec.size, keeps=keeps)
+        seen = max((count_of(view.status, "jobs_seen") for view in routers), default=0)
+        sharing = sharing_of(figures.served, figures.decodes, size=spec.size, keeps=keeps, jobs=seen)
         rows.append(
             FlowRow(
                 flow=instance,

@@ -92,6 +92,8 @@ class Router:
         #: By reader name, and by job name.
         self._readers: dict[str, Reader] = {}
         self._jobs: dict[str, FlowJob] = {}
+        #: How many there have been.
+        self._jobs_seen = 0
         #: By reader name: figures of its last heartbeat.
         self._figures: dict[str, JobFigures] = {}
         #: Readers that are between two epochs.
@@ -152,6 +154,7 @@ class Router:
         jobs = sorted(self._jobs)
         return {
             "jobs": len(jobs),
+            "jobs_seen": self._jobs_seen,
             "names": jobs,
             "reading": len({self._readers[name].job for name in self._readers.keys() - self._resting}),
             "cache_samples": self._group.capacity,
@@ -298,6 +301,7 @@ class Router:
         shares = RankShares(self._spec.size if indices is None else len(indices), rank.replicas, rank.drop_last)
         order = JointOrder(self._group, rank.job, shares)
         self._jobs[rank.job] = FlowJob(order, shares, join.seed, indices, join.weight)
+        self._jobs_seen += 1
 
     def _on_start(self, call: IncomingCall) -> None:
         start: StartEpoch = call.body
@@ -365,7 +369,7 @@ class Router:
         (self._resting.discard if heartbeat.reads else self._resting.add)(heartbeat.job.name)
         if heartbeat.figures is not None:
             self._figures[heartbeat.job.name] = heartbeat.figures
-        return Result(JobHeartbeatReply(self._routing.generation, self._limited_by))
+        return Result(JobHeartbeatReply(self._routing.generation, self._limited_by, self._jobs_seen))
 
     def _on_leave(self, call: IncomingCall) -> None:
         job: JobId = call.body
