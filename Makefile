@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 SITE := $(VENV)/.docs
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test docs lint types layers compiled unit test-slow test-gpu cloud-test test-versions release-check bench clean help
+.PHONY: demo test docs lint types layers compiled unit test-slow test-gpu cloud-test test-versions wheel release-check bench clean help
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -75,6 +75,10 @@ test-gpu: $(STAMP)  ## what takes a GPU with CUDA, and a build of torch for it; 
 
 cloud-test: $(STAMP)  ## against real clouds, with your credentials: tests/remote/launchers/cloud/account.py
 	$(BIN)/python -m pytest -n 0 -m cloud --timeout 1200 tests/remote/launchers/cloud
+
+wheel: $(STAMP)  ## the wheel of this version, in dist/
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist/*.whl
 
 release-check: $(STAMP)  ## build sdist and wheel, check them, install and test the wheel outside the clone
 	$(BIN)/python tools/release_check.py

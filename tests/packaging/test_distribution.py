@@ -33,9 +33,12 @@ NEEDED = (
     "MANIFEST.in",
     "CHANGELOG.md",
     "CITATION.cff",
+    "tools/build_backend.py",
 )
 BUILD = """
-from setuptools import build_meta
+import sys
+sys.path.insert(0, "tools")
+import build_backend as build_meta
 build_meta.build_wheel("dist")
 build_meta.build_sdist("dist")
 build_meta.build_editable("editable")
@@ -76,8 +79,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what is packed, with a wheel and a source distribution in dist/."""
     copy = tmp_path_factory.mktemp("source")
     (copy / "editable").mkdir()
+    (copy / "tools").mkdir()
     for name in NEEDED:
-        shutil.copy(ROOT / name, copy)
+        shutil.copy(ROOT / name, copy / name)
+    # As an earlier build has left it: no module of the wheel.
+    (copy / "build/lib/torch_dpflow").mkdir(parents=True)
+    (copy / "build/lib/torch_dpflow/gone.py").touch()
     shutil.copytree(ROOT / "torch_dpflow", copy / "torch_dpflow", ignore=shutil.ignore_patterns("__pycache__"))
     done = subprocess.run([sys.executable, "-c", BUILD], cwd=copy, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
@@ -112,6 +119,8 @@ def test_the_metadata_tells_what_a_user_needs(built: Path) -> None:
         entry_points = archive.read(name.replace("METADATA", "entry_points.txt")).decode()
     assert metadata["Name"] == "torch_dpflow"
     assert metadata["Version"] == torch_dpflow.__version__
+    assert metadata["Author"] == "The torch_dpflow project"
+    assert metadata["License"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.10"
     assert "torch>=2.6" in metadata.get_all("Requires-Dist")
     assert "DPFlowDataLoader" in str(metadata.get_payload())
