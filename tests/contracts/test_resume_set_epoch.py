@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.utils.data import DistributedSampler
+import torch
+from torch.utils.data import DistributedSampler, RandomSampler
 
 from tests.loader_cases import Indices
 from torch_dpflow import BudgetBatchSampler, DynaGCSSampler, MixtureSampler
@@ -147,3 +148,40 @@ def test_a_batch_sampler_without_batches_gets_its_state(OurLoader: Any) -> None:
         resumed = none()
         resumed.load_state_dict(state)
         assert flat(resumed) == []
+
+
+class Seeded(RandomSampler):
+    """Makes its generator when it is first iterated, and seeds it by the epoch, as accelerate's seedable sampler."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        self.generator = self.generator or torch.Generator()
+        self.generator.manual_seed(7 + self.epoch)
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+
+@pytest.mark.parametrize("epochs", [0, 1, 2])
+def test_a_sampler_that_makes_its_generator_when_it_is_iterated(OurLoader: Any, epochs: int) -> None:
+    def made(epoch: int) -> Any:
+        sampler = Seeded(range(10))
+        sampler.set_epoch(epoch)
+        return OurLoader(range(10), 2, sampler=sampler)
+
+    saved, resumed, other = made(0), made(epochs), made(5)
+    for _ in range(epochs):
+        list(saved)
+    iterator = iter(saved)
+    for _ in range(2):
+        next(iterator)
+    state = saved.state_dict()
+    due = [[batch.tolist() for batch in part] for part in (iterator, saved)]
+    resumed.load_state_dict(state)
+    assert [[batch.tolist() for batch in resumed] for _ in due] == due
+    other.load_state_dict(state)
+    with pytest.raises(StateError, match=f"in epoch {epochs} of the loader's sampler, which is at epoch 5"):
+        iter(other)

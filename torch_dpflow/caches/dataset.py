@@ -63,8 +63,8 @@ class LookaheadPoller:
         return lookahead
 
 
-#: So many names of indices are remembered in any case.
-_FEWEST_NAMES = 4096
+#: Names of indices that are remembered in any case.
+_MIN_NAMES = 4096
 
 
 class _Place(NamedTuple):
@@ -184,7 +184,7 @@ class ALSDCache(Dataset[Any]):
         self._numbers = itertools.count(length or 0)
         #: Numbers of names that were forgotten.
         self._free: deque[int] = deque()
-        self._most_names = _FEWEST_NAMES
+        self._max_names = _MIN_NAMES
         poller = None if self.sampler is None else LookaheadPoller(self.sampler)
         self._store = SampleStore(
             partial(
@@ -224,7 +224,7 @@ class ALSDCache(Dataset[Any]):
             known = self._names.get(index)
             if known is not None:
                 return known
-            if len(self._names) >= self._most_names:
+            if len(self._names) >= self._max_names:
                 self._forget()
             try:
                 number = self._free.popleft()
@@ -240,7 +240,7 @@ class ALSDCache(Dataset[Any]):
         held, names = self._store.held(), dict(self._names)
         kept = {index: number for index, number in names.items() if number in held}
         self._free = deque(sorted({*names.values(), *self._free} - held))
-        self._names, self._most_names = kept, max(_FEWEST_NAMES, 4 * len(kept))
+        self._names, self._max_names = kept, max(_MIN_NAMES, 4 * len(kept))
 
     def _load_many(self, places: list[_Place]) -> list[Any]:
         together = working(self.dataset, "__getitems__")
@@ -273,7 +273,7 @@ class ALSDCache(Dataset[Any]):
 
 
 #: A pickle leaves the content out.
-_NOT_PICKLED = {"_store", "_names", "_numbers", "_free", "_most_names", "_length"}
+_NOT_PICKLED = {"_store", "_names", "_numbers", "_free", "_max_names", "_length"}
 
 
 def _check_dataset(dataset: Dataset[Any]) -> None:

@@ -32,7 +32,7 @@ from torch_dpflow.epoch.own_state import (
     takes,
 )
 from torch_dpflow.epoch.rank_order import RankOrder, inner_sampler, regrouped
-from torch_dpflow.epoch.rng import restore_generator, restore_generators, restore_rng
+from torch_dpflow.epoch.rng import preserved_rng, restore_generator, restore_generators, restore_rng
 from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
 from torch_dpflow.errors import StateError
 
@@ -299,7 +299,7 @@ def replay(
         restore_rng(state.plan_rng)
     if generator is not None and state.plan_generator is not None:
         restore_generator(generator, state.plan_generator)
-    restore_generators(state.plan_sampler_generators, sampler_generators(index_sampler, sampler, generator))
+    return_generators(state.plan_sampler_generators, index_sampler, sampler, generator)
     if state.sampler is not None:
         open_order(_without_order(state.opening), index_sampler, generator)
         return _resume_sampler(state, index_sampler, sampler)
@@ -390,6 +390,18 @@ def sampler_generators(index_sampler: Any, sampler: Any, generator: torch.Genera
         if inner is not None and not any(inner is other for other in samplers):
             samplers.append(inner)
     return found
+
+
+def return_generators(
+    states: Sequence[str], index_sampler: Any, sampler: Any, generator: torch.Generator | None
+) -> None:
+    """Restore the generators of stateless samplers. Raises StateError if there are more or fewer of them."""
+    held = sampler_generators(index_sampler, sampler, generator)
+    if len(held) < len(states):
+        with preserved_rng():  # some samplers make their generator when they are first iterated
+            deque(islice(iter(index_sampler), 1), maxlen=0)
+        held = sampler_generators(index_sampler, sampler, generator)
+    restore_generators(states, held)
 
 
 def is_drawn_at_start(index_sampler: Any) -> bool:

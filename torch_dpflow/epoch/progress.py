@@ -267,6 +267,7 @@ class EpochProgress:
             generators=GeneratorStates(state.plan_rng, state.plan_generator, state.plan_sampler_generators),
             began=state.began,
         )
+        held = sampler_generators(index_sampler, sampler, generator)  # it may have made one
         return cls(shape, start, plan, generator=generator, held=held, streams=state.streams, resumed=state)
 
     def was_delivered(self, position: int) -> bool:

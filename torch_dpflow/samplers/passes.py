@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from torch_dpflow._core.dealing import RankPart
+from torch_dpflow._core.dealing import RankPart, share
 from torch_dpflow._core.permutation import Permutation
 from torch_dpflow.errors import StateError, UsageError
 from torch_dpflow.lookahead import Lookahead
@@ -35,7 +35,7 @@ class RankShares:
     @property
     def per_rank(self) -> int:
         """Number of samples of each rank."""
-        return self.length // self.replicas if self.drop_last else -(-self.length // self.replicas)
+        return share(self.length, self.replicas, drop_last=self.drop_last)
 
     @property
     def total(self) -> int:
