@@ -100,14 +100,18 @@ class LoaderModel:
         self.patches.enter_context(patch.object(batch_worker, "use_sched_batch", lambda: None))
         self.patches.enter_context(patch.object(batch_worker, "let_fill", lambda *_: None))
         self.spec = load_spec(own_stream=own_stream)
-        self.listener = LossyListener(queue_messages)
+        self.queue_messages = queue_messages
+        self.generation = self.replaced = 0
+        self.begin_reading()
+        self.make_workers()
+        self.submit()
+
+    def make_workers(self) -> None:
+        """Make the shard and its workers."""
+        self.listener = LossyListener(self.queue_messages)
         self.scheduler = Scheduler(window=2, poison_limit=1 << 30)
         self.shard = Shard(self.listener, self.scheduler, self, clock=lambda: 0.0)
-        self.generation = 0
-        self.begin_reading()
-        self.replaced = 0
         self.processes = [self.started(number, 0) for number in range(WORKERS)]
-        self.submit()
 
     def close(self) -> None:
         self.patches.close()
