@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import resource
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -145,6 +148,24 @@ def table_after_reading(loader_class: Any) -> tuple[int, int]:
     assert len([*loader_class(growing(4), batch_size=None, num_workers=1)]) == 4
     status = Path("/proc/self/status").read_text()
     return int(status.split("FDSize:")[1].split()[0]), descriptors.soft_limit()
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
+def test_descriptors_are_not_counted_without_proc() -> None:
+    """Some sandboxes have no /proc, and a loader starts there too."""
+    code = (
+        "from torch_dpflow._core import descriptors as d; d.require(1000, 'x'); print(d.available(), d.has_spare(16))"
+    )
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc && exec "$0" -c "$1"', sys.executable, code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    if "unshare" in done.stderr or "mount" in done.stderr:
+        pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
+    assert (done.stdout, done.returncode) == ("None True\n", 0), done.stderr
 
 
 def test_the_table_of_the_kernel_does_not_grow_to_the_limit(OurLoader: Any) -> None:

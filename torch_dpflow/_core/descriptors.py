@@ -11,6 +11,7 @@ import gc
 import os
 import resource
 import sys
+from contextlib import suppress
 
 from torch_dpflow.errors import DescriptorLimitError
 
@@ -45,9 +46,10 @@ def require(count: int, what: str) -> None:
 def has_spare(count: int) -> bool:
     """Return whether `count` more can be opened; quick if many can."""
     # To try the last number of all would have the kernel make its table that long: 12 to 30 ms where there are threads.
-    taken = os.stat(_OWN).st_size  # how many are open, on Linux from 6.2; 0 before
-    if 0 < taken <= soft_limit() - count:
-        return True
+    with suppress(OSError):  # without /proc
+        taken = os.stat(_OWN).st_size  # how many are open, on Linux from 6.2; 0 before
+        if 0 < taken <= soft_limit() - count:
+            return True
     left = available()
     return left is None or left >= count
 
