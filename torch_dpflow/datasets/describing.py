@@ -15,7 +15,7 @@ from torch_dpflow.datasets.spec import SampleMeta, data_url
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, checksum_of
 from torch_dpflow.datasets.storage.states import ObjectState, is_local
-from torch_dpflow.datasets.storage.urls import check_url, join_url, without_login
+from torch_dpflow.datasets.storage.urls import check_url, join_url, printable_url
 from torch_dpflow.errors import DatasetError, DPFlowError, ObjectMissingError, OptionError, SourceError
 from torch_dpflow.log import DATASETS
 
@@ -179,7 +179,7 @@ class Describer:
                 DATASETS.warning(
                     "%s, the first object that the source names, is missing, and its sample cannot be read; check the "
                     "root and the column of paths. `dpflow dataset verify --data` names all that are missing",
-                    without_login(url),
+                    printable_url(url),
                 )
             except DPFlowError:
                 pass  # it may be readable elsewhere, with other credentials

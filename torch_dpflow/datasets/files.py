@@ -27,9 +27,9 @@ from torch_dpflow.datasets.storage.urls import (
     check_url,
     file_system_of,
     join_url,
+    printable_url,
     split_chain,
     split_login,
-    without_login,
 )
 from torch_dpflow.errors import (
     DPFlowError,
@@ -111,7 +111,7 @@ class Files:
         self._opened = PerProcess(self._open)
         scheme, _, path = split_chain(address).inner.partition("://")
         if scheme != "file" and path.endswith("//"):
-            raise OptionError(f"{without_login(address)} ends with several slashes, which no directory does; give one")
+            raise OptionError(f"{printable_url(address)} ends with several slashes, which no directory does; give one")
         #: the directory's URL, absolute, without a slash at the end
         self.url: str = address
         # A vendor's client takes 28 MB, and reading needs none.

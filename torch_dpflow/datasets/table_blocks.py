@@ -12,7 +12,7 @@ from typing import Any
 
 from torch_dpflow.datasets.importers.sources import SourceFile
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
-from torch_dpflow.datasets.storage.urls import without_login
+from torch_dpflow.datasets.storage.urls import printable_url
 from torch_dpflow.errors import MissingExtraError, SourceError
 from torch_dpflow.log import DATASETS
 
@@ -128,7 +128,7 @@ class ArrowBlocks:
         if self._source.read() != _END_OF_STREAM:  # Arrow takes the end of the file for that of the stream
             DATASETS.warning(
                 "%s ends without an end-of-stream mark: if it was cut there, its last rows are missing",
-                without_login(self._file.url),
+                printable_url(self._file.url),
             )
 
 
@@ -147,7 +147,7 @@ class RemoteArrowBlocks:
             length = int.from_bytes(tail[-len(_MAGIC) - 4 : -len(_MAGIC)], "little")
             if not tail.endswith(_MAGIC) or not 0 < length <= min(_MAX_FOOTER, file.size - len(_MAGIC) - 4):
                 raise SourceError(
-                    f"{without_login(file.url)} is no Arrow file with a footer; its format as a stream can be read "
+                    f"{printable_url(file.url)} is no Arrow file with a footer; its format as a stream can be read "
                     "from a local disk only: copy it there, or write Parquet"
                 )
             end = file.size - len(_MAGIC) - 4
@@ -287,7 +287,7 @@ def errors_of(file: SourceFile) -> Iterator[None]:
     except Exception as error:
         # Arrow raises OSError for damaged pages; our errors of storages are DPFlowErrors, and pass.
         if isinstance(error, pyarrow_with_formats().ArrowException) or type(error) is OSError:
-            raise SourceError(f"{without_login(file.url)} cannot be read: {error}") from error
+            raise SourceError(f"{printable_url(file.url)} cannot be read: {error}") from error
         raise
 
 

@@ -12,7 +12,7 @@ from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.sources import SourceFile, local_name, named_files, source_file
 from torch_dpflow.datasets.importers.splits import check_no_log, files_of_split, folder_of_split
 from torch_dpflow.datasets.storage import ReadOptions
-from torch_dpflow.datasets.storage.urls import split_name, without_login
+from torch_dpflow.datasets.storage.urls import printable_url, split_name
 from torch_dpflow.errors import OptionError, SourceError
 
 _PARQUET, _ARROW = (".parquet", ".pq", ".parq"), (".arrow", ".feather", ".ipc")
@@ -89,7 +89,7 @@ def _is_directory(text: str) -> bool:
 
 def _in_directory(files: Files, split: str | None) -> list[SourceFile]:
     entries = {entry.name: entry for entry in files.children(hidden=True)}
-    shown = without_login(files.url)
+    shown = printable_url(files.url)
     check_no_log(entries, shown)
     folders = [name for name, entry in entries.items() if entry.is_directory and not name.startswith(("_", "."))]
     folder = None if split is None else folder_of_split(folders, split)
@@ -123,5 +123,5 @@ def _names_in_state(files: Files) -> list[str]:
         if not all(isinstance(name, str) and "/" not in name for name in names):
             raise ValueError("it names files of other directories")
     except (ValueError, KeyError, TypeError) as error:
-        raise SourceError(f"{without_login(files.url)}/{_STATE} is damaged: {error!r}") from error
+        raise SourceError(f"{printable_url(files.url)}/{_STATE} is damaged: {error!r}") from error
     return names

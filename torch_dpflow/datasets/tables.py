@@ -25,7 +25,7 @@ from torch_dpflow.datasets.storage import ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
 from torch_dpflow.datasets.storage.object_reader import disk_cache
 from torch_dpflow.datasets.storage.states import is_settled
-from torch_dpflow.datasets.storage.urls import without_login
+from torch_dpflow.datasets.storage.urls import printable_url
 from torch_dpflow.datasets.table_blocks import (
     ArrowBlocks,
     ParquetBlocks,
@@ -156,7 +156,7 @@ class TableDataset(Dataset[Any]):
             for file, (of_file, schema) in zip(self._files, threads.map(opened.counted, self._files)):
                 missing = [name for name in names or () if name not in schema.names]
                 if missing:
-                    raise SourceError(f"{without_login(file.url)} has no column {missing}; it has {schema.names}")
+                    raise SourceError(f"{printable_url(file.url)} has no column {missing}; it has {schema.names}")
                 counts.append(of_file)
                 schemas.setdefault(_selected(schema, names), file)
         first, *others = schemas
@@ -199,7 +199,7 @@ class _OpenedTable:
 
         opened = self._opened(file)
         try:
-            check_names([*field_names(opened.schema)], without_login(file.url))
+            check_names([*field_names(opened.schema)], printable_url(file.url))
             return opened.counts(), opened.schema.remove_metadata()
         finally:
             opened.close()
@@ -299,7 +299,7 @@ def _is_mapped(file: SourceFile) -> bool:
 def _check_unchanged(file: SourceFile) -> None:
     """Raise ChecksumError if a local file was written again. Storages check the revision themselves."""
     if is_changed(file):
-        raise ChecksumError(f"{without_login(file.url)} was written again after it was opened; open the dataset again")
+        raise ChecksumError(f"{printable_url(file.url)} was written again after it was opened; open the dataset again")
 
 
 def _joined(first: Any, others: Mapping[Any, SourceFile], file: SourceFile) -> Any:
@@ -313,7 +313,7 @@ def _joined(first: Any, others: Mapping[Any, SourceFile], file: SourceFile) -> A
             joined = pyarrow.unify_schemas([joined, schema], promote_options="permissive")
         except (pyarrow.ArrowException, ValueError) as error:
             raise SourceError(
-                f"{without_login(other.url)} has the columns {_shown(schema)}, and {without_login(file.url)} has "
+                f"{printable_url(other.url)} has the columns {_shown(schema)}, and {printable_url(file.url)} has "
                 f"{_shown(first)}; give files of one table ({error})"
             ) from error
     return joined if others else None

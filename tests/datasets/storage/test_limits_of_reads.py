@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from tests.datasets.storage.web_server import WebServer, raw, reply, serve_ranges
+from torch_dpflow.datasets import open_dataset
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.disk_cache import DiskCache
 from torch_dpflow.datasets.storage.failures import with_retries
 from torch_dpflow.datasets.storage.http_connection import MAX_IDLE
 from torch_dpflow.datasets.storage.urls import unsigned
-from torch_dpflow.errors import StorageError, StorageUnavailableError
+from torch_dpflow.errors import DPFlowError, StorageError, StorageUnavailableError
 
 
 class ManyServers:
@@ -233,6 +234,17 @@ def test_a_renewed_signature_finds_the_cache_and_no_error_has_it(tmp_path: Path,
         assert "SECRET" not in str(error)
         assert "/a (bytes 1 to 5)" in str(error)
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"SECRET" in path.read_bytes()]
+
+
+@pytest.mark.parametrize("status", [404, 403])
+@pytest.mark.parametrize("name", ["a.tar", "a.tfrecord", "a.parquet"])
+def test_an_address_that_cannot_be_opened_is_named_without_its_signature(
+    name: str, status: int, tmp_path: Path, impatient: ReadOptions
+) -> None:
+    with WebServer(lambda handler: reply(handler, status, b"not of this format")) as web:
+        with pytest.raises(DPFlowError, match=f"/{name}") as raised:
+            open_dataset([f"{web.url}/{name}?sv=1&sig=SECRET"], index_dir=tmp_path, read_options=impatient)
+        assert "SECRET" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

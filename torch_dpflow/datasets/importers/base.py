@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch_dpflow.datasets.storage.base import CHECKSUM_PATTERN, matches
 from torch_dpflow.datasets.storage.states import STATE_PATTERN
-from torch_dpflow.datasets.storage.urls import without_login
+from torch_dpflow.datasets.storage.urls import printable_url, without_login
 from torch_dpflow.errors import SourceError
 
 #: The largest signed integer of 64 bits.
@@ -82,7 +82,7 @@ def _check_path(path: Any) -> None:
     if not isinstance(path, str) or not path:
         raise SourceError(f"path={path!r:.80}: give a path or a URL, as text that is not empty")
     if without_login(path) != path:
-        raise SourceError(f"path={without_login(path)!r} was given with a user or a password; give those as options")
+        raise SourceError(f"path={printable_url(path)!r} was given with a user or a password; give those as options")
     if not path.isascii():
         try:
             path.encode()

@@ -16,7 +16,7 @@ from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.delimited import DelimitedRows, check_names
 from torch_dpflow.datasets.importers.folders import files_below
 from torch_dpflow.datasets.importers.splits import check_no_log, files_of_split
-from torch_dpflow.datasets.storage.urls import join_url, split_name, without_login
+from torch_dpflow.datasets.storage.urls import join_url, printable_url, split_name
 from torch_dpflow.errors import MissingExtraError, OptionError, SourceError, StorageError
 from torch_dpflow.log import DATASETS
 
@@ -77,7 +77,7 @@ class ListingImporter:
             self._ending = "." + self._name.rpartition(".")[2].lower()
         if self._ending not in {*_SEPARATORS, _PARQUET}:
             raise OptionError(
-                f"listing={without_login(str(listing))!r} ends with {self._ending}; give a .csv, .tsv or .parquet "
+                f"listing={printable_url(str(listing))!r} ends with {self._ending}; give a .csv, .tsv or .parquet "
                 "file, or a directory of Parquet files, with a / at its end"
             )
         if data_column is not None and (self._ending != _PARQUET or offset_column or length_column):

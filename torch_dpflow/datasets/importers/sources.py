@@ -15,7 +15,7 @@ from torch_dpflow.datasets.importers.splits import check_no_log, files_of_split,
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.object_reader import warn_without_state
 from torch_dpflow.datasets.storage.states import state_of_file
-from torch_dpflow.datasets.storage.urls import join_url, split_login, split_name, stored_url, without_login
+from torch_dpflow.datasets.storage.urls import join_url, printable_url, split_login, split_name, stored_url
 from torch_dpflow.errors import DPFlowError, ObjectMissingError, OptionError, OptionTypeError, SourceError
 
 #: A source as users give it.
@@ -350,13 +350,13 @@ def _matching(pattern: str, options: Mapping[str, Any], read_options: ReadOption
     base, _, rest = pattern[: first.start()].rpartition("/")
     parts = (rest + pattern[first.start() :]).split("/")
     if "**" in parts:
-        raise OptionError(f"{without_login(pattern)!r} has '**', which is not supported; give '*' for each level")
+        raise OptionError(f"{printable_url(pattern)!r} has '**', which is not supported; give '*' for each level")
     if base.endswith(":/"):
-        raise OptionError(f"{without_login(pattern)!r} has a pattern in its bucket or host; give its name")
+        raise OptionError(f"{printable_url(pattern)!r} has a pattern in its bucket or host; give its name")
     root = Files(base or ("/" if pattern.startswith("/") else "."), options, read_options)
     found = [source_file(root.url, child, path) for path, child in _matched(root, "", parts)]
     if not found:
-        raise SourceError(f"nothing matches {without_login(pattern)}; check the pattern, and the right to list it")
+        raise SourceError(f"nothing matches {printable_url(pattern)}; check the pattern, and the right to list it")
     return found
 
 
@@ -405,11 +405,11 @@ def is_changed(file: SourceFile) -> bool:
 
 def _checked_file(url: str, size: int | None, state: str | None) -> SourceFile:
     if size is None:
-        raise SourceError(f"{without_login(url)}: the storage does not report its size, so it cannot be indexed")
+        raise SourceError(f"{printable_url(url)}: the storage does not report its size, so it cannot be indexed")
     if state is None:
         warn_without_state(url)
     return SourceFile(url, size, state)
 
 
 def _missing(text: str) -> SourceError:
-    return SourceError(f"there is no {without_login(text)}; check the path, and on object stores the right to list it")
+    return SourceError(f"there is no {printable_url(text)}; check the path, and on object stores the right to list it")

@@ -12,7 +12,7 @@ from typing import Literal, Protocol, get_args
 
 from torch_dpflow._core.checks import check_fields, check_int, check_path, check_seconds, check_type, parse_bytes
 from torch_dpflow.datasets.storage.states import ObjectState
-from torch_dpflow.datasets.storage.urls import shown
+from torch_dpflow.datasets.storage.urls import printable_url
 from torch_dpflow.errors import ChecksumError, OptionError, TruncatedObjectError
 
 ChecksumAlgorithm = Literal["crc32", "sha256"]
@@ -68,7 +68,7 @@ class ByteRange:
     def __post_init__(self) -> None:
         if self.start < 0 or (self.stop is not None and self.stop < self.start):
             raise OptionError(
-                f"{shown(self.url)}: bytes {self.start} to {self.stop} are no range; "
+                f"{printable_url(self.url)}: bytes {self.start} to {self.stop} are no range; "
                 "give 0 <= start <= stop, and stop=None for the rest of the object"
             )
 
@@ -101,7 +101,7 @@ class ByteRange:
         return ChecksumError(f"{self}: {WRITTEN_AGAIN} (its state was {self.state}, and is {found or 'not reported'})")
 
     def __str__(self) -> str:
-        url = shown(self.url)
+        url = printable_url(self.url)
         if self.is_whole:
             return url
         return f"{url} (bytes {self.start} to {'the end' if self.stop is None else self.stop})"

@@ -34,7 +34,7 @@ from torch_dpflow.datasets.storage.http_storage import HttpStorage, Service
 from torch_dpflow.datasets.storage.local import LocalStorage
 from torch_dpflow.datasets.storage.object_stores import OSS_OPTIONS, S3_OPTIONS, OSSService, S3Service
 from torch_dpflow.datasets.storage.states import ObjectState, is_settled
-from torch_dpflow.datasets.storage.urls import check_url, file_system_of, shown, split_login, stored_url
+from torch_dpflow.datasets.storage.urls import check_url, file_system_of, printable_url, split_login, stored_url
 from torch_dpflow.datasets.storage.web_service import WebService
 from torch_dpflow.errors import (
     AccessDeniedError,
@@ -321,7 +321,7 @@ def _warn_without_state(storage: str) -> None:
 
 def warn_without_state(url: str) -> None:
     """Log once for each storage that its objects have no state."""
-    _warn_without_state("/".join(shown(url).split("/", 3)[:3]))
+    _warn_without_state("/".join(printable_url(url).split("/", 3)[:3]))
 
 
 def open_storage(address: str, storage_options: Mapping[str, Any], options: ReadOptions) -> Storage:

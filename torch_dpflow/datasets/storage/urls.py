@@ -61,7 +61,7 @@ def check_url(url: str) -> None:
         what = "whitespace or a control character in its host or bucket; remove it"
     else:
         return
-    raise OptionError(f"{without_login(url)!r} has {what}")
+    raise OptionError(f"{printable_url(url)!r} has {what}")
 
 
 def stored_url(url: str) -> str:
@@ -169,7 +169,7 @@ def unsigned(url: str) -> str:
     return f"{path}?{'&'.join(kept)}" if kept else path
 
 
-def shown(url: str) -> str:
+def printable_url(url: str) -> str:
     """Return a URL for logs and errors: without user, password and signature."""
     return unsigned(without_login(url))
 

@@ -12,7 +12,7 @@ from urllib.parse import quote, urljoin, urlsplit
 
 from torch_dpflow.datasets.storage.http_connection import Origin
 from torch_dpflow.datasets.storage.http_storage import ErrorResponse, GetRequest
-from torch_dpflow.datasets.storage.urls import check_url, without_login
+from torch_dpflow.datasets.storage.urls import check_url, printable_url
 from torch_dpflow.errors import OptionError, OptionTypeError
 
 _OPTIONS = frozenset({"headers", "username", "password", "verify"})
@@ -74,14 +74,14 @@ def _parse(url: str) -> tuple[Origin, str]:
     check_url(url)
     parts = urlsplit(_LONE_PERCENT.sub("%25", url).replace("#", "%23"))
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise OptionError(f"{without_login(url)}: give http:// or https://, a host and a path")
+        raise OptionError(f"{printable_url(url)}: give http:// or https://, a host and a path")
     is_tls = parts.scheme == "https"
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     try:
         host = parts.hostname if parts.hostname.isascii() else parts.hostname.encode("idna").decode()
         port = parts.port or (443 if is_tls else 80)
     except ValueError as error:  # UnicodeError is one
-        raise OptionError(f"{without_login(url)}: {error}; correct the host or the port") from error
+        raise OptionError(f"{printable_url(url)}: {error}; correct the host or the port") from error
     return Origin(is_tls, host, port), quote(target, safe="/%?&=+,;:@!$'()*~[]")
 
 
