@@ -28,7 +28,7 @@ $(STAMP): setup.cfg constraints.txt tools/torchvision_cpu_ops/setup.cfg tools/to
 	$(INSTALL) -c constraints.txt -e '.[test]'
 	@touch $@
 
-demo: $(STAMP)  ## generate images, train with torch's loader and with ours, print one table
+demo: $(STAMP)  ## five acts with torch's loader and with ours, one table and one picture
 	$(BIN)/python -m examples.demo
 
 # Types are checked by one process. Meanwhile another compiles the tests, which each of the four that run them would do.

@@ -71,9 +71,9 @@ def _answers(address: str) -> bool:
 
 def _wait_for(path: Path, node: "subprocess.Popen[bytes]") -> None:
     deadline = time.monotonic() + START_S
-    while not path.exists():
+    while not (path.exists() and _answers(str(path))):
         if node.poll() is not None:
             raise RuntimeError(f"`{' '.join(map(str, node.args))}` ended with {node.returncode}: see above")  # type: ignore[union-attr]
         if time.monotonic() > deadline:
-            raise TimeoutError(f"no cluster was up within {START_S:g} s")
+            raise TimeoutError(f"no cluster answered within {START_S:g} s")
         time.sleep(0.02)

@@ -1,131 +1,213 @@
-"""The demonstration: train the same classifier with torch's loader and with ours, and compare.
+"""The demonstration: five acts, each with torch's loader and with ours, one table and one picture.
 
     python -m examples.demo        (`make demo` sets everything up first)
 
-Generates 480 JPEGs once, then trains resnet18 from scratch for four epochs with each loader: same seed, same
-workers, same threads, each in a process of its own. Takes three to four minutes on two cores.
+Generates 480 JPEGs once. Then a small network trains on random crops of them: the loaders swapped; with a faster
+decoder; three trials at once; with a worker that is killed; resumed by another number of ranks. The acts take about a
+minute on two cores.
 """
 
 import argparse
-import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from examples import natural_images
+from examples.cluster import processes, started
+from examples.demo_acts import (
+    BATCH_SIZE,
+    KILLED_AT,
+    OURS,
+    RANKS,
+    RANKS_AFTER,
+    TORCH,
+    WORKERS,
+    Played,
+    decode,
+    killed,
+    partials,
+    play,
+    resized,
+    swap,
+    tree_cpu_s,
+    trial,
+)
+from examples.demo_picture import picture
 from examples.option_values import positive
 
-LOADERS = ("torch", "dpflow")
 CLASSES = 4
-WORKERS = 2
-IMAGE_SIZE = 112
-BATCH_SIZE = 16
-LEARNING_RATE = 0.01
-#: Seconds that an interrupted training has to shut its workers down.
-GRACE_S = 10.0
+TRIALS = 3
+#: An epoch of so many images has more batches than are read before it is interrupted.
+MIN_TRAIN = BATCH_SIZE * (KILLED_AT + 1)
+#: What the acts take at most on two cores that do nothing else, seconds.
+EXPECTED_S = 120.0
+#: Below this share of the processors, other work has the rest.
+FREE_SHARE = 0.6
+NEXT = """Try next:
+  README.md                    the one import to change in your own script
+  loader.explain()             what limits it, and what to change
+  docs/howto/torchvision.md    decoding by torch_dpflow.vision
+  docs/howto/sharing.md        `dpflow up`, then flow= in jobs that read the same data
+  docs/howto/resize.md         checkpoints that another number of ranks continues"""
 
 
-def training_threads() -> int:
-    """Threads of torch in the training process, the same for both loaders.
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A line of the table."""
 
-    The workers decode while the model trains; threads that share a core with them only wait for each other.
-    """
-    return max(1, len(os.sched_getaffinity(0)) - WORKERS)
-
-
-def sides(vision: bool) -> list[str]:
-    """Return the names of the sides, in the table's order."""
-    return [*LOADERS, *(f"{loader} + vision" for loader in LOADERS if vision)]
+    act: str
+    torch: str
+    ours: str
+    gain: str
 
 
-def train(side: str, data: Path, epochs: int, summary: Path) -> Mapping[str, Any]:
-    """Train with one side in a process of its own; return what it wrote to `summary`."""
-    loader, _, vision = side.partition(" + ")
-    options = {
-        "data": data,
-        "loader": loader,
-        "arch": "resnet18",
-        "epochs": epochs,
-        "batch-size": BATCH_SIZE,
-        "workers": WORKERS,
-        "image-size": IMAGE_SIZE,
-        "lr": LEARNING_RATE,
-        "threads": training_threads(),
-        "seed": 0,
-        "summary-json": summary,
-    }
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    if vision:
-        arguments.append("--vision")
-    process = subprocess.Popen([sys.executable, "-m", "examples.train_classifier", *arguments])
-    try:
-        code = process.wait()
-    except BaseException:
-        stop(process)
-        raise
-    if code != 0:
-        raise SystemExit(f"training with {side} failed with exit code {code}: see above")
-    figures: Mapping[str, Any] = json.loads(summary.read_text(encoding="utf-8"))
-    return figures
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the acts read."""
+
+    data: Path
+    train: int
+    epochs: int
 
 
-def stop(process: "subprocess.Popen[bytes]") -> None:
-    """Interrupt a training, so that it shuts its workers down; kill it if it takes too long."""
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def times(ours: Played, torchs: Played) -> str:
+    """Compare images a second, and the processor time of an image, which other work on the machine does not change."""
+    return f"{ours.rate / torchs.rate:.1f} times the images, {ours.cpu_ms / torchs.cpu_ms:.2f} of the processor time"
 
 
-def results(figures: Mapping[str, Mapping[str, Any]]) -> Table:
-    """The table that the demonstration ends with."""
-    table = Table(title="resnet18, trained from scratch")
-    table.add_column("loader")
-    for heading in ("samples/s", "stall share", "time to first batch", "accuracy"):
-        table.add_column(heading, justify="right")
-    for loader, summary in figures.items():
-        table.add_row(
-            loader,
-            f"{summary['samples_per_s']:.1f}",
-            f"{summary['stall_share']:.1%}",
-            f"{summary['time_to_first_batch_s'] * 1e3:.0f} ms",
-            f"{summary['accuracy']:.1%}",
+def rate(played: Played) -> str:
+    return f"{played.rate:,.0f} images/s"
+
+
+class Demonstration:
+    """Plays the acts one after the other."""
+
+    def __init__(self, console: Console, options: Options) -> None:
+        self._console, self._options = console, options
+        self.rows: list[Row] = []
+        #: Label, side and images a second.
+        self.bars: list[tuple[str, str, float]] = []
+
+    def run(self) -> None:
+        acts: list[tuple[str, Callable[[], Row]]] = [
+            ("the swap: the same training with either loader", self.swap),
+            ("loading-bound: torch with Pillow, ours with torch_dpflow.vision", self.decode),
+            (f"{TRIALS} trials at once: a loader for each, and one flow for all", self.trials),
+            (f"a worker is killed after batch {KILLED_AT}", self.killed),
+            (f"an epoch begun by {RANKS} ranks is continued by {RANKS_AFTER}", self.resized),
+        ]
+        for number, (title, act) in enumerate(acts, 1):
+            self._console.print(f"{number} of {len(acts)}  {title} ...")
+            row = act()
+            self.rows.append(row)
+            self._console.print(f"        torch: {row.torch}; ours: {row.ours}; {row.gain}", highlight=False)
+
+    def _both(self, function: Callable[..., Played], *given: object) -> tuple[Played, Played]:
+        sides = partials(function, *given)
+        return play([sides[TORCH]]), play([sides[OURS]])
+
+    def swap(self) -> Row:
+        torchs, ours = self._both(swap, self._options.data, self._options.epochs)
+        same = torchs.digest == ours.digest and torchs.loss == ours.loss
+        return Row(
+            act="the swap",
+            torch=f"batches {torchs.digest}, loss {torchs.loss:.4f}",
+            ours=f"batches {ours.digest}, loss {ours.loss:.4f}",
+            gain="the same batches and loss, bit for bit" if same else "THEY DIFFER",
         )
-    return table
+
+    def decode(self) -> Row:
+        torchs, ours = self._both(decode, self._options.data, 2 * self._options.epochs)
+        self.bars += [
+            ("torch, Pillow", TORCH, torchs.rate),
+            ("torch_dpflow, vision", OURS, ours.rate),
+        ]
+        return Row(act="loading-bound", torch=rate(torchs), ours=rate(ours), gain=times(ours, torchs))
+
+    def trials(self) -> Row:
+        given = (self._options.data, self._options.epochs)
+        sides = [partials(trial, *given, number, "") for number in range(TRIALS)]
+        torchs = play([one[TORCH] for one in sides])
+        with started(preload=["torchvision", "examples.train_classifier"]) as address:
+            around = [view.pid for view in processes(address) if view.pid and view.role == "node"]
+            sides = [partials(trial, *given, number, address) for number in range(TRIALS)]
+            ours = play([one[OURS] for one in sides], around=around)
+        self.bars += [
+            (f"{TRIALS} trials: torch", TORCH, torchs.rate),
+            (f"{TRIALS} trials: torch_dpflow, one flow", OURS, ours.rate),
+        ]
+        return Row(act=f"{TRIALS} trials at once", torch=rate(torchs), ours=rate(ours), gain=times(ours, torchs))
+
+    def killed(self) -> Row:
+        # A worker that is killed leaves its temporary directory.
+        with tempfile.TemporaryDirectory(prefix="demo-") as tempfile.tempdir:
+            torchs, ours = self._both(killed, self._options.data, True)
+        tempfile.tempdir = None
+        undisturbed = play([partials(killed, self._options.data, False)[OURS]])
+        same = ours.digest == undisturbed.digest and not ours.error
+        return Row(
+            act="a worker is killed",
+            torch=f"{torchs.batches} of {undisturbed.batches} batches, then {torchs.error.partition(':')[0]}",
+            ours=f"{ours.batches} of {undisturbed.batches} batches",
+            gain="the batches of an undisturbed epoch" if same else "THEY DIFFER",
+        )
+
+    def resized(self) -> Row:
+        torchs, ours = self._both(resized, self._options.data)
+        return Row(
+            act=f"{RANKS} ranks, then {RANKS_AFTER}",
+            torch=f"begins again: {torchs.repeated} images read twice, {torchs.lost} lost",
+            ours=f"goes on: {ours.repeated} read twice, {ours.lost} lost",
+            gain="each image once in the epoch",
+        )
+
+    def table(self) -> Table:
+        """The table that the demonstration ends with."""
+        table = Table(title="torch's DataLoader and torch_dpflow")
+        for heading in ("act", "torch", "torch_dpflow", "what changes"):
+            table.add_column(heading)
+        for row in self.rows:
+            table.add_row(row.act, row.torch, row.ours, row.gain)
+        return table
+
+    def picture(self) -> str:
+        """The picture of the acts that have a rate, with a line for each of the others."""
+        return picture(self.bars, [f"{row.act}: torch {row.torch}; torch_dpflow {row.ours}" for row in self.rows[3:]])
 
 
-def run(
-    console: Console, data: Path, images: natural_images.Specification, epochs: int, *, vision: bool = False
-) -> None:
-    begun = time.monotonic()
-    console.rule("images")
-    if not natural_images.generate(data, images):
-        console.print(f"{data} is there already")
-    figures = {}
-    with tempfile.TemporaryDirectory(prefix="torch_dpflow-demo-") as folder:
-        for side in sides(vision):
-            console.rule(f"training with {side}")
-            figures[side] = train(side, data, epochs, Path(folder, f"{side}.json"))
-    console.rule("results")
-    console.print(results(figures))
+def speed(seconds: float, cpu_s: float) -> str:
+    """Say how long the acts took, and what to believe where a machine is slow or busy."""
+    cores = len(os.sched_getaffinity(0))
+    said = f"The acts took {seconds:.0f} s, and {cpu_s:.0f} s of processor time."
+    if cpu_s < FREE_SHARE * seconds * min(cores, 2):
+        said += " Other work had a part of the processors: believe the ratios of processor time, not those of images/s."
+    elif seconds > EXPECTED_S:
+        said += f" This machine is slow: two cores without other work take less than {EXPECTED_S:.0f} s."
+    return said
+
+
+def run(console: Console, options: Options, images: natural_images.Specification, drawn: Path) -> None:
+    console.print(f"the images: {images.train + images.val} JPEGs in {options.data} ...")
+    if not natural_images.generate(options.data, images):
+        console.print("        they are there already")
+    demonstration = Demonstration(console, options)
+    begun, cpu_before = time.monotonic(), tree_cpu_s(os.getpid())
+    demonstration.run()
+    seconds, cpu_s = time.monotonic() - begun, tree_cpu_s(os.getpid()) - cpu_before
+    drawn.write_text(demonstration.picture(), encoding="utf-8")
+    console.print(demonstration.table())
     console.print(
-        f"{time.monotonic() - begun:.0f} s in all. Each loader: {epochs} epochs of {images.train} images, "
-        f"{WORKERS} workers, {training_threads()} training thread(s), the same seed. Chance is "
-        f"{1 / CLASSES:.0%}. torch's loader draws random crops from a generator per worker, ours from one "
-        "per batch, so the accuracies differ a little."
+        f"{speed(seconds, cpu_s)} Each job has {WORKERS} workers, and batches of {BATCH_SIZE}. See {drawn}.\n",
+        highlight=False,
     )
+    console.print(NEXT, highlight=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,15 +215,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m examples.demo", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--data", type=Path, default=Path("demo_data/images"), help="folder for the images")
+    parser.add_argument("--picture", type=Path, default=Path("demo.svg"), help="file for the picture")
     parser.add_argument("--train", type=positive, default=400, help="images to train on")
-    parser.add_argument("--val", type=positive, default=80, help="images to validate with")
-    parser.add_argument("--epochs", type=positive, default=4)
-    parser.add_argument("--vision", action="store_true", help="train with torch_dpflow.vision too, under both loaders")
+    parser.add_argument("--val", type=positive, default=80, help="images to validate with, for other examples")
+    parser.add_argument("--epochs", type=positive, default=3)
     options = parser.parse_args(arguments)
+    if options.train < MIN_TRAIN:
+        parser.error(f"--train {options.train}: must be at least {MIN_TRAIN}, for an epoch that can be interrupted")
     console = Console()
     try:
         images = natural_images.Specification(classes=CLASSES, train=options.train, val=options.val)
-        run(console, options.data, images, options.epochs, vision=options.vision)
+        given = Options(data=options.data.absolute(), train=options.train, epochs=options.epochs)
+        run(console, given, images, options.picture)
     except KeyboardInterrupt:
         shutil.rmtree(natural_images.partial_directory(options.data), ignore_errors=True)
         console.print("interrupted: nothing is left behind but finished images")

@@ -1,20 +1,23 @@
-"""The demonstration, in small: one table at its end, and nothing left after Ctrl-C."""
+"""The demonstration, in small: five acts, one table and a picture, and nothing left after Ctrl-C."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import psutil
 import pytest
 from rich.console import Console
 
 from examples import demo, natural_images, train_classifier
+from examples.demo_picture import picture
 
-TRAIN, VAL = 8, 4
-SMALL = (f"--train={TRAIN}", f"--val={VAL}", "--epochs=1")
+TRAIN, VAL = 16, 4
+SMALL = (f"--train={demo.MIN_TRAIN}", f"--val={VAL}", "--epochs=1")
 
 
 def left_in(folder: Path) -> list[str]:
@@ -23,17 +26,44 @@ def left_in(folder: Path) -> list[str]:
 
 
 def start(folder: Path) -> "subprocess.Popen[str]":
-    environment = os.environ | {"TMPDIR": str(folder), "COLUMNS": "120"}
-    command = [sys.executable, "-m", "examples.demo", f"--data={folder / 'images'}", *SMALL]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    environment = os.environ | {"TMPDIR": str(folder), "COLUMNS": "200"}
+    command = [
+        sys.executable,
+        "-m",
+        "examples.demo",
+        f"--data={folder / 'images'}",
+        f"--picture={folder / 'demo.svg'}",
+        *SMALL,
+    ]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_the_table_has_a_row_of_figures_for_each_loader() -> None:
-    summary = {"samples_per_s": 50.2, "stall_share": 0.1, "time_to_first_batch_s": 0.25, "accuracy": 0.5}
-    console = Console(width=120)
-    with console.capture() as captured:
-        console.print(demo.results(dict.fromkeys(demo.LOADERS, summary)))
-    assert_is_table(captured.get())
+def test_both_loaders_give_the_same_batches_and_losses(tmp_path: Path) -> None:
+    images = natural_images.Specification(classes=demo.CLASSES, train=TRAIN, val=VAL)
+    natural_images.generate(tmp_path / "images", images, processes=1, progress=False)
+    row = demo.Demonstration(Console(quiet=True), options_of(tmp_path)).swap()
+    assert row.torch == row.ours
+    assert re.fullmatch(r"batches [0-9a-f]{8}, loss \d\.\d{4}", row.torch)
+    assert row.gain == "the same batches and loss, bit for bit"
+
+
+def options_of(folder: Path) -> demo.Options:
+    return demo.Options(data=folder / "images", train=TRAIN, epochs=1)
+
+
+def test_it_says_where_figures_depend_on_other_work_or_a_slow_machine() -> None:
+    assert "processor time, not those of images/s" in demo.speed(60.0, 20.0)
+    assert "machine is slow" in demo.speed(200.0, 390.0)
+    assert demo.speed(40.0, 60.0) == "The acts took 40 s, and 60 s of processor time."
+
+
+def test_the_picture_has_a_bar_for_each_rate() -> None:
+    drawn = picture([("a & b", "torch", 100.0), ("c", "torch_dpflow", 200.0)], ["killed < ended"])
+    root = ElementTree.fromstring(drawn)
+    name = "{http://www.w3.org/2000/svg}"
+    widths = [float(one.attrib["width"]) for one in root.findall(f"{name}rect")[1:]]
+    assert widths[1] == 2 * widths[0]
+    assert [one.text for one in root.findall(f"{name}text")][1:] == ["a & b", "100", "c", "200", "killed < ended"]
 
 
 def test_training_by_hand_says_what_makes_the_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,26 +75,22 @@ def test_training_by_hand_says_what_makes_the_images(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.slow
-def test_it_ends_with_one_table_of_both_loaders(tmp_path: Path) -> None:
-    """Two trainings of a resnet18, each in a process that imports torchvision and torch's compiler."""
+def test_five_acts_one_table_and_a_picture(tmp_path: Path) -> None:
     with start(tmp_path) as process:
-        printed, _ = process.communicate()
-    assert process.returncode == 0
-    assert_is_table(printed[printed.index("resnet18") :])
-    assert left_in(tmp_path) == ["images"]
-
-
-def assert_is_table(table: str) -> None:
-    for heading in ("samples/s", "stall share", "time to first batch", "accuracy"):
-        assert heading in table
-    rows = [line.split("│")[1:6] for line in table.splitlines() if line.startswith("│")]
-    assert [row[0].strip() for row in rows] == ["torch", "dpflow"]
-    assert all(cell.strip() for row in rows for cell in row)
+        printed, said = process.communicate()
+    assert process.returncode == 0, said
+    assert "THEY DIFFER" not in printed
+    assert [line[:6] for line in printed.splitlines() if " of 5  " in line] == [f"{one} of 5" for one in range(1, 6)]
+    table = printed[printed.index("torch's DataLoader and torch_dpflow") :]
+    for words in ("bit for bit", "of 11 batches, then", "undisturbed", "0 read twice, 0 lost", "Try next:"):
+        assert words in " ".join(table.split())
+    assert ElementTree.parse(tmp_path / "demo.svg").getroot().tag.endswith("svg")
+    assert sorted(left_in(tmp_path)) == ["demo.svg", "images"]
 
 
 @pytest.mark.slow
 def test_ctrl_c_while_training_leaves_no_process_and_no_file(tmp_path: Path, eventually: Callable[..., None]) -> None:
-    images = natural_images.Specification(classes=demo.CLASSES, train=TRAIN, val=VAL)
+    images = natural_images.Specification(classes=demo.CLASSES, train=demo.MIN_TRAIN, val=VAL)
     natural_images.generate(tmp_path / "images", images, processes=1, progress=False)
     with start(tmp_path) as process:
         family = psutil.Process(process.pid)
