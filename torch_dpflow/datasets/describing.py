@@ -214,7 +214,7 @@ class Describer:
         with Objects(self._options) as objects:
             for position, (url, sample), content in zip(unknown, places, objects.contents(places)):
                 if isinstance(content, DPFlowError):
-                    raise SourceError(f"{url} cannot be read: {type(content).__name__}: {content}")
+                    raise SourceError(f"{printable_url(url)} cannot be read: {type(content).__name__}: {content}")
                 samples[position] = msgspec.structs.replace(
                     sample, length=len(content), checksum=checksum_of(content, algorithm), revision=None
                 )

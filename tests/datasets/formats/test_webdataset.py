@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "sparse": (_sparse, "holes.bin is a sparse file"),
     "sparse PAX": (_pax_sparse, "holes.bin is a sparse file"),
     "twice": (lambda path: write_tar(path, [*MEMBERS, MEMBERS[-1]]), "sample b has two members 'cls'"),
-    "apart": (lambda path: write_tar(path, [*MEMBERS, ("a.txt", b"")]), "members of a are not beside each other"),
+    "apart": (lambda path: write_tar(path, [*MEMBERS, ("a.txt", b"")]), "members of a are not next to each other"),
     "joined": (_altered(lambda data: data + data), "goes on after its end-of-archive block"),
     "no end": (_altered(lambda data: data[: _end(data)]), "no end-of-archive block"),
     "cut in a header": (_altered(lambda data: data[:1700]), "cut short"),

@@ -214,3 +214,14 @@ def test_signatures_are_not_stored_and_may_be_renewed(tmp_path: Path, first: str
         files = [path for path in tmp_path.rglob("*") if path.is_file()]
         assert not any(b"SECRET" in path.read_bytes() for path in files)
         assert all(b"v=3" in path.read_bytes() for path in (tmp_path / "index").rglob("ms-*.json"))
+
+
+@pytest.mark.parametrize("kind", ["webdataset", "tfrecord"])
+@pytest.mark.parametrize("damage", [b"no archive" * 60, b""])
+def test_errors_of_formats_print_no_signature(
+    tmp_path: Path, kind: str, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with WebServer(serve_ranges(damage)) as web, pytest.raises(SourceError) as caught:
+        open_dataset(f"{web.url}/a/0.tar?v=3&sig=SECRET", index_dir=tmp_path / "index", format=kind)
+    assert "SECRET" not in f"{caught.value}{caplog.text}"
+    assert "/a/0.tar?v=3" in str(caught.value)

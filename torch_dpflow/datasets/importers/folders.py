@@ -13,6 +13,7 @@ from torch_dpflow.datasets.files import DirectoryEntry, Files
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.sources import SourceFiles
 from torch_dpflow.datasets.importers.splits import are_splits
+from torch_dpflow.datasets.storage.urls import printable_url
 from torch_dpflow.errors import OptionError, SourceError
 
 
@@ -31,7 +32,8 @@ def check_folder(files: Files) -> None:
     """Raise SourceError unless the folder exists. On object stores an empty one does not."""
     if not files.exists(""):
         raise SourceError(
-            f"there is no folder {files.url}; check the source's path, and on object stores the right to list it"
+            f"there is no folder {printable_url(files.url)}; check the source's path, and on object stores the right "
+            "to list it"
         )
 
 
@@ -61,7 +63,8 @@ def check_links(files: Files, found: Iterable[FoundFile]) -> None:
             files.check_regular(file.path)
         if not file.size and not files.exists(file.path):
             raise SourceError(
-                f"{files.url}/{file.path} is a link that leads nowhere; restore the file that it names, or remove it"
+                f"{printable_url(files.url)}/{file.path} is a link that leads nowhere; restore the file that it names, "
+                "or remove it"
             )
 
 

@@ -194,7 +194,7 @@ class ListingImporter:
         """Return the file, or those of the directory. Raises SourceError if there are none, or if it is partitioned."""
         if self._name:
             return [self._name]
-        url, paths = self._files.url, sorted(file.path for file in files_below(self._files, ""))
+        url, paths = printable_url(self._files.url), sorted(file.path for file in files_below(self._files, ""))
         check_no_log((part for path in paths for part in path.split("/")), url)
         paths = [path for path in paths if not any(part.startswith(_NO_DATA) for part in path.split("/"))]
         partition = next((part for path in paths for part in path.split("/")[:-1] if "=" in part), None)

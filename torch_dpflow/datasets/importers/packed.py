@@ -66,7 +66,9 @@ class PackedImporter(ShardImporter):
         try:
             self.shards, self._info = self._read_index(_json_of(index, files))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise SourceError(f"{index.url} is no index of {self.name}: {type(error).__name__}: {error}") from error
+            raise SourceError(
+                f"{index.printable} is no index of {self.name}: {type(error).__name__}: {error}"
+            ) from error
         present = dict(zip(files.names, files.files, strict=True)) | self._below(files)
         for shard in self.shards:
             _check_present(files.given, shard, present.get(shard.name))
@@ -112,14 +114,14 @@ class PackedImporter(ShardImporter):
         shard = self._by_url[file.url]
         size = data.size
         if shard.compression is not None:
-            content = _decompressed(data.at(0, size), shard.compression, file.url)
+            content = _decompressed(data.at(0, size), shard.compression, file.printable)
             size, data = len(content), ForwardReader(lambda start, stop: content[start:stop], len(content), 1 << 20, 0)
-        offsets = _offsets(data, shard, file.url)
+        offsets = _offsets(data, shard, file.printable)
         if offsets[-1] != size:
-            self._check_rest(data, offsets, file.url)
+            self._check_rest(data, offsets, file.printable)
         for start, stop in itertools.pairwise(offsets):
             if shard.has_compressed_samples:
-                yield Item(data=_decompressed(data.at(start, stop - start), "zstd", file.url))
+                yield Item(data=_decompressed(data.at(start, stop - start), "zstd", file.printable))
             elif shard.compression is not None:
                 yield Item(data=data.at(start, stop - start))
             else:
@@ -208,7 +210,7 @@ class LitDataImporter(PackedImporter):
     def scan(self, file: SourceFile, data: ForwardReader) -> Iterator[Item]:
         if data.at(0, len(_FRAMES)) == _FRAMES:
             raise SourceError(
-                f"{file.url} has frames of zstd, whose samples cannot be read one by one; write it with "
+                f"{file.printable} has frames of zstd, whose samples cannot be read one by one; write it with "
                 "compression_level='sample' or 'chunk'"
             )
         return super().scan(file, data)
@@ -264,7 +266,7 @@ def _check_column(name: str, decoder: Any) -> None:
 
 def _json_of(file: SourceFile, files: SourceFiles) -> Any:
     if file.size > _MAX_INDEX:
-        raise SourceError(f"{file.url} has {file.size} bytes; at most {_MAX_INDEX} are read")
+        raise SourceError(f"{file.printable} has {file.size} bytes; at most {_MAX_INDEX} are read")
     with ObjectReader(files.options, options=files.read_options) as reader:
         (data,) = reader.read_many([ByteRange(file.url, size=file.size, state=file.state)])
     check_json(data)
@@ -277,7 +279,9 @@ def _check_present(given: str, shard: PackedShard, file: SourceFile | None) -> N
     if file is None:
         raise SourceError(f"{given}: the index lists {shard.name}, which is not there; restore it")
     if shard.size is not None and file.size != shard.size:
-        raise SourceError(f"{file.url} has {file.size} bytes, and the index says {shard.size}; it was cut or replaced")
+        raise SourceError(
+            f"{file.printable} has {file.size} bytes, and the index says {shard.size}; it was cut or replaced"
+        )
 
 
 def _offsets(data: ForwardReader, shard: PackedShard, url: str) -> list[int]:

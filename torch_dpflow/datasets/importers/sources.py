@@ -40,6 +40,11 @@ class SourceFile(NamedTuple):
     #: see `storage.states`; None if the storage reports none
     state: str | None
 
+    @property
+    def printable(self) -> str:
+        """The URL without passwords and signatures, for errors and logs."""
+        return printable_url(self.url)
+
 
 class SourceFiles:
     """The objects of one source, in order, and the names of the directories beside them.
@@ -161,7 +166,7 @@ class SourceFiles:
     def check_unchanged(self, file: SourceFile) -> None:
         """Raise SourceError if a local file was written since it was listed. Other storages compare at each read."""
         if is_changed(file):
-            raise SourceError(f"{file.url} was written while it was read; import it again when it is complete")
+            raise SourceError(f"{file.printable} was written while it was read; import it again when it is complete")
 
 
 def find_sources(

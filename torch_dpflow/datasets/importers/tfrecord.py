@@ -58,15 +58,15 @@ class TFRecordImporter(ShardImporter):
         path = self.files.path_of(file)
         while position < data.size:
             header = data.at(position, _HEADER)
-            _check_header(header, position, file.url)
+            _check_header(header, position, file.printable)
             length = int.from_bytes(header[:8], "little")
             start, stop = position + _HEADER, position + _HEADER + length
             if stop + _FOOTER > data.size:
                 raise SourceError(
-                    f"{file.url} was cut short: it has {data.size} bytes, and the record at byte {position} ends at "
-                    f"{stop + _FOOTER}; restore it, or wait until its writer has closed it"
+                    f"{file.printable} was cut short: it has {data.size} bytes, and the record at byte {position} ends "
+                    f"at {stop + _FOOTER}; restore it, or wait until its writer has closed it"
                 )
-            checksum = self._checksum_of(data, start, length, position, file.url)
+            checksum = self._checksum_of(data, start, length, position, file.printable)
             yield Item(path=path, offset=start, length=length, checksum=f"crc32:{checksum:08x}", revision=file.state)
             position = stop + _FOOTER
 

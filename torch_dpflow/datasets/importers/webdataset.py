@@ -88,17 +88,18 @@ class WebDatasetImporter(ShardImporter):
         keys: set[str] = set()
         without: list[str] = []
         path = self.files.path_of(file)
-        for key, members in _groups(data, file.url, without):
+        for key, members in _groups(data, file.printable, without):
             if key in keys:
                 raise SourceError(
-                    f"{file.url}: members of {key} are not beside each other; pack them together, as in tar --sort=name"
+                    f"{file.printable}: members of {key} are not next to each other; pack them together, as in tar "
+                    "--sort=name"
                 )
             keys.add(key)
             yield self._item(file, path, key, members)
         if without:
             DATASETS.warning(
                 "%s: %d members, such as %s, are links, hidden or without an ending, and belong to no sample",
-                file.url,
+                file.printable,
                 len(without),
                 without[0],
             )
@@ -107,9 +108,11 @@ class WebDatasetImporter(ShardImporter):
         places: dict[str, _Member] = {}
         for member in members:
             if member.ending == KEY:
-                raise SourceError(f"{file.url}: sample {key} has a member {KEY!r}, as its key is called; rename it")
+                raise SourceError(
+                    f"{file.printable}: sample {key} has a member {KEY!r}, as its key is called; rename it"
+                )
             if member.ending in places:
-                raise SourceError(f"{file.url}: sample {key} has two members {member.ending!r}; remove one")
+                raise SourceError(f"{file.printable}: sample {key} has two members {member.ending!r}; remove one")
             places[member.ending] = member
         main = self._main_of(file, key, list(places))
         meta: dict[str, Any] = {KEY: key, MAIN: main}
@@ -135,7 +138,7 @@ class WebDatasetImporter(ShardImporter):
         if self._main is None:
             return next((ending for ending in endings if ending.rpartition(".")[2] not in _TEXTS), endings[0])
         if self._main not in endings:
-            raise SourceError(f"{file.url}: sample {key} has no member {self._main!r}; it has {endings}")
+            raise SourceError(f"{file.printable}: sample {key} has no member {self._main!r}; it has {endings}")
         return self._main
 
 
@@ -177,4 +180,4 @@ def _check_text(file: SourceFile, key: str) -> None:
         try:
             key.encode()
         except UnicodeEncodeError as error:
-            raise SourceError(f"{file.url}: the name {key!r} is no UTF-8; rename the member") from error
+            raise SourceError(f"{file.printable}: the name {key!r} is no UTF-8; rename the member") from error
