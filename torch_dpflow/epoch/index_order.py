@@ -1,18 +1,27 @@
 """The indices of torch's own samplers, in torch's order, without torch's list of all of them.
 
 torch's RandomSampler makes a list of Python integers for each pass: 36 bytes a sample, drawn as a whole before the
-first batch and again at the end. Here a pass takes 4 bytes a sample, and is drawn as it is read.
+first batch and again at the end. Here a pass takes 4 bytes a sample, and is drawn as it is read. `is_drawn_at_start`
+and `settled_length` report which part of an epoch's order is fixed at its first batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from torch_dpflow._core.permutation import Permutation, drawn_as
+from torch_dpflow.epoch.epoch_end import length_or_none
 
 #: Indices that are converted to Python integers at once.
 _CHUNK = 4096
@@ -52,3 +61,54 @@ def indices_of(sampler: RandomSampler, skip: int = 0) -> Iterator[int]:
         order: Permutation | Any = drawn_as(generator, length)
         yield from in_chunks(order, min(skip, stop), stop)
         skip -= min(skip, stop)
+
+
+def is_drawn_at_start(index_sampler: Any) -> bool:
+    """Return whether an epoch's order is fixed at its first batch, so that drawing further ahead cannot change it.
+
+    True for known samplers only: others may draw from a generator that the training loop uses too.
+    """
+    if type(index_sampler) is BatchSampler:
+        index_sampler = index_sampler.sampler
+    check = _FIXED_ORDER.get(type(index_sampler))
+    return check is not None and check(index_sampler)
+
+
+def settled_length(index_sampler: Any, end: int | None = None) -> int:
+    """Return how many batches of an epoch are fixed at its first one, and can be drawn then without other draws.
+
+    end: the position at the end of a resumed epoch; None for a whole one.
+    """
+    usual = length_or_none(index_sampler)
+    length = usual if end is None else end
+    if length is None or not is_drawn_at_start(index_sampler):
+        return 0
+    if type(index_sampler) is BatchSampler and type(sampler := index_sampler.sampler) is RandomSampler:
+        # At its end it draws once more, for the rest of a further pass; to find that a batch is short is to get there.
+        is_short = length != usual or len(sampler) % index_sampler.batch_size
+        return length - 1 if is_short and not index_sampler.drop_last and sampler.generator is not None else length
+    return length
+
+
+def _random_sampler_is_fixed(sampler: RandomSampler) -> bool:
+    # Without a generator it seeds one of its own; from the user's it draws a chunk or a pass at a time.
+    if sampler.generator is None:
+        return True
+    length = length_or_none(sampler.data_source)
+    return not sampler.replacement and length is not None and sampler.num_samples <= length
+
+
+def _always(_sampler: Any) -> bool:
+    return True
+
+
+_FIXED_ORDER: dict[type, Callable[[Any], bool]] = {
+    SequentialSampler: _always,
+    RandomSampler: _random_sampler_is_fixed,
+    SubsetRandomSampler: _always,
+    WeightedRandomSampler: _always,
+    DistributedSampler: _always,
+    list: _always,
+    tuple: _always,
+    range: _always,
+}

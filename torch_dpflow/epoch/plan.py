@@ -10,18 +10,11 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler
 
 from torch_dpflow._core.checks import working
 from torch_dpflow.epoch.epoch_end import end_after, length_or_none
-from torch_dpflow.epoch.index_order import batches_of, indices_of, is_drawn_here
+from torch_dpflow.epoch.index_order import batches_of, indices_of, is_drawn_at_start, is_drawn_here
 from torch_dpflow.epoch.own_state import (
     Unsaved,
     copied_state_of,
@@ -402,54 +395,3 @@ def return_generators(
             deque(islice(iter(index_sampler), 1), maxlen=0)
         held = sampler_generators(index_sampler, sampler, generator)
     restore_generators(states, held)
-
-
-def is_drawn_at_start(index_sampler: Any) -> bool:
-    """Return whether an epoch's order is fixed at its first batch, so that drawing further ahead cannot change it.
-
-    True for known samplers only: others may draw from a generator that the training loop uses too.
-    """
-    if type(index_sampler) is BatchSampler:
-        index_sampler = index_sampler.sampler
-    check = _FIXED_ORDER.get(type(index_sampler))
-    return check is not None and check(index_sampler)
-
-
-def settled_length(index_sampler: Any, end: int | None = None) -> int:
-    """Return how many batches of an epoch are fixed at its first one, and can be drawn then without other draws.
-
-    end: the position at the end of a resumed epoch; None for a whole one.
-    """
-    usual = length_or_none(index_sampler)
-    length = usual if end is None else end
-    if length is None or not is_drawn_at_start(index_sampler):
-        return 0
-    if type(index_sampler) is BatchSampler and type(sampler := index_sampler.sampler) is RandomSampler:
-        # At its end it draws once more, for the rest of a further pass; to find that a batch is short is to get there.
-        is_short = length != usual or len(sampler) % index_sampler.batch_size
-        return length - 1 if is_short and not index_sampler.drop_last and sampler.generator is not None else length
-    return length
-
-
-def _random_sampler_is_fixed(sampler: RandomSampler) -> bool:
-    # Without a generator it seeds one of its own; from the user's it draws a chunk or a pass at a time.
-    if sampler.generator is None:
-        return True
-    length = length_or_none(sampler.data_source)
-    return not sampler.replacement and length is not None and sampler.num_samples <= length
-
-
-def _always(_sampler: Any) -> bool:
-    return True
-
-
-_FIXED_ORDER: dict[type, Callable[[Any], bool]] = {
-    SequentialSampler: _always,
-    RandomSampler: _random_sampler_is_fixed,
-    SubsetRandomSampler: _always,
-    WeightedRandomSampler: _always,
-    DistributedSampler: _always,
-    list: _always,
-    tuple: _always,
-    range: _always,
-}

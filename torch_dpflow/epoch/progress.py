@@ -15,13 +15,13 @@ from torch_dpflow._core.checks import working
 from torch_dpflow._core.ranks import Ranks, named_ranks, nested_samplers, process_ranks, ranks_of
 from torch_dpflow._core.torch_private import DatasetKind
 from torch_dpflow.epoch.epoch_end import length_or_none
+from torch_dpflow.epoch.index_order import is_drawn_at_start
 from torch_dpflow.epoch.own_state import Unsaved, ended, opened
 from torch_dpflow.epoch.part import part_of_dataset, part_of_sampler
 from torch_dpflow.epoch.plan import (
     TAKEN,
     Plan,
     PlannedBatch,
-    is_drawn_at_start,
     replay,
     sampler_generators,
 )

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from torch_dpflow._core.torch_private import BaseDataLoaderIter
 from torch_dpflow.cluster.client.collate import PlanFeed, ReadyBatch
 from torch_dpflow.cluster.control.lookaheads import MAX_WHOLE
-from torch_dpflow.epoch.plan import TAKEN, Plan, is_drawn_at_start, settled_length
+from torch_dpflow.epoch.index_order import is_drawn_at_start, settled_length
+from torch_dpflow.epoch.plan import TAKEN, Plan
 from torch_dpflow.epoch.progress import OPENING_ALONE, EpochProgress, LoaderShape
 from torch_dpflow.epoch.rng import generator_state, restore_generator
 from torch_dpflow.epoch.state import LoaderState

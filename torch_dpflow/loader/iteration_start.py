@@ -13,6 +13,7 @@ from torch.utils.data import IterDataPipe, graph_settings
 
 from torch_dpflow._core.checks import working
 from torch_dpflow._core.torch_private import DatasetKind, pin_memory
+from torch_dpflow.epoch.index_order import settled_length
 from torch_dpflow.epoch.own_state import return_dataset
 from torch_dpflow.epoch.plan import (
     Plan,
@@ -21,7 +22,6 @@ from torch_dpflow.epoch.plan import (
     repeat_draws,
     return_sampler,
     sampler_generators,
-    settled_length,
 )
 from torch_dpflow.epoch.progress import (
     OPENING_AGAIN,

@@ -8,7 +8,8 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from torch_dpflow._core.torch_private import BaseDataLoaderIter, ExceptionWrapper
-from torch_dpflow.epoch.plan import TAKEN, PlannedBatch, is_drawn_at_start, samples_in
+from torch_dpflow.epoch.index_order import is_drawn_at_start
+from torch_dpflow.epoch.plan import TAKEN, PlannedBatch, samples_in
 from torch_dpflow.epoch.progress import OPENING_AGAIN, OPENING_WORKERS
 from torch_dpflow.errors import LoaderTimeoutError, WorkerError, WorkerStartError
 from torch_dpflow.ipc.memory.headroom import machine_total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from functools import partial
 
 from torch_dpflow._core.backoff import Backoff
@@ -11,6 +12,7 @@ from torch_dpflow.cluster.client.flow_registration import (
     LONGEST_PAUSE_S,
     PAUSE_S,
     FlowContent,
+    JobDataset,
     changes,
     content_of,
     describe,
@@ -35,7 +37,7 @@ from torch_dpflow.cluster.shard.sample_source import SampleAssignment
 from torch_dpflow.errors import OptionError
 from torch_dpflow.remote.shipping.content_identity import ContentIdentity
 from torch_dpflow.remote.shipping.content_pack import join_content
-from torch_dpflow.samplers.indices import check_indices
+from torch_dpflow.samplers.indices import IndexArray, check_indices
 from torch_dpflow.workers.script_settings import ScriptSettings
 
 __all__ = ["FlowDefinition", "JobOptions", "JobReading", "Replica", "SharedJob", "open_job"]
@@ -63,22 +65,12 @@ def open_job(
         DeadlineError: the cluster does not answer.
     """
     reading, options = reading or JobReading(), options or JobOptions()
-    replica = reading.replica
-    if replica is not None and replica.num_replicas > 1 and options.name is None:
-        raise OptionError(
-            f"replica={replica!r} without a name: the ranks of a job find each other by its name, so give all of them "
-            "the same JobOptions(name=...), and no other job that one"
-        )
+    _check_named(reading.replica, options)
     name = options.name or draw_name()
     outages = OutageLog(flow.name, name, reconnect_timeout_s=options.reconnect_timeout_s)
     source = split_stages(flow.dataset, options)
     size = length_of(source.dataset.cacheable)
-    places = source.places
-    indices = (
-        None if reading.indices is None else check_indices(reading.indices, size if places is None else len(places))
-    )
-    if places is not None:
-        indices = places if indices is None else places[indices]
+    indices = _samples_read(reading, source, size)
     settings = ScriptSettings.capture()
     known = content or content_of(source.dataset, flow.worker_init_fn, options, settings, code=flow.code)
     assignment = SampleAssignment(
@@ -88,21 +80,9 @@ def open_job(
         settings=settings,
         variables=known.identity.variables,
     )
-
-    def register_with(cluster: Cluster, reconnect_timeout_s: float, outages: OutageLog | None = None) -> bool:
-        packed = _packed_for(cluster, assignment, known.identity)
-        spec = describe(flow, source, packed, known, size=size, options=options)
-        return register(
-            cluster,
-            spec,
-            packed,
-            reconnect_timeout_s=reconnect_timeout_s,
-            outages=outages,
-            is_replaced=lambda: _found(address) not in (None, cluster),
-        )
-
+    registration = _Registration(flow, source, assignment, known, size, options, address)
     cluster = await_cluster(address, outages)
-    while not register_with(cluster, options.reconnect_timeout_s, outages):
+    while not registration.register_with(cluster, options.reconnect_timeout_s, outages):
         cluster = await_cluster(address, outages)
     job = JobDescription(
         flow=flow.name,
@@ -113,8 +93,8 @@ def open_job(
         batch_size=reading.batch_size,
         drop_last=reading.drop_last,
         indices=indices,
-        places=places,
-        rank=_rank_of(name, replica),
+        places=source.places,
+        rank=_rank_of(name, reading.replica),
         cacheable_only=reading.cacheable_only,
         side=reading.side,
         independence=reading.independence,
@@ -122,8 +102,55 @@ def open_job(
         strategy=options.strategy,
         caches=(source.repeatable or source.staged) and options.policy != "none",
     )
-    failover = Failover(find=partial(_found, address), register=register_with)
+    failover = Failover(find=partial(_found, address), register=registration.register_with)
     return SharedJob(cluster, job, reading.collate_fn, options, failover, content=known)
+
+
+@dataclass(frozen=True)
+class _Registration:
+    """Registration of a job's flow, with the first cluster and with each cluster that replaces it."""
+
+    flow: FlowDefinition
+    source: JobDataset
+    assignment: SampleAssignment
+    content: FlowContent
+    size: int
+    options: JobOptions
+    address: str | None
+
+    def register_with(self, cluster: Cluster, reconnect_timeout_s: float, outages: OutageLog | None = None) -> bool:
+        """Register the flow; see `register`. Return False if another cluster has replaced this one."""
+        packed = _packed_for(cluster, self.assignment, self.content.identity)
+        spec = describe(self.flow, self.source, packed, self.content, size=self.size, options=self.options)
+        return register(
+            cluster,
+            spec,
+            packed,
+            reconnect_timeout_s=reconnect_timeout_s,
+            outages=outages,
+            is_replaced=lambda: _found(self.address) not in (None, cluster),
+        )
+
+
+def _check_named(replica: Replica | None, options: JobOptions) -> None:
+    """Raise OptionError if a job of several ranks has no name."""
+    if replica is not None and replica.num_replicas > 1 and options.name is None:
+        raise OptionError(
+            f"replica={replica!r} without a name: the ranks of a job find each other by its name, so give all of them "
+            "the same JobOptions(name=...), and no other job that one"
+        )
+
+
+def _samples_read(reading: JobReading, source: JobDataset, size: int) -> IndexArray | None:
+    """Return the samples of the flow that a job reads; None: all. Raises as `check_indices`.
+
+    size: samples of the flow.
+    """
+    places = source.places
+    if reading.indices is None:
+        return places
+    indices = check_indices(reading.indices, size if places is None else len(places))
+    return indices if places is None else places[indices]
 
 
 def changes_of_flow(

@@ -14,16 +14,22 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from torch_dpflow._core.backoff import Backoff
-from torch_dpflow.cluster.messages.coordinator import CONTENT_PIECE_BYTES, ContentPiece, ContentRequest
+from torch_dpflow.cluster.messages.coordinator import (
+    CONTENT_PIECE_BYTES,
+    MAX_CONTENT_BYTES,
+    ContentPiece,
+    ContentRequest,
+)
 from torch_dpflow.cluster.services.service import ClusterPlace, locate
 from torch_dpflow.errors import DPFlowError, MessageError, StateError, UsageError
+from torch_dpflow.ipc.messages.fields import OverloadedError
 from torch_dpflow.log import SERVICE
 
 #: Most simultaneous uploads to the coordinator, and most calls that wait for its thread.
@@ -142,6 +148,14 @@ class ContentFiles:
         )
 
 
+def check_piece(piece: ContentPiece, frames: Sequence[memoryview]) -> None:
+    """Raise UsageError unless the size of the content and of this piece of it are allowed."""
+    if piece.size > MAX_CONTENT_BYTES:
+        raise UsageError(f"the content of a flow has {piece.size} bytes; {MAX_CONTENT_BYTES} are allowed")
+    if len(frames) != 1 or not 1 <= frames[0].nbytes <= CONTENT_PIECE_BYTES:
+        raise UsageError(f"a piece of a content is one frame of 1 to {CONTENT_PIECE_BYTES} bytes")
+
+
 class Contents:
     """The contents of a coordinator, with a thread that reads and writes. The coordinator's thread calls all methods.
 
@@ -158,23 +172,32 @@ class Contents:
         """Complete contents."""
         return self._files.digests
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether too many calls wait for the thread to accept more."""
-        return self._work.qsize() >= MAX_WAITING
-
     def receive(self, piece: ContentPiece, data: memoryview, done: Callable[[int | Exception], None]) -> None:
-        """Run `ContentFiles.receive` in the thread, which calls `done` with the result or the error."""
+        """Run `ContentFiles.receive` in the thread, which calls `done` with the result or the error.
+
+        Raises OverloadedError if too many calls wait for the thread.
+        """
+        self._refuse_if_busy()
         self._begin(lambda: self._files.receive(piece, data), done)
 
     def read(self, request: ContentRequest, done: Callable[[tuple[int, bytes] | Exception], None]) -> None:
-        """Run `ContentFiles.read` in the thread, which calls `done` with the result or the error."""
+        """Run `ContentFiles.read` in the thread, which calls `done` with the result or the error.
+
+        Raises UsageError if the content is not stored, and OverloadedError if too many calls wait for the thread.
+        """
+        if request.digest not in self.digests:
+            raise UsageError(f"no content {request.digest!r} is stored")
+        self._refuse_if_busy()
         self._begin(lambda: self._files.read(request), done)
 
     def drop(self, digest: str) -> None:
         """Run `ContentFiles.drop` in the thread, without waiting for it."""
         self._files.digests.discard(digest)
         self._begin(lambda: self._files.drop(digest), lambda _: None)
+
+    def _refuse_if_busy(self) -> None:
+        if self._work.qsize() >= MAX_WAITING:
+            raise OverloadedError("too many contents are being transferred; retry")
 
     def _begin(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
         def run() -> None:

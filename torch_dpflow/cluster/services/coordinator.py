@@ -28,8 +28,6 @@ from torch_dpflow.cluster.control.flow_registry import (
 from torch_dpflow.cluster.control.flow_scaling import FlowScaling
 from torch_dpflow.cluster.control.placement import instance_of, launches_of
 from torch_dpflow.cluster.messages.coordinator import (
-    CONTENT_PIECE_BYTES,
-    MAX_CONTENT_BYTES,
     Access,
     ClusterLimits,
     ContentPiece,
@@ -42,7 +40,7 @@ from torch_dpflow.cluster.messages.coordinator import (
     Scale,
 )
 from torch_dpflow.cluster.messages.node import Launch, ProcessView
-from torch_dpflow.cluster.services.contents import Contents
+from torch_dpflow.cluster.services.contents import Contents, check_piece
 from torch_dpflow.cluster.services.joined_nodes import JoinedNodes
 from torch_dpflow.cluster.services.service import WorkerPlatform
 from torch_dpflow.cluster.services.state_store import WriteBehindStore
@@ -302,14 +300,10 @@ class Coordinator:
 
     def _on_store(self, call: IncomingCall) -> Result | Later:
         piece: ContentPiece = call.body
-        if piece.size > MAX_CONTENT_BYTES:
-            raise UsageError(f"the content of a flow has {piece.size} bytes; {MAX_CONTENT_BYTES} are allowed")
-        if len(call.frames) != 1 or not 1 <= call.frames[0].nbytes <= CONTENT_PIECE_BYTES:
-            raise UsageError(f"a piece of a content is one frame of 1 to {CONTENT_PIECE_BYTES} bytes")
+        check_piece(piece, call.frames)
         flow = self._registry.flow_of_content(piece.digest)
         if flow is None or self._is_stored(flow):
             return Result(None if flow is None else piece.size)
-        self._refuse_if_busy()
 
         def done(held: int | Exception) -> None:
             if isinstance(held, Exception):
@@ -335,23 +329,14 @@ class Coordinator:
         call.answer(None if flow is None else piece.size)
 
     def _on_content(self, call: IncomingCall) -> Later:
-        request: ContentRequest = call.body
-        if request.digest not in self._contents.digests:
-            raise UsageError(f"no content {request.digest!r} is stored")
-        self._refuse_if_busy()
-
         def done(read: tuple[int, bytes] | Exception) -> None:
             if isinstance(read, Exception):
                 call.fail(read)
             else:
                 call.answer(read[0], [read[1]])
 
-        self._contents.read(request, done)
+        self._contents.read(call.body, done)
         return LATER
-
-    def _refuse_if_busy(self) -> None:
-        if self._contents.is_busy:
-            raise OverloadedError("too many contents are being transferred; retry")
 
     def _on_access(self, call: IncomingCall) -> Result | Later:
         access: Access = call.body

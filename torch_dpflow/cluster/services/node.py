@@ -108,7 +108,7 @@ class Node:
         self._elsewhere: dict[str, str] = {}
         #: Processes that were launched and have not ended yet, by id.
         self._processes: dict[str, Handle] = {}
-        #: Id and incarnation of those that are being launched, and handles of those among them that have ended.
+        #: Id and incarnation of processes that are being launched; handles of launching processes that have ended.
         self._launching: set[tuple[str, int]] = set()
         self._ended_early: list[Handle] = []
         #: By incarnation, the progress of processes that have sent no heartbeat.

@@ -36,7 +36,7 @@ def max_workers() -> int:
 
     Raises DescriptorLimitError if it allows none.
     """
-    most = (max_processes() - 1) // 3  # beside the coordinator
+    most = (max_processes() - 1) // 3  # one process is the coordinator
     if most < 1:
         raise exhausted(f"a cluster needs a limit of {OWN_DESCRIPTORS + 4 * (DESCRIPTORS + 1)} for its first worker")
     return most
@@ -55,7 +55,7 @@ def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def fork_platform(preload: Sequence[str]) -> ForkServerPlatform:
-    """Return the platform of a node. preload: modules to import once, in addition to those of this package."""
+    """Return the platform of a node. preload: modules to import once, in addition to this package's."""
     # Processes are forked from a server that has imported torch: 2 s and 130 MB less for each worker. Only the operator
     # chooses what it imports (`preload`), never a client.
     modules = ["torch", *PRELOAD, *preload]
