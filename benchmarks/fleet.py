@@ -2,7 +2,7 @@
 
     python -m benchmarks.fleet [--json] [--part jobs,shards,workers,flows] [--counts 1,10,100,1000] [--quick]
 
-Each service runs in a process of its own. The clients are in this one, and speak the protocol of jobs, shards, workers
+Each service runs in a separate process. The clients run in this one, and speak the protocol of jobs, shards, workers
 and training processes. What the parts measure is described in benchmarks/README.md.
 """
 
@@ -80,7 +80,7 @@ def spec_of(name: str = "fleet") -> FlowSpec:
     return FlowSpec(name=name, version=1, size=SAMPLES, content=content, fingerprint={}, policy="lru")
 
 
-# -- services in a process of their own ------------------------------------------------------------------------
+# -- services in separate processes ----------------------------------------------------------------------------
 
 
 def serve(role: str, folder: str, count: int) -> None:

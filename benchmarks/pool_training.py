@@ -4,7 +4,7 @@
 
 The images of `benchmarks.loader`, random crops of 224x224 in batches of 64, a `DPFlowDataLoader` with two workers,
 which live through all rounds; each round is an epoch, and the training loop does nothing, so what is measured is
-loading. The pool's server (`dpflow pool serve`) and the store (a double of OSS) are processes of their own on
+loading. The pool's server (`dpflow pool serve`) and the store (a double of OSS) are separate processes on
 the same processors. From the object store once as loaders read it, a batch at a time with overlapping requests, and
 once image after image, as datasets do that have `__getitem__` alone.
 """

@@ -1,6 +1,6 @@
 """How loaders behave with many samples: `python -m benchmarks.scale --samples 1e6,1e7,1e8`.
 
-Run as a module of its own it is one job, which reads the beginning of two epochs and prints what that took.
+Run as a module, this file is one job, which reads the beginning of two epochs and prints time and memory.
 """
 
 import argparse

@@ -187,7 +187,7 @@ def speed(seconds: float, cpu_s: float) -> str:
     cores = len(os.sched_getaffinity(0))
     said = f"The acts took {seconds:.0f} s, and {cpu_s:.0f} s of processor time."
     if cpu_s < FREE_SHARE * seconds * min(cores, 2):
-        said += " Other work had a part of the processors: believe the ratios of processor time, not those of images/s."
+        said += " Other work had a part of the processors: believe the ratios of processor time, not of images/s."
     elif seconds > EXPECTED_S:
         said += f" This machine is slow: two cores without other work take less than {EXPECTED_S:.0f} s."
     return said

@@ -147,7 +147,7 @@ def started_by(name: str) -> set[int]:
 
 
 def end(pids: set[int]) -> None:
-    """Kill processes, and wait for those that are children, which stay to be reaped by whatever started them."""
+    """Kill processes and wait until the children among them end. The code that started a child still reaps it."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)

@@ -51,8 +51,8 @@ class LoaderOptions:
             None allows a quarter of the machine's memory, divided among the workers.
         listen: with `platform=`, where to listen for workers: "tcp://HOST:PORT", port 0 for a free one. Workers must
             be able to reach it. None: an address of this host that the platform suggests.
-        code: with `platform=` or `flow=`, which of your modules are sent to workers: "auto", those that the dataset
-            needs; a list of files and folders, these too; None, none.
+        code: with `platform=` or `flow=`, which of your modules are sent to workers: "auto", the modules that the
+            dataset needs; a list of files and folders, these too; None, none.
         min_workers: with `platform=`, how many workers must be connected before the first batch is loaded.
         watch: HOST:PORT, such as "127.0.0.1:8265", of a live page about the loaders of this process (extra `web`);
             None: the environment variable DPFLOW_WATCH, if set. LOCAL_RANK, as torchrun sets it, is added to the

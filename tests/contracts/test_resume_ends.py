@@ -270,7 +270,7 @@ SAMPLERS: dict[str, Any] = {
 def test_between_iter_and_the_first_batch_the_order_is_still_to_be_drawn(
     OurLoader: Any, name: str, epochs: int, steps: int
 ) -> None:
-    """With torch's random state restored, later epochs are those of the saved run too."""
+    """With torch's random state restored, later epochs also equal the saved run's."""
     torch.manual_seed(5)
     saved = OurLoader(Indices(SIZE), 4, **SAMPLERS[name]())
     for _ in range(epochs):

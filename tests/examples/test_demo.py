@@ -52,7 +52,7 @@ def options_of(folder: Path) -> demo.Options:
 
 
 def test_it_says_where_figures_depend_on_other_work_or_a_slow_machine() -> None:
-    assert "processor time, not those of images/s" in demo.speed(60.0, 20.0)
+    assert "processor time, not of images/s" in demo.speed(60.0, 20.0)
     assert "machine is slow" in demo.speed(200.0, 390.0)
     assert demo.speed(40.0, 60.0) == "The acts took 40 s, and 60 s of processor time."
 

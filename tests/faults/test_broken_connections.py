@@ -62,7 +62,7 @@ def break_all(proxy: TcpProxy) -> None:
 
 
 def check(loader: DPFlowDataLoader, got: list[torch.Tensor], epoch: int) -> None:
-    """The batches of one epoch, in order, each with the random numbers of its own position."""
+    """Check that the batches of one epoch are in order, each with the random numbers of its position."""
     assert [int(batch[0, 0]) for batch in got] == [*range(BATCHES)]
     base_seed = int(loader._iterator._base_seed)
     for position, batch in enumerate(got):

@@ -151,7 +151,7 @@ class LossyPlatform:
         #: Launch specs by name, of starts that were not answered, and of workers that run.
         self.requested: dict[str, bytes] = {}
         self.running: dict[str, bytes] = {}
-        #: Workers whose end was requested, and those that the platform was asked about.
+        #: Workers whose end was requested, and workers about which the platform was queried.
         self.stopped: dict[str, str] = {}
         self.suspected: set[str] = set()
         self._outcomes: deque[Outcome] = deque()

@@ -1,8 +1,8 @@
 """A private loader's workers where messages are late or refused and workers die at any time: no socket, no clock.
 
 The shard, the scheduler and the workers' loop are the product's. The loader around them is a model: it begins epochs,
-holds a few batches in flight and replaces workers that have died. Every batch must have the numbers of its own epoch,
-and must come once messages arrive again.
+holds a few batches in flight and replaces workers that have died. Every batch must have the numbers of its epoch,
+and must arrive once messages arrive again.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class LoaderModel:
         return 1000 * self.generation + position
 
     def read(self) -> None:
-        """Take the batches that have come."""
+        """Take the batches that have arrived."""
         while (self.given in self.results) if self.in_order else (self.given < len(self.results)):
             self.given += 1
         self.submit()

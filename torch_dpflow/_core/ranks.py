@@ -111,7 +111,7 @@ def ranks_of(*samplers: Any, dataset: Any = None) -> Ranks | None:
 
 
 def nested_samplers(*samplers: Any, dataset: Any = None) -> Iterator[Any]:
-    """Yield these samplers and those that they wrap, each once."""
+    """Yield these samplers and the samplers that they wrap, each once."""
     parts = list(samplers)
     passed: list[Any] = []
     for part in parts:

@@ -23,7 +23,7 @@ class OpenedDataset(DatasetReader):
     Args:
         stored: a variant from `DatasetStore.open`.
         decode: see `open_dataset`.
-        given_urls: URLs of objects by those that `stored` has, if these are others.
+        given_urls: given URLs of objects by their URLs in `stored`, where the two differ.
         is_index: whether `stored` can be built again, as an index is. A damaged one is removed once this is noticed.
         reading: further arguments of `DatasetReader`.
 

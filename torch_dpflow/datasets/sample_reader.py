@@ -108,7 +108,7 @@ class SampleReader:
         self._check = check
         self._on_error = on_error
         self._through = through
-        #: URLs of objects by those of the metadata, if these are others
+        #: Given URLs of objects by their URLs in the metadata, where the two differ
         self._given_urls: dict[str, str] = {}
         self._prepare()
 

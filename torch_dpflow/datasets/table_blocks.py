@@ -64,7 +64,7 @@ class ParquetBlocks:
 
 
 def _check_begins_once(path: str, metadata: Any) -> None:
-    """Raise OSError if Parquet files were joined: the footer of the last one has the positions of its own pages."""
+    """Raise OSError if Parquet files were joined: the last footer lists only the pages of the last file."""
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
     stop = max((_start(chunk) + chunk.total_compressed_size for chunk in chunks), default=4)
@@ -136,7 +136,7 @@ class RemoteArrowBlocks:
     """An Arrow file on another storage, of which its footer and whole messages are read.
 
     A block is decoded as a stream of the schema, the dictionaries and the block: Arrow's own reader of files reads the
-    blocks to count their rows, and in threads of its own, which stay.
+    blocks to count their rows, and starts threads, which stay.
     """
 
     def __init__(self, file: SourceFile, reader: ObjectReader) -> None:
@@ -185,7 +185,7 @@ class RemoteArrowBlocks:
 
 
 def _check_one_file(source: Any) -> None:
-    """Raise OSError if Arrow files were joined: the footer of the last one has the positions of its own batches."""
+    """Raise OSError if Arrow files were joined: the last footer lists only the batches of the last file."""
     size = source.size()
     source.seek(size - 10)
     footer = int.from_bytes(source.read(4), "little")

@@ -50,7 +50,7 @@ def find_tables(
     """Return the files of a table, in order. Each directory is listed once.
 
     Args:
-        split: which files of a directory; None: it has those of one split.
+        split: the split whose files of a directory are read; None: the directory has only one.
 
     Raises:
         OptionError: a directory has no such split.

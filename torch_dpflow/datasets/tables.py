@@ -43,7 +43,7 @@ Blocks = ParquetBlocks | ArrowBlocks | RemoteArrowBlocks
 _FEW_ROWS = 16
 #: Files whose footers are read at a time.
 _FOOTERS_AT_ONCE = 16
-#: Opened files of a process: those with a descriptor or a parsed footer, and mapped ones.
+#: Opened files of a process: files with a descriptor or a parsed footer, and mapped files.
 _MAX_OPEN, _MAX_MAPPED = 32, 4096
 #: Bytes of memory of a mapped block: objects of Arrow and Python.
 _MAPPED_BYTES = 4096

@@ -104,7 +104,7 @@ def check_divided_once(loader: Any) -> None:
 
 
 def _divide(parts: Iterable[Any]) -> list[tuple[Any, Ranks]]:
-    """Return those of these samplers or datasets that name several ranks, with these."""
+    """Return the samplers or datasets that name several ranks, each with its ranks."""
     return [(part, ranks) for part in parts if (ranks := named_ranks(part)) is not None and ranks.num_replicas > 1]
 
 

@@ -297,7 +297,7 @@ def _places_of(dataset: Any) -> IndexArray | None:
 def settled_state(loader: Any, shared: dict[str, Any]) -> dict[str, Any]:
     """Return the position of this rank in an epoch of the router's order, from a position of any number of ranks.
 
-    So that it joins with those of the other ranks, although no iteration has begun with it.
+    The position can then be joined with the other ranks' positions before an iteration begins with it.
 
     Raises StateError: the position is not known to one rank, or is of other samples.
     """

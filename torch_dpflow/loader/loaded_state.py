@@ -55,7 +55,7 @@ def _of_all_ranks(state: LoaderState) -> LoaderState:
 
 
 def _joined_streams(states: Sequence[LoaderState], rank: int, workers: int) -> LoaderState:
-    """Return the state of this rank, of ranks that read an iterable dataset; of shards it has those of all ranks."""
+    """Return this rank's state of an iterable dataset. If the dataset has shards, it has the shards of all ranks."""
     begun = [state for state in states if not state.fresh] or list(states)
     own = next((state for state in states if _rank_of(state) == rank), None)
     streams = [stream for state in begun for stream in state.streams]
@@ -269,7 +269,7 @@ UNKNOWN = -1
 def end_of_epoch(loader: Any, state: LoaderState) -> int | None:
     """Return the number of the batch at which the epoch of a state ends in this loader; None for a whole epoch.
 
-    Raises StateError: the states are not those of all ranks; or the script has read `len(loader)` before, and may count
+    Raises StateError: the states do not cover all ranks; or the script has read `len(loader)` before, and may count
         batches up to that, and the epoch of the state does not end there.
     """
     if state.fresh or state.kind == "iterable":

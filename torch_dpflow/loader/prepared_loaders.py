@@ -63,7 +63,7 @@ def _amend(ours: type[Any], module: ModuleType) -> None:
     for name in _FUNCTIONS:
         before = names[name]
         noted = _noting(ours, before)
-        for other in list(sys.modules.values()):  # those that have imported it by name
+        for other in list(sys.modules.values()):  # modules that have imported it by name
             if working(other, "__dict__", {}).get(name) is before:
                 setattr(other, name, noted)
 

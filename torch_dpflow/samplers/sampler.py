@@ -273,7 +273,7 @@ class DynaGCSSampler(Sampler[int]):
         return self._running
 
     def _part(self, epoch: int, places: Places | None = None) -> Order:
-        """Return this rank's part of an epoch of its own, or of these places of it; drawn as it is read."""
+        """Return this rank's part of an unshared epoch, or of these places of the epoch; drawn as it is read."""
         order = self._order(epoch)
         if places is not None and places != dealing.all_places(self.size):
             dealt = dealing.dealt(places, self.rank, self.num_replicas, drop_last=self.drop_last)

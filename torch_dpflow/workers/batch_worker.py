@@ -361,7 +361,7 @@ class BatchWorker:
         if task >> POSITION_BITS != self._generation:
             # Not loaded: it would get the random numbers of another epoch.
             raise WorkerError(
-                f"a batch of epoch {task >> POSITION_BITS} of this loader has come in its epoch {self._generation}: a "
+                f"a batch of epoch {task >> POSITION_BITS} of this loader arrived in its epoch {self._generation}: a "
                 "message of the shard was lost"
             )
         self._running.note(task)

@@ -46,8 +46,8 @@ class ForkServerPlatform(LocalPlatform):
             starts. It is then killed, and another is started, with twice the time for a start. None: no limit, as
             other code may use the fork server.
         outlived: whether processes survive the death of the fork server. Otherwise the kernel kills them with it,
-            including those that never release the interpreter's lock. One thread may then launch while another uses
-            the handles.
+            including processes that never release the interpreter's lock. One thread may then launch while another
+            uses the handles.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ def local_platform(context: Any, *, preload: Sequence[str] = ()) -> LocalPlatfor
     """Return the platform for a multiprocessing context, or a module used as one.
 
     Args:
-        preload: modules that a fork server imports beside those that the user has chosen, if it does not run yet.
+        preload: modules that a fork server imports in addition to the user's modules, if it does not run yet.
     """
     if context.get_start_method() != "forkserver":
         return LocalPlatform(context)

@@ -138,7 +138,7 @@ class Shard:
         self._payloads: dict[int, Frame] = {}
         #: The connection of each worker number.
         self._peers: dict[int, bytes] = {}
-        #: Workers that have sent nothing since they were sent an epoch, and those of them for which another one waits.
+        #: Workers that have sent nothing since they were sent an epoch; quiet workers for which another epoch waits.
         self._quiet: set[int] = set()
         self._behind: set[int] = set()
 
@@ -157,7 +157,7 @@ class Shard:
         """Cancel the rest of the last epoch and send the new one to every worker.
 
         A worker that has not answered since the last epoch gets it with its next task, or once it answers. So a worker
-        that sits in one sample is sent one epoch, and not each of those that a script begins meanwhile.
+        that sits in one sample is sent one epoch, and not every epoch that a script begins meanwhile.
         """
         self.cancel(list(self._payloads))
         self._behind.update(self._quiet)

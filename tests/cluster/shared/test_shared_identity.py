@@ -89,7 +89,7 @@ def test_a_search_shares_one_loading_and_what_differs_is_refused_by_name(
         )
 
     try:
-        # Modules beside the script travel, and the class that copying has changed is no change between epochs.
+        # Modules in the script's folder are sent. A class that copying changes does not count as a change of the flow.
         with ThreadPoolExecutor() as pool:
             trials = [*pool.map(lambda lr: run("--lr", lr), ("0.1", "0.01", "0.001", "0.0001"))]
         for trial in trials:

@@ -285,7 +285,7 @@ def test_one_more_shard_reads_no_metadata_of_the_others(
 
 
 def test_the_index_of_a_source_that_grows_does(tmp_path: Path, index_dir: Path) -> None:
-    """By what is new. Each state had a whole index of its own."""
+    """The index grows by the new samples only; each state once stored a whole index."""
     (shard,) = [write_tar(tmp_path / "a.tar", members_of(samples_of(0, 1000))).read_bytes()]
     sizes = []
     for number in range(8):

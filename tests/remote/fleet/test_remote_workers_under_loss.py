@@ -307,7 +307,7 @@ TestRemoteWorkersUnderLoss = RemoteWorkersUnderLoss.TestCase
 TestRemoteWorkersUnderLoss.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-#: In how many seconds of the model's clock everything has come after a loss: a lease of 10 s, and a start.
+#: Seconds of the model's clock in which the workers recover from a loss: a lease of 10 s, and a start.
 WITHIN_S = 40.0
 
 

@@ -36,7 +36,7 @@ def test_a_window_does_not_change_back_and_forth() -> None:
 
 
 def missing(one: RemoteWorker, count: int = 1) -> WorkerHeartbeat:
-    """A heartbeat of a worker that waits and has sent more than has come from it."""
+    """Return the heartbeat of an idle worker that has sent `count` more messages than have arrived."""
     return WorkerHeartbeat(one.received + count, one.sent)
 
 

@@ -141,7 +141,7 @@ KNOWN = identify({"dataset": Held(0)})
 
 
 def digest(obj: Any) -> dict[str, PartDigest]:
-    """The parts, without those of files."""
+    """Return the parts of an object, without the parts of files."""
     return identify({"dataset": obj}, like=KNOWN).parts
 
 

@@ -131,7 +131,7 @@ class _Marks:
         self.count = 0
 
     def add(self, keys: Sequence[int]) -> None:
-        """Add these keys; those of other shards are ignored."""
+        """Add these keys; keys of other shards are ignored."""
         first, length, bits, added = self._first, self._length, self._bits, 0
         for key in keys:
             place = key - first

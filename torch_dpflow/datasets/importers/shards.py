@@ -144,7 +144,7 @@ class ShardImporter:
         self._counts: dict[int, int] = {}
         self._objects: list[list[Any]] = []
         self.options = self.files.options
-        #: URLs of objects by those that samples get, if these are others
+        #: Given URLs of objects by the URLs that samples get, where the two differ
         self.given_urls = self.files.given_urls()
         #: Whether samples that an index pass reads go into the disk cache, where readers find them.
         self.fills_cache = False
@@ -183,7 +183,7 @@ class ShardImporter:
         """Take the samples of unchanged objects from an earlier index of the same root and settings.
 
         Returns:
-            How many samples at the beginning are those of the index, a multiple of `multiple`. They are left out.
+            The number of first samples that the earlier index contains, a multiple of `multiple`. They are left out.
         """
         before = [tuple(one) for one in stored.variant.source["objects"]]
         if len({path for path, *_ in before}) < len(before):

@@ -100,7 +100,7 @@ class SourceFiles:
         if not self.is_directory:
             if split is not None:
                 raise OptionError(
-                    f"split={split!r} chooses files of a directory; name those of the split, as a pattern"
+                    f"split={split!r} chooses files of a directory; name the files of the split, as a pattern"
                 )
             return self
         by_name = dict(zip(self.names, self.files, strict=True))
@@ -279,7 +279,7 @@ def _directory(text: str, options: Mapping[str, Any], read_options: ReadOptions 
         return None
     folders = [child.name for child in children if child.is_directory]
     plain = [child for child in children if not child.is_directory]
-    # Beside shards lie other things, of which only those of the format have to be files.
+    # A directory of shards may contain other entries. Only entries of the format have to be files.
     broken = [child.name for child in plain if is_local and not os.path.isfile(f"{_local_path(text)}/{child.name}")]
     found = [source_file(files.url, child) for child in plain if child.name not in broken]
     return SourceFiles(

@@ -15,7 +15,7 @@ _WORDS = {
 }
 #: A file of several: `train-00000-of-00002.parquet`, `train.tfrecord-00000-of-00002`.
 _OF = re.compile(r"(.+?)(?:\.tfrecords?|\.tfrec)?[-_.](\d+)[-_]of[-_](\d+)(?!\d).*", re.DOTALL)
-#: What HuggingFace's `map` and `filter` keep beside a dataset.
+#: Files that HuggingFace's `map` and `filter` write into a dataset's directory.
 _CACHE = re.compile(r"cache-[0-9a-f]{8,}.*", re.DOTALL)
 #: Directories of tables some of whose files are not part of the table: Delta, Hudi, streams of Spark.
 _LOGS = {"_delta_log": "Delta table", ".hoodie": "Hudi table", "_spark_metadata": "table of a Spark stream"}
@@ -33,7 +33,7 @@ def check_no_log(names: Iterable[str], where: str) -> None:
 
 
 def are_splits(folders: Sequence[str]) -> bool:
-    """Return whether the names of several directories are those of splits."""
+    """Return whether several directories are named after different splits."""
     return len({_WORDS.get(folder.lower()) for folder in folders} - {None}) == len(folders) > 1
 
 
@@ -91,7 +91,7 @@ def _word(text: str) -> str | None:
 
 
 def _named(labels: Sequence[str], split: str) -> list[str]:
-    """Return the labels that are equal to a split's name; if there are none, those of the same meaning."""
+    """Return the labels that are equal to a split's name; if there are none, the labels with the same meaning."""
     meaning = _word(split)
     return [label for label in labels if label == split] or [
         label for label in labels if meaning is not None and _word(label) == meaning
@@ -117,6 +117,6 @@ def _check_written_once(paths: Sequence[str], where: str) -> None:
             if totals.setdefault(written, total) != total or (written, number) in seen:
                 raise SourceError(
                     f"{where} has files of two writes of {match[1]!r}: {path!r} repeats a number, or is of another "
-                    "total than the others; remove those of the earlier one, or give a list of files"
+                    "total than the others; remove the files of the earlier write, or give a list of files"
                 )
             seen.add((written, number))

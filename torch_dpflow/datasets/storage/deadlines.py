@@ -41,9 +41,9 @@ def is_thread_safe(file_system: Any) -> bool:
 
 
 def _locks(file_system: Any) -> list[threading.Lock]:
-    """Return the locks of a file system that is not thread-safe, and of those that it reads through, inner ones first.
+    """Return the locks of file systems that are not thread-safe: this one and the ones it wraps, inner ones first.
 
-    All callers take them in this order. A call that hangs keeps the locks of its own file systems only.
+    All callers take the locks in this order. A call that hangs keeps only the locks of the file systems it uses.
     """
     found = []
     while file_system is not None:

@@ -235,7 +235,7 @@ def with_retries(
 
 
 def _pause_after(error: StorageError, pause_s: float, left_s: float) -> float:
-    """Return the seconds to wait: those that the server asks for, and a pause. A last attempt precedes the deadline."""
+    """Return the seconds to wait: the server's Retry-After and a pause, cut to leave time for a last attempt."""
     asked_s = error.retry_after_s if isinstance(error, StorageUnavailableError) else 0.0
     if asked_s == 0.0:
         return min(pause_s, left_s / 2)

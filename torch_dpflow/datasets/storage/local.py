@@ -25,8 +25,8 @@ _MAX_REFUSALS = 100
 class LocalStorage:
     """Storage of local files, read with `pread`.
 
-    A file is opened for each read, which takes 4 µs, as it may be replaced. Its size and state are those of the opened
-    file, so they are of the bytes that are read.
+    A file is opened for each read, which takes 4 µs, as it may be replaced. Its size and state are taken from the open
+    file, so they belong to the bytes that are read.
 
     `deadline` is ignored, as a mount that hangs in the kernel cannot be interrupted.
     """

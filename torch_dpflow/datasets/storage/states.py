@@ -46,7 +46,7 @@ class ObjectState(NamedTuple):
 
 
 def state_of_file(found: os.stat_result) -> str:
-    """Return the state of a local file. The inode is 0 on FUSE, which may number a file anew at each look."""
+    """Return the state of a local file. Its inode counts as 0 on FUSE, which may renumber a file at each `stat`."""
     inode = found.st_ino if _has_lasting_inodes(found.st_dev) else 0
     return f"{found.st_mtime_ns} {found.st_ctime_ns} {inode}"
 

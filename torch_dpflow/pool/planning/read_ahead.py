@@ -273,7 +273,7 @@ class ReadAhead:
         return self._run(self._cache.want(reader, wanted, 0))
 
     def _fill(self, reader: str) -> list[ReadAheadInstruction]:
-        """Request missing samples of the window, with those that follow, as far as capacity allows."""
+        """Request missing samples of the window and samples that follow them, as far as capacity allows."""
         state, out = self._readers[reader], list[ReadAheadInstruction]()
         end = min(state.next + self.lead, len(state.order))
         while (first := state.order.nearest()) is not None and first < end:

@@ -50,7 +50,7 @@ class ContentIdentity:
     from_files: frozenset[str] = frozenset()
 
     def sent_from_process(self) -> dict[str, PartDigest]:
-        """Return the parts that the process holds, without those of files and installed packages."""
+        """Return the parts that the process holds, without the parts of files and installed packages."""
         return {
             path: part
             for path, part in self.parts.items()
@@ -136,7 +136,7 @@ def _keys_left_out() -> AbstractContextManager[None]:
 
 
 def _live(walk: Walk, variables: Iterable[SetVariable]) -> dict[str, PartNode]:
-    """Return the parts of variables that were set. Those that cannot be compared are not sent, and do not count."""
+    """Return the parts of variables that were set. Variables that cannot be compared are neither sent nor counted."""
     found: dict[str, PartNode] = {}
     for one in variables:
         part = walk.digest_apart(one.value)
@@ -151,7 +151,7 @@ def _digest(part: PartNode) -> PartDigest:
 
 
 def _nested(roots: Mapping[str, PartNode]) -> dict[str, PartNode]:
-    """Put parts such as `mydata.Crops.resize` under `mydata.Crops`; join those of a module if there are too many."""
+    """Put parts such as `mydata.Crops.resize` under `mydata.Crops`; join a module's parts if there are too many."""
     outer: dict[str, PartNode] = {}
     for path, part in sorted(roots.items(), reverse=True):
         above = next((one for one in _above(path) if one in roots and one != SCRIPT_PART), None)

@@ -49,7 +49,7 @@ class OwnCode(NamedTuple):
     names: frozenset[str]
     #: Top-level modules that it imports.
     imports: frozenset[str]
-    #: Values of variables, by module and by dotted name in it; `_COMPUTED` for those that are no literals.
+    #: Values of variables, by module and by dotted name in it; `_COMPUTED` for values that are no literals.
     values: dict[str, dict[str, Any]]
 
 

@@ -59,7 +59,7 @@ def is_arguments(obj: Any) -> bool:
 class SentArguments(argparse.Namespace):
     """Arguments of the script as workers have them: only attributes whose names the code of the dataset has.
 
-    Reading any other, or all of them, raises UsageError: the job's values were not compared with those of other jobs.
+    Reading any other attribute, or all of them, raises UsageError: the values were not compared between jobs.
     """
 
     __slots__ = ("_unsent",)

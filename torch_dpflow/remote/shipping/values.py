@@ -141,7 +141,7 @@ class Columns(NamedTuple):
 def columns_of(obj: Any, level: int = 0) -> Columns | None:
     """Return the columns of a long container of tuples, mappings, objects or arrays that are alike; None otherwise.
 
-    Not of objects that pickle in a way of their own.
+    Also None for objects whose class defines how to pickle them.
     """
     if len(obj) < _MIN_BULK or level == _MAX_LEVELS:
         return None
@@ -218,7 +218,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(obj: Any) -> Memory | None:
-    """Return an array or a tensor by value; None for other objects, and for those that only their pickle describes."""
+    """Return an array or a tensor by value; None for other objects, and for tensors that only a pickle describes."""
     kind = type(obj)
     if kind is np.ndarray or kind is np.memmap:
         return _array(obj)
