@@ -91,7 +91,7 @@ def settled_length(index_sampler: Any, end: int | None = None) -> int:
 
 
 def _random_sampler_is_fixed(sampler: RandomSampler) -> bool:
-    # Without a generator it seeds one of its own; from the user's it draws a chunk or a pass at a time.
+    # Without a generator it seeds a private one; from the user's it draws a chunk or a pass at a time.
     if sampler.generator is None:
         return True
     length = length_or_none(sampler.data_source)
