@@ -19,13 +19,13 @@ FENCE = PACKAGE / "_core" / "torch_private.py"
 OF_OTHERS = {
     "_strip_protocol": "fsspec",
     "_get_kwargs_from_urls": "fsspec",
-    "_cat_file": "fsspec",
     "_get_dirs": "fsspec",
+    "_whichmodule": "cloudpickle",
+    "_make_typevar": "cloudpickle",
     "_forkserver": "multiprocessing",
     "_forkserver_pid": "multiprocessing",
     "_preload_modules": "multiprocessing",
     "_config": "multiprocessing",
-    "_getframe": "sys",
     "_exit": "os",
     "_asdict": "collections",
 }

@@ -96,7 +96,7 @@ def test_versions_and_names_that_there_are_not(store: DatasetStore, client: Data
         ("core/begun:v1", "its import has begun and not ended"),
         ("core/none:v1", "there is no dataset core/none"),
         ("core/numbers:v1:train:x", "at most namespace/name:version:variant"),
-        ("../numbers:v1", "there is no such object"),
+        ("../numbers:v1", "there is no such file"),
         ("core/numbers:..", "is no name of a dataset"),
     ]:
         options = ["--store", store.url, "--address", str(tmp_path / "p")]

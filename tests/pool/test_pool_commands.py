@@ -22,6 +22,9 @@ from tests.datasets.samples_source import Numbered, publish
 from tests.pool.pool_servers import inner_server, server
 from torch_dpflow.cli.main import root
 from torch_dpflow.datasets import DatasetStore
+from torch_dpflow.datasets import files as files_module
+from torch_dpflow.datasets.importers import sources
+from torch_dpflow.datasets.storage import local, states
 from torch_dpflow.errors import OptionError
 from torch_dpflow.pool import DataClient, open_array
 from torch_dpflow.pool.array_files import array_identity
@@ -49,6 +52,19 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def rotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a file be altered as its disk alters it: without a time of change, which no system call can keep."""
+
+    def without_change_time(found: os.stat_result) -> str:
+        written, _, inode = states.state_of_file(found).split()
+        return f"{written} 0 {inode}"
+
+    for module in (files_module, local, sources):
+        monkeypatch.setattr(module, "state_of_file", without_change_time)
+    monkeypatch.setattr(local, "is_state_of_file", lambda state, found: state == without_change_time(found))
+
+
 @pytest.mark.parametrize("named", ["rows.npy", "./plain", "/", "./12:30.npy"])
 def test_commands_take_arrays_by_their_files(files: Path, client: DataClient, named: str) -> None:
     target = str(files / "plain") if named == "/" else named
@@ -71,6 +87,7 @@ def test_commands_take_arrays_by_their_files(files: Path, client: DataClient, na
         assert "the pool caches nothing; load it by `dpflow pool preload`" in run(address, command, target, code=1)
 
 
+@pytest.mark.usefixtures("rotten")
 def test_commands_print_json_for_programs(files: Path, client: DataClient) -> None:
     address = files / "p"
 
@@ -124,6 +141,7 @@ def test_commands_take_arrays_of_hdf5_files_and_of_storages(files: Path, client:
         fsspec.filesystem("memory").rm("/arrays/rows.npy")
 
 
+@pytest.mark.usefixtures("rotten")
 def test_verifying_tells_each_row_that_differs(files: Path, client: DataClient) -> None:
     path, address = files / "rows.npy", files / "p"
     source = open_array(path)

@@ -150,7 +150,7 @@ class Describer:
         if not self._has_looked:
             self._has_looked = True
             if item.length is None or item.offset is not None:  # not from a listing of a directory
-                self._warn_if_missing(url)
+                self._warn_if_missing(self._given_urls.get(url, url))
         # An object in the dataset's directory is copied with it, and has another state then. So may a local file.
         is_own = url.startswith(f"{self._dataset_url}/")
         is_local_copy = item.revision is not None and is_local(item.revision) and not self._is_in_place

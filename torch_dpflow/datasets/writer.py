@@ -26,6 +26,7 @@ from torch_dpflow.datasets.spec import (
     shard_path,
 )
 from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, sha256_of
+from torch_dpflow.datasets.storage.urls import printable_url
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import SourceError
 
@@ -111,7 +112,8 @@ class VariantWriter:
             self._report(count - self._base_samples)
         if count <= self._base_samples:
             given = self._importer.source.get("source") or self._importer.root or self._source
-            raise SourceError(f"there is nothing to import from {given}: it has no samples; check what wrote it")
+            shown = printable_url(str(given))
+            raise SourceError(f"there is nothing to import from {shown}: it has no samples; check what wrote it")
         info = msgspec.json.decode(encode_annotations(self._importer.info(), "all samples (`info`)"))
         return Variant(
             data=self._record.data,

@@ -55,6 +55,10 @@ from torch_dpflow.workers.scheduler.machine import (
 #: Most malformed messages that are logged, as a peer can send any number.
 MAX_MALFORMED_LOGGED = 10
 
+#: Why a worker is replaced to which a message could not be sent. One that has ended is among them, until its end is
+#: noticed.
+UNREACHABLE = "it cannot be reached, or does not read its messages"
+
 #: Most bytes of a message's frames after decompression.
 MAX_UNPACKED_BYTES = 1 << 32
 
@@ -345,7 +349,7 @@ class Shard:
     def _send(self, worker: int, frames: list[Frame]) -> None:
         """Send a message to an admitted worker, or have it replaced: without the message its tasks would not end."""
         if not self.sender.send(self._peers[worker], frames):
-            self._requester.failed(worker, "it cannot be reached, or does not read its messages")
+            self._requester.failed(worker, UNREACHABLE)
 
 
 def _other_release(frame: memoryview) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from torch_dpflow.cluster.messages.shard import WORKERLESS
 from torch_dpflow.cluster.shard.workers import OUTAGE_S
 from torch_dpflow.ipc.messages.fields import AwaitedWorkersError, LostWorkersError
 from torch_dpflow.ipc.messages.headers import Exchange, WorkerHandshake, WorkerReady, encode
+from torch_dpflow.ipc.transport import connect
 
 
 @pytest.fixture
@@ -65,9 +66,12 @@ def test_workers_that_are_taken_away_while_they_begin_are_no_such(workers: Worke
 def test_the_limit_of_a_start_leaves_out_the_fetching_of_what_is_to_be_loaded(tmp_path: Path) -> None:
     now_s = [0.0]
     workers = Workers(f"ipc://{tmp_path}/shard", task_timeout_s=10.0, clock=lambda: now_s[0])
-    with closing(workers.listener):
+    with closing(workers.listener), ExitStack() as kept:
         workers.shard.load([Load(0, 0, 0)])
-        peer = begin(workers, 0)
+        peer = b"0/1/token"
+        worker = kept.enter_context(closing(connect(f"ipc://{tmp_path}/shard", identity=peer)))
+        worker.send([encode(WorkerHandshake(0, 1, os.getpid(), None))])
+        workers.until(lambda: worker.receive(0.02))
         for now_s[0] in (8.0, 16.0, 24.0):
             workers.shard.on_message(peer, [encode(Exchange([], None))])
             workers.turn()

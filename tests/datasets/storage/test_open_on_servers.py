@@ -216,6 +216,28 @@ def test_signatures_are_not_stored_and_may_be_renewed(tmp_path: Path, first: str
         assert all(b"v=3" in path.read_bytes() for path in (tmp_path / "index").rglob("ms-*.json"))
 
 
+def test_a_signed_object_is_looked_up_as_it_was_given(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Links with other parameters than a signature's are other objects; none is requested without its query."""
+    queries = ("sr=16000&signature=abc", "sr=44100&signature=abc", "sv=1&sig=1&v=3")
+    contents = {
+        f"/get?{query}": write_tar(tmp_path / "s.tar", [("0.cls", query[:5].encode())]).read_bytes()
+        for query in queries
+    }
+
+    def answer(request: Any) -> None:
+        if request.path in contents:
+            serve_ranges(contents[request.path], last_modified="Sun, 13 Sep 2020 12:26:40 GMT")(request)
+        else:
+            request.send_error(404)
+
+    with WebServer(answer) as web:
+        for query in queries:
+            dataset = open_dataset(f"{web.url}/get?{query}", index_dir=tmp_path / "index", format="webdataset")
+            assert dataset[0]["cls"] == query[:5].encode()
+        assert {request["path"] for request in web.requests} <= contents.keys()
+    assert "missing" not in caplog.text
+
+
 @pytest.mark.parametrize("kind", ["webdataset", "tfrecord"])
 @pytest.mark.parametrize("damage", [b"no archive" * 60, b""])
 def test_errors_of_formats_print_no_signature(

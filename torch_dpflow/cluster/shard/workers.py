@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ from torch_dpflow.ipc.transport import Listener
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.fleet.worker_record import SAMPLE_WORKERS
 from torch_dpflow.workers.scheduler.machine import Scheduler
-from torch_dpflow.workers.shard import Sender, Shard
+from torch_dpflow.workers.shard import UNREACHABLE, Sender, Shard
 
 #: Tasks that a worker holds. Results of some are sent in one message, and the others run meanwhile. This is half of
 #: what torch's loader queues for a worker, with batches of 16. Workers of this host hold more tasks, up to
@@ -442,7 +443,8 @@ class ShardWorkers:
         known = self._workers.get(worker)
         if known is not None and not known.is_ending:
             known.is_ending = True
-            SERVICE.warning("worker killed: %s", why, extra={"worker": worker})
+            level = logging.INFO if why is UNREACHABLE else logging.WARNING
+            SERVICE.log(level, "worker killed: %s", why, extra={"worker": worker})
             self._end(worker, known.incarnation)
 
     def overdue(self, worker: int) -> None:

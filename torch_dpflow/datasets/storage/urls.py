@@ -136,42 +136,61 @@ def split_login(url: str) -> tuple[str, dict[str, str]]:
     return without_login(url), found
 
 
-#: Parameters of a query that are signatures, in lower case, and others that such a query has for its signature.
-_SIGNATURES = frozenset({"sig", "signature", "x-amz-signature", "x-goog-signature", "x-oss-signature"})
-_OF_SIGNATURES = _SIGNATURES | {
-    *("sv", "ss", "srt", "sp", "se", "st", "spr", "sr", "si", "sip", "sdd"),  # Azure
-    *("skoid", "sktid", "skt", "ske", "sks", "skv", "saoid", "suoid", "scid", "ses"),
-    *("expires", "policy", "key-pair-id"),  # CloudFront
-    *("awsaccesskeyid", "googleaccessid", "ossaccesskeyid", "security-token"),
-    *("x-oss-signature-version", "x-oss-credential", "x-oss-date", "x-oss-expires"),
-    *("x-oss-additional-headers", "x-oss-security-token"),
-}
-_PREFIXES_OF_SIGNATURES = ("x-amz-", "x-goog-")
+#: Parameters of signed links, by kind: the ones that each link of the kind has, and others of its signature.
+#: A short name such as "sr" belongs to a signature only next to the first ones. Elsewhere it names another object.
+_SIGNED = (
+    ({"x-amz-signature"}, "x-amz-*"),
+    ({"x-goog-signature"}, "x-goog-*"),
+    (
+        {"x-oss-signature"},
+        "x-oss-signature-version x-oss-credential x-oss-date x-oss-expires x-oss-additional-headers "
+        "x-oss-security-token",
+    ),
+    (
+        {"sig", "sv"},  # Azure
+        "ss srt sp se st spr sr si sip sdd skoid sktid skt ske sks skv saoid suoid scid ses",
+    ),
+    ({"signature", "key-pair-id"}, "policy expires"),  # CloudFront
+    ({"signature", "awsaccesskeyid"}, "expires x-amz-*"),
+    ({"signature", "googleaccessid"}, "expires x-goog-*"),
+    ({"signature", "ossaccesskeyid"}, "expires security-token"),
+)
 
 
 def unsigned(url: str) -> str:
     """Return the URL of a web server without the signature in its query: one name for each time that it is signed.
 
-    Knows S3, Google Cloud Storage, Azure, OSS and CloudFront. Use it for names on disks, in logs and in errors.
+    Knows S3, Google Cloud Storage, Azure, OSS and CloudFront. Queries of other servers are kept whole.
     """
     path, mark, query = url.partition("?")
     if not mark or not path.startswith(("http://", "https://")):
         return url
     fields = query.split("&")
     names = [field.partition("=")[0].lower() for field in fields]
-    if _SIGNATURES.isdisjoint(names):
+    dropped: set[str] = set()
+    prefixes: tuple[str, ...] = ()
+    for required, others in _SIGNED:
+        if required.issubset(names):
+            dropped |= required | set(others.split())
+            prefixes += tuple(other[:-1] for other in others.split() if other.endswith("*"))
+    if not dropped:
         return url
     kept = [
         field
         for field, name in zip(fields, names, strict=True)
-        if name not in _OF_SIGNATURES and not name.startswith(_PREFIXES_OF_SIGNATURES)
+        if name not in dropped and not (prefixes and name.startswith(prefixes))
     ]
     return f"{path}?{'&'.join(kept)}" if kept else path
 
 
+#: Values that must not be printed, whatever server they are for.
+_SECRETS = re.compile(r"(?i)([?&](?:sig|signature|x-(?:amz|goog|oss)-signature|[a-z-]*token|[a-z-]*key)=)[^&#]+")
+
+
 def printable_url(url: str) -> str:
-    """Return a URL for logs and errors: without user, password and signature."""
-    return unsigned(without_login(url))
+    """Return a URL for logs and errors: without user, password, signature, tokens and keys."""
+    found = unsigned(without_login(url))
+    return _SECRETS.sub(r"\1...", found) if found.startswith(("http://", "https://")) else found
 
 
 def without_login(url: str) -> str:

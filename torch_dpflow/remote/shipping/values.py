@@ -230,7 +230,9 @@ def memory_of(obj: Any) -> Memory | None:
     if kind is torch.UntypedStorage:
         return Memory(b"storage", _storage_bytes(torch, obj), "storage")
     if kind is torch.storage.TypedStorage:
-        return Memory(f"storage {obj.dtype}".encode(), _storage_bytes(torch, obj._untyped_storage), "storage")
+        from torch_dpflow._core.torch_private import untyped_storage
+
+        return Memory(f"storage {obj.dtype}".encode(), _storage_bytes(torch, untyped_storage(obj)), "storage")
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return _tensor(torch, obj, kind)
     return None
