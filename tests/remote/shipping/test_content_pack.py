@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import io
+import os
 import pickle
+import subprocess
 import sys
 import threading
 import types
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,14 +20,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Subset, default_collate
 
-from tests.new_process import in_fork
+from tests.new_process import ROOT, in_fork
 from torch_dpflow._core.torch_private import DatasetKind
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.storage import ObjectReader, credentials
 from torch_dpflow.errors import AccessDeniedError, NotPicklableError, OptionError, StorageError
 from torch_dpflow.ipc.serialization.codec import decode, encode
-from torch_dpflow.remote.shipping.content_pack import pack_load_spec, unpack_load_spec
+from torch_dpflow.remote.shipping.content_pack import pack, pack_load_spec, unpack, unpack_load_spec
 from torch_dpflow.workers.batches import BatchSource, EpochSpec, LoadSpec
 
 
@@ -234,3 +239,139 @@ class Data:
 def collate(samples):
     return Batch(samples)
 """
+
+
+SCRIPT_OF_ORDINARY_CLASSES = """
+import functools, pickle, sys
+from torch_dpflow.remote.shipping.content_pack import pack
+
+def twice(function):
+    @functools.wraps(function)
+    def call(*arguments):
+        return 2 * function(*arguments)
+    return call
+
+class Base:
+    kind = "base"
+    @property
+    def scale(self):
+        return 7
+
+class Numbers(Base):
+    def __init__(self):
+        self.gain = 1
+    @property
+    def scale(self):
+        return 2 + super().scale
+    @property
+    def gain(self):
+        return self._gain
+    @gain.setter
+    def gain(self, gain):
+        self._gain = gain * 10
+    @gain.deleter
+    def gain(self):
+        del self._gain
+    @staticmethod
+    def plus(x):
+        return x + 1
+    @classmethod
+    def make(cls, x):
+        return [cls.__name__, x]
+    @functools.cached_property
+    def table(self):
+        return [self.scale] * 2
+    def power(self, x, to):
+        return x ** to
+    cube = functools.partialmethod(power, to=3)
+    @twice
+    def doubled(self, x):
+        return x + self.gain
+    @functools.lru_cache
+    def kept(self, x):
+        return x - 1
+    def value(self, x):
+        return x
+    def other(self, x):
+        return -x
+    class Inner:
+        @staticmethod
+        def minus(x):
+            return x - 5
+        @property
+        def name(self):
+            return "inner"
+        class Most:
+            half = property(lambda self: 0.5)
+    class Swapped:
+        value = "first"
+
+plain, First = Numbers.value, Numbers.Swapped
+def tripled(self, i):
+    return 3 * plain(self, i)
+Numbers.value = tripled
+first = Numbers.other
+Numbers.other = lambda self, x: [first(self, x)]
+class Second(First):
+    value = "second"
+Numbers.Swapped = Second
+
+@twice
+def top(x):
+    return x + 0.5
+
+def values(n=None):
+    n = n or Numbers()
+    found = [n.scale, n.gain, n.plus(4), Numbers.plus(4), n.make(3), n.table, n.cube(2), n.doubled(5), n.kept(9),
+        n.value(5), n.other(5), n.Inner.minus(1), n.Inner().name, n.Inner.Most().half,
+        n.Swapped.value, First.value, n.kind, top(1)]
+    n.gain = 4
+    found.append(n.gain)
+    del n.gain
+    found.append(sorted(vars(n)))
+    static = [Numbers.__dict__[name].__class__.__name__ for name in ("scale", "gain", "plus", "make", "table", "cube")]
+    return found, static, Numbers.Inner.__qualname__, pickle.loads(pickle.dumps(Numbers.Inner())).name
+
+if __name__ == "__main__":
+    sys.stdout.write(pack((values, Numbers(), Numbers.Inner.minus)).hex() + " " + pickle.dumps(values()).hex())
+"""
+WORKER = """
+import io, pickle, sys
+from torch_dpflow.remote.shipping.content_pack import unpack
+for again in range(2):  # a worker gets the next version too
+    values, dataset, minus = unpack(io.BytesIO(bytes.fromhex(sys.argv[1])))
+    assert minus(1) == -4
+    assert values(dataset) == values()
+print(pickle.dumps(values()).hex())
+"""
+
+
+def test_ordinary_classes_of_a_script_are_the_same_in_a_worker(tmp_path: Path) -> None:
+    """Descriptors, nested classes, decorated methods, and methods that replace others."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT_OF_ORDINARY_CLASSES)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = functools.partial(subprocess.run, capture_output=True, text=True, env=environment)
+    job = run([sys.executable, str(script)])
+    assert job.returncode == 0, job.stderr
+    packed, here = job.stdout.split()
+    worker = run([sys.executable, "-c", WORKER, packed])
+    assert worker.returncode == 0, worker.stderr
+    there = worker.stdout
+    assert pickle.loads(bytes.fromhex(there)) == pickle.loads(bytes.fromhex(here))
+
+
+def test_a_static_method_alone_does_not_need_its_class() -> None:
+    script = "class K:\n    @staticmethod\n    def f(x):\n        return x + 1\n    class J:\n        s = 3\n"
+    module = types.ModuleType("__main__")
+    exec(script, vars(module))
+    assert in_fork(_unpacked_without_classes, module) == (2, 3, 3)
+
+
+def _unpacked_without_classes(script: types.ModuleType) -> tuple[int, int, int]:
+    worker, sys.modules["__main__"] = types.ModuleType("__main__"), script
+    packed = pack((script.K.f, script.K.J()))
+    del script.K
+    sys.modules["__main__"] = worker
+    function, inner = unpack(io.BytesIO(packed))
+    return function(1), inner.s, pickle.loads(pickle.dumps(inner)).s

@@ -14,7 +14,7 @@ import pickle
 import struct
 import sys
 import types
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import islice
 from typing import IO, Any, NamedTuple, Protocol
@@ -48,7 +48,7 @@ def unpack(packed: IO[bytes]) -> Any:
     for name, value in sorted(own.items()):
         value.__qualname__ = name  # cloudpickle forgets what a class is inside of
         if "<" not in name:
-            _put(value, name)
+            _put(value, name, own)
     return obj
 
 
@@ -109,14 +109,24 @@ def script_by_value() -> Iterator[None]:
         cloudpickle.unregister_pickle_by_value(main)
 
 
-def _put(value: Any, name: str) -> None:
+def _put(value: Any, name: str, own: Mapping[str, Any]) -> None:
+    """Put a class or a function at its name. A class that was sent has its attributes already, and keeps them.
+
+    A getter, a static method, and a method that was replaced have the name of what the class has in their place.
+    """
     holder: Any = sys.modules[value.__module__]
     *outer, last = name.split(".")
-    for part in outer:
-        if not hasattr(holder, part):
+    for depth, part in enumerate(outer, 1):
+        sent = own.get(".".join(outer[:depth]))
+        if isinstance(sent, type):
+            return
+        if part not in vars(holder):
             setattr(holder, part, types.SimpleNamespace())
-        holder = getattr(holder, part)
-    setattr(holder, last, value)
+        holder = vars(holder)[part]
+        if not isinstance(holder, type | types.SimpleNamespace):
+            return
+    if isinstance(value, type) or not isinstance(holder, type):
+        setattr(holder, last, value)
 
 
 #: Maximum bytes that a worker is sent by default.
