@@ -107,6 +107,32 @@ DIFFER = [
         data("cfg.X", "import cfg"),
         files={"cfg.py": "def __getattr__(n):\n    if n == 'X':\n        return @@\n    raise AttributeError(n)"},
     ),
+    Pair("globals() in nested code", NEVER, data("sum(globals().get('V', 7) for _ in [0])", VALUE)),
+    Pair("__globals__", NEVER, data("D.__len__.__globals__.get('V', 7)", VALUE)),
+    Pair("f_globals", NEVER, data("sys._getframe().f_globals.get('V', 7)", VALUE)),
+    Pair(
+        "docstring that is returned",
+        "__main__.D.name",
+        data("i", inside="def name(self):\n        '@@'\n        return '@@'"),
+    ),
+    Pair(
+        "state of two dicts",
+        "dataset",
+        data(
+            "i",
+            inside="def __getstate__(self): return {'a': @@}, {'a': 0}\n    def __setstate__(self, s): self.s = s",
+        ),
+    ),
+    Pair(
+        "state of two dicts that pickle sets",
+        "dataset",
+        data("i", inside="def __reduce__(self): return D, (), ({'a': 0}, {'a': @@})"),
+    ),
+    Pair(
+        "attribute of a parameter",
+        "dataset.p",
+        data("i", init="self.p = torch.nn.Parameter(torch.ones(2)); self.p.k = @@"),
+    ),
     Pair("globals()", NEVER, data("globals()['V']", VALUE)),
     Pair(
         "class body in a function",

@@ -320,11 +320,16 @@ Numbers.Swapped = Second
 def top(x):
     return x + 0.5
 
+GAIN = 5
+def by_text():
+    return (sum(globals().get("GAIN", 1) for _ in [0]), globals().get("GAIN", 1), top.__globals__.get("GAIN", 1),
+        sys._getframe().f_globals.get("GAIN", 1))
+
 def values(n=None):
     n = n or Numbers()
     found = [n.scale, n.gain, n.plus(4), Numbers.plus(4), n.make(3), n.table, n.cube(2), n.doubled(5), n.kept(9),
         n.value(5), n.other(5), n.Inner.minus(1), n.Inner().name, n.Inner.Most().half,
-        n.Swapped.value, First.value, n.kind, top(1)]
+        n.Swapped.value, First.value, n.kind, top(1), by_text()]
     n.gain = 4
     found.append(n.gain)
     del n.gain

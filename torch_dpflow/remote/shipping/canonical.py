@@ -22,7 +22,7 @@ from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.remote.shipping.code_digest import ADDRESS, code_digest
 from torch_dpflow.remote.shipping.modules import is_own_class
 from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, entries, hidden, text_of, unknown
-from torch_dpflow.remote.shipping.reducers import is_arguments
+from torch_dpflow.remote.shipping.reducers import NO_VARIABLES, is_arguments
 from torch_dpflow.remote.shipping.values import (
     ATOMS,
     HARMLESS,
@@ -52,21 +52,6 @@ _NO_MEMBERS = frozenset(
         "__pydantic_serializer__",
         "__classcell__",
         "__annotate_func__",
-    ]
-)
-#: Variables of a module that differ from one process to another and that no code of the user's sets.
-NO_VARIABLES = frozenset(
-    [
-        "__name__",
-        "__package__",
-        "__path__",
-        "__file__",
-        "__cached__",
-        "__loader__",
-        "__spec__",
-        "__builtins__",
-        "__doc__",
-        "__annotations__",
     ]
 )
 #: Marks what counts by its type.
@@ -329,7 +314,7 @@ class Walk:
         own = yield from _digests((function, *arguments, *held, setter))
         parts: dict[str, PartNode] = {}
         derived = _cached_properties(type(obj))
-        for number, each in enumerate(state if _is_split(state) else (state,)):
+        for number, each in enumerate(state if _is_split(obj, state) else (state,)):
             if type(each) is dict and all(type(name) is str for name in each):
                 for name, value in sorted(each.items()):
                     if name in ("__module__", "__doc__"):  # by `functools.update_wrapper`
@@ -338,7 +323,10 @@ class Walk:
                     part = hidden(name, (yield value))
                     if name in derived:
                         part = PartNode(part.digest, part.text, optional=True)
-                    parts[f".{name}"] = part
+                    if f".{name}" in parts:  # both count
+                        own.append(digest_of(b"again", name.encode(errors="replace"), part.digest))
+                    else:
+                        parts[f".{name}"] = part
             elif each is not None:
                 own.append(digest_of(b"state", str(number).encode(), (yield each).digest))
         text = f"{obj}" if isinstance(obj, PurePath) else type(obj).__qualname__
@@ -362,8 +350,6 @@ class Walk:
         parts |= yield from _parts(inner)
         if slots["__annotations__"]:
             parts[".__annotations__"] = yield dict(slots["__annotations__"])
-        if "globals" in code.co_names:  # it reads variables by names that the code does not have
-            variables |= {name: value for name, value in obj.__globals__.items() if name not in NO_VARIABLES}
         is_shared = vars(sys.modules.get(module, object)) is obj.__globals__
         if module in SCRIPT:
             module, self._script = SCRIPT[0], self._script or obj.__globals__
@@ -418,8 +404,10 @@ _ARGUMENTS = {
 }
 
 
-def _is_split(state: Any) -> bool:
-    """Return whether this is the state of an object with slots."""
+def _is_split(obj: Any, state: Any) -> bool:
+    """Return whether this is the state of an object with slots, which pickle sets by itself."""
+    if hasattr(type(obj), "__setstate__"):
+        return False
     return type(state) is tuple and len(state) == 2 and all(type(one) in (dict, types.NoneType) for one in state)
 
 

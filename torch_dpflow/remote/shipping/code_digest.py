@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import re
 import sys
@@ -36,7 +37,7 @@ def _code(code: types.CodeType) -> tuple[bytes, frozenset[str]]:
     constants = list(code.co_consts)
     has_docstring = code.co_flags & _HAS_DOCSTRING if sys.version_info >= (3, 14) else True
     named = code.co_flags & _IS_FUNCTION == _IS_FUNCTION and not code.co_name.startswith("<")
-    if named and has_docstring and constants and isinstance(constants[0], str):
+    if named and has_docstring and constants and isinstance(constants[0], str) and not _reads_first(code):
         constants[0] = None
     names = {*code.co_names, *code.co_freevars}
     pieces = [_constant(one, names) for one in constants]
@@ -44,6 +45,16 @@ def _code(code: types.CodeType) -> tuple[bytes, frozenset[str]]:
     labels = (code.co_name, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     table = getattr(code, "co_exceptiontable", b"")
     return digest_of(code.co_code, table, repr((shape, labels)).encode(), *pieces), frozenset(names)
+
+
+def _reads_first(code: types.CodeType) -> bool:
+    """Return whether code reads its first constant: a docstring that is equal to a value is the same constant."""
+    return any(one.opcode in dis.hasconst and one.arg == 0 for one in dis.get_instructions(code))
+
+
+def names_in_code(code: types.CodeType) -> frozenset[str]:
+    """Return the names and texts in code, and in code inside it."""
+    return _code(code)[1]
 
 
 def _constant(value: Any, names: set[str]) -> bytes:

@@ -17,9 +17,9 @@ from io import BytesIO
 from itertools import chain
 from typing import Any, NamedTuple
 
-from torch_dpflow.remote.shipping.canonical import NO_VARIABLES
 from torch_dpflow.remote.shipping.code_digest import code_digest
 from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, text_of
+from torch_dpflow.remote.shipping.reducers import NO_VARIABLES
 from torch_dpflow.remote.shipping.values import ATOMS
 
 #: Stands for a variable whose value its file computes.

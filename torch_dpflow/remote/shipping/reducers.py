@@ -11,7 +11,25 @@ from typing import Any
 
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.serialization import SCRIPT
+from torch_dpflow.remote.shipping.code_digest import names_in_code
 
+#: Variables of a module that differ from one process to another and that no code of the user's sets.
+NO_VARIABLES = frozenset(
+    [
+        "__name__",
+        "__package__",
+        "__path__",
+        "__file__",
+        "__cached__",
+        "__loader__",
+        "__spec__",
+        "__builtins__",
+        "__doc__",
+        "__annotations__",
+    ]
+)
+#: Names by which code reads variables by texts, so that it does not have their names.
+_ALL_VARIABLES = frozenset(["globals", "__globals__", "f_globals"])
 _LruCache: Any = type(functools.lru_cache(len))
 
 
@@ -36,8 +54,14 @@ def reduce_by_value(obj: Any, sent_arguments: Collection[str] | None) -> Any:
 
 
 def with_class_bodies(function: types.FunctionType, reduced: Any) -> Any:
-    """Add the variables that classes inside a function read where they are defined; cloudpickle leaves them out."""
+    """Add variables that cloudpickle leaves out.
+
+    These are what classes inside a function read where they are defined, and all variables for code that reads them by
+    texts.
+    """
     names = set(_names_in_class_bodies(function.__code__)) & function.__globals__.keys()
+    if names_in_code(function.__code__) & _ALL_VARIABLES:
+        names |= function.__globals__.keys() - NO_VARIABLES
     variables = reduced[2][1]["__globals__"]
     variables.update((name, function.__globals__[name]) for name in sorted(names - variables.keys()))
     return reduced

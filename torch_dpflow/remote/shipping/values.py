@@ -263,7 +263,7 @@ def _array(array: Any) -> Memory | None:
 def _tensor(torch: types.ModuleType, tensor: Any, kind: type) -> Memory | None:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
         return None
-    if vars(tensor) and kind is torch.Tensor:
+    if vars(tensor):
         return None
     values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
     label = f"{kind.__name__} {tensor.dtype} {tuple(tensor.shape)} {tensor.device.type} {tensor.requires_grad}"
