@@ -11,6 +11,7 @@ from torch_dpflow._core.checks import check_type
 from torch_dpflow.datasets.importers import importer_class
 from torch_dpflow.datasets.importers.shards import ShardImporter
 from torch_dpflow.datasets.importers.sources import Source, SourceFiles, find_sources
+from torch_dpflow.datasets.importers.splits import check_no_split_folders
 from torch_dpflow.datasets.index import Index, index_directory
 from torch_dpflow.datasets.opened import OpenedDataset
 from torch_dpflow.datasets.spec import ID_PATTERN
@@ -122,6 +123,7 @@ def found_format(files: SourceFiles) -> str:
 
     Raises:
         OptionError: there is none, or more than one.
+        SourceError: there is none, as the directory has only directories of splits.
     """
     kinds = {name: importer_class(name) for name in _INDEXED}
     found = [name for name, kind in kinds.items() if kind.finds(files)]
@@ -131,6 +133,8 @@ def found_format(files: SourceFiles) -> str:
         found = [name for name, kind in kinds.items() if hasattr(kind, "begins") and kind.begins(head)]
     if len(found) == 1:
         return found[0]
+    if not found:
+        check_no_split_folders(files.folders, files.given)
     what = f"may be {' or '.join(found)}" if found else "has no format that is known"
     names = ", ".join(files.names[:3]) if files.files else "no files"
     raise OptionError(f"{files.given} ({names}) {what}; give format=, one of {', '.join(FORMATS)}")

@@ -10,7 +10,13 @@ from typing import Any
 from torch_dpflow._core.checks import check_type
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.sources import SourceFile, local_name, named_files, source_file
-from torch_dpflow.datasets.importers.splits import check_no_log, files_of_split, folder_of_split
+from torch_dpflow.datasets.importers.splits import (
+    check_no_log,
+    check_no_log_above,
+    check_no_split_folders,
+    files_of_split,
+    folder_of_split,
+)
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.storage.urls import printable_url, split_name
 from torch_dpflow.errors import OptionError, SourceError
@@ -90,9 +96,10 @@ def _is_directory(text: str) -> bool:
 def _in_directory(files: Files, split: str | None) -> list[SourceFile]:
     entries = {entry.name: entry for entry in files.children(hidden=True)}
     shown = printable_url(files.url)
-    check_no_log(entries, shown)
+    check_no_log(files, entries)
+    check_no_log_above(files)
     folders = [name for name, entry in entries.items() if entry.is_directory and not name.startswith(("_", "."))]
-    folder = None if split is None else folder_of_split(folders, split)
+    folder = None if split is None else folder_of_split(folders, split, [*{*entries} - {*folders}])
     if folder is not None:
         return _in_directory(files.at(folder), None)
     if _SPLITS in entries:
@@ -105,6 +112,7 @@ def _in_directory(files: Files, split: str | None) -> list[SourceFile]:
         if missing:
             raise SourceError(f"{shown}/{_STATE} names {missing}, which are not there; restore them")
     elif folders:
+        check_no_split_folders(folders, shown)
         raise SourceError(f"{shown} has directories, such as {folders[0]!r}; give one of them, or a list of files")
     else:
         names = [name for name in entries if name.lower().endswith(_PARQUET + _ARROW) and name[0] not in "_."]

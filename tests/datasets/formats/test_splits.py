@@ -16,8 +16,9 @@ from tests.datasets.formats.tars import write_tar
 from tests.datasets.formats.test_tfrecord import example, record
 from tests.later import Later
 from torch_dpflow.datasets import DatasetStore, Draft, open_dataset
+from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.listing import ListingImporter
-from torch_dpflow.datasets.importers.splits import are_splits, files_of_split
+from torch_dpflow.datasets.importers.splits import files_of_split, folder_of_split, splits_among
 from torch_dpflow.datasets.tables import TableDataset
 from torch_dpflow.errors import OptionError, SourceError
 
@@ -74,6 +75,9 @@ DIRECTORIES: dict[str, tuple[Write, dict[str, int]]] = {
         records,
         {"train.tfrecord-00000-of-00002": 10, "train.tfrecord-00001-of-00002": 11, "eval.tfrecord-00000-of-00001": 2},
     ),
+    "in camel case": (parquet, {"TrainSplit-0.parquet": 10, "TrainSplit-1.parquet": 11, "TestSplit-0.parquet": 20}),
+    "in one word": (parquet, {"trainset-0.parquet": 10, "trainset-1.parquet": 11, "testset-0.parquet": 20}),
+    "shortened": (parquet, {"trn-0.parquet": 10, "trn-1.parquet": 11, "tst-0.parquet": 20}),
     "with files of no split": (parquet, {"train-0.parquet": 10, "train-1.parquet": 11, "extra.parquet": 30}),
 }
 
@@ -83,7 +87,7 @@ def test_a_directory_of_several_splits_needs_one(tmp_path: Path, kind: str) -> N
     write, files = DIRECTORIES[kind]
     for name, value in files.items():
         write(tmp_path / name, value)
-    with pytest.raises(SourceError, match=r"has the splits '.*train'.*give split="):
+    with pytest.raises(SourceError, match=r"has the splits '.*tr(ai)?n.*give split="):
         open_dataset(tmp_path)
     assert values(open_dataset(tmp_path, split="train")) == [10, 11]
     with pytest.raises(OptionError, match=r"split='holdout' names 0 splits .* has the splits"):
@@ -92,6 +96,37 @@ def test_a_directory_of_several_splits_needs_one(tmp_path: Path, kind: str) -> N
     assert values(open_dataset(named)) == [*files.values()]  # as given
     with pytest.raises(OptionError, match="split='train' chooses files of"):
         open_dataset(named, split="train")
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ("dev", "valid"),
+        ("eval", "test"),
+        ("val", "validation"),
+        ("train", "training"),
+        ("test", "TestSet"),
+        ("trn", "train"),
+    ],
+)
+def test_synonyms_are_two_splits(labels: tuple[str, str]) -> None:
+    files = [f"{label}-{number}.parquet" for label in labels for number in range(2)]
+    with pytest.raises(SourceError, match=r"x has the splits '(.*)' \(2 files\), '(.*)' \(2 files\); give split="):
+        files_of_split(files, None, "x")
+    for label in labels:
+        assert files_of_split(files, label, "x") == [file for file in files if file.startswith(f"{label}-")]
+        assert folder_of_split(labels, label) == label
+        assert folder_of_split([one for one in labels if one != label], label, files) is None
+
+
+def test_a_synonym_of_one_split() -> None:
+    files = ["dev-0.parquet", "valid-0.parquet", "eval-0.parquet"]
+    assert files_of_split(files, "test", "x") == ["eval-0.parquet"]
+    with pytest.raises(OptionError, match="split='val' names 2 splits of x, which has the splits 'dev'"):
+        files_of_split(files, "val", "x")
+    for folders, names in ((["dev", "valid"], []), (["valid"], ["dev-0.parquet"])):
+        with pytest.raises(OptionError, match=r"split='validation' may be '(dev|valid)' or '(dev|valid)'; give"):
+            folder_of_split(folders, "validation", names)
 
 
 def test_splits_that_are_no_words(tmp_path: Path) -> None:
@@ -130,7 +165,7 @@ def test_a_split_that_was_written_twice_is_refused(names: list[str]) -> None:
             files_of_split(names, split, "x")
 
 
-@pytest.mark.parametrize("log", ["_delta_log", ".hoodie", "_spark_metadata"])
+@pytest.mark.parametrize("log", ["_delta_log", ".hoodie", ".hoodie_partition_metadata", "_spark_metadata"])
 def test_tables_with_a_log_of_their_files_are_refused(tmp_path: Path, log: str, local_store: DatasetStore) -> None:
     for number in range(2):
         parquet(tmp_path / "t" / f"part-{number}.parquet", number)
@@ -143,6 +178,46 @@ def test_tables_with_a_log_of_their_files_are_refused(tmp_path: Path, log: str, 
         Draft(local_store, "core/x", "v1").add("all", ListingImporter(f"{tmp_path}/t/", path_column="value"))
     # What a reader of the log has named is read.
     assert values(open_dataset([tmp_path / "t" / "part-1.parquet"])) == [1]
+
+
+@pytest.mark.parametrize(
+    ("log", "folder", "kind"),
+    [
+        ("_delta_log/0.json", "day=1", "Delta"),
+        ("_delta_log/0.json", "year=1/day=1", "Delta"),
+        (".hoodie/hoodie.properties", "2026/11", "Hudi"),
+        ("_spark_metadata/0", "day=1", "table of a Spark stream"),
+        ("metadata/v1.metadata.json", "data", "Iceberg"),
+        ("metadata/00001-0a1b.metadata.json", "data/day=1", "Iceberg"),
+    ],
+)
+@pytest.mark.parametrize("is_local", [True, False])
+def test_parts_of_tables_with_a_log_are_refused(
+    tmp_path: Path, log: str, folder: str, kind: str, is_local: bool, local_store: DatasetStore
+) -> None:
+    if not is_local and folder == "2026/11":
+        folder = "day=1"  # only a local disk is searched above directories that no partition names
+    root = f"{tmp_path}/t" if is_local else f"memory://{tmp_path.name}/t"
+    files = Files(root)
+    parquet(tmp_path / "part.parquet", 1)
+    files.write(f"{folder}/part.parquet", (tmp_path / "part.parquet").read_bytes())
+    files.write(log, b"{}")
+    first, slash, rest = folder.partition("/")
+    sources = [root, f"{root}/{folder}", f"{root}/{first[:-1]}*{slash}{rest}/*.parquet", f"{root}/{folder}/*.parquet"]
+    for source in sources:
+        with pytest.raises(SourceError, match=rf"/t is a {kind}.*may be of other versions"):
+            open_dataset(source)
+    for source in sources[:2]:
+        with pytest.raises(SourceError, match="may be of other versions"):
+            TableDataset(source)
+        with pytest.raises(SourceError, match="may be of other versions"):
+            Draft(local_store, "core/x", "v1").add("all", ListingImporter(source, path_column="value"))
+    assert values(open_dataset([f"{root}/{folder}/part.parquet"])) == [1]
+    files.write("images/part.parquet", (tmp_path / "part.parquet").read_bytes())
+    if kind == "Iceberg":
+        assert values(open_dataset(f"{root}/images")) == [1]  # not of the table
+    files.remove(log.partition("/")[0])
+    assert values(open_dataset(f"{root}/{folder}")) == [1]
 
 
 def test_a_listing_in_several_splits(tmp_path: Path, local_store: DatasetStore) -> None:
@@ -168,16 +243,44 @@ def test_directories_of_splits(tmp_path: Path) -> None:
         assert values(dataset) == [11]
 
 
+@pytest.mark.parametrize("format", [None, "table"])
+def test_directories_of_splits_need_one(tmp_path: Path, format: str | None) -> None:
+    parquet(tmp_path / "train" / "a.parquet", 10)
+    parquet(tmp_path / "test" / "a.parquet", 20)
+    with pytest.raises(SourceError, match=r"has the splits 'test', 'train', which are directories; give split="):
+        open_dataset(tmp_path, format=format)
+    assert values(open_dataset(tmp_path, format=format, split="train")) == [10]
+
+
+@pytest.mark.parametrize(
+    ("folders", "splits"),
+    [
+        (["train2017", "val2017"], ["train2017", "val2017"]),
+        (["images_train", "images_test"], ["images_test", "images_train"]),
+        (["TrainImages", "TestImages", "extra"], ["TestImages", "TrainImages"]),
+        (["train", "val", "unlabelled"], ["train", "val"]),
+        (["dev", "valid"], ["dev", "valid"]),
+        (["trainval", "testset"], ["testset", "trainval"]),
+        (["train", "bus"], []),
+        (["test", "cat", "dog"], []),
+        (["bullet_train", "test_tube", "contest"], []),
+    ],
+)
+def test_which_classes_are_splits(folders: list[str], splits: list[str]) -> None:
+    assert splits_among(folders) == splits
+
+
 def test_splits_are_no_classes(tmp_path: Path) -> None:
     for folder in ("test/cat", "train/cat"):
         (tmp_path / "data" / folder).mkdir(parents=True)
         PIL.fromarray(np.zeros((4, 4, 3), np.uint8)).save(tmp_path / "data" / folder / "0.png")
+    (tmp_path / "data" / "docs").mkdir()
     with pytest.raises(SourceError, match=r"has the directories \['test', 'train'\], which are splits"):
         open_dataset(tmp_path / "data", format="imagefolder")
+    (tmp_path / "data" / "docs").rmdir()
     dataset = open_dataset(tmp_path / "data", format="imagefolder", split="train")
     assert [(sample["label"], sample["class"]) for sample in (dataset[0],)] == [(0, "cat")]
     named = open_dataset(tmp_path / "data", format="imagefolder", settings={"classes": ["test", "train"]})
     assert named[1]["class"] == "train"
-    assert not are_splits(["train", "bus"])
     with pytest.raises(OptionError, match=r"has no directory of that name; it has \['cat'\]"):
         open_dataset(tmp_path / "data" / "train", split="val")

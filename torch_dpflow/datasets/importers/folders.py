@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch_dpflow.datasets.files import DirectoryEntry, Files
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.sources import SourceFiles
-from torch_dpflow.datasets.importers.splits import are_splits
+from torch_dpflow.datasets.importers.splits import splits_among
 from torch_dpflow.datasets.storage.urls import printable_url
 from torch_dpflow.errors import OptionError, SourceError
 
@@ -168,9 +168,10 @@ class ImageFolderImporter:
         if not present:
             check_folder(self._files)
             raise SourceError(f"{self.root} has no directories; an ImageFolder tree has one for each class")
-        if are_splits(list(present)) and not self._known:
+        splits = [] if self._known else splits_among(present)
+        if splits:
             raise SourceError(
-                f"{self.root} has the directories {list(present)}, which are splits and not classes; give one of them, "
+                f"{self.root} has the directories {splits}, which are splits and not classes; give one of them, "
                 "or name them as classes="
             )
         names = [*self._known, *(name for name in present if name not in self._known)]

@@ -15,7 +15,7 @@ from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.delimited import DelimitedRows, check_names
 from torch_dpflow.datasets.importers.folders import files_below
-from torch_dpflow.datasets.importers.splits import check_no_log, files_of_split
+from torch_dpflow.datasets.importers.splits import check_no_log, check_no_log_above, files_of_split
 from torch_dpflow.datasets.storage.urls import join_url, printable_url, split_name
 from torch_dpflow.errors import MissingExtraError, OptionError, SourceError, StorageError
 from torch_dpflow.log import DATASETS
@@ -195,7 +195,8 @@ class ListingImporter:
         if self._name:
             return [self._name]
         url, paths = printable_url(self._files.url), sorted(file.path for file in files_below(self._files, ""))
-        check_no_log((part for path in paths for part in path.split("/")), url)
+        check_no_log(self._files, {part for path in paths for part in path.split("/")})
+        check_no_log_above(self._files)
         paths = [path for path in paths if not any(part.startswith(_NO_DATA) for part in path.split("/"))]
         partition = next((part for path in paths for part in path.split("/")[:-1] if "=" in part), None)
         if partition is not None:

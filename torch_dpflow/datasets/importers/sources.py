@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 
 from torch_dpflow._core.checks import check_path
 from torch_dpflow.datasets.files import DirectoryEntry, Files
-from torch_dpflow.datasets.importers.splits import check_no_log, files_of_split, folder_of_split
+from torch_dpflow.datasets.importers.splits import (
+    check_no_log,
+    check_no_log_above,
+    files_of_split,
+    folder_of_split,
+)
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.object_reader import warn_without_state
 from torch_dpflow.datasets.storage.states import state_of_file
@@ -108,7 +113,7 @@ class SourceFiles:
 
     def of_folder(self, split: str) -> SourceFiles | None:
         """Return what is in the directory with a split's name; None if there is none."""
-        folder = folder_of_split(self.folders, split) if self.is_directory else None
+        folder = folder_of_split(self.folders, split, self.names) if self.is_directory else None
         return None if folder is None else find_sources(f"{self.given}/{folder}", self.options, self.read_options)
 
     def of(self, files: Sequence[SourceFile]) -> SourceFiles:
@@ -274,9 +279,12 @@ def _directory(text: str, options: Mapping[str, Any], read_options: ReadOptions 
     if (is_web and not text.endswith("/")) or (is_local and not os.path.isdir(_local_path(text))):
         return None
     files = Files(_local_path(text) if is_local else text, options, read_options)
-    children = files.children()
+    entries = files.children(hidden=True)
+    children = [entry for entry in entries if not entry.name.startswith(".")]
     if not children and not is_local:
         return None
+    check_no_log(files, [entry.name for entry in entries])
+    check_no_log_above(files)
     folders = [child.name for child in children if child.is_directory]
     plain = [child for child in children if not child.is_directory]
     # A directory of shards may contain other entries. Only entries of the format have to be files.
@@ -359,6 +367,7 @@ def _matching(pattern: str, options: Mapping[str, Any], read_options: ReadOption
     if base.endswith(":/"):
         raise OptionError(f"{printable_url(pattern)!r} has a pattern in its bucket or host; give its name")
     root = Files(base or ("/" if pattern.startswith("/") else "."), options, read_options)
+    check_no_log_above(root)
     found = [source_file(root.url, child, path) for path, child in _matched(root, "", parts)]
     if not found:
         raise SourceError(f"nothing matches {printable_url(pattern)}; check the pattern, and the right to list it")
@@ -367,8 +376,7 @@ def _matching(pattern: str, options: Mapping[str, Any], read_options: ReadOption
 
 def _matched(files: Files, folder: str, parts: Sequence[str]) -> Iterator[tuple[str, DirectoryEntry]]:
     children = files.children(folder, all_keys=True, hidden=True)
-    if len(parts) == 1:
-        check_no_log([child.name for child in children], join_url(files.url, folder) if folder else files.url)
+    check_no_log(files, [child.name for child in children], folder)
     for child in children:
         if not child.name.startswith(".") and fnmatch.fnmatchcase(child.name, parts[0]):
             path = f"{folder}/{child.name}" if folder else child.name

@@ -2,45 +2,130 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 
-from torch_dpflow.errors import OptionError, SourceError
+from torch_dpflow.datasets.files import Files
+from torch_dpflow.datasets.storage.urls import printable_url, split_chain, split_name
+from torch_dpflow.errors import OptionError, SourceError, StorageError
 
-#: Words in names that mean a split, as for HuggingFace's hub.
+#: Words in names that mean a split, as for HuggingFace's hub, and what they mean.
 _WORDS = {
-    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("train", "training", "trn"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
-    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+    **dict.fromkeys(("test", "testing", "tst", "eval", "evaluation"), "test"),
+    "trainval": "trainval",
 }
+#: Endings of such a word: "trainset", "TestSplit".
+_ENDINGS = ("set", "split", "data")
+_CAMEL = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 #: A file of several: `train-00000-of-00002.parquet`, `train.tfrecord-00000-of-00002`.
 _OF = re.compile(r"(.+?)(?:\.tfrecords?|\.tfrec)?[-_.](\d+)[-_]of[-_](\d+)(?!\d).*", re.DOTALL)
 #: Files that HuggingFace's `map` and `filter` write into a dataset's directory.
 _CACHE = re.compile(r"cache-[0-9a-f]{8,}.*", re.DOTALL)
 #: Directories of tables some of whose files are not part of the table: Delta, Hudi, streams of Spark.
-_LOGS = {"_delta_log": "Delta table", ".hoodie": "Hudi table", "_spark_metadata": "table of a Spark stream"}
+_LOGS = {
+    "_delta_log": "Delta table",
+    ".hoodie": "Hudi table",
+    ".hoodie_partition_metadata": "Hudi table",
+    "_spark_metadata": "table of a Spark stream",
+}
+#: Levels above a local directory whose names show no partition, such as "2026/11", where a log is looked for.
+_LEVELS = 3
 _MAX_NAMES = 5
 
 
-def check_no_log(names: Iterable[str], where: str) -> None:
-    """Raise SourceError if a directory's entries show that a log decides which of its files belong to the table."""
-    for name in names:
-        if name in _LOGS:
-            raise SourceError(
-                f"{where} is a {_LOGS[name]}, some of whose files may be of other versions; write the wanted one as "
-                "Parquet, or give a list of its files"
-            )
+def check_no_log(files: Files, names: Collection[str], folder: str = "") -> None:
+    """Raise SourceError if a directory's entries show that a log decides which of its files belong to the table.
+
+    Args:
+        files: the directory, or one above it.
+        names: the entries of the directory, hidden ones too.
+        folder: the path of the directory below `files`.
+    """
+    kind = next((_LOGS[name] for name in names if name in _LOGS), None)
+    if kind is None and "data" in names and "metadata" in names:
+        below = files.children(f"{folder}/metadata" if folder else "metadata")
+        kind = "Iceberg table" if any(".metadata.json" in entry.name for entry in below) else None
+    if kind is not None:
+        where = printable_url(files.at(folder).url if folder else files.url)
+        raise SourceError(
+            f"{where} is a {kind}, some of whose files may be of other versions; write the wanted one as "
+            "Parquet, or give a list of its files"
+        )
 
 
-def are_splits(folders: Sequence[str]) -> bool:
-    """Return whether several directories are named after different splits."""
-    return len({_WORDS.get(folder.lower()) for folder in folders} - {None}) == len(folders) > 1
+def check_no_log_above(files: Files) -> None:
+    """Raise SourceError if a directory is a part of a table with a log: see `check_no_log`.
+
+    Other storages than the local disk are listed only above partitions (`day=1`) and `data`. A directory that cannot
+    be listed is left out.
+    """
+    for url, child in _above(files.url):
+        above = Files(url, files.options, files.read_options)
+        names: Collection[str] = ()
+        if url.startswith("file://"):  # may be a large directory
+            names = [name for name in (*_LOGS, "data", "metadata") if os.path.lexists(f"{url[7:]}/{name}")]
+        else:
+            with suppress(StorageError, OSError):
+                names = [entry.name for entry in above.children(hidden=True)]
+        # An Iceberg table's files are in `data`, and not in other directories there.
+        check_no_log(above, names if child == "data" else [name for name in names if name in _LOGS])
 
 
-def folder_of_split(folders: Sequence[str], split: str) -> str | None:
-    """Return the directory with a split's name; None if there is none."""
-    found = _named(folders, split)
-    return found[0] if len(found) == 1 else None
+def _above(url: str) -> Iterator[tuple[str, str]]:
+    """Yield the directories above a directory, and the name below each, nearest first, up to the bucket's root."""
+    left = _LEVELS if url.startswith("file://") else 0
+    while "/" in split_chain(url).inner.partition("://")[2].strip("/"):
+        url, name = split_name(url)
+        if "=" in name:
+            left = max(left, 1)
+        elif name != "data":
+            left -= 1
+        if left < 0:
+            return
+        yield url, name
+
+
+def splits_among(folders: Iterable[str]) -> list[str]:
+    """Return the directories that are named after different splits, such as "train2017" and "val2017"; [] if none."""
+    by_rest: dict[tuple[str, ...], dict[str, str | None]] = {}
+    for folder in folders:
+        words = _words(folder)
+        if label := _word(folder):
+            rest = tuple(word for word in words if _meaning(word) is None and word not in _ENDINGS)
+            by_rest.setdefault(rest, {})[folder] = label
+    return sorted(name for named in by_rest.values() if len({*named.values()}) > 1 for name in named)
+
+
+def check_no_split_folders(folders: Iterable[str], where: str) -> None:
+    """Raise SourceError if directories are named after different splits."""
+    splits = splits_among(folders)
+    if splits:
+        shown = ", ".join(map(repr, splits[:_MAX_NAMES])) + (", …" if len(splits) > _MAX_NAMES else "")
+        raise SourceError(f"{where} has the splits {shown}, which are directories; give split=, or one of them")
+
+
+def folder_of_split(folders: Sequence[str], split: str, files: Iterable[str] = ()) -> str | None:
+    """Return the directory with a split's name; None if there is none.
+
+    Args:
+        folders: the directories in one directory.
+        split: as for `files_of_split`.
+        files: the files in that directory. Of them a split's exact name comes before the synonym of a directory.
+
+    Raises:
+        OptionError: the name is a synonym of several splits.
+    """
+    labels = dict.fromkeys([*folders, *(label for file in files if (label := _split_of(file)))])
+    found = _named([*labels], split)
+    if len(found) > 1 and not {*found}.isdisjoint(folders):
+        raise OptionError(
+            f"split={split!r} may be {' or '.join(map(repr, found[:_MAX_NAMES]))}; give one of these names"
+        )
+    return found[0] if len(found) == 1 and found[0] in folders else None
 
 
 def files_of_split(paths: Sequence[str], split: str | None, where: str) -> list[str]:
@@ -48,7 +133,8 @@ def files_of_split(paths: Sequence[str], split: str | None, where: str) -> list[
 
     Args:
         paths: names of files, or their paths below the directory.
-        split: "train", "validation", "test", or another name that the files have; None: all, if they are of one split.
+        split: a name that the files have, or, if they have no such name, the synonym of exactly one of their names
+            ("train", "validation" and "test" have synonyms); None: all, if they are of one split.
         where: names the directory in errors.
 
     Raises:
@@ -80,22 +166,43 @@ def _split_of(path: str) -> str | None:
         return stem.partition(".")[0]
     own = _word(stem)
     if match and (own or not _word(folder)):
-        return own if stem.lower() in _WORDS else stem
+        return own if own == stem.lower() else stem
     return own or _word(folder)
 
 
+def _words(text: str) -> list[str]:
+    """Return the words of a name in lower case; a word in camel case is several, unless it means a split as a whole."""
+    words: list[str] = []
+    for word in re.findall("[A-Za-z]+", text):
+        words += [word] if _meaning(word) else _CAMEL.findall(word)
+    return [word.lower() for word in words]
+
+
+def _meaning(word: str) -> str | None:
+    """Return the split that a word means, such as "train" for "trainset"; None if it means none."""
+    word = word.lower()
+    stems = [word, *(word.removesuffix(ending) for ending in _ENDINGS)]
+    return next((_WORDS[stem] for stem in stems if stem in _WORDS), None)
+
+
 def _word(text: str) -> str | None:
-    """Return the split that the words of a name mean, "+" between several; None if it has no such word."""
-    found = dict.fromkeys(_WORDS[word] for word in re.split(r"[^a-z]+", text.lower()) if word in _WORDS)
-    return "+".join(found) or None
+    """Return the words of a name that mean a split, "+" between several; None if it has no such word."""
+    return "+".join(dict.fromkeys(word for word in _words(text) if _meaning(word))) or None
+
+
+def _meanings(text: str) -> list[str]:
+    """Return the splits that the words of a name mean."""
+    return [*dict.fromkeys(meaning for word in _words(text) if (meaning := _meaning(word)))]
 
 
 def _named(labels: Sequence[str], split: str) -> list[str]:
-    """Return the labels that are equal to a split's name; if there are none, the labels with the same meaning."""
-    meaning = _word(split)
-    return [label for label in labels if label == split] or [
-        label for label in labels if meaning is not None and _word(label) == meaning
-    ]
+    """Return the labels that are equal to a split's name; else those with the same word; else those that mean it."""
+    word, meanings = _word(split), _meanings(split)
+    return (
+        [label for label in labels if label == split]
+        or [label for label in labels if word is not None and _word(label) == word]
+        or [label for label in labels if meanings and _meanings(label) == meanings]
+    )
 
 
 def _shown(by_split: dict[str | None, list[str]]) -> str:
