@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -16,7 +17,7 @@ from torch_dpflow._core.checks import check_path
 from torch_dpflow.datasets.draft import SHARD_SIZE, Draft, OvertakenError
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.shards import ShardImporter
-from torch_dpflow.datasets.spec import Dataset, DatasetRef, StoreRecord, encode_file
+from torch_dpflow.datasets.spec import Dataset, DatasetRef, SampleMeta, StoreRecord, encode_file
 from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, sha256_of
 from torch_dpflow.datasets.storage.urls import stored_url
 from torch_dpflow.datasets.store import RECORD, DatasetStore, StoredDataset, now
@@ -53,7 +54,8 @@ class Index:
     """The index of one source.
 
     Sources in one directory share an id, so that the samples of unchanged objects are taken from the index of an
-    earlier state, or of another pattern, and only new objects are read.
+    earlier state, or of another pattern, and only new objects are read. Objects without a state are read at each
+    opening, as nothing shows whether they were written again.
 
     Args:
         url: the directory of indexes; None: `index_directory`.
@@ -78,19 +80,24 @@ class Index:
         state = source.pop("state", None) or (importer.state() if self._objects is None else self._objects)
         digest = _digest([_INDEX, stored_url(importer.root or ""), source, checksum])
         self._id = f"{name}/{digest}"
-        self._version = _digest([digest, state])
+        self._name = self._version = _digest([digest, state])
+        #: Whether all objects have a state, by which an index of them is found again.
+        self._is_kept = importer.has_states
         self._path = f"{self._id}/versions/{self._version}.json"
 
     def open(self, progress: ProgressCallback | None) -> StoredDataset:
         """Return the index, built if there is none. Raises SourceError."""
-        found = self._found()
+        found = self._found() if self._is_kept else None
         if found is None:
             with self._alone():
-                found = self._found() or self._built(progress)
+                found = (self._found() if self._is_kept else None) or self._built(progress)
+        self._mark_used()
+        return found
+
+    def _mark_used(self) -> None:
         if self._local is not None:
             with suppress(OSError):
-                os.utime(f"{self._local}/{self._path}")  # it is in use
-        return found
+                os.utime(f"{self._local}/{self._path}")
 
     @property
     def _local(self) -> str | None:
@@ -109,6 +116,8 @@ class Index:
         return stored if _is_whole(stored) else None
 
     def _built(self, progress: ProgressCallback | None) -> StoredDataset:
+        if not self._is_kept:
+            self._begin_another()
         with _shown(self._importer, progress) as report:
             for attempt in range(_ATTEMPTS):
                 try:
@@ -127,6 +136,8 @@ class Index:
                             self._draft().discard()
                 found = self._found()
                 if found is not None:
+                    if not self._is_kept:
+                        found = self._same(found)
                     self._sweep()
                     return found
         raise DamagedStoreError(f"{self._store.url} loses what is written there; give another index_dir=")
@@ -137,6 +148,35 @@ class Index:
             self._store.files.remove(self._path)
         if self._version not in self._store.drafts(self._id):
             self._draft().discard()
+
+    def _begin_another(self) -> None:
+        """Name a version of objects without a state, by time, and remove builds of such versions that were killed."""
+        self._version = f"{self._name}-{time.time_ns():016x}-{uuid.uuid4().hex[:8]}"
+        self._path = f"{self._id}/versions/{self._version}.json"
+        for version in self._store.drafts(self._id) if self._local is not None else ():
+            if "-" in version:
+                with suppress(DatasetError):
+                    Draft(self._store, self._id, version).discard()
+
+    def _same(self, built: StoredDataset) -> StoredDataset:
+        """Return the first of the indexes with the same samples, and remove the built one if it is another.
+
+        So the same content has the same version in all processes, and openings do not fill the disk.
+        """
+        same = built
+        for version in self._store.versions(self._id):
+            is_earlier = version.startswith(f"{self._name}-") and version < same.dataset.version
+            other = self._whole(version) if is_earlier else None
+            if other is not None:
+                with suppress(DatasetError):  # it is damaged
+                    same = other if _are_equal(other, built) else same
+        if same is not built:
+            self._version = same.dataset.version
+            self._path = f"{self._id}/versions/{self._version}.json"
+            self._mark_used()
+            with suppress(OSError, DatasetError, OptionError, StorageError):
+                delete(self._store, self._id, built.dataset.version)
+        return same
 
     def _draft(self) -> Draft:
         return Draft(self._store, self._id, self._version)
@@ -153,7 +193,7 @@ class Index:
         """Return the index that has most of the same objects; None if none has any."""
         if not isinstance(self._importer, ShardImporter) or not self._objects or self._importer.may_copy:
             return None
-        wanted = {tuple(one) for one in self._objects}
+        wanted = {tuple(one) for one in self._objects if one[2] is not None}
         shared: dict[str, int] = {}
         for version in self._store.versions(self._id):
             with suppress(DatasetError):
@@ -212,6 +252,23 @@ def _beginning(stored: StoredDataset, samples: int) -> Dataset | None:
     shards = stored.variant.shards[: samples // stored.variant.shard_size]
     variant = msgspec.structs.replace(stored.variant, samples=samples, shards=shards)
     return msgspec.structs.replace(stored.dataset, variants={_VARIANT: variant})
+
+
+def _are_equal(one: StoredDataset, other: StoredDataset) -> bool:
+    """Return whether two indexes have the same samples. Raises DamagedStoreError."""
+    described = [(index.variant.samples, index.variant.shard_size, index.variant.data) for index in (one, other)]
+    return described[0] == described[1] and all(
+        _samples(one, number) == _samples(other, number) for number in range(len(one.variant.shards))
+    )
+
+
+def _samples(stored: StoredDataset, number: int) -> list[SampleMeta]:
+    """Return the samples of one shard, without the version's name in the paths of copied ones."""
+    version = stored.dataset.version
+    return [
+        msgspec.structs.replace(sample, path=sample.path.replace(version, "")) if version in sample.path else sample
+        for sample in stored.shard(number).samples
+    ]
 
 
 def _is_whole(stored: StoredDataset) -> bool:

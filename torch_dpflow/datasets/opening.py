@@ -55,7 +55,8 @@ def open_dataset(
 
     The index, which says where each sample is, is built when a source is first opened, and again after one of its
     objects was written: it is kept by names, sizes, and ETags or times of change. A build that was killed is continued.
-    If several processes open the same source, one of them builds the index.
+    If several processes open the same source, one of them builds the index. Objects whose storage reports neither ETag
+    nor time of change are indexed at each opening.
 
     Args:
         source: a path or URL of an object or a directory; `{000..146}` and `{a,b}` are expanded, `*`, `?` and `[…]`

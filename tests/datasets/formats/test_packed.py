@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import random
+import re
 import struct
 from collections.abc import Callable
 from decimal import Decimal
@@ -195,6 +196,19 @@ def test_every_sample_is_read_in_any_order(tmp_path: Path, write: Any, expected:
     for number, sample in zip(order, dataset.__getitems__(order), strict=True):
         assert_equal(sample, expected(number))
     assert_equal(dataset[-1], expected(COUNT - 1))
+
+
+@pytest.mark.parametrize(("write", "name"), [(write_mds, "samples"), (write_litdata, "chunk_size")])
+def test_another_number_of_samples_in_the_index_is_noticed(tmp_path: Path, write: Any, name: str) -> None:
+    write(tmp_path / "data")
+    open_dataset(tmp_path / "data").close()
+    path = tmp_path / "data" / "index.json"
+    index = path.read_text()
+    path.write_text(re.sub(rf'"{name}": \d+', f'"{name}": 1', index, count=1))
+    with pytest.raises(SourceError, match=r"and the index says 1"):
+        open_dataset(tmp_path / "data")
+    path.write_text(index)
+    open_dataset(tmp_path / "data").close()
 
 
 @pytest.mark.parametrize(

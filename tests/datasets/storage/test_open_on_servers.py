@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
+import json
+import os
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.datasets.formats.tars import members_of, samples_of, write_tar
+from tests.datasets.formats.test_packed import with_offsets, words
+from tests.datasets.formats.test_tfrecord import example, record
+from tests.datasets.storage.ftp_server import FTPServer
 from tests.datasets.storage.servers import BUCKET, S3_KEYS, s3_client
 from tests.datasets.storage.web_server import WebServer, serve_ranges
 from tests.later import Later
@@ -149,6 +156,91 @@ def test_shards_on_a_web_server(tmp_path: Path) -> None:
         dataset.close()
 
 
+def _of_letter(letter: bytes, kind: str, tmp_path: Path) -> tuple[bytes, dict[str, Any]]:
+    """Return an object, of one size for all letters, and its sample."""
+    if kind == "tfrecord":
+        return record(example({"cls": [letter], "bin": [letter * 600]})), {"cls": [letter], "bin": [letter * 600]}
+    members = [("0.bin", letter * 600), ("0.cls", letter)]
+    content = write_tar(tmp_path / "made", members).read_bytes()
+    return content, {"__key__": "0", "bin": letter * 600, "cls": letter}
+
+
+@pytest.mark.parametrize("checksum", [None, "crc32"])
+@pytest.mark.parametrize("kind", ["webdataset", "tfrecord"])
+def test_an_object_without_a_state_is_indexed_at_each_opening(tmp_path: Path, kind: str, checksum: Any) -> None:
+    """The others of the list are not; equal content has one index, and each index stays for its readers."""
+    made = {letter: _of_letter(letter, kind, tmp_path) for letter in (b"A", b"B", b"S")}
+    answers = {"/stated": serve_ranges(made[b"S"][0], ETag='"1"')}
+    how: dict[str, Any] = {"index_dir": tmp_path / "index", "checksum": checksum, "format": kind}
+    with WebServer(lambda request: answers[request.path](request)) as web:
+        opened: dict[bytes, Any] = {}
+        for letter in (b"A", b"A", b"B", b"A", b"B"):
+            answers["/none"] = serve_ranges(made[letter][0])
+            before = len(web.requests)
+            if letter in opened:  # an old index that is found again is not swept
+                (version,) = tmp_path.rglob(f"versions/{opened[letter].stored.ref.version}.json")
+                os.utime(version, (0, 0))
+            dataset = open_dataset([f"{web.url}/none", f"{web.url}/stated"], **how)
+            looks = [request for request in web.requests[before:] if request["path"] == "/stated"]
+            assert len(looks) <= 3 if not opened else len(looks) == 1
+            first = opened.setdefault(letter, dataset)
+            assert first.stored.ref == dataset.stored.ref
+            for one in (dataset, first, pickle.loads(pickle.dumps(first))):
+                assert one.__getitems__([0, 1]) == [made[letter][1], made[b"S"][1]]
+                one.close()
+    assert len([*tmp_path.rglob("versions/*.json")]) == len([*tmp_path.rglob("ms-*.json")]) == 2
+
+
+@pytest.mark.parametrize("compression", [None, "gz"])
+def test_shards_of_mds_without_a_state_are_indexed_at_each_opening(tmp_path: Path, compression: str | None) -> None:
+    column = {"column_names": ["x"], "column_encodings": ["bytes"], "column_sizes": [None]}
+    with FTPServer("me", "secret") as ftp:
+        for letter in (b"A", b"B", b"A"):
+            values = [b"ab", b"c"] if letter == b"A" else [b"a", b"bc"]
+            raw = with_offsets([words(len(value)) + value for value in values])
+            data = {"basename": "shard.00000.mds", "bytes": len(raw)}
+            packed = {"basename": "shard.00000.mds.gz", "bytes": len(gzip.compress(raw, mtime=0))}
+            entry = {"format": "mds", "version": 2, "compression": compression, "samples": 2, "raw_data": data}
+            ftp.files["/mds/index.json"] = json.dumps(
+                {"version": 2, "shards": [{**entry, **column, "zip_data": compression and packed}]}
+            ).encode()
+            name = "shard.00000.mds.gz" if compression else "shard.00000.mds"
+            ftp.files[f"/mds/{name}"] = gzip.compress(raw, mtime=0) if compression else raw
+            with closing(open_dataset(f"ftp://me:secret@{ftp.host}/mds", index_dir=tmp_path / "index")) as dataset:
+                assert dataset.__getitems__([0, 1]) == [{"x": value} for value in values]
+    assert len([*tmp_path.rglob("versions/*.json")]) == len([*tmp_path.rglob("ms-*.json")]) == 2
+
+
+def test_images_without_a_state_are_indexed_at_each_opening(tmp_path: Path) -> None:
+    with FTPServer("me", "secret") as ftp:
+        for letter in (b"A", b"B"):
+            ftp.files["/images/cat/0.png"] = letter * 100
+            url = f"ftp://me:secret@{ftp.host}/images"
+            with closing(open_dataset(url, index_dir=tmp_path / "index", checksum="crc32")) as dataset:
+                assert letter * 100 in dataset[0].values()
+
+
+def test_a_killed_build_of_objects_without_a_state_leaves_nothing(tmp_path: Path) -> None:
+    content = write_tar(tmp_path / "a.tar", [(f"{number}.cls", b"1") for number in range(1500)]).read_bytes()
+
+    class Killed(BaseException):
+        pass
+
+    def kill(count: int) -> None:
+        if count >= 1000:
+            raise Killed
+
+    with WebServer(serve_ranges(content)) as web:
+        for _ in range(2):
+            with pytest.raises(Killed):
+                open_dataset(f"{web.url}/a.tar", index_dir=tmp_path / "index", progress=kill)
+        assert len([*tmp_path.rglob("drafts/*")]) == len([*tmp_path.rglob("meta/*")]) == 1
+        assert len(open_dataset(f"{web.url}/a.tar", index_dir=tmp_path / "index")) == 1500
+    assert len([*tmp_path.rglob("versions/*.json")]) == 1
+    assert len([*tmp_path.rglob("ms-*.json")]) == 2
+    assert not [*tmp_path.rglob("drafts/*")]
+
+
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])
 @pytest.mark.parametrize("query", ["", "?sig=a.b/c.d"])
 def test_tables_on_a_web_server(tmp_path: Path, ending: str, query: str) -> None:
@@ -194,7 +286,7 @@ def test_signatures_are_not_stored_and_may_be_renewed(tmp_path: Path, first: str
         if query not in allowed:
             request.send_error(403)
             return
-        serve_ranges(contents[path])(request)
+        serve_ranges(contents[path], ETag='"1"')(request)
 
     with WebServer(answer) as web:
         how: dict[str, Any] = {"index_dir": tmp_path / "index", "checksum": checksum, "format": "webdataset"}

@@ -109,6 +109,8 @@ class ImageFolderImporter:
         self._known = list(classes or [])
         self._labels: dict[str, int] = {}
         self.root: str | None = self._files.url
+        #: Whether all images have a state, by the last call of `state`.
+        self.has_states = False
 
     @property
     def source(self) -> Mapping[str, Any]:
@@ -131,8 +133,10 @@ class ImageFolderImporter:
     def state(self) -> str:
         """Return a digest of the names, sizes and times of all images; lists the whole tree."""
         digest = hashlib.sha256()
+        self.has_states = True
         for folder in self._find_classes().values():
             for path, size, state in self._images(folder):
+                self.has_states &= state is not None
                 digest.update(f"{path}\0{size}\0{state}\0".encode(errors="surrogatepass"))
         return digest.hexdigest()
 

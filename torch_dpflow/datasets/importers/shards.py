@@ -165,6 +165,11 @@ class ShardImporter:
         return self.files.state()
 
     @property
+    def has_states(self) -> bool:
+        """Whether all objects have a state."""
+        return all(file.state is not None for file in self.files.files)
+
+    @property
     def source(self) -> Mapping[str, Any]:
         """See `Importer`. `state` changes with every object's size and time of change."""
         chosen = {} if self._split is None else {"split": self._split}
@@ -175,8 +180,8 @@ class ShardImporter:
             return {**described, "objects": self._objects}
         return {**described, "files": count, "state": self.state()}
 
-    def _object(self, file: SourceFile) -> tuple[str, int, str | None]:
-        """Return what identifies the state of an object."""
+    def _object(self, file: SourceFile) -> tuple[Any, ...]:
+        """Return what identifies the state of an object: path, size, state."""
         return self.files.path_of(file), file.size, file.state
 
     def reuse(self, stored: StoredDataset, multiple: int) -> int:
@@ -197,8 +202,9 @@ class ShardImporter:
         is_same = True
         files = self.files.files
         for number, (one, count) in enumerate(zip(before, counts, strict=True)):
-            is_same = is_same and number < len(files) and self._object(files[number]) == one
-            self._places[one] = first, count
+            is_same = is_same and number < len(files) and self._object(files[number]) == one and one[2] is not None
+            if one[2] is not None:
+                self._places[one] = first, count
             first += count
             same += count if is_same else 0
         self._earlier = stored
