@@ -27,10 +27,10 @@ _OF = re.compile(r"(.+?)(?:\.tfrecords?|\.tfrec)?[-_.](\d+)[-_]of[-_](\d+)(?!\d)
 _CACHE = re.compile(r"cache-[0-9a-f]{8,}.*", re.DOTALL)
 #: Directories of tables some of whose files are not part of the table: Delta, Hudi, streams of Spark.
 _LOGS = {
-    "_delta_log": "Delta table",
-    ".hoodie": "Hudi table",
-    ".hoodie_partition_metadata": "Hudi table",
-    "_spark_metadata": "table of a Spark stream",
+    "_delta_log": "a Delta table",
+    ".hoodie": "a Hudi table",
+    ".hoodie_partition_metadata": "a Hudi table",
+    "_spark_metadata": "a table of a Spark stream",
 }
 #: Levels above a local directory whose names show no partition, such as "2026/11", where a log is looked for.
 _LEVELS = 3
@@ -48,11 +48,11 @@ def check_no_log(files: Files, names: Collection[str], folder: str = "") -> None
     kind = next((_LOGS[name] for name in names if name in _LOGS), None)
     if kind is None and "data" in names and "metadata" in names:
         below = files.children(f"{folder}/metadata" if folder else "metadata")
-        kind = "Iceberg table" if any(".metadata.json" in entry.name for entry in below) else None
+        kind = "an Iceberg table" if any(".metadata.json" in entry.name for entry in below) else None
     if kind is not None:
         where = printable_url(files.at(folder).url if folder else files.url)
         raise SourceError(
-            f"{where} is a {kind}, some of whose files may be of other versions; write the wanted one as "
+            f"{where} is {kind}, some of whose files may be of other versions; write the wanted one as "
             "Parquet, or give a list of its files"
         )
 
