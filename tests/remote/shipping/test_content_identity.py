@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 
 from tests.new_process import ROOT, interpreter
 from tests.remote.shipping.identity_pairs import DIFFER, SAME, Pair
+from torch_dpflow.cluster.messages.coordinator import FlowSpec
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.content_parts import MAX_PARTS, PartDigest, differences, is_ignored
-from torch_dpflow.remote.shipping.content_identity import fingerprint, identify
+from torch_dpflow.remote.shipping.content_identity import ContentIdentity, fingerprint, identify
 from torch_dpflow.remote.shipping.content_pack import pack, unpack
 
 Parts = dict[str, PartDigest]
@@ -236,3 +237,41 @@ def test_an_argument_that_was_not_compared_cannot_be_read() -> None:
     for read in reads:
         with pytest.raises(UsageError, match=r"without lr: .*JobOptions\(ignore=\[\]\)"):
             read(sent)
+
+
+@dataclasses.dataclass
+class Searched:
+    args: argparse.Namespace
+
+    def read(self) -> Any:
+        return self.args.size
+
+
+def flow_spec(identity: ContentIdentity) -> FlowSpec:
+    return FlowSpec(
+        name="f", version=1, fingerprint={}, content="0" * 64, size=1, parts=identity.parts, ignore=identity.ignore
+    )
+
+
+def search_spec(size: int, ignore: list[str] | None) -> FlowSpec:
+    name = "".join(("un", "read"))  # no code has it
+    identity = identify({"dataset": Searched(argparse.Namespace(**{"size": size, name: size}))}, ignore=ignore)
+    assert identity.sent_arguments is not None
+    assert name not in identity.sent_arguments
+    return flow_spec(identity)
+
+
+def test_the_printed_word_admits_a_job_and_what_the_first_job_ignored_is_refused_to_others() -> None:
+    first = search_spec(1, None)
+    refused = search_spec(2, None).difference(first)
+    part = "dataset.args.size"
+    assert refused.endswith(f"JobOptions(ignore=['{part}'])")
+    assert not search_spec(2, [part]).difference(first)
+    ignoring = search_spec(1, [part])
+    assert search_spec(2, None).difference(ignoring).startswith(f"{part}: ignored by the job that registered it; if")
+    assert not search_spec(2, [part]).difference(ignoring)
+
+
+def test_the_printed_word_names_every_part_that_differs() -> None:
+    specs = [flow_spec(identify({f"p{at}": at + more for at in range(20)})) for more in (0, 1)]
+    assert all(f"'p{at}'" in specs[0].difference(specs[1]) for at in range(20))

@@ -18,6 +18,7 @@ from torch_dpflow.ipc.messages.content_parts import (
     describe_differences,
     differences,
     ignoring,
+    is_ignored,
 )
 from torch_dpflow.ipc.messages.fields import Body, Count, Name, Seconds, Text
 
@@ -115,7 +116,8 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
             here, there = self.fingerprint.get(name, "absent"), other.fingerprint.get(name, "absent")
             if here != there:
                 differing.append(f"{name} is {here}, registered is {there}")
-        found = differences(self.parts, other.parts, (*self.ignore, *other.ignore))
+        found = differences(self.parts, other.parts, self.ignore)
+        found |= {path: "ignored by the job that registered it" for path in found if is_ignored(path, other.ignore)}
         if found:
             advice = f"if they do not affect samples, give {ignoring(found, self.script)}"
             differing += [describe_differences(found, self.script), advice]

@@ -90,7 +90,7 @@ def describe_differences(found: Mapping[str, str], script: str) -> str:
 
 def ignoring(found: Iterable[str], script: str) -> str:
     """Return the option by which these parts do not count."""
-    return f"JobOptions(ignore={[shown(path, script) for path in [*found][:_MAX_NAMED]]})"
+    return f"JobOptions(ignore={[shown(path, script) for path in [*found][:MAX_IGNORED]]})"
 
 
 def shown(path: str, script: str) -> str:

@@ -71,8 +71,8 @@ def identify(
 
     Args:
         roots: what is sent, by name.
-        ignore: patterns of parts that do not count; None: none, and of `argparse.Namespace` the attributes whose names
-            no code has are neither compared nor sent.
+        ignore: patterns of parts that do not count. Of `argparse.Namespace`, attributes whose names no code has are
+            neither compared nor sent, unless the list is empty; None: no patterns.
         code: which own modules are sent, as of `LoaderOptions`.
         like: an earlier identity, of which files and installed packages are not looked at again.
 
@@ -97,7 +97,7 @@ def _identify(
         bundle = bundle_of(walk.modules, names, () if code == "auto" else code)
     own = own_code(bundle.data) if bundle else OwnCode({}, frozenset(), frozenset(), {})
     sent: frozenset[str] | None = None
-    if walk.has_arguments and ignore is None and code is not None and not walk.lends_arguments:
+    if walk.has_arguments and (ignore is None or len(ignore)) and code is not None and not walk.lends_arguments:
         sent = frozenset(walk.names) | own.names
         walk = _walk(roots, bulk, sent)
     found = dict(walk.roots)
