@@ -10,8 +10,15 @@ from torch_dpflow.cluster.client.shard_link import (
     MAX_TOGETHER,
     TOGETHER_BYTES,
     TOGETHER_S,
+    batches_ahead,
     batches_together,
 )
+from torch_dpflow.cluster.messages.shard import MAX_WANTS
+
+
+def test_no_more_batches_are_requested_ahead_than_shards_take() -> None:
+    assert [batches_ahead(size, at_most=8) for size in (0, 1, MAX_WANTS // 8, MAX_WANTS // 4)] == [8, 8, 8, 4]
+    assert [batches_ahead(size, at_most=8) for size in (MAX_WANTS // 2 + 1, MAX_WANTS, 2 * MAX_WANTS)] == [1, 1, 1]
 
 
 def test_small_batches_that_come_quickly_are_fetched_together() -> None:

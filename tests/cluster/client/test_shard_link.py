@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from torch_dpflow.cluster.client import shard_link
 from torch_dpflow.cluster.client.shard_link import EpochDraw, ShardLinks, Wanted
 from torch_dpflow.cluster.control.routing import RouteMap
 from torch_dpflow.cluster.messages.router import JobId, Route, RoutingTable
@@ -103,6 +104,19 @@ def test_what_will_be_needed_rides_with_the_fetch(
     links.flush(SAID)
     finish(links, fetches)
     assert shards[0].heard == [("fetch", [1, 2], [3, 4], [])]
+
+
+def test_of_a_large_batch_the_first_samples_are_fetched_and_the_others_requested(
+    shards: list[NotingShard], open_links: Callable[[int], ShardLinks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_link, "MAX_SAMPLES", 4)
+    monkeypatch.setattr(shard_link, "FETCH_SAMPLES", 2)
+    links = open_links(1)
+    links.want(of(*range(9)))
+    fetches = links.fetch(of(*range(9)), SAID)
+    links.flush(SAID)
+    finish(links, fetches)
+    assert shards[0].heard == [("fetch", [0, 1], [4, 5], []), ("fetch", [2, 3], [6, 7], []), ("want", [], [8], [])]
 
 
 def test_what_rides_with_no_fetch_is_said_by_itself(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.shared_datasets import Draws, Failing, Numbers, Pictures
 from torch_dpflow import ALSDCache
 from torch_dpflow._core.channels_last import collate_channels_last
 from torch_dpflow.cluster.client.open_job import SharedJob
+from torch_dpflow.cluster.messages.shard import MAX_WANTS
 from torch_dpflow.errors import OptionError, PoisonTaskError, StateError, UsageError
 
 Join = Callable[..., SharedJob]
@@ -35,6 +37,20 @@ def test_batches_have_the_size_asked_for_and_the_values_of_their_samples(join: J
     batches = list(job.traverse(0))
     assert [len(labels) for _, labels in batches] == [16, 16, 16, 2]
     assert all(torch.equal(values[:, 0], labels.float()) for values, labels in batches)
+
+
+@pytest.mark.slow
+def test_batches_may_be_so_large_that_not_all_can_be_requested_ahead_of_need(join: Join, flow: str) -> None:
+    size, batches = 18_000, 4
+    assert batches * size > MAX_WANTS
+    job = join(flow, Numbers(batches * size, width=1), batch_size=size, collate_fn=numbers_of)
+    read = list(job.traverse(0))
+    assert [len(batch) for batch in read] == [size] * batches
+    assert sorted(itertools.chain(*read)) == list(range(batches * size))
+
+
+def numbers_of(samples: list[Any]) -> list[int]:
+    return [number for _, number in samples]
 
 
 def test_an_uneven_end_can_be_dropped(join: Join, flow: str) -> None:

@@ -20,6 +20,7 @@ from torch_dpflow.cluster.client.shard_link import (
     FetchOutcome,
     ShardLinks,
     Wanted,
+    batches_ahead,
     batches_together,
 )
 from torch_dpflow.epoch.plan import TAKEN
@@ -284,16 +285,15 @@ class EpochReader:
         # Each message wakes a shard, which costs more than the message itself while workers keep the processor busy.
         together = min(self._pipeline.requested // 4, self._pipeline.requested - self._pipeline.ready)
         together = max(together, self._batches_together())
-        tickets = self._links.tickets
-        begins = len(self._requested) <= self._pipeline.requested - max(1, together)
-        while begins and not self._exhausted and len(self._requested) < self._pipeline.requested:
+        most, size = self._pipeline.requested, len(self._requested[-1].wanted) if self._requested else 0
+        begins = len(self._requested) <= most - max(1, together)
+        while begins and not self._exhausted and len(self._requested) < batches_ahead(size, at_most=most):
             keys = next(self._plan, None)
-            if keys is None:
-                self._exhausted = True
+            if keys is None or keys is LATER:
+                self._exhausted = keys is None
                 break
-            if keys is LATER:
-                break
-            batch = _Batch(self._planned, [Wanted(next(tickets), key) for key in keys])
+            size = len(keys)
+            batch = _Batch(self._planned, [Wanted(next(self._links.tickets), key) for key in keys])
             self._planned += 1
             self._requested.append(batch)
             wanted += batch.wanted

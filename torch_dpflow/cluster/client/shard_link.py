@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch_dpflow.cluster.client.router_link import RouterLink
 from torch_dpflow.cluster.messages.router import JobId
-from torch_dpflow.cluster.messages.shard import Ask, Served
+from torch_dpflow.cluster.messages.shard import MAX_WANTS, Ask, Served
 from torch_dpflow.cluster.security.connection_file import Cluster
 from torch_dpflow.errors import DPFlowError, PeerLostError
 from torch_dpflow.ipc.messages.fields import MAX_SAMPLES
@@ -120,7 +120,8 @@ class ShardLinks:
                 self._begin("want", address, ahead, of)
 
     def fetch(self, wanted: Sequence[Wanted], of: EpochDraw) -> list[Fetch]:
-        """Begin to fetch samples from all their shards at once."""
+        """Begin to fetch samples, or the first `MAX_SAMPLES` of them, from all their shards at once."""
+        wanted = wanted[:MAX_SAMPLES]
         fetches: list[Fetch] = []
         self._drop_unsent(wanted)
         for address, part in self._by_shard(wanted):
@@ -287,6 +288,11 @@ def _leave(clients: Sequence[RpcClient], job: JobId) -> None:
             call.result()
     for client in clients:
         client.close()
+
+
+def batches_ahead(samples: int, *, at_most: int) -> int:
+    """Return how many batches of so many samples to request ahead: one, or as many as shards take."""
+    return max(1, min(at_most, MAX_WANTS // max(1, samples)))
 
 
 def batches_together(samples: float, nbytes: float, wait_s: float, *, at_most: int) -> int:

@@ -16,6 +16,9 @@ from torch_dpflow.ipc.messages.headers import Frame, PayloadGroup, PayloadTable,
 
 #: How many workers a sample may kill before it is reported as poisoned.
 POISON_LIMIT = 3
+#: Most samples that a job may have requested ahead of need and not received, of all shards together; and of one shard,
+#: as many again that it waits for.
+MAX_WANTS = 1 << 16
 
 
 class Ask(Body):

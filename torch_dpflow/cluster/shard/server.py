@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
 from torch_dpflow.caches import make_policy
 from torch_dpflow.cluster.cache.objects import Arrival, CacheInstruction, Cancel, Load, RequestId, Serve
 from torch_dpflow.cluster.cache.sample_cache import SampleCache
@@ -25,7 +27,7 @@ from torch_dpflow.cluster.messages.router import (
     LookaheadRequest,
     RangeAssignment,
 )
-from torch_dpflow.cluster.messages.shard import POISONED, SAMPLE, WORKERLESS, Ask, Served, ShardSettings
+from torch_dpflow.cluster.messages.shard import MAX_WANTS, POISONED, SAMPLE, WORKERLESS, Ask, Served, ShardSettings
 from torch_dpflow.cluster.shard.worker_messages import DetachedPayload, WorkerDemultiplexer
 from torch_dpflow.cluster.shard.workers import OUTAGE_S, ShardWorkers
 from torch_dpflow.errors import UsageError
@@ -47,8 +49,6 @@ from torch_dpflow.ipc.transport.link_time import LinkTime
 from torch_dpflow.log import SERVICE
 from torch_dpflow.workers.shard import Sender
 
-#: Most samples that a job may have requested from a shard and not received.
-MAX_WANTS = 1 << 16
 #: Most frames and bytes of one answer; a job requests the rest again.
 MAX_FRAMES, MAX_ANSWER_BYTES = 2048, 256 << 20
 #: How long a shard that owns no keys any more waits for its jobs to leave, seconds.
@@ -244,13 +244,11 @@ class SampleShard:
 
     def _on_want(self, call: IncomingCall) -> None:
         ask: Ask = call.body
-        self._accept(ask)
-        self._apply(self._want(ask))
+        self._apply(self._want(self._accept(ask, len(ask.tickets))))
 
     def _on_fetch(self, call: IncomingCall) -> Later:
         ask: Ask = call.body
-        self._accept(ask)
-        self._apply(self._want(ask))
+        self._apply(self._want(self._accept(ask, ask.ahead)))
         self._fetch(call, _tickets_of(ask, self._poisoned) or [ticket for ticket, _ in ask.awaited])
         return LATER
 
@@ -266,8 +264,12 @@ class SampleShard:
             raise
         self._apply(out)
 
-    def _accept(self, ask: Ask) -> None:
-        """Check a request, and release what its job has received."""
+    def _accept(self, ask: Ask, ahead: int) -> Ask:
+        """Check a request, and release what its job has received.
+
+        Returns the request without those of its last `ahead` samples for which there is no room: the job fetches them
+        once it needs them.
+        """
         if len(ask.tickets) != len(ask.keys):
             raise UsageError(f"{len(ask.tickets)} tickets for {len(ask.keys)} samples: one for each is required")
         if ask.ahead > len(ask.tickets):
@@ -285,8 +287,15 @@ class SampleShard:
         opened = self._open.setdefault(job, set())
         opened.difference_update(ask.taken)
         self._apply(self._cache.release(job, ask.taken))
-        if len(opened) + len(ask.tickets) > MAX_WANTS:
-            raise OverloadedError(f"job {job!r} has requested {len(opened)} samples; {MAX_WANTS} are allowed")
+        if len(opened) + len(ask.tickets) <= MAX_WANTS:
+            return ask
+        awaited = len(ask.tickets) - ahead
+        # Samples that it waits for may have been requested before; to refuse those would keep their room forever.
+        total = len(opened) + len([ticket for ticket in ask.tickets[:awaited] if ticket not in opened])
+        if total > 2 * MAX_WANTS:
+            raise OverloadedError(f"job {job!r} has requested {total} samples; {2 * MAX_WANTS} are allowed")
+        most = awaited + min(ahead, max(0, MAX_WANTS - total))
+        return msgspec.structs.replace(ask, tickets=ask.tickets[:most], keys=ask.keys[:most], ahead=most - awaited)
 
     def _want(self, ask: Ask) -> list[CacheInstruction]:
         job = ask.job.name
