@@ -440,8 +440,7 @@ class ShardWorkers:
         """Do nothing: jobs request samples."""
 
     def failed(self, worker: int, why: str) -> None:
-        known = self._workers.get(worker)
-        if known is not None and not known.is_ending:
+        if (known := self._workers.get(worker)) is not None and not known.is_ending:
             known.is_ending = True
             level = logging.INFO if why is UNREACHABLE else logging.WARNING
             SERVICE.log(level, "worker killed: %s", why, extra={"worker": worker})
