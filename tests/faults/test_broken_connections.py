@@ -95,7 +95,8 @@ def is_idle_after(reading: Any, batches: int) -> bool:
     return scheduler.counters.delivered >= batches and scheduler.workers == (1, 0)
 
 
-@pytest.mark.parametrize("away", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("away", [False, True])
 def test_connections_reset_while_a_worker_is_idle(tmp_path: Path, proxy: TcpProxy, away: bool) -> None:
     """The next tasks are sent into connections that are gone, or that come back at that moment."""
     loader = loader_of(tmp_path / "none", persistent_workers=True)
