@@ -267,8 +267,8 @@ class SampleShard:
     def _accept(self, ask: Ask, ahead: int) -> Ask:
         """Check a request, and release what its job has received.
 
-        Returns the request without those of its last `ahead` samples for which there is no room: the job fetches them
-        once it needs them.
+        Returns the request. Its last `ahead` samples are left out as far as there is no room for them: the job fetches
+        them when it needs them.
         """
         if len(ask.tickets) != len(ask.keys):
             raise UsageError(f"{len(ask.tickets)} tickets for {len(ask.keys)} samples: one for each is required")
