@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,17 @@ from urllib.parse import parse_qs, urlsplit
 
 import boto3
 import botocore.config
-import botocore.exceptions
 import fsspec
 import oss2
 import pytest
 
 from tests.datasets.storage.signed_s3 import SignedS3
 from tests.datasets.storage.web_server import WebServer, reply, serve_ranges
-from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions, endpoints
+from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.credentials import Credentials
-from torch_dpflow.datasets.storage.file_systems import fsspec_options
+from torch_dpflow.datasets.storage.endpoints import needs_vendor
+from torch_dpflow.datasets.storage.file_systems import FsspecStorage, fsspec_options
+from torch_dpflow.datasets.storage.object_reader import open_storage
 from torch_dpflow.datasets.storage.object_stores import OSSService, S3Service
 from torch_dpflow.errors import MissingExtraError, OptionError, OptionTypeError, StorageError
 
@@ -131,31 +133,8 @@ LAMBDA = "arn:aws:s3-object-lambda:eu-west-1:123456789012:accesspoint/mine"
 OUTPOST = "arn:aws:s3-outposts:us-west-2:123456789012:outpost/op-01/accesspoint/mine"
 
 
-@pytest.mark.parametrize(
-    ("bucket", "region", "settings"),
-    [
-        (bucket, region, settings)
-        for bucket in ("data", "my.bucket", "My_Bucket", "a_b", "-x", "ab", "mine-abc-s3alias", POINT, LAMBDA)
-        for region in ("us-east-1", "eu-central-2", "us-gov-west-1", "us-iso-east-1", "eusc-de-east-1")
-        for settings in ({}, {"use_fips_endpoint": True}, {"use_dualstack_endpoint": True})
-    ]
-    + [
-        ("data", "cn-north-1", {}),
-        ("data", "mars-1", {}),
-        (POINT.replace("accesspoint/", "accesspoint:"), "us-east-1", {}),
-        ("data", "us-gov-east-1", {"use_fips_endpoint": True, "use_dualstack_endpoint": True}),
-        (POINT, "us-east-1", {"use_fips_endpoint": True}),
-    ],
-)
-def test_buckets_are_looked_for_where_botocore_does(
-    bucket: str, region: str, settings: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or refused where it refuses them."""
-    for name in settings:
-        monkeypatch.setenv(f"AWS_{name.upper()}", "true")
-    service = S3Service(OPTIONS | {"region": region})
-    for name in settings:
-        monkeypatch.delenv(f"AWS_{name.upper()}")
+@pytest.mark.parametrize("region", ["us-east-1", "eu-central-2", "us-gov-west-1", "cn-north-1"])
+def test_buckets_are_looked_for_where_botocore_does(region: str) -> None:
     # Else presigned URLs are those of the global endpoint.
     regional = {"us_east_1_regional_endpoint": "regional", "addressing_style": "virtual"}
     client = boto3.client(
@@ -163,36 +142,59 @@ def test_buckets_are_looked_for_where_botocore_does(
         region_name=region,
         aws_access_key_id="key",
         aws_secret_access_key="secret",
-        config=botocore.config.Config(signature_version="s3v4", s3=regional, **settings),
+        config=botocore.config.Config(signature_version="s3v4", s3=regional),
     )
-    try:
-        try:
+    with closing(client):
+        for bucket in ("data", "my.bucket", "My_Bucket", "a_b", "-x", "ab", "mine-abc-s3alias"):
             expected = client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": "a b/c+d"})
-        except botocore.exceptions.BotoCoreError:
-            with pytest.raises(OptionError, match="correct the address or the region"):
-                service.request(f"s3://{bucket}/a b/c+d")
-            return
-    finally:
-        client.close()
-    parts = urlsplit(expected)
-    request = service.request(f"s3://{bucket}/a b/c+d")
-    assert (request.origin.host, request.target) == (parts.hostname, parts.path)
-    scope = parse_qs(parts.query)["X-Amz-Credential"][0].partition("/")[2].partition("/")[2]
-    assert f"/{scope}, SignedHeaders=" in request.headers["authorization"]
+            parts = urlsplit(expected)
+            request = S3Service(OPTIONS | {"region": region}).request(f"s3://{bucket}/a b/c+d")
+            assert (request.origin.host, request.target) == (parts.hostname, parts.path), bucket
+            scope = parse_qs(parts.query)["X-Amz-Credential"][0].partition("/")[2].partition("/")[2]
+            assert f"/{scope}, SignedHeaders=" in request.headers["authorization"]
 
 
-def test_an_access_point_on_an_outpost_is_signed_for_its_service() -> None:
-    request = S3Service(OPTIONS).request(f"s3://{OUTPOST}/x")
-    assert request.origin.host == "mine-123456789012.op-01.s3-outposts.us-west-2.amazonaws.com"
-    assert "/us-west-2/s3-outposts/aws4_request" in request.headers["authorization"]
+@pytest.mark.parametrize(
+    ("bucket", "region", "config", "host"),
+    [
+        (POINT, "us-west-2", "", "mine-123456789012.s3-accesspoint.us-west-2.amazonaws.com"),
+        (LAMBDA, "eu-west-1", "", "mine-123456789012.s3-object-lambda.eu-west-1.amazonaws.com"),
+        (OUTPOST, "us-west-2", "", "mine-123456789012.op-01.s3-outposts.us-west-2.amazonaws.com"),
+        ("data", "us-east-1", "use_fips_endpoint = true", "data.s3-fips.us-east-1.amazonaws.com"),
+        ("data", "eu-west-1", "s3 =\n  use_dualstack_endpoint = true", "data.s3.dualstack.eu-west-1.amazonaws.com"),
+        ("data", "eu-west-1", "s3 =\n  use_accelerate_endpoint = true", "data.s3-accelerate.amazonaws.com"),
+        ("data", "us-iso-east-1", "", "data.s3.us-iso-east-1.c2s.ic.gov"),
+    ],
+)
+def test_servers_that_only_botocore_can_name_are_read_by_s3fs(
+    bucket: str, region: str, config: str, host: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "config").write_text(f"[default]\n{config}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(home / "config"))
+    options = OPTIONS | {"region": region}
+    url = f"s3://{bucket}/x"
+    address = url.removesuffix("/x") if needs_vendor(bucket) else "s3"
+    assert isinstance(open_storage(address, options, ReadOptions()), FsspecStorage)
+    files = fsspec.filesystem("s3", **fsspec_options("s3", options))
+    assert urlsplit(files.sign(url)).hostname == host
+    files.close_session(files.loop, files._s3)
+    type(files).clear_instance_cache()
+
+
+@pytest.mark.parametrize("variable", ["AWS_USE_FIPS_ENDPOINT", "AWS_USE_DUALSTACK_ENDPOINT"])
+def test_switches_of_aws_are_words_that_botocore_understands(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = OPTIONS | {"endpoint": "https://minio"}
+    for value in ("true", "false"):
+        monkeypatch.setenv(variable, value)
+        assert S3Service(options).needs_vendor == (value == "true")
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(OptionError, match=f"{variable}='1': give true or false"):
+        S3Service(OPTIONS)
 
 
 @pytest.mark.parametrize(
     ("config", "host", "target"),
     [
-        ("use_fips_endpoint = true", "data.s3-fips.us-east-1.amazonaws.com", "/x"),
-        ("s3 =\n  use_dualstack_endpoint = true", "data.s3.dualstack.us-east-1.amazonaws.com", "/x"),
-        ("s3 =\n  use_accelerate_endpoint = true", "data.s3-accelerate.amazonaws.com", "/x"),
         ("s3 =\n  addressing_style = path", "s3.us-east-1.amazonaws.com", "/data/x"),
         ("services = mine\n[services mine]\ns3 =\n  endpoint_url = https://h/p", "h", "/p/data/x"),
         (
@@ -210,32 +212,6 @@ def test_settings_of_the_shared_configuration_count(
     service = S3Service(OPTIONS)
     request = service.request("s3://data/x")
     assert (request.origin.host, request.target) == (host, target)
-
-
-@pytest.mark.parametrize("variable", ["AWS_USE_FIPS_ENDPOINT", "AWS_USE_DUALSTACK_ENDPOINT"])
-def test_endpoints_that_only_aws_has_are_not_ignored(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = OPTIONS | {"endpoint": "https://minio"}
-    monkeypatch.setenv(variable, "true")
-    with pytest.raises(OptionError, match=r"with the endpoint 'https://minio': only AWS has such endpoints"):
-        S3Service(options)
-    monkeypatch.setenv(variable, "1")
-    with pytest.raises(OptionError, match=f"{variable}='1': give true or false"):
-        S3Service(OPTIONS)
-    monkeypatch.setenv(variable, "false")
-    assert S3Service(options).origin("s3://data/x").host == "minio"
-
-
-def test_what_needs_rules_of_botocore_says_so_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    endpoints._rules.cache_clear()
-    monkeypatch.setitem(sys.modules, "botocore.session", None)
-    service = S3Service(OPTIONS)
-    assert service.origin("s3://data/x").host == "data.s3.us-east-1.amazonaws.com"
-    assert service.origin("s3://My_Bucket/x").host == "s3.us-east-1.amazonaws.com"
-    with pytest.raises(MissingExtraError, match=r"pip install 'torch_dpflow\[s3\]'"):
-        service.request(f"s3://{POINT}/x")
-    monkeypatch.setenv("AWS_USE_FIPS_ENDPOINT", "true")
-    with pytest.raises(MissingExtraError, match=r"pip install 'torch_dpflow\[s3\]'"):
-        S3Service(OPTIONS).request("s3://data/x")
 
 
 def test_files_of_aws_that_only_botocore_reads_are_not_ignored_without_it(

@@ -27,7 +27,7 @@ from torch_dpflow.datasets.storage.batch_reads import (
 )
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
 from torch_dpflow.datasets.storage.disk_cache import DiskCache
-from torch_dpflow.datasets.storage.endpoints import needs_vendor, split_url
+from torch_dpflow.datasets.storage.endpoints import needs_vendor
 from torch_dpflow.datasets.storage.failures import fetch_with_retries, with_retries
 from torch_dpflow.datasets.storage.file_systems import FsspecStorage
 from torch_dpflow.datasets.storage.http_storage import HttpStorage, Service
@@ -53,7 +53,8 @@ class ObjectReader:
     """Reads objects of every storage: paths, `file://`, `s3://`, `oss://`, and all schemes of fsspec.
 
     S3, OSS and web servers are read by `HttpStorage`. All other storages are read through fsspec, and so are S3 and
-    OSS if a proxy is set or `storage_options` has options that only the vendor's client supports.
+    OSS if a proxy is set or `storage_options` has options that only the vendor's client supports, and buckets of S3
+    whose servers only botocore can name.
 
     Thread-safe. A forked child makes its own connections and threads. A pickle has only the options, including keys
     in them.
@@ -263,7 +264,7 @@ class _Opened:
             if login and "::" not in clean:  # each user has a storage of his own
                 address = "/".join(url.split("/", 3)[:3])
         elif ("-s3/" in url or "://arn:" in url) and address in ("s3", "s3a"):
-            bucket = split_url(url)[0]
+            bucket = url.partition("://")[2].partition("/")[0]
             address = f"{address}://{bucket}" if needs_vendor(bucket) else address
         try:
             return self._storages[address]
@@ -349,9 +350,9 @@ def service_of(address: str, storage_options: Mapping[str, Any]) -> Service | No
     """
     scheme, _, bucket = address.partition("://")
     is_direct = not urllib.request.getproxies().keys() & {"http", "https", "all"}
-    is_ours = is_direct and not needs_vendor(bucket)
-    if scheme in ("s3", "s3a") and is_ours and storage_options.keys() <= S3_OPTIONS:
-        return S3Service(storage_options)
+    if scheme in ("s3", "s3a") and is_direct and storage_options.keys() <= S3_OPTIONS and not needs_vendor(bucket):
+        service = S3Service(storage_options)
+        return None if service.needs_vendor else service
     if scheme == "oss" and is_direct and storage_options.keys() <= OSS_OPTIONS:
         return OSSService(storage_options)
     if scheme in ("http", "https"):

@@ -104,7 +104,7 @@ class S3Service(_ObjectStore):
     """S3 and compatible servers. `options` are those in S3_OPTIONS.
 
     With an `endpoint` the bucket is in the path, which every such server supports, unless `addressing_style` is
-    "virtual". At AWS itself it is in the host's name if possible. An access point's ARN may replace a bucket.
+    "virtual". At AWS itself it is in the host's name if possible.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -124,23 +124,30 @@ class S3Service(_ObjectStore):
             or "us-east-1"
         )
         scheme = "https" if _switch(options, "use_ssl", True) else "http"
-        self._endpoints = S3Endpoints(endpoint_of("s3", options), options.get("addressing_style"), scheme, profile)
+        endpoint, style = endpoint_of("s3", options), options.get("addressing_style")
+        self._endpoints = S3Endpoints(endpoint, style, scheme, self._region, profile)
         #: regions of buckets, from the responses of servers in other regions
         self._regions: dict[str, str] = {}
 
+    @property
+    def needs_vendor(self) -> bool:
+        """Whether the settings name servers that only s3fs reads."""
+        return self._endpoints.needs_vendor
+
     def origin(self, url: str) -> Origin:
         bucket = split_url(url)[0]
-        return self._endpoints.place(bucket, self._regions.get(bucket, self._region)).endpoint.origin
+        return self._endpoints.place(bucket, self._regions.get(bucket, self._region)).origin
 
     def request(self, url: str) -> GetRequest:
         bucket, key = split_url(url)
-        (origin, prefix), region, service = self._endpoints.place(bucket, self._regions.get(bucket, self._region))
+        region = self._regions.get(bucket, self._region)
+        origin, prefix = self._endpoints.place(bucket, region)
         path = encode_path(f"{prefix}/{key}")
         if self._is_anonymous:
             return GetRequest(origin, path, {}, region=region)
         credentials = self._credentials(url)
         now = datetime.now(timezone.utc)
-        headers = sign_s3(origin.host_header, path, region, credentials, now, service)
+        headers = sign_s3(origin.host_header, path, region, credentials, now)
         return GetRequest(origin, path, headers, credentials, region)
 
     def follow(self, url: str, request: GetRequest, refusal: ErrorResponse) -> GetRequest | None:
@@ -219,9 +226,7 @@ def encode_path(path: str) -> str:
     return quote(path, safe="/~")
 
 
-def sign_s3(
-    host: str, path: str, region: str, credentials: Credentials, now: datetime, service: str = "s3"
-) -> dict[str, str]:
+def sign_s3(host: str, path: str, region: str, credentials: Credentials, now: datetime) -> dict[str, str]:
     """Return the headers of a signed GET of the encoded `path` (AWS Signature Version 4). `now` is in UTC."""
     time = _basic_format(now)
     headers = {"host": host, "x-amz-content-sha256": _EMPTY_SHA256, "x-amz-date": time}
@@ -231,7 +236,7 @@ def sign_s3(
     names = ";".join(headers)
     lines = "".join(f"{name}:{value}\n" for name, value in headers.items())
     canonical = f"GET\n{path}\n\n{lines}\n{names}\n{_EMPTY_SHA256}"
-    scope = (time[:8], region, service, "aws4_request")
+    scope = (time[:8], region, "s3", "aws4_request")
     signature = _sign_v4("AWS4-HMAC-SHA256", "AWS4" + credentials.secret, scope, time, canonical)
     headers["authorization"] = (
         f"AWS4-HMAC-SHA256 Credential={credentials.key_id}/{'/'.join(scope)}, "
