@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 SITE := $(VENV)/.docs
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test docs lint types layers compiled unit test-slow test-gpu cloud-test test-versions wheel release-check bench clean help
+.PHONY: demo test docs lint types layers pages compiled unit test-slow test-gpu cloud-test test-versions wheel release-check bench clean help
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -32,8 +32,8 @@ demo: $(STAMP)  ## five acts with torch's loader and with ours, one table and on
 	$(BIN)/python -m examples.demo
 
 # Types are checked by one process. Meanwhile another compiles the tests, which each of the four that run them would do.
-test: $(STAMP)  ## format, lint, types, layers, tests
-	@$(MAKE) --no-print-directory -j2 --output-sync types lint layers compiled
+test: $(STAMP)  ## format, lint, types, layers, pages, tests
+	@$(MAKE) --no-print-directory -j2 --output-sync types pages lint layers compiled
 	@$(MAKE) --no-print-directory unit
 
 # Torch, the package and what builds the site: less than tests need.
@@ -58,6 +58,10 @@ types: $(STAMP)
 
 layers: $(STAMP)
 	$(BIN)/lint-imports --no-cache
+
+# All links and names of the site, without its files.
+pages: $(STAMP)
+	$(BIN)/python -m sphinx -n -W --keep-going -q -b dummy -d build/doctrees -c docs . build/site
 
 compiled: $(STAMP)
 	@-$(BIN)/python -m pytest --collect-only -q -n 0 -p no:cacheprovider > /dev/null 2>&1

@@ -25,7 +25,7 @@ from torch_dpflow.cli.main import root  # noqa: E402
 project = "torch_dpflow"
 author = "The torch_dpflow project"
 release = version = __version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/*.md", "docs/howto/*.md", "docs/explanation/*.md"]
@@ -51,12 +51,16 @@ nitpick_ignore_regex = [
     ("py:.*", r"(?!torch_dpflow\.).*"),
     ("py:.*", r"torch_dpflow\.(.+\.)?(T|Read_co|SpecStruct|LookaheadSampler|Files|SamplePlace|Compared)"),
     ("py:.*", r"torch_dpflow\.(.+\.)?(FlowSource|StagedDataset|Skips|FlowRecord|FunctionControl)"),
+    ("py:.*", r"torch_dpflow\.(.+\.)?(EpochSampler|HasBlocks|Permutation|RankPart)"),
     # Contracts that a suite or an option names: their modules have no page.
     ("py:.*", r"torch_dpflow\.((ipc|cluster|workers)\..+|samplers\.(group|STRATEGIES)|caches\.policy)"),
     ("py:.*", r"torch_dpflow\.(datasets\.storage\.base\.Storage|remote\.launchers\.contract)"),
 ]
 # An attribute may be called as a type is: `bytes`.
 suppress_warnings = ["ref.python"]
+
+# What the copy button leaves out: the prompt, and what a command prints.
+copybutton_prompt_text = "$ "
 
 html_theme = "furo"
 html_title = f"torch_dpflow {__version__}"
