@@ -17,7 +17,7 @@ INTERNAL = {"DPFLOW_LAUNCH_SPEC", "DPFLOW_WORKER_NAME"}
 
 def test_the_page_names_each_variable_that_the_package_reads() -> None:
     sources = "\n".join(path.read_text("utf-8") for path in (ROOT / "torch_dpflow").rglob("*.py"))
-    read = {name for name in re.findall(r"\"(DPFLOW_[A-Z_]+[A-Z])\"", sources)} - INTERNAL
+    read = set(re.findall(r"\"(DPFLOW_[A-Z_]+[A-Z])\"", sources)) - INTERNAL
     rows = re.findall(r"^\| (`DPFLOW.*?) \|", SETTINGS.read_text("utf-8"), re.MULTILINE)
     assert {name for row in rows for name in re.findall(r"`(DPFLOW_[A-Z_]+)`", row)} == read
 
