@@ -3,8 +3,10 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
+
+from torch_dpflow.errors import OptionError, OptionTypeError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +19,7 @@ class LoaderStats:
 
     #: Seconds that the training loop waited in `next()`.
     stall_s: float
-    #: stall_s divided by the seconds that passed while iterating; 0 to 1.
+    #: stall_s divided by iterating_s; 0 to 1.
     stall_share: float
     #: Seconds from the latest `iter()` to its first batch; None before it.
     time_to_first_batch_s: float | None
@@ -48,6 +50,31 @@ class LoaderStats:
     #: (more are starting), "quota" or another reason of the platform, "storage", "network", "shard" (its thread), "job"
     #: (the training process), "budget" (as many workers as allowed); empty if unknown.
     limited_by: str = ""
+    #: Seconds from the start of each iteration to its latest batch.
+    iterating_s: float = 0.0
+
+    def since(self, before: "LoaderStats") -> "LoaderStats":
+        """Return the counters of the time between an earlier snapshot of the same loader and this one.
+
+        What is no count, such as `limited_by`, is as in this snapshot. `stall_share` is of the time in between.
+
+        Raises:
+            OptionError: `before` is of another loader, or later.
+            OptionTypeError: `before` is no `LoaderStats`.
+        """
+        if not isinstance(before, LoaderStats):
+            raise OptionTypeError(f"before={before!r:.80}: give what an earlier call of stats() returned")
+        passed = {name: getattr(self, name) - getattr(before, name) for name in _COUNTS}
+        for name in ("epochs", "batches", "iterating_s"):
+            if passed[name] < 0:
+                raise OptionError(
+                    f"before.{name}={getattr(before, name):g} is larger than {getattr(self, name):g} of this snapshot; "
+                    "give an earlier one of the same loader"
+                )
+        share = passed["stall_s"] / passed["iterating_s"] if passed["iterating_s"] else 0.0
+        # Figures that others report can begin again, as those of a flow whose shards were started again.
+        counts = {name: max(value, type(value)()) for name, value in passed.items()}
+        return replace(self, **counts, stall_share=min(1.0, share))
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<12} {text}" for name, text in self._rows())
@@ -88,6 +115,13 @@ class LoaderStats:
         if self.limited_by:
             rows.append(("limited by", self.limited_by))
         return rows
+
+
+#: The fields of `LoaderStats` that only grow.
+_COUNTS = (
+    *("stall_s", "iterating_s", "epochs", "batches", "samples", "bytes", "restarts", "duplicates", "steals"),
+    *("worker_s", "flow_worker_s", "flow_served", "flow_decodes"),
+)
 
 
 class WorkerTime:
@@ -203,6 +237,7 @@ class LoaderMeter:
             steals=self.steals,
             worker_s=sum(one.seconds for one in self._fleets),
             limited_by=self.limited_by,
+            iterating_s=self.iterating_s,
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.loader_cases import Failing, Indices, Rows, Stream
+from torch_dpflow.errors import OptionError, OptionTypeError
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -59,3 +60,28 @@ def test_a_snapshot_does_not_change(OurLoader: Any) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         before.batches = 1
     assert pickle.loads(pickle.dumps(loader.stats())) == loader.stats()
+
+
+def test_counts_since_an_earlier_snapshot(OurLoader: Any) -> None:
+    loader = OurLoader(Indices(100), batch_size=5, num_workers=2)
+    before = loader.stats()
+    for _ in range(2):
+        list(loader)
+        now = loader.stats()
+        passed = now.since(before)
+        assert (passed.epochs, passed.batches, passed.samples) == (1, 20, 100)
+        assert passed.stall_s == now.stall_s - before.stall_s
+        assert passed.stall_share == min(1.0, passed.stall_s / passed.iterating_s)
+        assert passed.time_to_first_batch_s == now.time_to_first_batch_s
+        before = now
+    nothing = now.since(now)
+    assert (nothing.batches, nothing.stall_s, nothing.stall_share) == (0, 0.0, 0.0)
+
+
+def test_a_snapshot_of_another_loader_is_refused(OurLoader: Any) -> None:
+    loader, other = (OurLoader(Indices(10), batch_size=5) for _ in range(2))
+    list(other)
+    with pytest.raises(OptionError, match=r"before\.epochs=1 is larger than 0 of this snapshot"):
+        loader.stats().since(other.stats())
+    with pytest.raises(OptionTypeError, match="give what an earlier call of stats"):
+        loader.stats().since(other)

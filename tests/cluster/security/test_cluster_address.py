@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.cluster.security.connection_file import (
     ADDRESS_VARIABLE,
+    default_connection_file,
     find_cluster,
     generate_keys,
     write_connection_file,
@@ -76,3 +78,23 @@ def test_an_address_is_text_or_a_path(address: Any) -> None:
 def test_a_flow_has_a_name_of_few_characters(flow: Any, connection: Path) -> None:
     with pytest.raises((OptionError, OptionTypeError), match="flow="):
         iter(DPFlowDataLoader(range(4), flow=flow, address=str(connection)))
+
+
+def test_a_cluster_of_another_login_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "login"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(OptionError, match=r"login/dpflow-connection-\d+.json' or .*is the cluster up") as caught:
+        find_cluster()
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+
+    other = tmp_path / "dpflow-connection-987654321.json"
+    other.touch()
+    with pytest.raises(OptionError, match="json' belongs to the cluster of another user"):
+        find_cluster()
+
+    write_connection_file(tmp_path / f"dpflow-connection-{os.getuid()}.json", generate_keys("ipc:///temporary"))
+    assert find_cluster().address == "ipc:///temporary"
+    (tmp_path / "login").mkdir()
+    write_connection_file(default_connection_file(), generate_keys("ipc:///login"))
+    assert find_cluster().address == "ipc:///login"

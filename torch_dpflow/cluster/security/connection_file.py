@@ -206,9 +206,31 @@ LONGEST_SOCKET_PATH = 107
 
 
 def default_connection_file() -> Path:
-    """Return the path at which `dpflow up` writes the connection file and "auto" finds it."""
-    folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    return Path(folder) / f"dpflow-connection-{os.getuid()}.json"
+    """Return the path at which `dpflow up` writes the connection file."""
+    return _places(os.getuid())[0]
+
+
+def _places(user: int | str) -> list[Path]:
+    """Return where the connection file of a user can be. Logins of one user differ in XDG_RUNTIME_DIR."""
+    folders = [os.environ.get("XDG_RUNTIME_DIR"), f"/run/user/{os.getuid()}", tempfile.gettempdir(), "/tmp"]
+    return [Path(folder) / f"dpflow-connection-{user}.json" for folder in dict.fromkeys(filter(None, folders))]
+
+
+def _found_file() -> Path:
+    """Return the default connection file that is there; if there are several, that of this login.
+
+    Raises OptionError, caused by a FileNotFoundError, if there is none; it names the places and another user's cluster.
+    """
+    places = _places(os.getuid())
+    for place in places:
+        if place.exists():
+            return place
+    others = [file for pattern in _places("*") for file in sorted(pattern.parent.glob(pattern.name))]
+    hint = f"; {str(others[0])!r} belongs to the cluster of another user" if others else ""
+    raise OptionError(
+        f"connection file {' or '.join(repr(str(place)) for place in places)}: {os.strerror(errno.ENOENT)}; is the "
+        f"cluster up? Start one by `dpflow up`, or give its file by --address or address={hint}"
+    ) from FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(places[0]))
 
 
 def keys_hint(address: str) -> str:
@@ -257,7 +279,7 @@ def find_cluster(address: str | os.PathLike[str] | None = "auto") -> Cluster:
             f'address={address!r} is of type {type(address).__name__}; give "auto" or the path of a connection file'
         )
     if address in (None, "auto"):
-        address = os.environ.get(ADDRESS_VARIABLE) or str(default_connection_file())
+        address = os.environ.get(ADDRESS_VARIABLE) or str(_found_file())
     assert address is not None
     address = os.fspath(address)
     check_path("address", address)
