@@ -195,7 +195,7 @@ class ScalingRun:
                     self._working.add(name)
                 case DrainWorker(name) | StopWorker(name) | RejectWorker(name) | CheckWorker(name):
                     self._working.discard(name)
-                    fleet.drained(name, now)
+                    fleet.goodbye(name, now)
                     heapq.heappush(self._agenda, (now + STEP_S, name, True))
         self._outcome.max_workers = max(self._outcome.max_workers, len(self._working))
 

@@ -62,8 +62,8 @@ def number_of(name: str) -> int:
 
 def names_of(loader: Any) -> dict[int, str]:
     """The workers that work for a loader, by their numbers."""
-    working = [*loader._iterator._shard.processes._working.values()]
-    return {worker.number: worker.name for worker in working}
+    workers = loader._iterator._shard.processes._fleet.workers
+    return {worker.number: worker.name for worker in workers if worker.is_working}
 
 
 def lose_one(loader: Any, pid_of_victim: Callable[[], int]) -> None:

@@ -15,7 +15,7 @@ from tests.shared_cluster import wait
 from tests.support.tcp_proxy import ProxiedConnection, TcpProxy
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.epoch.rng import seed_batch
-from torch_dpflow.remote.fleet import worker_listener, worker_record
+from torch_dpflow.remote.fleet import worker_listener, worker_states
 
 BATCHES = 40
 
@@ -40,7 +40,7 @@ class Rows(Dataset):
 def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[TcpProxy]:
     opened = TcpProxy()
     monkeypatch.setattr(worker_listener, "to_tell", opened.tell)
-    monkeypatch.setattr(worker_record, "LOST_S", 1.0)
+    monkeypatch.setattr(worker_states, "LOST_S", 1.0)
     yield opened
     opened.close()
 

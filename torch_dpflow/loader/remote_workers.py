@@ -17,8 +17,8 @@ from torch_dpflow.loader.arguments import listen_address
 from torch_dpflow.loader.private_shard import GRACE_S, PrivateShard, RemoteWorkerLost, ShardFailed
 from torch_dpflow.metrics import LoaderMeter
 from torch_dpflow.options import LoaderOptions
+from torch_dpflow.remote.fleet.content import BATCH_WORKERS, RemoteContent
 from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
-from torch_dpflow.remote.fleet.worker_record import BATCH_WORKERS, RemoteContent
 from torch_dpflow.remote.launchers.registry import resolve
 from torch_dpflow.remote.shipping.code_bundle import make_bundle
 from torch_dpflow.remote.shipping.content_pack import pack_load_spec
@@ -73,23 +73,11 @@ class RemoteShard(PrivateShard):
 
     # -- callbacks of the remote workers (`Shell`) -------------------------------------------------------
 
-    def admit(self, peer: bytes, handshake: list[memoryview]) -> None:
-        self._shard.on_message(peer, handshake)
-
-    def deliver(self, peer: bytes, frames: list[memoryview]) -> None:
-        self._shard.on_message(peer, frames)
-
-    def drain(self) -> None:
-        self._drain()
-
     def lose(self, worker: int, how: str, *, had_tasks: bool, may_blame: bool) -> None:
         if had_tasks:
             self._lose(worker, RemoteWorkerLost(worker, how), may_blame=may_blame)
         else:
             self._notify(RemoteWorkerLost(worker, how))
-
-    def set_window(self, worker: int, window: int) -> None:
-        self._shard.set_window(worker, window)
 
     def fail(self, error: Exception) -> None:
         self._notify(ShardFailed(error))
@@ -97,6 +85,7 @@ class RemoteShard(PrivateShard):
     # -- the shard's thread ------------------------------------------------------------------------------
 
     def _receiver(self) -> Callable[[bytes, list[memoryview]], None]:
+        self._remote.shard = self._shard
         return self._remote.on_message
 
     def _poll_once(self) -> None:

@@ -60,7 +60,7 @@ class Provisioner:
                     self.platform.stop(name, why)
                 case DrainWorker(name) | RejectWorker(name):
                     self.connections.pop(name).close()  # which has it leave
-                    self.fleet.drained(name, time.monotonic())
+                    self.fleet.goodbye(name, time.monotonic())
 
     def run_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -73,7 +73,7 @@ class Provisioner:
             for name, connection in [*self.connections.items()]:
                 if connection in readable:
                     self.connections.pop(name).close()
-                    self.fleet.silent(name, time.monotonic())
+                    self.fleet.goodbye(name, time.monotonic())
             for outcome in self.platform.take():
                 if isinstance(outcome, Accepted):
                     self.refs[outcome.name] = outcome.ref

@@ -17,6 +17,7 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.remote.fleet.lifecycle import (
     DRAIN_S,
+    LEASE_S,
     LEAVE_S,
     MAX_FALSE_STARTS,
     MAX_UNFIT,
@@ -68,16 +69,8 @@ class Prompt(Fleet):
         super().ready(name)
         return self.tick(now)
 
-    def drained(self, name: str, now: float) -> list[FleetInstruction]:
-        super().drained(name, now)
-        return self.tick(now)
-
     def goodbye(self, name: str, now: float) -> list[FleetInstruction]:
         super().goodbye(name, now)
-        return self.tick(now)
-
-    def silent(self, name: str, now: float) -> list[FleetInstruction]:
-        super().silent(name, now)
         return self.tick(now)
 
 
@@ -149,7 +142,7 @@ def test_a_worker_lives_from_its_start_to_its_end() -> None:
     assert machine.arrived(named(0, 1), "", 2.5) == [], "hellos are repeated"
     assert machine.ready(named(0, 1), 3.0) == [AdmitWorker(named(0, 1))]
     assert machine.target(0, 4.0) == [DrainWorker(named(0, 1))]
-    assert machine.drained(named(0, 1), 5.0) == [CheckWorker(named(0, 1))]
+    assert machine.goodbye(named(0, 1), 5.0) == [CheckWorker(named(0, 1))]
     assert states(machine) == {"0-1": "leaving"}
     assert machine.handle(Ended(named(0, 1), End(code=0)), 6.0) == []
     assert machine.workers == []
@@ -244,7 +237,7 @@ def lost(machine: Prompt, now: float) -> list[str]:
     """All workers end; the names of those that are started in their places."""
     told: list[FleetInstruction] = []
     for name in [one.name for one in machine.workers]:
-        told += machine.silent(name, now)
+        told += machine.goodbye(name, now)
         told += machine.handle(Ended(name, End()), now)
     return starts(told)
 
@@ -375,7 +368,7 @@ def test_workers_that_died_are_replaced_in_their_places() -> None:
     assert starts(machine.handle(Ended(named(1, 2), End(signal=9)), 5.0)) == [named(1, 4)]
     told = machine.goodbye(named(0, 1), 6.0)
     assert told == [CheckWorker(named(0, 1)), StartWorker(named(0, 5), 0, 5, None)], "one may be too many meanwhile"
-    machine.silent(named(2, 3), 6.0)
+    machine.goodbye(named(2, 3), 6.0)
     assert starts(machine.tick(7.0)) == [], "two may not"
     for name in (named(1, 4), named(0, 5)):
         come(machine, name, 7.0)
@@ -395,11 +388,15 @@ def test_workers_count_from_their_call_to_their_end_as_whoever_ran_them_has_meas
     for number in range(3):
         come(machine, named(number, number + 1), 10.0)
     assert machine.worker_s(12.0) == 3 * 2
-    assert machine.worker_s(12.0, {named(0, 1): 11.5}) == 3 * 2 - 0.5, "who is silent may be gone"
+    silent = machine.by_user("2/3")
+    assert silent is not None
+    silent.nonce, silent.last_seen = b"nonce", 11.5
+    assert machine.worker_s(12.0) == 3 * 2 - 0.5, "a silent worker may be gone"
+    silent.last_seen = 16.0
     machine.handle(Ended(named(0, 1), End(code=0, ran_s=2.5)), 14.0)
-    assert machine.worker_s(14.0) == 2.5 + 2 * 4
+    assert machine.worker_s(14.0) == 2.5 + 4 + 6
     machine.goodbye(named(1, 2), 15.0)
-    Fleet.silent(machine, named(2, 3), 25.0, 16.0)
+    assert machine.tick(16.0 + LEASE_S)[0] == StopWorker(named(2, 3), f"no heartbeat for {LEASE_S:g} s")
     assert machine.worker_s(30.0) == 2.5 + 5 + 6
     machine.handle(Ended(named(3, 4), End(ran_s=7.0)), 31.0)
     machine.end(40.0)
@@ -431,7 +428,7 @@ def test_a_worker_gets_a_successor_before_its_lifetime_ends() -> None:
     assert machine.arrived(named(0, 3), "", rotates + 2.0) == []
     assert machine.ready(named(0, 3), rotates + 3.0) == [DrainWorker(named(0, 1))]
     assert states(machine) == {"0-1": "draining", "1-2": "working", "0-3": "on deck"}
-    told = machine.drained(named(0, 1), rotates + 5.0)
+    told = machine.goodbye(named(0, 1), rotates + 5.0)
     assert told == [CheckWorker(named(0, 1)), AdmitWorker(named(0, 3))]
     assert starts(machine.handle(Ended(named(0, 1), End(code=0)), rotates + 6.0)) == [named(1, 4)], "the next"
 
@@ -453,7 +450,7 @@ def test_all_get_a_successor_in_time_though_they_began_together_and_live_shortly
             machine.ready(name)
         for name in [name for name, at in leaving.items() if now >= at + 0.5]:
             del leaving[name]
-            machine.drained(name, now)
+            machine.goodbye(name, now)
             machine.handle(Ended(name, End(code=0)), now)
         for instruction in machine.tick(now):
             if isinstance(instruction, StartWorker):

@@ -293,10 +293,10 @@ class FleetMachine(RuleBasedStateMachine):
             assert any(isinstance(one, RejectWorker) for one in self.step())
             assert known.gone or not on_deck or self.state(known) is WorkerState.LEAVING
 
-    @rule(place=ANY, how=st.sampled_from(["drained", "goodbye", "silent"]))
-    def quieten(self, place: int, how: str) -> None:
+    @rule(place=ANY)
+    def leave(self, place: int) -> None:
         if known := self.one(place, arrived=True):
-            getattr(self.fleet, how)(known.started.name, self.now)
+            self.fleet.goodbye(known.started.name, self.now)
             self.step()
 
     @rule(place=ANY)

@@ -27,8 +27,9 @@ from torch_dpflow.ipc.messages.remote_worker import (
     WorkerHeartbeat,
 )
 from torch_dpflow.remote.fleet import remote_workers
+from torch_dpflow.remote.fleet.content import RemoteContent
 from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
-from torch_dpflow.remote.fleet.worker_record import RemoteContent, RemoteWorker
+from torch_dpflow.remote.fleet.worker_states import FleetWorker
 from torch_dpflow.remote.shipping.compatibility import versions_here
 from torch_dpflow.workers.batch_worker import BatchWorker
 from torch_dpflow.workers.scheduler.machine import Scheduler
@@ -45,13 +46,13 @@ class LossyWorkerListener:
         self.listener = LossyListener()
         self.addresses = [listen_at]
 
-    def launch_spec(self, worker: RemoteWorker, content: RemoteContent, **times: Any) -> bytes:
+    def launch_spec(self, worker: FleetWorker, content: RemoteContent, **given: Any) -> bytes:
         return worker.user.encode()
 
-    def keep(self, worker: RemoteWorker) -> None:
+    def keep(self, worker: FleetWorker) -> None:
         pass
 
-    def drop(self, worker: RemoteWorker) -> None:
+    def drop(self, worker: FleetWorker) -> None:
         pass
 
 
@@ -141,25 +142,14 @@ class RemoteModel(LoaderModel):
         self.listener = listener
         self.scheduler = Scheduler(window=2, max_window=8, poison_limit=1 << 30)
         self.shard = Shard(self.remote, self.scheduler, self, clock=lambda: self.now)
+        self.remote.shard = self.shard
         self.remote.start_all()
 
     # -- of the remote workers (`Shell`) -----------------------------------------------------------------
 
-    def admit(self, peer: bytes, handshake: list[memoryview]) -> None:
-        self.shard.on_message(peer, handshake)
-
-    def deliver(self, peer: bytes, frames: list[memoryview]) -> None:
-        self.shard.on_message(peer, frames)
-
-    def drain(self) -> None:
-        self.receive()
-
     def lose(self, worker: int, how: str, *, had_tasks: bool, may_blame: bool) -> None:
         if had_tasks:
             self.shard.on_worker_lost(worker, None if may_blame else ())
-
-    def set_window(self, worker: int, window: int) -> None:
-        self.shard.set_window(worker, window)
 
     def fail(self, error: Exception) -> None:
         raise AssertionError(error)

@@ -9,11 +9,14 @@ from hypothesis import strategies as st
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.messages.remote_worker import WorkerHeartbeat
 from torch_dpflow.loader.batch_planner import InFlightLimit
-from torch_dpflow.remote.fleet.worker_record import BATCH_WORKERS, LOST_S, RemoteWorker, parts_of
+from torch_dpflow.remote.fleet.content import BATCH_WORKERS
+from torch_dpflow.remote.fleet.worker_states import LOST_S, FleetWorker, parts_of
+
+LEAST, MOST = BATCH_WORKERS.min_window, BATCH_WORKERS.max_window
 
 
-def worker(task_s: float, tasks: int = 5) -> RemoteWorker:
-    found = RemoteWorker("dpf", 1, 2, 0.0)
+def worker(task_s: float, tasks: int = 5) -> FleetWorker:
+    found = FleetWorker("dpf", 1, 2, 0.0, 0.0, window=LEAST)
     for count in range(tasks + 1):
         found.note_work(1.0 + count * task_s)
     return found
@@ -24,18 +27,18 @@ def worker(task_s: float, tasks: int = 5) -> RemoteWorker:
     [(0.05, 0.001, 2), (0.05, 0.02, 3), (0.05, 0.06, 4), (0.001, 0.05, 8), (0.02, 0.05, 5)],
 )
 def test_a_worker_holds_what_it_loads_during_a_round_trip(task_s: float, round_trip_s: float, window: int) -> None:
-    assert worker(task_s).fitting_window(round_trip_s) == window
+    assert worker(task_s).fitting_window(round_trip_s, LEAST, MOST) == window
 
 
 def test_a_window_does_not_change_back_and_forth() -> None:
     one = worker(0.05)
-    one.window = one.fitting_window(0.06)
-    assert one.fitting_window(0.04) == one.window == 4
-    assert one.fitting_window(0.001) == 2
-    assert worker(0.05, tasks=0).fitting_window(9.0) == BATCH_WORKERS.min_window  # nobody knows how long its tasks take
+    one.window = one.fitting_window(0.06, LEAST, MOST)
+    assert one.fitting_window(0.04, LEAST, MOST) == one.window == 4
+    assert one.fitting_window(0.001, LEAST, MOST) == 2
+    assert worker(0.05, tasks=0).fitting_window(9.0, LEAST, MOST) == LEAST  # nobody knows how long its tasks take
 
 
-def missing(one: RemoteWorker, count: int = 1) -> WorkerHeartbeat:
+def missing(one: FleetWorker, count: int = 1) -> WorkerHeartbeat:
     """Return the heartbeat of an idle worker that has sent `count` more messages than have arrived."""
     return WorkerHeartbeat(one.received + count, one.sent)
 
@@ -76,8 +79,7 @@ def test_a_message_to_a_worker_is_lost_where_it_waits_and_has_received_fewer() -
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6))
 def test_windows_have_limits(task_s: float, round_trip_s: float) -> None:
-    least, most = BATCH_WORKERS.min_window, BATCH_WORKERS.max_window
-    assert least <= worker(task_s).fitting_window(round_trip_s) <= most
+    assert LEAST <= worker(task_s).fitting_window(round_trip_s, LEAST, MOST) <= MOST
 
 
 @given(

@@ -16,7 +16,7 @@ from tests.loader_cases import Indices, assert_same, patiently
 from tests.remote_cases import PacedStream, Troubled, Watched, label, names_of
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.errors import LoaderTimeoutError, PoisonTaskError, QuotaError, WorkerStartError
-from torch_dpflow.remote.fleet.worker_record import RemoteContent
+from torch_dpflow.remote.fleet.content import RemoteContent
 
 SIZE = 24
 #: Without an accelerator there is nothing to pin for.
@@ -89,7 +89,7 @@ def test_nothing_is_loaded_before_so_many_workers_are_there(
 ) -> None:
     iterator = iter(remote)
     processes = remote._iterator._shard.processes
-    eventually(lambda: processes._admitted, what="the first worker")
+    eventually(lambda: any(one.state == "working" for one in processes.views()), what="the first worker")
     with pytest.raises(LoaderTimeoutError, match="timed out after 1 seconds"):
         next(iterator)
     assert not dataset.noted("loads")

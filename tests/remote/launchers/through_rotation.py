@@ -26,11 +26,11 @@ def record_drains(monkeypatch: pytest.MonkeyPatch) -> list[list[WorkerState]]:
     drains: list[list[WorkerState]] = []
     obey = remote_workers.RemoteWorkers._obey
 
-    def recorded(self: Any, instruction: Any, now: float) -> None:
+    def recorded(self: Any, instruction: Any) -> None:
         if isinstance(instruction, DrainWorker):
-            number = self._workers[instruction.name].number
+            number = self._fleet.get(instruction.name).number
             drains.append([one.state for one in self._fleet.workers if one.number == number])
-        obey(self, instruction, now)
+        obey(self, instruction)
 
     monkeypatch.setattr(remote_workers.RemoteWorkers, "_obey", recorded)
     return drains

@@ -140,7 +140,7 @@ class PlatformNodes:
                 self._fleet.arrived(node.name, "", now)
                 self._fleet.ready(node.name)
             elif node.arrived and node.name not in joined:  # it has left, or its lease has expired
-                self._fleet.silent(node.name, now)
+                self._fleet.goodbye(node.name, now)
 
     def _obey(self, instruction: FleetInstruction, now: float) -> None:
         match instruction:

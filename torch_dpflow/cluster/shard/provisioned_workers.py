@@ -37,9 +37,9 @@ from torch_dpflow.cluster.shard.server import SampleShard
 from torch_dpflow.errors import DPFlowError, OptionError, RemoteCallError, UnavailableError
 from torch_dpflow.ipc.messages.fields import MAX_TEXT
 from torch_dpflow.log import SERVICE
+from torch_dpflow.remote.fleet.content import SAMPLE_WORKERS, RemoteContent
 from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
 from torch_dpflow.remote.fleet.worker_listener import PortsInUseError
-from torch_dpflow.remote.fleet.worker_record import SAMPLE_WORKERS, RemoteContent
 from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Ref, Refused
 from torch_dpflow.remote.shipping.content_pack import split_content
 
@@ -304,25 +304,11 @@ class ProvisionedWorkers:
 
     # -- for the remote workers (`Shell`) --------------------------------------------------------------------
 
-    def admit(self, peer: bytes, hello: list[memoryview]) -> None:
-        self._shard.workers.on_message(peer, hello)
-
-    def deliver(self, peer: bytes, frames: list[memoryview]) -> None:
-        self._shard.workers.on_message(peer, frames)
-
-    def drain(self) -> None:
-        remote = self._remote
-        while remote is not None and (message := remote.listener.receive(0)) is not None:
-            remote.on_message(*message)
-
     def lose(self, worker: int, how: str, *, had_tasks: bool, may_blame: bool) -> None:
         if had_tasks:
             self._shard.workers.lost(worker, how, may_blame=may_blame)
         elif how:
             SERVICE.warning("%s, before it could work", how, extra={"worker": worker})
-
-    def set_window(self, worker: int, window: int) -> None:
-        self._shard.workers.set_window(worker, window)
 
     def fail(self, error: Exception) -> None:
         self._shard.workers.fail(str(error))
@@ -396,6 +382,6 @@ class ProvisionedWorkers:
         if self._ended:
             self.close()
             return
-        self._shard.serve_remote(self._serve, remote, remote.descriptors)
+        self._shard.serve_remote(self._serve, remote)
         remote.resize(self._shard.workers.expected)
         remote.start_all()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -47,7 +47,7 @@ from torch_dpflow.ipc.rpc.leases import (
 from torch_dpflow.ipc.transport import Listener
 from torch_dpflow.ipc.transport.link_time import LinkTime
 from torch_dpflow.log import SERVICE
-from torch_dpflow.workers.shard import Sender
+from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
 
 #: Most frames and bytes of one answer; a job requests the rest again.
 MAX_FRAMES, MAX_ANSWER_BYTES = 2048, 256 << 20
@@ -146,16 +146,15 @@ class SampleShard:
         self._cache.concurrency = self._workers.concurrency
         self._apply(self._cache.resize(settings.memory_bytes))
 
-    def serve_remote(self, serve: Callable[[], bool], sender: Sender, descriptors: Sequence[int]) -> None:
+    def serve_remote(self, serve: Callable[[], bool], remote: RemoteWorkers) -> None:
         """Use remote workers, which connect to another listener. In the server's thread, once.
 
-        serve: `serve_remote` of the demultiplexer; called when one of the descriptors is readable. sender: sends to
-            them.
+        serve: `serve_remote` of the demultiplexer; called when one of their descriptors is readable.
         """
-        for descriptor in descriptors:
+        for descriptor in remote.descriptors:
             self._listener.watch(descriptor)
         self._listener.serve_remote = serve
-        self._workers.send_by(sender)
+        self._workers.serve(remote)
 
     @property
     def workers(self) -> ShardWorkers:

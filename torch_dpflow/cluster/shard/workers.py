@@ -30,9 +30,10 @@ from torch_dpflow.ipc.messages.headers import Finished, PayloadTable, WorkerHand
 from torch_dpflow.ipc.serialization.fast_path import encode_sample
 from torch_dpflow.ipc.transport import Listener
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.fleet.worker_record import SAMPLE_WORKERS
+from torch_dpflow.remote.fleet.content import SAMPLE_WORKERS
+from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
 from torch_dpflow.workers.scheduler.machine import Scheduler
-from torch_dpflow.workers.shard import UNREACHABLE, Sender, Shard
+from torch_dpflow.workers.shard import UNREACHABLE, Shard
 
 #: Tasks that a worker holds. Results of some are sent in one message, and the others run meanwhile. This is half of
 #: what torch's loader queues for a worker, with batches of 16. Workers of this host hold more tasks, up to
@@ -158,9 +159,9 @@ class ShardWorkers:
         """Use remote workers from now on."""
         self._fleet = fleet
 
-    def send_by(self, sender: Sender) -> None:
-        """Set what sends to workers; none has connected."""
-        self._shard.sender = sender
+    def serve(self, remote: RemoteWorkers) -> None:
+        """Exchange messages with these workers from now on; none has connected."""
+        self._shard.sender, remote.shard = remote, self._shard
 
     @property
     def expected(self) -> int:
@@ -199,10 +200,6 @@ class ShardWorkers:
         """Return how many samples a worker has loaded."""
         worker = self._workers.get(number)
         return 0 if worker is None else worker.samples
-
-    def set_window(self, number: int, window: int) -> None:
-        """Set how many tasks a worker holds."""
-        self._shard.set_window(number, window)
 
     def fail(self, text: str) -> None:
         """Start no worker for some time, and fail all samples while there is none."""

@@ -6,14 +6,15 @@
                      │ Refused: gone                                                                     │
                      │ Answerless: STARTING, and the platform may not have it                            │
                      └ no handshake in time ──> LEAVING        target lowered, warned, lifetime ──> DRAINING
-    unfit, goodbye, silent, drained ──> LEAVING ──Ended: gone; else in time──> STOPPING ──Ended, or in time: gone
+    unfit, goodbye ──> LEAVING ──Ended: gone; else in time──> STOPPING ──Ended, or in time: gone
+    silent, condemned ──> STOPPING
 
 A fleet has as many places as its target. A place keeps its number, and each new worker in it has a higher incarnation.
 Before a worker's lifetime ends, a successor is started for its place. The successor waits on deck until the worker is
 drained, and then takes over the number and its stream. At most a tenth of the target, or one worker, is replaced at a
 time.
 
-The lease at its shard decides whether a connected worker is alive (`silent`); all other states have a time limit.
+A connected worker is alive as long as its lease; all other states have a time limit.
 Outcomes of the platform arrive by `handle`. Events of unknown workers are answered if a process waits for the answer,
 and otherwise ignored.
 """
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from torch_dpflow.errors import RejectedError, UnavailableError
 from torch_dpflow.remote.fleet.worker_states import (
@@ -44,6 +45,9 @@ from torch_dpflow.workers.platform import Limits
 
 #: How long a worker may take to finish its tasks, if not given, and to leave by itself, seconds.
 DRAIN_S, LEAVE_S = 30.0, 5.0
+#: Silence of a connected worker after which the platform is queried, and after which its tasks are given to others,
+#: seconds.
+SUSPECT_S, LEASE_S = 2.5, 10.0
 #: How long the platform may take to end a worker by force, at least; else twice its grace; seconds.
 STOP_S = 10.0
 #: How long a connected worker may need until it is ready, after its latest request for content, seconds: it unpickles
@@ -171,23 +175,17 @@ class Fleet:
             if worker.state is WorkerState.ON_DECK:
                 worker.due = math.inf
 
-    def drained(self, name: str, now: float) -> None:
-        """Handle a draining worker that has no task left and was requested to leave."""
-        self._gone_quiet(name, now, WorkerState.DRAINING)
-
     def goodbye(self, name: str, now: float) -> None:
-        """Handle a worker's goodbye."""
-        self._give_up(name, now, now)
-
-    def silent(self, name: str, now: float, last_seen: float | None = None) -> None:
-        """Handle a worker whose lease at the shard has expired: its tasks are given to others.
-
-        heard: when its last message arrived; None: now.
-        """
-        self._give_up(name, now, now if last_seen is None else last_seen)
+        """Handle a worker that leaves, or has left."""
+        worker = self._workers.get(name)
+        if worker is not None:
+            worker.until = now if worker.until is None else worker.until
+            if worker.state in (WorkerState.ON_DECK, WorkerState.WORKING, WorkerState.DRAINING):
+                self._leave(worker, now)
 
     def tick(self, now: float) -> list[FleetInstruction]:
         """Return instructions, in order. Call it after events, and at least once a second."""
+        self._end_silent(now)
         self._expire(now)
         self._vacate(now)
         self._drain_old(now)
@@ -201,13 +199,27 @@ class Fleet:
         """All that are not gone, in the order in which they were started."""
         return [*self._workers.values()]
 
-    def worker_s(self, now: float, last_seen: Mapping[str, float] | None = None) -> float:
+    @property
+    def connected(self) -> list[FleetWorker]:
+        """All that have connected and whose connections are served."""
+        return [one for one in self._workers.values() if one.nonce and not one.is_lost]
+
+    def get(self, name: str) -> FleetWorker | None:
+        """Return a worker whose connections are served, or will be."""
+        worker = self._workers.get(name)
+        return None if worker is None or worker.is_lost else worker
+
+    def by_user(self, user: str) -> FleetWorker | None:
+        """Return the worker whose key has this user, as `get` does."""
+        return self.get(self._prefix + user.replace("/", "-"))
+
+    def worker_s(self, now: float) -> float:
         """Return how long workers have run, all of them together, seconds.
 
         Counted as functions are billed: from a worker's connection until its last message, or as its platform reports.
-        So the sum never shrinks. heard: when the last message of each worker arrived; without an entry: now.
+        So the sum never shrinks.
         """
-        return self._gone_s + sum(one.ran_s((last_seen or {}).get(one.name, now)) for one in self.workers)
+        return self._gone_s + sum(one.ran_s(now) for one in self.workers)
 
     def end(self, now: float) -> None:
         """End the fleet; workers that are left no longer count."""
@@ -262,17 +274,21 @@ class Fleet:
             count = self._limits.false_starts
             self._fail(f"{count} workers were started and none could be used; the last one: {text}")
 
-    def _give_up(self, name: str, now: float, until: float) -> None:
-        self._gone_quiet(name, now, WorkerState.ON_DECK, WorkerState.WORKING, WorkerState.DRAINING)
-        if (worker := self._workers.get(name)) is not None and worker.until is None:
-            worker.until = until
-
-    def _gone_quiet(self, name: str, now: float, *states: WorkerState) -> None:
-        worker = self._workers.get(name)
-        if worker is not None and worker.state in states:
-            self._leave(worker, now)
-
     # -- what follows from the state and the time ------------------------------------------------------------
+
+    def _end_silent(self, now: float) -> None:
+        """End workers that are condemned, or whose lease has expired, and query the platform about silent ones."""
+        for worker in self.connected:
+            silent_s = now - worker.last_seen
+            if worker.refused_at is not None and now - worker.refused_at >= SUSPECT_S:
+                worker.condemn("a message to it was refused, as its connection was broken", may_blame=False)
+            if silent_s >= LEASE_S:
+                worker.condemn(f"no heartbeat for {LEASE_S:g} s")
+            elif silent_s >= SUSPECT_S and worker.suspected_at < worker.last_seen:
+                worker.suspected_at = now
+                self._out.append(CheckWorker(worker.name))
+            if worker.condemned:
+                self._stop(worker, worker.condemned, now)
 
     def _expire(self, now: float) -> None:
         for worker in self.workers:
@@ -396,6 +412,7 @@ class Fleet:
         self._gone_s += worker.ran_s(now) if ran_s is None else ran_s
 
     def _drain(self, worker: FleetWorker, now: float) -> None:
+        worker.is_sent_away = True
         waited = worker.state is WorkerState.ON_DECK  # and so has no tasks
         ends = worker.ends if worker.ends > now else math.inf
         worker.state, worker.due = WorkerState.DRAINING, min(now + self._drain_s, ends)

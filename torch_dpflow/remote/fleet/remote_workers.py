@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from random import SystemRandom
-from typing import Any
+from typing import Any, Protocol
 
 from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow.errors import MessageError, WorkerStartError
@@ -27,42 +27,49 @@ from torch_dpflow.ipc.messages.remote_worker import (
 from torch_dpflow.ipc.transport import Frame
 from torch_dpflow.log import TRANSPORT
 from torch_dpflow.metrics import WorkerTime
-from torch_dpflow.remote.fleet.lifecycle import Fleet
+from torch_dpflow.remote.fleet.content import BATCH_WORKERS, RemoteContent, Shortage, WorkerKind, other_release
+from torch_dpflow.remote.fleet.lifecycle import SUSPECT_S, Fleet
 from torch_dpflow.remote.fleet.worker_listener import WorkerListener
-from torch_dpflow.remote.fleet.worker_record import (
-    BATCH_WORKERS,
+from torch_dpflow.remote.fleet.worker_states import (
     LINE,
     WORK,
-    RemoteContent,
-    RemoteWorker,
-    Shell,
-    Shortage,
-    WorkerKind,
-    other_release,
-    parts_of,
-)
-from torch_dpflow.remote.fleet.worker_states import (
     AdmitWorker,
     CheckWorker,
     DrainWorker,
     Fail,
     FleetInstruction,
+    FleetWorker,
     RejectWorker,
     Report,
     StartWorker,
     StopWorker,
+    WorkerState,
+    parts_of,
 )
 from torch_dpflow.remote.launchers.contract import Ended, PlatformSource, RemotePlatform, prefix_of
 from torch_dpflow.workers.platform import Handle
+from torch_dpflow.workers.shard import Shard
 
-#: After how long without a heartbeat the platform is asked about a worker, and after how long it is lost, seconds.
-SUSPECT_S, LEASE_S = 2.5, 10.0
 #: How often the platform is asked about all workers because connections have ended, at most, seconds.
 ASK_S = 2.0
 #: How often to check leases and time limits if nothing happens, seconds.
 LOOK_S = 0.25
 #: How long workers may take to end after the loader's end, before they are killed, seconds.
 TERMINATE_S = 2.0
+
+
+class Shell(Protocol):
+    """The owner of the shard that has these workers."""
+
+    def lose(self, worker: int, how: str, *, had_tasks: bool, may_blame: bool) -> None:
+        """Handle a worker that has ended or does not answer.
+
+        how: empty if its end was requested. had_tasks: it was admitted; else another worker may have its number.
+            may_blame: its task may be the reason.
+        """
+
+    def fail(self, error: Exception) -> None:
+        """Handle that no worker will be started any more."""
 
 
 class RemoteWorkers:
@@ -118,13 +125,9 @@ class RemoteWorkers:
         self._fleet = Fleet(prefix, self._platform.limits, draw=draw)
         #: As of `private_shard.Workers`: there are none.
         self.local = None
+        #: The shard, which gets their messages, and its owner.
+        self.shard: Shard
         self.shell: Shell
-        self._workers: dict[str, RemoteWorker] = {}
-        self._by_user: dict[str, RemoteWorker] = {}
-        #: Workers that are admitted, by the identity of their second connection.
-        self._working: dict[bytes, RemoteWorker] = {}
-        #: Names of workers that may work, until enough are there.
-        self._admitted: list[str] = []
         self._look_at = self._ask_at = 0.0
         self._has_events, self._losses = True, 0
         self._leaving = False
@@ -175,9 +178,8 @@ class RemoteWorkers:
 
     def views(self) -> list[RemoteWorkerView]:
         """Return the state of all that were requested and are not gone."""
-        now, where = self._clock(), {name: worker.where for name, worker in self._workers.items()}
-        rows = ((one, where.get(one.name, "")) for one in self._fleet.workers)
-        return [RemoteWorkerView(one.name, one.number, one.state.value, now - one.begun, at) for one, at in rows]
+        now, workers = self._clock(), self._fleet.workers
+        return [RemoteWorkerView(one.name, one.number, one.state.value, now - one.begun, one.where) for one in workers]
 
     def ended(self) -> Sequence[tuple[int, Handle]]:
         """Return nothing: ends are reported by `Shell.lose`."""
@@ -185,7 +187,7 @@ class RemoteWorkers:
 
     def refusal(self, number: int, incarnation: int) -> str:
         """Return why a process is not the latest one of its worker; empty if it is."""
-        worker = self._by_user.get(f"{number}/{incarnation}")
+        worker = self._fleet.by_user(f"{number}/{incarnation}")
         return "" if worker is not None and worker.is_working else "it was not admitted"
 
     @property
@@ -198,8 +200,8 @@ class RemoteWorkers:
 
         If the message is refused, the worker has ended, which its platform reports, or is ended after `SUSPECT_S`.
         """
-        worker, is_sent = self._working.get(peer), self.listener.send(peer, frames)
-        if worker is None:
+        worker, is_sent = self._fleet.by_user(parts_of(peer)[0]), self.listener.send(peer, frames)
+        if worker is None or not worker.is_working:
             return is_sent
         worker.sent += 1
         if not is_sent and worker.refused_at is None:
@@ -209,24 +211,21 @@ class RemoteWorkers:
 
     def kill(self, number: int, why: str) -> None:
         """End the process of the worker that works under this number; another worker soon gets its place."""
-        for worker in self._working.values():
-            if worker.number == number:
-                self._condemn(worker, why)
-
-    def _condemn(self, worker: RemoteWorker, why: str, *, may_blame: bool = True) -> None:
-        worker.condemn(why, may_blame=may_blame)
+        for worker in self._fleet.workers:
+            if worker.is_working and worker.number == number:
+                worker.condemn(why)
         self._has_events = True
         self.listener.wake()
 
     @property
     def working(self) -> int:
         """How many work."""
-        return len(self._working)
+        return sum(worker.is_working for worker in self._fleet.workers)
 
     def dismiss(self, *, all_: bool = False) -> None:
         """Prepare the end of the shard: dismiss idle workers, or all of them, and start no more."""
         self._leaving = True
-        for worker in self._workers.values():
+        for worker in self._fleet.connected:
             if all_ or not worker.is_working:
                 self._refuse(worker, "")
 
@@ -242,18 +241,16 @@ class RemoteWorkers:
 
     def on_message(self, peer: bytes, frames: list[memoryview]) -> None:
         """Handle a message of a worker."""
-        worker = self._working.get(peer)
-        if worker is not None:
-            worker.note_work(self._clock())
-            self.shell.deliver(peer, frames)
-            return
         try:
             user, nonce, kind = parts_of(peer)
-            worker = self._by_user.get(user)
+            worker = self._fleet.by_user(user)
             if worker is None:
                 self._send(peer, WorkerRefused("it is not expected any more"))
             elif kind == LINE:
                 self._on_line(worker, nonce, peer, frames)
+            elif nonce == worker.nonce and worker.is_working:
+                worker.note_work(self._clock())
+                self.shard.on_message(peer, frames)
             elif nonce == worker.nonce and isinstance(decode(frames[0]), WorkerHandshake):
                 worker.handshake, worker.received = frames, worker.received + 1
                 self._fleet.ready(worker.name)
@@ -262,7 +259,7 @@ class RemoteWorkers:
             TRANSPORT.warning("message of a worker dropped: %s", error)
             self._send(peer, WorkerRefused((other_release(version_of(frames[0])) or str(error))[:MAX_TEXT]))
 
-    def _on_line(self, worker: RemoteWorker, nonce: bytes, peer: bytes, frames: list[memoryview]) -> None:
+    def _on_line(self, worker: FleetWorker, nonce: bytes, peer: bytes, frames: list[memoryview]) -> None:
         header: Any = decode(frames[0])
         if worker.nonce and nonce != worker.nonce:
             self._send(peer, WorkerRefused(f"another process is {worker.name} already"))
@@ -277,7 +274,8 @@ class RemoteWorkers:
             case WorkerHeartbeat():
                 self.time.away_s += worker.note_away(header.away_s)
                 if worker.has_lost_message(header, self.listener.losses, worker.last_seen):
-                    self._condemn(worker, "a message to or from it was lost with a connection", may_blame=False)
+                    worker.condemn("a message to or from it was lost with a connection", may_blame=False)
+                    self._has_events = True
                 self._fit_window(worker, header.round_trip_s)
                 self._send(peer, WorkerHeartbeat(0))
             case MissingModules(modules=modules):
@@ -292,11 +290,11 @@ class RemoteWorkers:
             case _:
                 raise MessageError(f"a worker may not send a {type(header).__name__} here")
 
-    def _on_handshake(self, worker: RemoteWorker, nonce: bytes, handshake: RemoteHandshake) -> None:
+    def _on_handshake(self, worker: FleetWorker, nonce: bytes, handshake: RemoteHandshake) -> None:
         worker.nonce, worker.where = nonce, handshake.where
         self._worker_listener.keep(worker)
-        if not worker.has_called:
-            worker.has_called = self._has_events = True
+        if not worker.arrived:
+            self._has_events = True
             unfit = other_release(handshake.version) or self._content.unfit(handshake.versions)
             self._fleet.arrived(worker.name, unfit, self._clock())
             if unfit:
@@ -307,13 +305,13 @@ class RemoteWorkers:
             RemoteWelcome(content.digest, content.nbytes, content.code_digest, content.code_nbytes),
         )
 
-    def _fit_window(self, worker: RemoteWorker, round_trip_s: float) -> None:
-        window = worker.fitting_window(round_trip_s)
+    def _fit_window(self, worker: FleetWorker, round_trip_s: float) -> None:
+        window = worker.fitting_window(round_trip_s, self._kind.min_window, self._kind.max_window)
         if worker.is_working and window != worker.window:
             worker.window = window
-            self.shell.set_window(worker.number, window)
+            self.shard.set_window(worker.number, window)
 
-    def _part(self, worker: RemoteWorker, end: str, now: float) -> None:
+    def _part(self, worker: FleetWorker, end: str, now: float) -> None:
         """Handle a worker that has left or ended, once all its messages have arrived."""
         report = "" if worker.goodbye is None else worker.goodbye.report
         if report and not worker.is_working:
@@ -335,106 +333,91 @@ class RemoteWorkers:
         if self.listener.losses != self._losses and now >= self._ask_at:
             # A killed worker has lost its connections at once. An unauthenticated peer can connect and leave at will.
             self._losses, self._ask_at = self.listener.losses, now + ASK_S
-            for name in self._workers:
-                self._platform.suspect(name)
+            for worker in self._fleet.workers:
+                self._platform.suspect(worker.name)
         if not (outcomes or self._has_events or now >= self._look_at) or self._leaving:
             return
         self._has_events, self._look_at = False, now + LOOK_S
         if any(isinstance(outcome, Ended) for outcome in outcomes):
-            self.shell.drain()
+            self._drain()
         for outcome in outcomes:
-            worker = self._workers.get(outcome.name)
-            if isinstance(outcome, Ended) and worker is not None:
-                self._part(worker, str(outcome.end), now)
+            ended = self._fleet.get(outcome.name)
+            if isinstance(outcome, Ended) and ended is not None:
+                self._part(ended, str(outcome.end), now)
             self._fleet.handle(outcome, now)
-        for worker in list(self._workers.values()):
-            if worker.refused_at is not None and now - worker.refused_at >= SUSPECT_S:
-                worker.condemn("a message to it was refused, as its connection was broken", may_blame=False)
-            why, may_blame = worker.condemned, worker.may_blame
-            silent_s = now - worker.last_seen if worker.nonce else 0.0
-            if worker.goodbye is not None and (worker.received >= worker.goodbye.sent or silent_s >= SUSPECT_S):
+        for worker in self._fleet.connected:
+            goodbye = worker.goodbye
+            if goodbye is not None and (worker.received >= goodbye.sent or now - worker.last_seen >= SUSPECT_S):
                 self._part(worker, "", now)
-                why = ""
-            elif silent_s >= LEASE_S:
-                why = why or f"no heartbeat for {LEASE_S:g} s"
-            elif silent_s >= SUSPECT_S and worker.suspected_at < worker.last_seen:
-                worker.suspected_at = now
-                self._platform.suspect(worker.name)
-            if why:
-                self._fleet.silent(worker.name, now, worker.last_seen)
-                self._platform.stop(worker.name, why)
-                self._refuse(worker, why)
-                self._lose(worker, f"{worker.name} was abandoned: {why}", may_blame=may_blame)
-        last_seen = {name: one.last_seen for name, one in self._workers.items() if one.nonce}
-        self.time.seconds = self._fleet.worker_s(now, last_seen)
+        self.time.seconds = self._fleet.worker_s(now)
         for instruction in self._fleet.tick(now):
-            self._obey(instruction, now)
-        called = sum(bool(worker.nonce) for worker in self._workers.values())
-        if too_few := self._shortage.check(len(self._working), called, now):
+            self._obey(instruction)
+        if too_few := self._shortage.check(self.working, len(self._fleet.connected), now):
             self.shell.fail(WorkerStartError(too_few))
 
-    def _obey(self, instruction: FleetInstruction, now: float) -> None:
-        worker = self._workers.get(getattr(instruction, "name", ""))
+    def _drain(self) -> None:
+        """Handle the messages that have arrived: results that a worker sent before its end count."""
+        while (message := self.listener.receive(0)) is not None:
+            self.on_message(*message)
+
+    def _obey(self, instruction: FleetInstruction) -> None:
+        worker = self._fleet.get(getattr(instruction, "name", ""))
         match instruction:
-            case StartWorker():
-                self._start(instruction, now)
+            case StartWorker() if worker is not None:
+                self._start(instruction, worker)
             case CheckWorker(name):
                 self._platform.suspect(name)
             case StopWorker(name, why):
                 self._platform.stop(name, why)
                 if worker is not None:
-                    self._lose(worker, f"{name} was ended: {why}", may_blame=False)
+                    self._refuse(worker, why)
+                    self._lose(worker, f"{name} was ended: {why}", may_blame=worker.may_blame)
             case RejectWorker(name, why) if worker is not None:
                 self._refuse(worker, why)
                 self._forget(worker)
-            case AdmitWorker() if worker is not None:
-                self._admitted.append(worker.name)
+            case AdmitWorker():
                 self._begin()
             case DrainWorker() if worker is not None:
-                worker.is_sent_away = True
                 if worker.is_working:
                     self.send(worker.peer(WORK), [encode(Stop())])
                 else:
                     self._refuse(worker, "it is not needed any more")
             case Report(limited_by, text):
-                self._shortage.limit(limited_by, text, len(self._working))
+                self._shortage.limit(limited_by, text, self.working)
             case Fail(text):
                 why = f"no worker can be had of platform {self._spec.name!r}: {text}"
                 self.shell.fail(WorkerStartError(why))
 
     def _begin(self) -> None:
         """Admit the connected workers, once at least the required number is connected."""
-        if self._least > len(self._workers.keys() & set(self._admitted)):
+        admitted = [one for one in self._fleet.connected if one.state is WorkerState.WORKING]
+        if self._least > len(admitted):
             return
         self._least = 0
-        admitted, self._admitted = [self._workers.get(name) for name in self._admitted], []
         for worker in admitted:
-            if worker is not None and worker.handshake is not None:
+            if worker.handshake is not None:
                 handshake, worker.handshake, worker.is_working = worker.handshake, None, True
-                self._working[worker.peer(WORK)] = worker
-                self.shell.admit(worker.peer(WORK), handshake)
+                self.shard.on_message(worker.peer(WORK), handshake)
 
-    def _start(self, start: StartWorker, now: float) -> None:
-        worker = RemoteWorker(start.name, start.number, start.incarnation, now, self._kind)
+    def _start(self, start: StartWorker, worker: FleetWorker) -> None:
+        worker.window = self._kind.min_window
         within_s = self._platform.limits.start_timeout_s[1]
         launch_spec = self._worker_listener.launch_spec(
-            worker, self._content, within_s=within_s, lifetime_s=start.lifetime_s
+            worker, self._content, kind=self._kind, within_s=within_s, lifetime_s=start.lifetime_s
         )
-        self._workers[worker.name] = self._by_user[worker.user] = worker
         self._platform.start(worker.name, launch_spec)
 
-    def _lose(self, worker: RemoteWorker, how: str, *, may_blame: bool = True) -> None:
+    def _lose(self, worker: FleetWorker, how: str, *, may_blame: bool = True) -> None:
+        had_tasks = worker.is_working
         self._forget(worker)
         if worker.nonce:
-            self.shell.lose(worker.number, how, had_tasks=worker.is_working, may_blame=may_blame)
+            self.shell.lose(worker.number, how, had_tasks=had_tasks, may_blame=may_blame)
 
-    def _forget(self, worker: RemoteWorker) -> None:
-        self._workers.pop(worker.name, None)
-        self._by_user.pop(worker.user, None)
-        self._working.pop(worker.peer(WORK), None)
+    def _forget(self, worker: FleetWorker) -> None:
+        worker.is_lost, worker.is_working, worker.handshake = True, False, None
         self._worker_listener.drop(worker)
 
-    def _refuse(self, worker: RemoteWorker, why: str) -> None:
+    def _refuse(self, worker: FleetWorker, why: str) -> None:
         if worker.nonce:
             self._send(worker.peer(LINE), WorkerRefused(why[:MAX_TEXT]))
 

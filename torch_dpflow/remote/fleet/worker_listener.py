@@ -14,7 +14,8 @@ from torch_dpflow.ipc.messages.remote_worker import LaunchSpec, encode_launch_sp
 from torch_dpflow.ipc.transport import TransportOptions
 from torch_dpflow.ipc.transport.base import WorkerKeys
 from torch_dpflow.ipc.transport.zeromq import ZeroMQListener, draw_key_pair
-from torch_dpflow.remote.fleet.worker_record import RemoteContent, RemoteWorker
+from torch_dpflow.remote.fleet.content import RemoteContent, WorkerKind
+from torch_dpflow.remote.fleet.worker_states import FleetWorker
 
 #: An address of no host, to which nothing is sent: the route there shows which of this host's addresses others see.
 _ELSEWHERE = ("192.0.2.1", 9)
@@ -145,7 +146,13 @@ class WorkerListener:
         self.addresses = to_tell(listen_at, self.listener.address)
 
     def launch_spec(
-        self, worker: RemoteWorker, content: RemoteContent, *, within_s: float, lifetime_s: float | None
+        self,
+        worker: FleetWorker,
+        content: RemoteContent,
+        *,
+        kind: WorkerKind,
+        within_s: float,
+        lifetime_s: float | None,
     ) -> bytes:
         """Encode a worker's launch spec. Its key is valid from now on, for `within_s` unless the worker connects."""
         public, secret = draw_key_pair()
@@ -153,7 +160,7 @@ class WorkerListener:
         return encode_launch_spec(
             LaunchSpec(
                 name=worker.name,
-                role=worker.kind.role,
+                role=kind.role,
                 number=worker.number,
                 incarnation=worker.incarnation,
                 addresses=self.addresses,
@@ -168,11 +175,11 @@ class WorkerListener:
             )
         )
 
-    def keep(self, worker: RemoteWorker) -> None:
+    def keep(self, worker: FleetWorker) -> None:
         """Keep the key of a worker that has connected valid."""
         self._keys.keep(worker.user)
 
-    def drop(self, worker: RemoteWorker) -> None:
+    def drop(self, worker: FleetWorker) -> None:
         """Reject this worker's key from now on."""
         self._keys.drop(worker.user)
 

@@ -15,12 +15,14 @@ from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.errors import (
     DeniedError,
     ExpiredError,
+    MessageError,
     PlatformError,
     QuotaError,
     RejectedError,
     ThrottledError,
     UnavailableError,
 )
+from torch_dpflow.ipc.messages.remote_worker import WorkerGoodbye, WorkerHeartbeat
 from torch_dpflow.remote.launchers.contract import RateLimit
 from torch_dpflow.workers.platform import Limits
 
@@ -52,15 +54,25 @@ class WorkerState(enum.Enum):
         return self in (WorkerState.REQUESTED, WorkerState.STARTING)
 
 
-@dataclass(slots=True)
+#: A worker's two connections, by the ends of their identities: see `ipc.messages.headers`.
+LINE, WORK = b"line", b"work"
+#: A window grows for a round trip above this fraction of a task's usual time.
+NEGLIGIBLE = 0.05
+#: A message that a broken connection may have cost counts as lost after this time without any, seconds.
+LOST_S = 10.0
+#: Weight of the latest task in the usual time of one.
+_WEIGHT = 0.2
+
+
+@dataclass(slots=True, eq=False)
 class FleetWorker:
-    """A worker that is not gone. Times are seconds on the clock of the machine's caller."""
+    """A worker that is not gone, and its connections. Times are seconds on the clock of the machine's caller."""
 
     name: str
     number: int
     incarnation: int
     begun: float
-    #: When its state times out; infinite while the lease at its shard watches it.
+    #: When its state times out; infinite while its lease watches it.
     due: float
     #: When the platform ends it.
     ends: float = math.inf
@@ -75,11 +87,102 @@ class FleetWorker:
     #: When it connected, and when it left, as far as is known.
     since: float | None = None
     until: float | None = None
+    #: Of its connections: as of `RemoteHandshake`; a nonce drawn by its process, so that two with one launch spec are
+    #: distinguished; when its latest message arrived, and when the platform was last queried about it.
+    where: str = ""
+    nonce: bytes = b""
+    last_seen: float = 0.0
+    suspected_at: float = -1.0
+    #: Its `WorkerHandshake`, until it is admitted; whether it has tasks; whether its messages are refused.
+    handshake: list[memoryview] | None = None
+    is_working: bool = False
+    is_lost: bool = False
+    #: Whether it was requested to leave: then its end is no failure. Its last message.
+    is_sent_away: bool = False
+    goodbye: WorkerGoodbye | None = None
+    #: Why it is to be ended, empty: it is not; and whether its task may be the reason.
+    condemned: str = ""
+    may_blame: bool = False
+    #: Messages received and sent on its work connection; when one to it was first refused, None: none was.
+    received: int = 0
+    sent: int = 0
+    refused_at: float | None = None
+    #: Since when a side has received less than the other has sent, and how many connections had ended when none had.
+    short_since: float | None = None
+    losses: int = 0
+    #: How long it has been idle while its results were under way, as it reports; time between two of its results, a
+    #: moving average, and when the latest arrived; seconds.
+    away_s: float = 0.0
+    usual_s: float = 0.0
+    worked: float = 0.0
+    #: How many tasks it holds.
+    window: int = 0
 
-    def ran_s(self, last_seen: float) -> float:
+    @property
+    def user(self) -> str:
+        """The user of its key."""
+        return f"{self.number}/{self.incarnation}"
+
+    def peer(self, kind: bytes) -> bytes:
+        """Return the identity of one of its connections."""
+        return b"/".join((self.user.encode(), self.nonce, kind))
+
+    def ran_s(self, now: float) -> float:
         """Return how long the worker has run, seconds: from its connection until it left, or until its last message."""
-        until = last_seen if self.until is None else self.until
-        return 0.0 if self.since is None else max(0.0, until - self.since)
+        if self.since is None:
+            return 0.0
+        until = self.until if self.until is not None else self.last_seen if self.nonce else now
+        return max(0.0, until - self.since)
+
+    def condemn(self, why: str, *, may_blame: bool = True) -> None:
+        """Record why the worker is to be ended; the first reason counts."""
+        if not self.condemned:
+            self.condemned, self.may_blame = why, may_blame
+
+    def note_work(self, now: float) -> None:
+        """Record a result of this worker."""
+        self.received += 1
+        if self.worked:
+            passed_s = now - self.worked
+            self.usual_s = self.usual_s + _WEIGHT * (passed_s - self.usual_s) if self.usual_s else passed_s
+        self.last_seen = self.worked = now
+
+    def note_away(self, away_s: float) -> float:
+        """Record how long it has waited for its link; return how much of that is new and working time, seconds."""
+        more_s, self.away_s = away_s - self.away_s, away_s
+        return max(0.0, more_s) if self.is_working else 0.0
+
+    def has_lost_message(self, heartbeat: WorkerHeartbeat, losses: int, now: float) -> bool:
+        """Return whether a message to or from the worker is lost.
+
+        losses: how many connections have ended here. If none has, a late message may still be in transit over a slow
+            link.
+        """
+        received = heartbeat.received
+        if heartbeat.sent <= self.received and (received is None or received >= self.sent):
+            self.short_since = None
+            if received is not None:
+                self.losses = losses
+            return False
+        self.short_since = now if self.short_since is None else self.short_since
+        return losses != self.losses and now - max(self.short_since, self.worked) >= LOST_S
+
+    def fitting_window(self, round_trip_s: float, least: int, most: int) -> int:
+        """Return how many tasks the worker should hold for this round-trip time, within limits."""
+        if not self.usual_s:
+            return self.window
+        more = math.ceil(min(round_trip_s / self.usual_s, most) - NEGLIGIBLE)
+        window = min(least + more, most)
+        # A window that is a little smaller now will be a little larger soon.
+        return window if not self.window - 2 < window < self.window else self.window
+
+
+def parts_of(peer: bytes) -> tuple[str, bytes, bytes]:
+    """Split an identity into user, nonce of the process, and which of its two connections it is."""
+    parts = peer.split(b"/")
+    if len(parts) != 4 or parts[3] not in (LINE, WORK) or not parts[2]:
+        raise MessageError("no connection of a worker has such an identity")
+    return b"/".join(parts[:2]).decode(errors="replace"), parts[2], parts[3]
 
 
 class StartWorker(msgspec.Struct, frozen=True):
