@@ -1,6 +1,4 @@
-"""Main loop of a private loader's worker: connect to the shard, load its tasks, send the results.
-
-One message delivers a result and requests more tasks.
+"""A private loader's worker: connect to the shard, load batches.
 
 A worker collates its batches into shared memory, without a copy. torch's `default_collate_fn_map` is its public
 registry of collate functions. The one for tensors is replaced by one that differs in the memory of the result only.
@@ -15,7 +13,6 @@ import faulthandler
 import os
 import pickle
 import signal
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
@@ -32,29 +29,15 @@ from torch_dpflow._core.torch_private import (
     set_worker_signal_handlers,
 )
 from torch_dpflow.errors import NotPicklableError, WorkerError
-from torch_dpflow.ipc.memory.arena import Arena, Block, RunningTask
+from torch_dpflow.ipc.memory.arena import Arena, Block
 from torch_dpflow.ipc.memory.segment import Memory, storage_over, tensor_over
-from torch_dpflow.ipc.messages.headers import (
-    FAILURE,
-    EpochBegin,
-    Exchange,
-    Finished,
-    Stop,
-    Window,
-    WorkerBegun,
-    WorkerHandshake,
-    WorkerReady,
-    WorkerRefused,
-    WorkerWelcome,
-    decode,
-    encode,
-)
-from torch_dpflow.ipc.messages.payload_groups import frames_of_tasks
+from torch_dpflow.ipc.messages.headers import FAILURE, EpochBegin, WorkerBegun, encode
 from torch_dpflow.ipc.serialization.codec import LARGE_BYTES
 from torch_dpflow.ipc.serialization.codec import encode as encode_payload
 from torch_dpflow.ipc.transport import Connection, Frame, connect
 from torch_dpflow.workers.batches import BatchSource, EpochSpec, LoadedBatch, LoadSpec, unpicklable_failure
 from torch_dpflow.workers.process_control import use_sched_batch
+from torch_dpflow.workers.task_worker import Compress, TaskWorker
 
 #: By collate function that keeps no rows, the method by which datasets get memory for rows in its layout.
 FILLS = {default_collate: "fill_batches", collate_channels_last: "fill_images"}
@@ -245,93 +228,64 @@ class RefusedError(WorkerError):
     """The shard refuses this worker."""
 
 
-class BatchWorker:
-    """Holds the tasks that the shard's scheduler has assigned, and loads the oldest.
+class BatchWorker(TaskWorker):
+    """Worker of a private loader.
 
     Args:
-        connection: to the shard; its identity begins with the worker's number. Closed at the end.
+        connection, compress: as of `TaskWorker`. The connection is closed at the end.
     """
 
-    def __init__(self, load_spec: LoadSpec, number: int, incarnation: int, connection: Connection) -> None:
-        self._number = number
-        self._incarnation = incarnation
+    def __init__(
+        self,
+        load_spec: LoadSpec,
+        number: int,
+        incarnation: int,
+        connection: Connection,
+        *,
+        compress: Compress | None = None,
+    ) -> None:
+        super().__init__(connection, number, incarnation, load_spec.shared_memory or 0, compress)
         self._load_spec = load_spec
-        self._arena = Arena(budget_bytes=load_spec.shared_memory) if load_spec.shared_memory else None
-        self._running = RunningTask(self._arena)
-        self._connection = connection
         self._source: BatchSource | None = None
-        self._tasks: deque[tuple[int, bytes]] = deque()
         #: Of the epoch that has begun.
         self._generation = -1
         #: Whether no batch has been loaded yet.
         self._is_first = True
-        self._stopped = False
 
     def work(self) -> None:
         """Load until the shard sends `Stop`. Raises RefusedError if it refuses this worker."""
-        self.begin()
-        while not self._stopped:
-            self.step()
+        super().work()
         self._connection.close()
 
     def begin(self) -> None:
         """Send the handshake, and become a DataLoader worker."""
-        probe = self._arena.probe_ref() if self._arena is not None else None
-        handshake = WorkerHandshake(
-            self._number,
-            self._incarnation,
-            os.getpid(),
-            probe,
-            self._running.ref,
-            is_ready=self._load_spec.starts_alone,
-        )
-        self._connection.send([encode(handshake)])
+        self._send_handshake(is_ready=self._load_spec.starts_alone)
         # After the handshake: the answer arrives while torch is set up.
         self._source = BatchSource(self._load_spec, self._number)
 
-    def step(self) -> None:
-        """Handle the messages that have arrived, and load one batch; wait for a message if there is no task."""
-        self._receive(wait=not self._tasks)
-        if self._tasks and not self._stopped:
-            self._load_oldest()
-            if self._is_first:
-                self._is_first = False
-                # Not before: the job waits for the first batch, and the socket's thread has to answer quickly.
-                use_sched_batch()
-
-    def _receive(self, *, wait: bool) -> None:
-        frames = self._connection.receive(None if wait else 0)
-        while frames is not None:
-            self._handle(decode(frames[0]), frames[1:])
-            frames = self._connection.receive(0)
-
     def _handle(self, header: Any, frames: list[memoryview]) -> None:
-        assert self._source is not None
-        match header:
-            case Window(tasks=tasks, revoked=revoked):
-                held = len(self._tasks)
-                gone = set(revoked)
-                self._tasks = deque(task for task in self._tasks if task[0] not in gone)
-                self._tasks.extend(zip(tasks, map(bytes, frames_of_tasks(header, frames)), strict=True))
-                self._ask_if_emptied(held)
-            case WorkerWelcome(shared_memory=shared_memory):
-                self._share_memory(shared_memory)
-                self._begin(frames[0])
-                # After `worker_init_fn`, which may have wrapped the dataset.
-                let_fill(self._load_spec.dataset, self._load_spec.collate_fn)
-                if not self._load_spec.starts_alone:
-                    self._connection.send([encode(WorkerReady())])
-            case WorkerRefused(reason=reason):
-                raise RefusedError(f"the shard refuses this worker: {reason}")
-            case EpochBegin():
-                held = len(self._tasks)
-                self._tasks.clear()
-                self._begin(frames[0])
-                self._ask_if_emptied(held)
-            case Stop():
-                self._stopped = True
+        if isinstance(header, EpochBegin):
+            held = len(self._tasks)
+            self._tasks.clear()
+            self._begin_epoch(frames[0])
+            self._report_if_emptied(held)
+        super()._handle(header, frames)
 
-    def _begin(self, order: memoryview) -> None:
+    def _on_welcome(self, frame: memoryview, *, shares_memory: bool) -> None:
+        if not shares_memory:
+            self._arena = None
+        elif self._arena is not None:
+            collate_into(self._arena)
+        self._begin_epoch(frame)
+        # After `worker_init_fn`, which may have wrapped the dataset.
+        let_fill(self._load_spec.dataset, self._load_spec.collate_fn)
+        if not self._load_spec.starts_alone:
+            self._send_ready()
+
+    def _on_refused(self, reason: str) -> None:
+        raise RefusedError(f"the shard refuses this worker: {reason}")
+
+    def _begin_epoch(self, order: memoryview) -> None:
         assert self._source is not None
         epoch: EpochSpec = pickle.loads(order)
         self._generation = epoch.generation
@@ -344,20 +298,8 @@ class BatchWorker:
             pickled = pickle.dumps(replace(begun, failure=_as_runtime_error(begun.failure)))
         self._connection.send([encode(WorkerBegun()), pickled])
 
-    def _ask_if_emptied(self, held: int) -> None:
-        # The scheduler cannot tell whether a task had begun when it was revoked.
-        if held and not self._tasks:
-            self._connection.send([encode(Exchange([], None))])
-
-    def _share_memory(self, works: bool) -> None:
-        if not works:
-            self._arena = None
-        elif self._arena is not None:
-            collate_into(self._arena)
-
-    def _load_oldest(self) -> None:
+    def _load(self, task: int, payload: memoryview) -> None:
         assert self._source is not None
-        task, index = self._tasks.popleft()
         if task >> POSITION_BITS != self._generation:
             # Not loaded: it would get the random numbers of another epoch.
             raise WorkerError(
@@ -365,17 +307,17 @@ class BatchWorker:
                 "message of the shard was lost"
             )
         self._running.note(task)
-        loaded = self._source.load(task & POSITION_MASK, pickle.loads(index))
+        loaded = self._source.load(task & POSITION_MASK, pickle.loads(payload))
         table, frames = self._wrap(loaded)
         if loaded.stream is not None:
             frames = [*frames, pickle.dumps(loaded.stream)]
-        finished = Finished([task], loaded.kind, table, has_stream=loaded.stream is not None)
         started = self._tasks[0][0] if self._tasks else None
         # The running task still: its effects on this process, as closed descriptors, may show only now.
-        self._deliver(finished, started, frames)
-
-    def _deliver(self, finished: Finished, started: int | None, frames: list[Frame]) -> None:
-        self._connection.send([encode(Exchange([finished], started)), *frames])
+        self._outbox.add(task, loaded.kind, table, frames, started, has_stream=loaded.stream is not None)
+        if self._is_first:
+            self._is_first = False
+            # Not before: the job waits for the first batch, and the socket's thread has to answer quickly.
+            use_sched_batch()
 
     def _wrap(self, loaded: LoadedBatch) -> tuple[Any, list[Frame]]:
         try:

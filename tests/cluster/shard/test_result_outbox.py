@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from torch_dpflow.cluster.messages.shard import SAMPLE
-from torch_dpflow.cluster.shard.sample_worker import MAX_BYTES, MAX_FRAMES, MAX_RESULTS, ResultOutbox
 from torch_dpflow.ipc.messages.headers import Exchange, decode
 from torch_dpflow.ipc.serialization.codec import encode
 from torch_dpflow.ipc.transport import Listener, connect, listen
+from torch_dpflow.workers.task_worker import MAX_BYTES, MAX_FRAMES, MAX_RESULTS, ResultOutbox
 
 Message = tuple[list[int], int | None, int]
 

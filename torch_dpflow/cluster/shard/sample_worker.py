@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
-import os
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import IO, Any
@@ -21,30 +16,17 @@ from torch_dpflow.cluster.services.contents import open_content
 from torch_dpflow.cluster.services.service import COORDINATOR, ClusterPlace, HeartbeatSender, ServiceSpec, locate
 from torch_dpflow.cluster.shard.sample_source import SampleSource
 from torch_dpflow.errors import MessageError, NotPicklableError
-from torch_dpflow.ipc.memory.arena import Arena, RunningTask
-from torch_dpflow.ipc.messages.headers import (
-    Exchange,
-    Finished,
-    NoSession,
-    PayloadTable,
-    Stop,
-    Window,
-    WorkerHandshake,
-    WorkerReady,
-    WorkerRefused,
-    WorkerWelcome,
-    decode,
-    encode,
-)
-from torch_dpflow.ipc.messages.payload_groups import frames_of_tasks, group_payloads
+from torch_dpflow.ipc.memory.arena import RunningTask
+from torch_dpflow.ipc.messages.headers import Exchange, NoSession, decode, encode
 from torch_dpflow.ipc.rpc.carrier import compress
 from torch_dpflow.ipc.serialization.fast_path import encode_sample
-from torch_dpflow.ipc.transport import Connection, Frame, connect
+from torch_dpflow.ipc.transport import Connection, connect
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.shipping.code_bundle import install_bundle
 from torch_dpflow.remote.shipping.content_pack import code_in
 from torch_dpflow.workers.batches import unpicklable_failure
 from torch_dpflow.workers.process_control import exit_with, use_sched_batch
+from torch_dpflow.workers.task_worker import Compress, TaskWorker
 
 #: Most shared memory that a worker uses for its results, bytes.
 SHARED_MEMORY_BYTES = 64 << 20
@@ -61,20 +43,18 @@ IDLE_S = 10.0
 SILENCE_S = 120.0
 
 
-class SampleWorker:
-    """Worker that holds some of its shard's tasks and loads the oldest.
+class SampleWorker(TaskWorker):
+    """Worker of a flow.
 
     Args:
         content: opens the content with a digest; calls its second argument repeatedly while it fetches it.
         up: called once the content is open.
-        outbox: sends its results; None: unchanged.
         directory: removed if the worker ends with its shard.
+        repeats: whether it repeats a handshake that is not answered, and when it is idle. Not needed where the shard's
+            end is detected otherwise.
     """
 
-    #: Times after which an unanswered handshake, and one of an idle worker, is repeated, seconds; None: never, as the
-    #: shard's end is detected otherwise.
-    handshake_s: float | None = HANDSHAKE_S
-    idle_s: float | None = IDLE_S
+    look_s = LOOK_S
 
     def __init__(
         self,
@@ -84,137 +64,87 @@ class SampleWorker:
         content: Callable[[str, Callable[[], None]], IO[bytes]],
         up: Callable[[], None] = lambda: None,
         *,
-        outbox: ResultOutbox | None = None,
+        compress: Compress | None = None,
         directory: str = "",
+        repeats: bool = True,
     ) -> None:
+        super().__init__(connection, number, incarnation, SHARED_MEMORY_BYTES, compress)
         self._directory = directory
         self._content = content
         self._up = up
-        self._connection = connection
-        self._number = number
-        self._incarnation = incarnation
-        self._arena: Arena | None = Arena(budget_bytes=SHARED_MEMORY_BYTES)
-        self._running = RunningTask(None)
-        self._outbox = outbox or ResultOutbox(connection)
+        self._repeats = repeats
+        self.idle_s = IDLE_S if repeats else None
         self._source: SampleSource | None = None
-        self._tasks: deque[tuple[int, memoryview]] = deque()
         #: How many tasks are left in the middle of the window.
         self._low = 0
-        self._looked_at = 0.0
-        self._stopped = False
         #: For how long handshakes have not been answered, seconds.
         self._unanswered_s = 0.0
         self._shard = b""
 
-    def work(self) -> None:
-        """Load samples until the shard sends `Stop`."""
-        self._await_welcome()
-        while not self._stopped:
-            for frames in self._received():
-                self._handle(decode(frames[0]), frames[1:])
-            if not self._stopped:
-                self._load_until(self._looked_at + LOOK_S)
-        self._outbox.close()
-
-    def _received(self) -> list[list[memoryview]]:
-        """Return the messages of the shard; wait for one if there are no tasks."""
-        received: list[list[memoryview]] = []
-        if not self._tasks:
-            frames = self._connection.receive(self.idle_s)
-            if frames is None:
-                self._send_handshake(IDLE_S)
-            else:
-                received.append(frames)
-        now = time.monotonic()
-        if received or now - self._looked_at >= LOOK_S:
-            self._looked_at = now
-            with self._outbox.lock:
-                while (frames := self._connection.receive(0)) is not None:
-                    received.append(frames)
-        return received
-
-    def _await_welcome(self) -> None:
+    def begin(self) -> None:
         """Repeat the handshake until it is answered: another shard may have replaced one that died."""
         is_due = True
         while self._source is None and not self._stopped:
             if is_due:
-                self._send_handshake(HANDSHAKE_S)
-            frames = self._connection.receive(self.handshake_s)
-            is_due = self.handshake_s is not None
+                self._greet(HANDSHAKE_S)
+            frames = self._connection.receive(HANDSHAKE_S if self._repeats else None)
+            is_due = self._repeats
             if frames is not None:
                 self._handle(decode(frames[0]), frames[1:])
 
-    def _send_handshake(self, every_s: float) -> None:
+    def _greet(self, every_s: float) -> None:
         """Send the handshake, at most every `every_s` seconds."""
         if self._unanswered_s >= SILENCE_S:
             self._end(f"its shard has not answered for {SILENCE_S:g} s")
             return
         self._unanswered_s += every_s
-        probe = self._arena.probe_ref() if self._arena is not None else None
-        self._running = RunningTask(self._arena)  # a new one: a reference to shared memory can be opened once
-        hello = WorkerHandshake(self._number, self._incarnation, os.getpid(), probe, self._running.ref)
-        self._connection.send([encode(hello)])
+        self._send_handshake()
+
+    def _on_idle(self) -> None:
+        self._greet(IDLE_S)
 
     def _end(self, reason: str) -> None:
         SERVICE.error("worker ends: %s", reason)
         self._stopped = True
 
-    def _handle(self, header: Any, frames: list[memoryview]) -> None:
-        match header:
-            case Window(tasks=tasks, revoked=revoked):
-                held = len(self._tasks)
-                if revoked:
-                    gone = set(revoked)
-                    self._tasks = deque(task for task in self._tasks if task[0] not in gone)
-                payloads = frames_of_tasks(header, frames)
-                self._tasks.extend(zip(tasks, payloads, strict=True))
-                self._low = len(self._tasks) // 2
-                if self._source is not None:
-                    self._source.announce(payloads)
-                if held and not self._tasks:
-                    # The shard cannot know whether a task had begun when it was revoked.
-                    self._outbox.flush()
-            case WorkerWelcome(shared_memory=shared_memory):
-                self._unanswered_s = 0.0
-                if self._source is None:
-                    self._begin(shared_memory, frames[0])
-                elif self._shard != GREETING.unpack_from(frames[0])[0]:
-                    # Another shard, whose tasks have the numbers of the old one's: no result may reach it.
-                    self._stopped = True
-            case WorkerRefused(reason=reason):
-                self._end(f"its shard refuses it: {reason}")
-            case NoSession():
-                self._end("a service of another node listens where its shard did")
-            case Stop():
-                self._stopped = True
+    def _on_refused(self, reason: str) -> None:
+        self._end(f"its shard refuses it: {reason}")
 
-    def _begin(self, shared_memory: bool, greeting: memoryview) -> None:
+    def _handle(self, header: Any, frames: list[memoryview]) -> None:
+        if isinstance(header, NoSession):
+            self._end("a service of another node listens where its shard did")
+        super()._handle(header, frames)
+
+    def _on_tasks(self, payloads: Sequence[memoryview]) -> None:
+        self._low = len(self._tasks) // 2
+        if self._source is not None:
+            self._source.announce(payloads)
+
+    def _on_welcome(self, frame: memoryview, *, shares_memory: bool) -> None:
         """Open the content, once the shard has accepted this worker."""
-        if not shared_memory:
+        self._unanswered_s = 0.0
+        shard, pid, workers = GREETING.unpack_from(frame)
+        if self._source is not None:
+            # Tasks of another shard have the numbers of the old one's: no result may reach it.
+            self._stopped = self._stopped or shard != self._shard
+            return
+        self._shard = shard
+        if not shares_memory:
             self._arena, self._running = None, RunningTask(None)
-        self._shard, pid, workers = GREETING.unpack_from(greeting)
         # A process id is valid on one host only. The shard has read this worker's memory, so both are on one host.
-        if shared_memory:
+        if shares_memory:
             self.idle_s = None
             # The next shard would not know this worker; the node starts another one.
             exit_with(pid, self._directory)
         #: Open until this process ends: the host keeps the file for as long.
-        self._packed = self._content(bytes(greeting[GREETING.size :]).decode(), self._report_progress)
+        self._packed = self._content(bytes(frame[GREETING.size :]).decode(), self._report_progress)
         self._source = SampleSource(self._packed, self._number, workers)
-        self._connection.send([encode(WorkerReady())])
+        self._send_ready()
         self._up()
 
     def _report_progress(self) -> None:
         """Restart the shard's time limit, which is meant for the user's code and not for fetching the content."""
         self._connection.send([encode(Exchange([], None))])
-
-    def _load_until(self, look_at: float) -> None:
-        """Load the oldest tasks until it is time to look for messages, or none is left."""
-        tasks = self._tasks
-        while tasks:
-            self._load(*tasks.popleft())
-            if time.monotonic() >= look_at:
-                return
 
     def _load(self, task: int, payload: memoryview) -> None:
         if self._source is None:
@@ -262,13 +192,6 @@ def _open_content(place: ClusterPlace, digest: str, on_progress: Callable[[], No
     return content
 
 
-class RemoteSampleWorker(SampleWorker):
-    """Sample worker of a platform: sends one handshake, as its control connection detects a silent shard."""
-
-    handshake_s = None
-    idle_s = None
-
-
 def load_samples(
     packed: bytes, number: int, incarnation: int, connection: Connection, *, is_near: bool, directory: str
 ) -> None:
@@ -277,120 +200,14 @@ def load_samples(
     packed: a `SampleAssignment`. is_near: as of `work`. directory: removed if the worker ends with its shard.
     """
     set_worker_signal_handlers()
-    outbox = ResultOutbox(connection, compress=None if is_near else compress)
-    worker = RemoteSampleWorker(
+    worker = SampleWorker(
         connection,
         number,
         incarnation,
         lambda digest, on_progress: io.BytesIO(packed),
-        outbox=outbox,
+        compress=None if is_near else compress,
         directory=directory,
+        repeats=False,  # its control connection detects a silent shard
     )
     use_sched_batch()  # not before: the threads of sockets have to answer quickly
     worker.work()
-
-
-#: Most results of a message; most frames and bytes, shared memory included, of a message of several results.
-MAX_RESULTS, MAX_FRAMES, MAX_BYTES = 64, 128, 8 << 20
-#: The longest wait of a result for others, seconds: the time of ten small samples. With 8 results and 20 ms a shard
-#: took a fifth more processor time.
-HOLD_S = 0.06
-#: The time after which results are sent although the worker still loads the next sample, seconds.
-LATE_S = 0.1
-
-
-class ResultOutbox:
-    """Sends a worker's results to its shard: slow ones at once, fast ones in groups.
-
-    A single result costs a shard three times the processor time of one in a group: on a busy machine it begins with
-    cold caches, and so does the decoder afterwards. The code of shard, job and worker around a sample takes some 100 µs
-    alone; beside decoders, on two cores, it took 700 µs. One thread at a time uses the connection.
-
-    `add` and `flush` are for the worker's thread; a thread of the outbox sends results that have waited too long. That
-    thread is no `PeriodicCall`, as it must not wake up during decoding while no result waits.
-
-    Args:
-        connection: to the shard. Other users of it must hold `lock` while results wait.
-        hold_s: as HOLD_S.
-        late_s: as LATE_S.
-        compress: compresses frames; None: they are sent unchanged.
-    """
-
-    def __init__(
-        self,
-        connection: Connection,
-        *,
-        hold_s: float = HOLD_S,
-        late_s: float = LATE_S,
-        compress: Callable[[Sequence[Frame]], tuple[list[Frame], list[int]]] | None = None,
-    ) -> None:
-        self._compress = compress
-        self._connection = connection
-        self._hold_s, self._late_s = hold_s, late_s
-        self.lock = threading.Lock()
-        #: The waiting results, as of `group_payloads`; their frames and bytes.
-        self._finished: list[tuple[int, int, PayloadTable, Sequence[Frame]]] = []
-        self._frames = self._nbytes = 0
-        #: The task that the worker has run since the latest result.
-        self._started: int | None = None
-        self._sent_at = -math.inf
-        self._waiting = threading.Event()
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._send_late, name="dpflow-results", daemon=True)
-        self._thread.start()
-
-    def add(
-        self, task: int, kind: int, table: PayloadTable, frames: Sequence[Frame], started: int | None, *, hold: bool
-    ) -> None:
-        """Send a result, now or with later ones. The frames must not change until they are sent.
-
-        started: the task that the worker runs next. hold: whether the result may wait for others.
-        """
-        with self.lock:
-            if self._finished and self._frames + len(frames) > MAX_FRAMES:
-                self._send()
-            self._finished.append((task, kind, table, frames))
-            self._frames += len(frames)
-            self._nbytes += sum(map(len, frames))
-            if table.blocks:
-                self._nbytes += sum([block.nbytes for block in table.blocks])
-            self._started = started
-            full = len(self._finished) == MAX_RESULTS or self._nbytes >= MAX_BYTES
-            if hold and not full and time.monotonic() - self._sent_at < self._hold_s:
-                if not self._waiting.is_set():
-                    self._waiting.set()
-            else:
-                self._send()
-
-    def flush(self) -> None:
-        """Send the waiting results; if there are none, report that the worker is idle."""
-        with self.lock:
-            self._started = None
-            self._send()
-
-    def close(self) -> None:
-        """Drop the waiting results and end the thread."""
-        with self.lock:
-            self._finished = []
-        self._closed.set()
-        self._waiting.set()
-        self._thread.join()
-
-    def _send(self) -> None:
-        finished, frames = group_payloads(self._finished, Finished)
-        self._finished, self._frames, self._nbytes = [], 0, 0
-        self._sent_at = time.monotonic()
-        sizes: list[int] = []
-        if self._compress is not None:
-            frames, sizes = self._compress(frames)
-        self._connection.send([encode(Exchange(finished, self._started, sizes or None)), *frames])
-
-    def _send_late(self) -> None:
-        while not self._closed.is_set():
-            self._waiting.wait()
-            self._closed.wait(self._late_s)
-            with self.lock:
-                if not self._finished:
-                    self._waiting.clear()
-                elif time.monotonic() - self._sent_at >= self._late_s:
-                    self._send()

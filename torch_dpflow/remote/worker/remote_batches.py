@@ -8,9 +8,8 @@ from typing import Any
 from torch_dpflow._core.torch_private import set_worker_signal_handlers
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.memory.headroom import machine_total
-from torch_dpflow.ipc.messages.headers import Exchange, Finished, encode
 from torch_dpflow.ipc.rpc.carrier import compress
-from torch_dpflow.ipc.transport import Connection, Frame
+from torch_dpflow.ipc.transport import Connection
 from torch_dpflow.remote.shipping.content_pack import unpack_load_spec
 from torch_dpflow.workers.batch_worker import BatchWorker, RefusedError
 from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
@@ -29,14 +28,6 @@ def open_spec(packed: bytes) -> LoadSpec:
     return opened
 
 
-class CompressingWorker(BatchWorker):
-    """Compresses frames if that pays: the shard is on another host."""
-
-    def _deliver(self, finished: Finished, started: int | None, frames: list[Frame]) -> None:
-        packed, sizes = compress(frames)
-        self._connection.send([encode(Exchange([finished], started, sizes or None)), *packed])
-
-
 def work(spec: LoadSpec, number: int, incarnation: int, connection: Connection, *, is_near: bool) -> None:
     """Load until the shard stops this worker.
 
@@ -45,5 +36,4 @@ def work(spec: LoadSpec, number: int, incarnation: int, connection: Connection, 
     Raises RefusedError if the shard rejects this worker.
     """
     set_worker_signal_handlers()
-    kind = BatchWorker if is_near else CompressingWorker
-    kind(spec, number, incarnation, connection).work()
+    BatchWorker(spec, number, incarnation, connection, compress=None if is_near else compress).work()

@@ -1,0 +1,279 @@
+"""A worker process's loop: it holds the tasks that its shard assigns, loads the oldest, and sends the results.
+
+One message delivers results and requests more tasks. What a task is, a subclass knows: a batch of a private loader
+(`workers/batch_worker`) or a sample of a flow (`cluster/shard/sample_worker`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch_dpflow.ipc.memory.arena import Arena, RunningTask
+from torch_dpflow.ipc.messages.headers import (
+    Exchange,
+    Finished,
+    Frame,
+    PayloadTable,
+    Stop,
+    Window,
+    WorkerHandshake,
+    WorkerReady,
+    WorkerRefused,
+    WorkerWelcome,
+    decode,
+    encode,
+)
+from torch_dpflow.ipc.messages.payload_groups import frames_of_tasks, group_payloads
+from torch_dpflow.ipc.transport import Connection
+
+#: Compresses the frames of a message; returns the size of each before, or 0, and no sizes if it changed none.
+Compress = Callable[[Sequence[Frame]], tuple[list[Frame], list[int]]]
+
+
+class TaskWorker:
+    """Worker that holds some of its shard's tasks and loads the oldest.
+
+    Args:
+        connection: to the shard; its identity begins with the worker's number.
+        shared_memory: most bytes of results in shared memory; 0: none.
+        compress: for a shard on another host; None: results are sent unchanged.
+    """
+
+    #: How often a worker that has tasks polls its socket, seconds; 0: after each task.
+    look_s = 0.0
+    #: After how long without a task or message it is idle, seconds; None: it waits.
+    idle_s: float | None = None
+
+    def __init__(
+        self, connection: Connection, number: int, incarnation: int, shared_memory: int, compress: Compress | None
+    ) -> None:
+        self._connection = connection
+        self._number = number
+        self._incarnation = incarnation
+        self._arena = Arena(budget_bytes=shared_memory) if shared_memory else None
+        self._running = RunningTask(None)
+        self._outbox = ResultOutbox(connection, compress=compress)
+        self._tasks: deque[tuple[int, memoryview]] = deque()
+        self._looked_at = 0.0
+        self._stopped = False
+
+    def work(self) -> None:
+        """Load until the shard sends `Stop`."""
+        self.begin()
+        while not self._stopped:
+            self.step()
+        self._outbox.close()
+
+    def begin(self) -> None:
+        """Send the handshake."""
+        self._send_handshake()
+
+    def step(self) -> None:
+        """Handle the messages that have arrived, and load until it is time to look again; wait if there is no task."""
+        for frames in self._received():
+            self._handle(decode(frames[0]), frames[1:])
+        look_at = self._looked_at + self.look_s
+        while self._tasks and not self._stopped:
+            self._load(*self._tasks.popleft())
+            if time.monotonic() >= look_at:
+                return
+
+    def _received(self) -> list[list[memoryview]]:
+        """Return the messages of the shard; wait for one if there are no tasks."""
+        received: list[list[memoryview]] = []
+        if not self._tasks:
+            frames = self._connection.receive(self.idle_s)
+            if frames is not None:
+                received.append(frames)
+            elif self.idle_s is not None:
+                self._on_idle()
+        now = time.monotonic()
+        if received or now - self._looked_at >= self.look_s:
+            self._looked_at = now
+            with self._outbox.lock:
+                while (frames := self._connection.receive(0)) is not None:
+                    received.append(frames)
+        return received
+
+    def _send_handshake(self, *, is_ready: bool = False) -> None:
+        probe = self._arena.probe_ref() if self._arena is not None else None
+        self._running = RunningTask(self._arena)  # a new one: a reference to shared memory can be opened once
+        handshake = WorkerHandshake(
+            self._number, self._incarnation, os.getpid(), probe, self._running.ref, is_ready=is_ready
+        )
+        self._connection.send([encode(handshake)])
+
+    def _send_ready(self) -> None:
+        self._connection.send([encode(WorkerReady())])
+
+    def _handle(self, header: Any, frames: list[memoryview]) -> None:
+        match header:
+            case Window(tasks=tasks, revoked=revoked):
+                held, payloads = len(self._tasks), frames_of_tasks(header, frames)
+                if revoked:
+                    gone = set(revoked)
+                    self._tasks = deque(task for task in self._tasks if task[0] not in gone)
+                self._tasks.extend(zip(tasks, payloads, strict=True))
+                self._on_tasks(payloads)
+                self._report_if_emptied(held)
+            case WorkerWelcome(shared_memory=shared_memory):
+                self._on_welcome(frames[0], shares_memory=shared_memory)
+            case WorkerRefused(reason=reason):
+                self._on_refused(reason)
+            case Stop():
+                self._stopped = True
+
+    def _report_if_emptied(self, held: int) -> None:
+        # The scheduler cannot tell whether a task had begun when it was revoked.
+        if held and not self._tasks:
+            self._outbox.flush()
+
+    # -- of a kind of worker -----------------------------------------------------------------------------
+
+    def _on_welcome(self, frame: memoryview, *, shares_memory: bool) -> None:
+        """Handle the shard's answer to the handshake."""
+        raise NotImplementedError
+
+    def _on_refused(self, reason: str) -> None:
+        """End: the shard refuses this worker."""
+        raise NotImplementedError
+
+    def _load(self, task: int, payload: memoryview) -> None:
+        """Load this task, and give its result to the outbox."""
+        raise NotImplementedError
+
+    def _on_tasks(self, payloads: Sequence[memoryview]) -> None:
+        """Handle tasks that have arrived."""
+
+    def _on_idle(self) -> None:
+        """Handle `idle_s` without a task or message."""
+
+
+#: Most results of a message; most frames and bytes, shared memory included, of a message of several results.
+MAX_RESULTS, MAX_FRAMES, MAX_BYTES = 64, 128, 8 << 20
+#: The longest wait of a result for others, seconds: the time of ten small samples. With 8 results and 20 ms a shard
+#: took a fifth more processor time.
+HOLD_S = 0.06
+#: The time after which results are sent although the worker still loads the next sample, seconds.
+LATE_S = 0.1
+
+
+class ResultOutbox:
+    """Sends a worker's results to its shard: slow ones at once, fast ones in groups.
+
+    A single result costs a shard three times the processor time of one in a group: on a busy machine it begins with
+    cold caches, and so does the decoder afterwards. The code of shard, job and worker around a sample takes some 100 µs
+    alone; beside decoders, on two cores, it took 700 µs. One thread at a time uses the connection.
+
+    `add` and `flush` are for the worker's thread; a thread of the outbox sends results that have waited too long. That
+    thread is no `PeriodicCall`, as it must not wake up during decoding while no result waits.
+
+    Args:
+        connection: to the shard. Other users of it must hold `lock` while results wait.
+        hold_s: as HOLD_S.
+        late_s: as LATE_S.
+        compress: compresses frames; None: they are sent unchanged.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        hold_s: float = HOLD_S,
+        late_s: float = LATE_S,
+        compress: Compress | None = None,
+    ) -> None:
+        self._compress = compress
+        self._connection = connection
+        self._hold_s, self._late_s = hold_s, late_s
+        self.lock = threading.Lock()
+        #: The waiting results, as of `group_payloads`; their frames and bytes.
+        self._finished: list[tuple[int, int, PayloadTable, Sequence[Frame]]] = []
+        self._frames = self._nbytes = 0
+        #: The task that the worker has run since the latest result.
+        self._started: int | None = None
+        self._sent_at = -math.inf
+        self._waiting = threading.Event()
+        self._closed = threading.Event()
+        #: Runs once a result has waited.
+        self._thread: threading.Thread | None = None
+
+    def add(
+        self,
+        task: int,
+        kind: int,
+        table: PayloadTable,
+        frames: Sequence[Frame],
+        started: int | None,
+        *,
+        hold: bool = False,
+        has_stream: bool = False,
+    ) -> None:
+        """Send a result, now or with later ones. The frames must not change until they are sent.
+
+        started: the task that the worker runs next. hold: whether the result may wait for others. has_stream: as of
+            `Finished`, if none of the worker's results may wait.
+        """
+        with self.lock:
+            if self._finished and self._frames + len(frames) > MAX_FRAMES:
+                self._send()
+            self._finished.append((task, kind, table, frames))
+            self._frames += len(frames)
+            self._nbytes += sum(map(len, frames))
+            if table.blocks:
+                self._nbytes += sum([block.nbytes for block in table.blocks])
+            self._started = started
+            full = len(self._finished) == MAX_RESULTS or self._nbytes >= MAX_BYTES
+            if hold and not full and time.monotonic() - self._sent_at < self._hold_s:
+                if not self._waiting.is_set():
+                    self._wait()
+            else:
+                self._send(has_stream=has_stream)
+
+    def flush(self) -> None:
+        """Send the waiting results; if there are none, report that the worker is idle."""
+        with self.lock:
+            self._started = None
+            self._send()
+
+    def close(self) -> None:
+        """Drop the waiting results and end the thread."""
+        with self.lock:
+            self._finished = []
+        self._closed.set()
+        self._waiting.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _wait(self) -> None:
+        self._waiting.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._send_late, name="dpflow-results", daemon=True)
+            self._thread.start()
+
+    def _send(self, *, has_stream: bool = False) -> None:
+        finished, frames = group_payloads(self._finished, Finished)
+        if has_stream:
+            finished[0].has_stream = True
+        self._finished, self._frames, self._nbytes = [], 0, 0
+        self._sent_at = time.monotonic()
+        sizes: list[int] = []
+        if self._compress is not None:
+            frames, sizes = self._compress(frames)
+        self._connection.send([encode(Exchange(finished, self._started, sizes or None)), *frames])
+
+    def _send_late(self) -> None:
+        while not self._closed.is_set():
+            self._waiting.wait()
+            self._closed.wait(self._late_s)
+            with self.lock:
+                if not self._finished:
+                    self._waiting.clear()
+                elif time.monotonic() - self._sent_at >= self._late_s:
+                    self._send()
