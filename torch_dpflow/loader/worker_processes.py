@@ -22,7 +22,7 @@ from torch_dpflow.workers import batch_worker
 from torch_dpflow.workers.batch_worker import DeferredPickle, WorkerSpec
 from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
 from torch_dpflow.workers.fork_server import local_platform
-from torch_dpflow.workers.platform import Handle, Platform, ProcessSpec, require_same_host
+from torch_dpflow.workers.platform import FALSE_STARTS, Handle, Platform, ProcessSpec, require_same_host
 from torch_dpflow.workers.script_settings import ScriptSettings
 from torch_dpflow.workers.stream_items import StreamItem
 
@@ -33,9 +33,8 @@ TERMINATE_S = 1.0
 WORKER_DESCRIPTORS, OWN_DESCRIPTORS = 4, descriptors.SPARE + 16
 #: What workers import at their start. A fork server imports it once, so its processes start as fast as forks.
 PRELOAD = (batch_worker.__name__, "torch_dpflow.ipc.transport.zeromq", "numpy.random")
-#: The default of `restart_limit`: deaths in a row; and how many more than there are workers while no batch was ever
-#: loaded.
-RESTART_LIMIT, FALSE_STARTS = 8, 2
+#: The default of `restart_limit`: deaths in a row, once a batch was loaded.
+RESTART_LIMIT = 8
 
 
 def load_spec(iterator: Any, loader: Any, options: LoaderOptions, *, own_stream: bool) -> LoadSpec:

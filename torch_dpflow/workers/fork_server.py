@@ -23,7 +23,7 @@ from torch_dpflow._core.threads import StopSignal
 from torch_dpflow.errors import LaunchError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.workers.local_platform import LocalHandle, LocalPlatform
-from torch_dpflow.workers.process_control import FORK_SERVER_NAME
+from torch_dpflow.workers.process_control import FORK_SERVER_NAME, FORK_SERVER_UP
 
 #: Lets a fork server survive invalid requests, and show what it imports.
 GUARD = "torch_dpflow.workers.fork_server_guard"
@@ -63,8 +63,8 @@ class ForkServerPlatform(LocalPlatform):
         if preload:
             modules = [*self._preload]
             if timeouts_s is not None:  # its name shows which of them it imports: see the guard
-                marks = [f"{FORK_SERVER_NAME}{number}" for number in range(len(modules) + 1)]
-                modules = [*chain(*zip(marks, modules)), marks[-1]]
+                marks = [f"{FORK_SERVER_NAME}{number}" for number in range(len(modules))]
+                modules = [*chain(*zip(marks, modules)), FORK_SERVER_UP]
             self._context.set_forkserver_preload([*dict.fromkeys([GUARD, *modules])])
         self._timeouts_s = timeouts_s
         self._outlived, self._may_be_killed_by_kernel = outlived, not outlived
@@ -77,7 +77,7 @@ class ForkServerPlatform(LocalPlatform):
     def begin(self) -> None:
         """Wait until the fork server has imported its modules, for which the first launch would wait.
 
-        Raises LaunchError if it cannot be started. Returns early once `interrupt` is called.
+        Raises LaunchError if it cannot be started, as where a module ends it. Returns early once `interrupt` is called.
         """
         while not self._interrupted.is_set():
             nothing = self._context.Process(target=_nothing, daemon=True)
@@ -133,6 +133,9 @@ class ForkServerPlatform(LocalPlatform):
                 threading.Thread(target=self._watch, args=(made,), name="dpflow-fork", daemon=True).start()
             # SIGINT stays unblocked here: the fork server would inherit the mask and pass it on to all its processes.
             started.start()
+        except (EOFError, ConnectionError):
+            self._check_imports()
+            raise
         finally:
             self._waits = False
             made.set()
@@ -142,6 +145,16 @@ class ForkServerPlatform(LocalPlatform):
             # would get its exit code and the other the end of the pipe, which counts as code 255.
             children: set[BaseProcess] = processes._children  # type: ignore[attr-defined]
             children.discard(started)
+
+    def _check_imports(self) -> None:
+        """Raise LaunchError if the fork server has ended by itself while it imported a module."""
+        pid = _fork_server()
+        end = None if pid is None else _end_of(pid)
+        if end is not None and end.si_code == os.CLD_EXITED and (module := self._imported(pid)):
+            raise LaunchError(
+                f"importing {module} ended it with code {end.si_status}; if the module raised, its traceback is on "
+                "stderr: repair the module, or leave it out of --preload"
+            )
 
     def _watch(self, made: threading.Event) -> None:
         """Kill the fork server once it has made no progress for too long, and log what it waits for."""
@@ -168,10 +181,14 @@ class ForkServerPlatform(LocalPlatform):
 
     def _activity(self, pid: int | None) -> str:
         """Return what the fork server does, for the log."""
+        module = self._imported(pid)
+        return f"imports {module}" if module else "has not forked a process"
+
+    def _imported(self, pid: int | None) -> str:
+        """Return the module that the fork server imports, or has ended with; empty: none."""
         with suppress(OSError, ValueError, IndexError):
-            number = int(Path(f"/proc/{pid}/comm").read_text().strip().removeprefix(FORK_SERVER_NAME))
-            return f"imports {self._preload[number]}"
-        return "has not forked a process"
+            return self._preload[int(Path(f"/proc/{pid}/comm").read_text().strip().removeprefix(FORK_SERVER_NAME))]
+        return ""
 
     def _ensure_running(self) -> None:
         """Start the fork server, unless it runs. SIGINT is blocked in it until its guard ignores and unblocks it."""
@@ -250,10 +267,18 @@ def _kill_fork_server(why: str) -> None:
 
 def _kill(pid: int) -> None:
     """Kill a fork server and wait until it is a zombie, so that multiprocessing notices its end."""
-    deadline = time.monotonic() + KILLED_S
-    with suppress(ProcessLookupError, ChildProcessError):
+    with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        _end_of(pid)
+
+
+def _end_of(pid: int) -> os.waitid_result | None:
+    """Return how a child that ends has ended, and leave it to be reaped; None if it does not end in `KILLED_S`."""
+    deadline = time.monotonic() + KILLED_S
+    with suppress(ChildProcessError):
+        while (end := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)) is None:
             if time.monotonic() >= deadline:
-                return
+                break
             time.sleep(0.001)
+        return end
+    return None

@@ -6,7 +6,8 @@ and Control-C, which reaches every process of a terminal, would print a tracebac
 
 Python's fork server has no other hook while it imports: it passes over modules that are not found. So a list of modules
 can have marks between them, names that no module has; each becomes the name of the process in `top` and for
-`ForkServerPlatform`.
+`ForkServerPlatform`. Between the first and the last mark the process ends with its parent, which waits: a module whose
+import hangs would keep it from noticing that its parent has ended.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from socket import socket
 from types import SimpleNamespace
 from typing import Any
 
-from torch_dpflow.workers.process_control import FORK_SERVER_NAME
+from torch_dpflow.workers.process_control import FORK_SERVER_NAME, FORK_SERVER_UP, end_with_parent
 
 #: The timeout of a request, seconds; requests are served one at a time.
 REQUEST_S = 5.0
@@ -48,6 +49,7 @@ class Marks:
     def find_spec(name: str, *_: object) -> None:
         """Return None (Python's name)."""
         if name.startswith(FORK_SERVER_NAME):
+            end_with_parent(0 if name == FORK_SERVER_UP else signal.SIGKILL)
             with suppress(OSError), open("/proc/self/comm", "w") as file:
                 file.write(name)
 

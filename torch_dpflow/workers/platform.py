@@ -14,6 +14,9 @@ from typing import Any, Protocol
 
 from torch_dpflow.errors import OptionError
 
+#: How many more workers than there are may end in a row before one can load anything: then no more are started, for
+#: `RETRY_S` seconds where starting is tried again.
+FALSE_STARTS, RETRY_S = 2, 30.0
 #: Most characters of a process's exit report.
 MAX_REPORT_CHARS = 4000
 

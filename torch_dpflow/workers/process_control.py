@@ -16,8 +16,8 @@ import sys
 import threading
 import time
 
-#: A fork server's name in the process table, before the number of the module that it imports.
-FORK_SERVER_NAME = "dpflow-fork-"
+#: A fork server's name in the process table, before the number of the module that it imports; and after all imports.
+FORK_SERVER_NAME, FORK_SERVER_UP = "dpflow-fork-", "dpflow-fork-up"
 _PR_SET_PDEATHSIG = 1
 #: How often to look up a pid where the kernel has no pidfds, seconds.
 POLL_S = 1.0
@@ -33,9 +33,15 @@ def exit_with(pid: int, directory: str = "", *, by_kernel: bool = False) -> None
             `directory` is then left to the next sweep. Only if `pid` is the parent and its main thread has started this
             process: the kernel takes the end of the starting thread for the end of the parent.
     """
-    if by_kernel and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if by_kernel:
+        end_with_parent(signal.SIGKILL)
     threading.Thread(target=_watch, args=(pid, directory), name="dpflow-orphan", daemon=True).start()
+
+
+def end_with_parent(number: int) -> None:
+    """Have the kernel send this process a signal when the thread that has started it ends; 0: none."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _watch(pid: int, directory: str) -> None:

@@ -20,7 +20,6 @@ from torch_dpflow.remote.fleet.lifecycle import (
     LEASE_S,
     LEAVE_S,
     MAX_FALSE_STARTS,
-    MAX_UNFIT,
     READY_S,
     ROTATE,
     STOP_S,
@@ -344,11 +343,11 @@ def test_an_unfit_worker_is_refused_and_three_for_one_reason_fail_the_fleet() ->
     machine = fleet()
     now = 0.0
     told = machine.target(1, now)
-    for count in range(1, MAX_UNFIT + 1):
+    for count in range(1, MAX_FALSE_STARTS + 1):
         (name,) = starts(told) or starts(machine.tick(now := now + MAX_PAUSE_S))
         told = machine.arrived(name, "image has 0.1, the cluster 0.2", now)
         assert only(RejectWorker, told) == [RejectWorker(name, "image has 0.1, the cluster 0.2")]
-        assert bool(only(Fail, told)) is (count == MAX_UNFIT)
+        assert bool(only(Fail, told)) is (count == MAX_FALSE_STARTS)
         assert only(AdmitWorker, machine.ready(name, now)) == []
         told = machine.handle(Ended(name, End(code=0)), now)
     assert starts(machine.tick(now + 1000.0)) == []

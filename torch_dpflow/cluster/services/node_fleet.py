@@ -34,11 +34,10 @@ from torch_dpflow.remote.fleet.worker_states import (
     WorkerState,
 )
 from torch_dpflow.remote.launchers.contract import Ended, NodePlatform, Refused, prefix_of
+from torch_dpflow.workers.platform import RETRY_S
 
 #: The interval between reports to the coordinator, and the timeout of one, seconds.
 REPORT_S, ANSWER_S = 0.5, 3.0
-#: Time until nodes are started again after the fleet has failed, seconds.
-RETRY_S = 30.0
 #: How long a node may take to leave: its jobs, and its own end; seconds.
 NODE_LEAVE_S = LEAVE_S + 15.0
 

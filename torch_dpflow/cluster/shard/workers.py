@@ -32,6 +32,7 @@ from torch_dpflow.ipc.transport import Listener
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.fleet.content import SAMPLE_WORKERS
 from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
+from torch_dpflow.workers.platform import FALSE_STARTS, RETRY_S
 from torch_dpflow.workers.scheduler.machine import Scheduler
 from torch_dpflow.workers.shard import UNREACHABLE, Shard
 
@@ -39,10 +40,6 @@ from torch_dpflow.workers.shard import UNREACHABLE, Shard
 #: what torch's loader queues for a worker, with batches of 16. Workers of this host hold more tasks, up to
 #: QUICK_WINDOW, if they run all of them within WINDOW_S seconds: a message costs as much as several quick samples.
 WINDOW, QUICK_WINDOW, WINDOW_S = 16, 64, 0.06
-#: Samples fail once so many workers more than the shard has have ended before they were ready.
-FALSE_STARTS = 2
-#: How long no worker is started after a fleet has failed, seconds; the next sample then tries again.
-RETRY_S = 30.0
 #: Time after which others overtake a worker that runs one sample for much longer than usual, seconds: it may be
 #: frozen, which its node notices only after `supervision.LEASE_S`.
 OVERTAKE_S = 1.0

@@ -41,7 +41,7 @@ from torch_dpflow.remote.fleet.worker_states import (
     WorkerState,
 )
 from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Refused, Warned
-from torch_dpflow.workers.platform import Limits
+from torch_dpflow.workers.platform import FALSE_STARTS, Limits
 
 #: How long a worker may take to finish its tasks, if not given, and to leave by itself, seconds.
 DRAIN_S, LEAVE_S = 30.0, 5.0
@@ -58,8 +58,9 @@ READY_S = 600.0
 ROTATE, LAST = (0.80, 0.95), 0.97
 #: How much earlier rotation may begin, since so many are replaced one after the other; fraction of a lifetime.
 MAX_LEAD = 0.6
-#: After so many workers in a row that never connected, or that are unfit for one reason, the fleet fails.
-MAX_FALSE_STARTS, MAX_UNFIT = 3, 3
+#: After so many workers in a row that never connected while none ever has, or that are unfit for one reason, the fleet
+#: fails. They do not count by the target: after each failure the pause before the next start grows.
+MAX_FALSE_STARTS = 1 + FALSE_STARTS
 MAX_REASONS = 64
 
 
@@ -252,7 +253,7 @@ class Fleet:
         if len(self._unfit) >= MAX_REASONS and reason not in self._unfit:
             self._unfit.clear()
         self._unfit[reason] += 1
-        if self._unfit[reason] >= MAX_UNFIT:
+        if self._unfit[reason] >= MAX_FALSE_STARTS:
             self._fail(reason)
 
     def _note_missing(self, worker: FleetWorker, now: float) -> None:
