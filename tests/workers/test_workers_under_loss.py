@@ -161,7 +161,7 @@ class LoaderModel:
         if process.is_dead:
             self.listener.deliver_up(process.connection.identity, 1 << 30)
             self.receive()
-            self.shard.on_worker_lost(number, ())
+            self.shard.on_worker_lost(number, may_blame=False)
             self.replaced += 1
             self.processes[number] = self.started(number, process.incarnation + 1)
 
@@ -175,8 +175,8 @@ class LoaderModel:
         latest = self.processes[handshake.worker].incarnation
         return "" if handshake.incarnation == latest else f"its present incarnation is {latest}"
 
-    def shares_memory(self, handshake: WorkerHandshake) -> bool:
-        return False
+    def admitted(self, handshake: WorkerHandshake, *, shares_memory: bool) -> None:
+        assert not shares_memory
 
     def epoch_for(self, worker: int) -> bytes:
         spec = EpochSpec(
@@ -188,7 +188,7 @@ class LoaderModel:
         if pickle.loads(frame).generation == self.generation:
             self.unreported.discard(worker)
 
-    def open(self, worker: int, finished: Finished, payloads: list[list[memoryview]]) -> list[Any]:
+    def open(self, worker: int, reader: object, finished: Finished, payloads: list[list[memoryview]]) -> list[Any]:
         return [decode(finished.payload, frames) for frames in payloads]
 
     def delivered(self, task: int, worker: int, finished: Finished, opened: Any) -> None:

@@ -31,7 +31,6 @@ from torch_dpflow._core.threads import AwaitedThread, SuspendAwareClock
 from torch_dpflow._core.torch_private import ExceptionWrapper
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.errors import DescriptorLimitError, LifetimeError, MessageError
-from torch_dpflow.ipc.memory.arena import RunningTaskReader
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.messages.headers import FAILURE, Finished, WorkerHandshake
 from torch_dpflow.ipc.serialization.codec import decode
@@ -149,8 +148,6 @@ class PrivateShard:
         #: One entry for each event, to wait for.
         self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._commands: deque[Callable[[], None]] = deque()
-        self._readers: dict[int, ArenaReader] = {}
-        self._running: dict[int, RunningTaskReader | None] = {}
         self._closing = False
         self._grace_s = GRACE_S
         self._owner = os.getpid()
@@ -275,8 +272,7 @@ class PrivateShard:
             self._shut_down()
         self.processes.close()
         # The shard and this object refer to each other: free now what only the garbage collector would free later.
-        self._readers.clear()
-        self._running.clear()
+        self._shard.close()
         self._events.clear()
 
     def _check_owner(self) -> None:
@@ -349,22 +345,15 @@ class PrivateShard:
     def _lose(self, worker: int, event: Event, *, may_blame: bool = True) -> None:
         # The death first, so that its exit report is known when a task is reported as poisoned.
         self._notify(event)
-        running = self._running.pop(worker, None)
-        unknown = running is None and may_blame
-        at = running.tasks() if running is not None and may_blame else ()
-        self._shard.on_worker_lost(worker, None if unknown else at)
-        self._readers.pop(worker, None)
+        self._shard.on_worker_lost(worker, may_blame=may_blame)
 
     # -- callbacks of the shard (`Requester`) ------------------------------------------------------------
 
     def refusal(self, handshake: WorkerHandshake) -> str:
         return self.processes.refusal(handshake.worker, handshake.incarnation)
 
-    def shares_memory(self, handshake: WorkerHandshake) -> bool:
-        reader = self._readers[handshake.worker] = ArenaReader(handshake.pid)
-        shares = handshake.probe is not None and reader.probe(handshake.probe)
-        self._running[handshake.worker] = RunningTaskReader.open(reader, handshake.running) if shares else None
-        return shares
+    def admitted(self, handshake: WorkerHandshake, *, shares_memory: bool) -> None:
+        pass
 
     def epoch_for(self, worker: int) -> bytes:
         return pickle.dumps(replace(self._epoch, stream=self._streams[worker]))
@@ -375,13 +364,15 @@ class PrivateShard:
             self._streams[worker] = begun.stream or self._streams[worker]
             self._notify(Started(worker, begun))
 
-    def open(self, worker: int, finished: Finished, payloads: list[list[memoryview]]) -> list[Any]:
-        return [self._opened(worker, finished, frames) for frames in payloads]
+    def open(
+        self, worker: int, reader: ArenaReader | None, finished: Finished, payloads: list[list[memoryview]]
+    ) -> list[Any]:
+        return [self._opened(worker, reader, finished, frames) for frames in payloads]
 
-    def _opened(self, worker: int, finished: Finished, frames: list[memoryview]) -> Any:
+    def _opened(self, worker: int, reader: ArenaReader | None, finished: Finished, frames: list[memoryview]) -> Any:
         stream = pickle.loads(frames.pop()) if finished.has_stream else None
         try:
-            return decode(finished.payload, frames, reader=self._readers[worker]), stream
+            return decode(finished.payload, frames, reader=reader), stream
         except (MessageError, DescriptorLimitError) as error:
             # The message is intact, as it is from a worker of ours: a class of the batch fails to unpickle here.
             cause = error.__cause__ or error if isinstance(error, MessageError) else error

@@ -8,11 +8,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from torch_dpflow._version import __version__
 from torch_dpflow.errors import DescriptorLimitError, MessageError, SegmentLostError
+from torch_dpflow.ipc.memory.arena import RunningTaskReader
+from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.messages.fields import MAX_TEXT
 from torch_dpflow.ipc.messages.headers import (
     PROTOCOL_VERSION,
@@ -71,10 +74,12 @@ class Requester(Protocol):
     def refusal(self, handshake: WorkerHandshake) -> str:
         """Return why this process is not, or no longer, a worker of this shard; empty if it is."""
 
-    def shares_memory(self, handshake: WorkerHandshake) -> bool:
-        """Return whether this worker's shared memory can be read here.
+    def admitted(self, handshake: WorkerHandshake, *, shares_memory: bool) -> None:
+        """Handle a worker that may now load. It can be the successor of one whose end was not noticed.
 
-        Raises DescriptorLimitError: the worker is not admitted and repeats its handshake.
+        shares_memory: whether its shared memory can be read here.
+
+        Raises DescriptorLimitError: it is not admitted and repeats its handshake.
         """
 
     def epoch_for(self, worker: int) -> bytes:
@@ -83,7 +88,9 @@ class Requester(Protocol):
     def begun(self, worker: int, frame: memoryview) -> None:
         """Handle the beginning of a worker's stream. Raises MessageError if workers of this kind have none."""
 
-    def open(self, worker: int, finished: Finished, payloads: list[list[memoryview]]) -> list[Any]:
+    def open(
+        self, worker: int, reader: ArenaReader | None, finished: Finished, payloads: list[list[memoryview]]
+    ) -> list[Any]:
         """Decode or copy the frames of each result. Raises SegmentLostError if they were lost with the worker."""
 
     def delivered(self, task: int, worker: int, finished: Finished, opened: Any) -> None:
@@ -109,6 +116,21 @@ class Sender(Protocol):
         """As `Listener.send`."""
 
 
+@dataclass(eq=False)
+class _Admitted:
+    """A worker that is admitted."""
+
+    peer: bytes
+    #: Of its shared memory, and of the record of the task that it runs; None if they cannot be read here.
+    reader: ArenaReader | None
+    running: RunningTaskReader | None
+    #: When it was admitted or last sent a message, seconds, until it is ready; None: it is.
+    starting_since: float | None
+    #: Whether it has sent nothing since it was sent an epoch, and whether another epoch waits for that.
+    is_quiet: bool = True
+    is_behind: bool = False
+
+
 class Shard:
     """Owns tasks and their payloads until their results arrive. One thread drives it.
 
@@ -130,8 +152,6 @@ class Shard:
         start_timeout_s: float | None = None,
     ) -> None:
         self._start_timeout_s = start_timeout_s
-        #: Workers that are admitted and not ready, and when each was admitted or last sent a message, seconds.
-        self._starting: dict[int, float] = {}
         #: Sends to workers.
         self.sender = sender
         self._scheduler = scheduler
@@ -140,11 +160,7 @@ class Shard:
         self._malformed = 0
         #: The payload of each unfinished task.
         self._payloads: dict[int, Frame] = {}
-        #: The connection of each worker number.
-        self._peers: dict[int, bytes] = {}
-        #: Workers that have sent nothing since they were sent an epoch; quiet workers for which another epoch waits.
-        self._quiet: set[int] = set()
-        self._behind: set[int] = set()
+        self._workers: dict[int, _Admitted] = {}
 
     def submit(self, tasks: Sequence[tuple[int, Frame]], *, pinned_to: int | None = None) -> None:
         """Queue these tasks, in this order, for any worker or for one."""
@@ -164,27 +180,32 @@ class Shard:
         that sits in one sample is sent one epoch, and not every epoch that a script begins meanwhile.
         """
         self.cancel(list(self._payloads))
-        self._behind.update(self._quiet)
-        for worker in self._peers.keys() - self._behind:
-            self._send_epoch(worker)
+        for number, worker in list(self._workers.items()):
+            worker.is_behind = worker.is_behind or worker.is_quiet
+            if not worker.is_behind:
+                self._send_epoch(number)
 
     def check_timeouts(self) -> None:
         """Apply time limits, and let other workers take over tasks of slow ones."""
         now = self._clock()
         if self._start_timeout_s is not None:
-            for worker, since in list(self._starting.items()):
-                if now - since >= self._start_timeout_s:
-                    self._starting[worker] = math.inf  # reported once
-                    self._requester.overdue(worker)
+            for number, worker in list(self._workers.items()):
+                if worker.starting_since is not None and now - worker.starting_since >= self._start_timeout_s:
+                    worker.starting_since = math.inf  # reported once
+                    self._requester.overdue(number)
         self._apply(self._scheduler.handle(Tick(now)))
 
-    def on_worker_lost(self, worker: int, at: tuple[int, ...] | None = None) -> None:
-        """Handle the end of a worker. at: the task that it was running, or empty; None if unknown."""
-        self._peers.pop(worker, None)
-        self._starting.pop(worker, None)
-        self._quiet.discard(worker)
-        self._behind.discard(worker)
+    def on_worker_lost(self, worker: int, *, may_blame: bool = True) -> None:
+        """Handle the end of a worker. may_blame: whether the task that it ran may be the reason."""
+        lost = self._workers.pop(worker, None)
+        at: tuple[int, ...] | None = ()
+        if may_blame:
+            at = None if lost is None or lost.running is None else lost.running.tasks()
         self._apply(self._scheduler.handle(Lose(worker, self._clock(), at)))
+
+    def close(self) -> None:
+        """Release the shared memory of all workers."""
+        self._workers.clear()
 
     def abandon(self) -> list[int]:
         """Cancel all tasks and return them."""
@@ -198,16 +219,17 @@ class Shard:
 
     def is_starting(self, worker: int) -> bool:
         """Return whether the worker is admitted and not ready."""
-        return worker in self._starting
+        known = self._workers.get(worker)
+        return known is not None and known.starting_since is not None
 
     @property
     def connected(self) -> list[int]:
         """The workers that are admitted and not lost."""
-        return list(self._peers)
+        return list(self._workers)
 
     def stop_workers(self) -> None:
         """Send every worker the request to stop."""
-        for worker in list(self._peers):
+        for worker in list(self._workers):
             self._send(worker, [encode(Stop())])
 
     def on_message(self, peer: bytes, frames: list[memoryview]) -> None:
@@ -236,7 +258,7 @@ class Shard:
 
     def _reject(self, peer: bytes, reason: str) -> None:
         """Replace the sender of a malformed message if it is a worker, else refuse it with the reason."""
-        workers = [worker for worker, known in self._peers.items() if known == peer]
+        workers = [number for number, known in self._workers.items() if known.peer == peer]
         for worker in workers:
             self._requester.failed(worker, f"it sent an invalid message: {reason}")  # its result would never come
         if not workers:  # a worker of another release would wait without end; one that is gone needs no answer
@@ -249,23 +271,25 @@ class Shard:
         if handshake.worker != _worker_of(peer) or reason:
             who = f"worker {handshake.worker}, incarnation {handshake.incarnation}"
             raise MessageError(f"{who}, is none of this shard: {reason or 'its connection has another number'}")
+        # The pid counts only once the memory has proved it: on another host it belongs to another process.
+        reader = ArenaReader(handshake.pid)
+        shared = handshake.probe is not None and reader.probe(handshake.probe)
         # First: it may replace a worker whose end was not noticed, which the requester then reports as lost.
-        shared = self._requester.shares_memory(handshake)
-        is_new = self._peers.get(handshake.worker) != peer  # else it repeats its handshake
-        if is_new:
-            self._starting[handshake.worker] = self._clock()
-        self._peers[handshake.worker] = peer
-        self._behind.discard(handshake.worker)
-        self._quiet.add(handshake.worker)
+        self._requester.admitted(handshake, shares_memory=shared)
+        before = self._workers.get(handshake.worker)
+        repeats = before is not None and before.peer == peer
+        since = before.starting_since if before is not None and repeats else self._clock()
+        running = RunningTaskReader.open(reader, handshake.running) if shared else None
+        self._workers[handshake.worker] = _Admitted(peer, reader if shared else None, running, since)
         self._send(handshake.worker, [encode(WorkerWelcome(shared)), self._requester.epoch_for(handshake.worker)])
-        if is_new and handshake.is_ready:
+        if handshake.is_ready and not repeats:
             self._on_ready(peer)
 
     def _on_ready(self, peer: bytes) -> None:
         # Not at the handshake: a worker that dies in worker_init_fn has no task yet, so no task is suspected.
         worker = _worker_of(peer)
-        if self._peers.get(worker) == peer:
-            self._starting.pop(worker, None)
+        if (known := self._admitted(worker, peer)) is not None:
+            known.starting_since = None
             self._note_answer(worker)
             self._apply(self._scheduler.handle(AddWorker(worker, self._clock())))
 
@@ -273,23 +297,24 @@ class Shard:
         if len(frames) != 1:
             raise MessageError(f"a WorkerBegun has {len(frames)} frames after it; one belongs there")
         worker = _worker_of(peer)
-        if self._peers.get(worker) == peer:
+        if self._admitted(worker, peer) is not None:
             self._requester.begun(worker, frames[0])
             self._note_answer(worker)
 
     def _exchange(self, peer: bytes, exchange: Exchange, frames: list[memoryview]) -> None:
         worker = _worker_of(peer)
-        if self._peers.get(worker) != peer:
+        known = self._admitted(worker, peer)
+        if known is None:
             # It was reported as lost and its tasks are requeued.
             return
         self._note_answer(worker)
-        if worker in self._starting:  # it is fetching the dataset, and lives
-            self._starting[worker] = self._clock()
+        if known.starting_since is not None:  # it is fetching the dataset, and lives
+            known.starting_since = self._clock()
             return
         results: dict[int, tuple[Finished, Any]] = {}
         for finished, payloads in split_payloads(exchange.finished, frames):
             try:
-                opened = self._requester.open(worker, finished, payloads)
+                opened = self._requester.open(worker, known.reader, finished, payloads)
             except SegmentLostError:
                 # Once it has ended, its task is requeued.
                 self._requester.failed(worker, "its shared memory cannot be read")
@@ -329,26 +354,32 @@ class Shard:
             self._send_window(worker, window)
 
     def _send_window(self, worker: int, window: Window) -> None:
-        if worker in self._peers:
-            if window.tasks and worker in self._behind:
+        if (known := self._workers.get(worker)) is not None:
+            if window.tasks and known.is_behind:
                 self._send_epoch(worker)
             frames = join_tasks(window, [self._payloads[task] for task in window.tasks])  # completes the header
             self._send(worker, [encode(window), *frames])
 
     def _send_epoch(self, worker: int) -> None:
-        self._behind.discard(worker)
-        self._quiet.add(worker)
+        known = self._workers[worker]
+        known.is_behind, known.is_quiet = False, True
         self._send(worker, [encode(EpochBegin()), self._requester.epoch_for(worker)])
 
     def _note_answer(self, worker: int) -> None:
         """Record that a worker has read what it was sent; send it the epoch that waited for that."""
-        self._quiet.discard(worker)
-        if worker in self._behind:
-            self._send_epoch(worker)
+        if (known := self._workers.get(worker)) is not None:
+            known.is_quiet = False
+            if known.is_behind:
+                self._send_epoch(worker)
+
+    def _admitted(self, worker: int, peer: bytes) -> _Admitted | None:
+        """Return the worker with this number, if it has this connection."""
+        known = self._workers.get(worker)
+        return known if known is not None and known.peer == peer else None
 
     def _send(self, worker: int, frames: list[Frame]) -> None:
         """Send a message to an admitted worker, or have it replaced: without the message its tasks would not end."""
-        if not self.sender.send(self._peers[worker], frames):
+        if not self.sender.send(self._workers[worker].peer, frames):
             self._requester.failed(worker, UNREACHABLE)
 
 

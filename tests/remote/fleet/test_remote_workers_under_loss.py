@@ -149,7 +149,7 @@ class RemoteModel(LoaderModel):
 
     def lose(self, worker: int, how: str, *, had_tasks: bool, may_blame: bool) -> None:
         if had_tasks:
-            self.shard.on_worker_lost(worker, None if may_blame else ())
+            self.shard.on_worker_lost(worker, may_blame=may_blame)
 
     def fail(self, error: Exception) -> None:
         raise AssertionError(error)

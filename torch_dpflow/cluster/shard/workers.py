@@ -23,7 +23,6 @@ from torch_dpflow.cluster.messages.shard import (
 )
 from torch_dpflow.cluster.shard.worker_messages import DetachedPayload, detach, detach_group, text_payload
 from torch_dpflow.errors import DescriptorLimitError, MessageError
-from torch_dpflow.ipc.memory.arena import RunningTaskReader
 from torch_dpflow.ipc.memory.arena_reader import ArenaPeers, ArenaReader
 from torch_dpflow.ipc.messages.fields import AwaitedWorkersError, LostWorkersError, RecoverableError
 from torch_dpflow.ipc.messages.headers import Finished, PayloadTable, WorkerHandshake
@@ -54,10 +53,6 @@ AWAITED = ("quota", "throttling")
 @dataclass
 class _FlowWorker:
     incarnation: int
-    #: Of its shared memory; None if that cannot be read here.
-    reader: ArenaReader | None
-    #: Record of the task that it runs; None if there is none, or it cannot be read.
-    running: RunningTaskReader | None
     #: Whether this process detects its end: it shares memory, and the kernel has pidfds.
     is_watched: bool = False
     #: Whether its end has been requested.
@@ -321,8 +316,7 @@ class ShardWorkers:
         if not was_sent_away and number < self._expected and self._shard.is_starting(number):
             self._false_starts += 1
             self._last_false_start = how
-        at = None if worker.running is None else worker.running.tasks()
-        self._shard.on_worker_lost(number, at if may_blame else ())
+        self._shard.on_worker_lost(number, may_blame=may_blame)
 
     def _check_false_starts(self) -> None:
         """Fail all samples if user code ends or blocks every worker at its start."""
@@ -361,23 +355,15 @@ class ShardWorkers:
         newest = self._newest.get(handshake.worker, handshake.incarnation)
         return "" if handshake.incarnation >= newest else f"incarnation {newest} has replaced it"
 
-    def shares_memory(self, handshake: WorkerHandshake) -> bool:
+    def admitted(self, handshake: WorkerHandshake, *, shares_memory: bool) -> None:
         before = self._workers.get(handshake.worker)
         if before is not None and before.incarnation != handshake.incarnation:
             self._lose(handshake.worker, before)  # its end has not been seen yet
         self._remove(handshake.worker)
-        # The pid that a worker reports counts only once its shared memory has proved it: on another host, or in
-        # another pid namespace, it belongs to another process.
-        reader = ArenaReader(handshake.pid)
-        shares = handshake.probe is not None and reader.probe(handshake.probe)
-        worker = _FlowWorker(handshake.incarnation, None, None)
-        if shares:
-            worker.running = RunningTaskReader.open(reader, handshake.running)
-            worker.reader = reader
-            # The platform reports the end of a remote worker, after its last messages were received.
-            worker.is_watched = self._fleet is None and self._peers.watch(handshake.worker, handshake.pid)
-        self._workers[handshake.worker], self._newest[handshake.worker] = worker, handshake.incarnation
-        return shares
+        # The platform reports the end of a remote worker, after its last messages were received.
+        watched = shares_memory and self._fleet is None and self._peers.watch(handshake.worker, handshake.pid)
+        self._workers[handshake.worker] = _FlowWorker(handshake.incarnation, watched)
+        self._newest[handshake.worker] = handshake.incarnation
 
     def epoch_for(self, worker: int) -> bytes:
         return GREETING.pack(self._id, os.getpid(), self._expected) + self._content.encode()
@@ -385,10 +371,10 @@ class ShardWorkers:
     def begun(self, worker: int, frame: memoryview) -> None:
         raise MessageError(f"worker {worker} of a flow has no stream of its own")
 
-    def open(self, worker: int, finished: Finished, payloads: list[list[memoryview]]) -> list[DetachedPayload]:
-        known = self._workers.get(worker)
+    def open(
+        self, worker: int, reader: ArenaReader | None, finished: Finished, payloads: list[list[memoryview]]
+    ) -> list[DetachedPayload]:
         kind = SAMPLE if finished.kind == SAMPLE else FAILED
-        reader = None if known is None else known.reader
         table = finished.payload if finished.payload.blocks else self._kept_table(finished.payload)
         if finished.joined:
             return detach_group(kind, table, finished.joined, payloads)
