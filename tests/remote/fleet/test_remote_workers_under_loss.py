@@ -46,7 +46,7 @@ class LossyWorkerListener:
         self.listener = LossyListener()
         self.addresses = [listen_at]
 
-    def launch_spec(self, worker: FleetWorker, content: RemoteContent, **given: Any) -> bytes:
+    def launch_spec(self, worker: FleetWorker, **given: Any) -> bytes:
         return worker.user.encode()
 
     def keep(self, worker: FleetWorker) -> None:
@@ -71,7 +71,7 @@ class RemoteProcess:
     def beat(self) -> None:
         """Send what is due each second."""
         if self.loop is None:
-            self.line.send([encode(RemoteHandshake(PROTOCOL_VERSION, VERSIONS, []))])
+            self.line.send([encode(RemoteHandshake(PROTOCOL_VERSION, VERSIONS))])
         else:
             is_idle = not self.loop._tasks
             self.line.send([encode(WorkerHeartbeat(self.sent, self.received if is_idle else None))])

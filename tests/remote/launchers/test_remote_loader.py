@@ -277,7 +277,7 @@ def test_a_frozen_worker_is_replaced_and_leaves_once_it_is_thawed(eventually: Ca
     # Its platform cannot end it: as where that is cut off too.
     processes._platform.stop = lambda *_: None
     os.kill(frozen, signal.SIGSTOP)
-    eventually(lambda: name not in processes._workers)
+    eventually(lambda: processes._fleet.get(name) is None)
     assert [row[0] for row in loader] == list(range(40))
     os.kill(frozen, signal.SIGCONT)
     eventually(lambda: name not in workers(recording))

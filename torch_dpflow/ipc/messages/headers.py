@@ -21,7 +21,6 @@ from torch_dpflow.errors import ErrorKind, MessageError, OptionError
 from torch_dpflow.ipc.messages.fields import Body, Count, Name, Seconds, Text
 from torch_dpflow.ipc.messages.remote_worker import (
     FetchPiece,
-    MissingModules,
     Piece,
     RemoteHandshake,
     RemoteWelcome,
@@ -117,7 +116,7 @@ class PayloadGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True, 
 
 
 #: Raised by every change that an older release would misread.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 #: Longest header frame, bytes. Bulk data travels in payload frames.
 MAX_HEADER_BYTES = 8 * 1024 * 1024
 
@@ -367,7 +366,6 @@ Header: TypeAlias = (
     | RemoteWelcome
     | FetchPiece
     | Piece
-    | MissingModules
     | WorkerHeartbeat
     | WorkerGoodbye
 )

@@ -11,7 +11,7 @@ from torch_dpflow.errors import MessageError, OptionError
 from torch_dpflow.ipc.messages.fields import Body, Count, Name, Seconds, Text
 
 #: A worker rejects a spec of any other version.
-LAUNCH_SPEC_VERSION = 1
+LAUNCH_SPEC_VERSION = 2
 #: Maximum bytes of a launch spec, and maximum addresses in it. All platforms allow that.
 MAX_LAUNCH_SPEC_BYTES, MAX_ADDRESSES = 8192, 16
 
@@ -26,10 +26,10 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Its key admits this worker only, and expires after `start_within_s` unless the worker has connected.
     """
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     name: Name
-    #: A worker that loads batches, one that loads the single samples of a flow, or a node.
-    role: Literal["worker", "sample-worker", "node"]
+    #: A worker that loads batches, or one that loads the single samples of a flow.
+    role: Literal["worker", "sample-worker"]
     number: Count
     incarnation: Count
     #: Where to connect, tried in turn.
@@ -43,11 +43,6 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     lifetime_s: Seconds | None
     #: After how long without a message it ends, seconds.
     silence_s: Seconds
-    #: Digests of what it loads and of the code that this needs; empty: none.
-    content: str = ""
-    code: str = ""
-    #: Minimum level of its log lines.
-    log: str = "info"
 
     def __repr__(self) -> str:
         # Neither logs nor errors may quote the secret.
@@ -121,8 +116,6 @@ class RemoteHandshake(Body, tag=40):
     version: Count
     #: By the name of an installed distribution; also "python".
     versions: Annotated[dict[_Short, _Short], msgspec.Meta(max_length=MAX_NAMES)]
-    #: Digests of contents that it has already.
-    has: Annotated[list[_Short], msgspec.Meta(max_length=MAX_NAMES)]
     #: Its host and process, for display.
     where: _Short = ""
 
@@ -152,12 +145,6 @@ class Piece(Body, tag=43):
     offset: Count
 
 
-class MissingModules(Body, tag=46):
-    """Remote worker to shard: it lacks these modules and cannot load the content. `WorkerRefused` answers it."""
-
-    modules: Annotated[list[_Short], msgspec.Meta(max_length=MAX_NAMES)]
-
-
 class WorkerHeartbeat(Body, tag=44):
     """Remote worker to shard, periodically, and the shard's answer."""
 
@@ -177,3 +164,5 @@ class WorkerGoodbye(Body, tag=45):
     report: Text
     #: Messages that it has sent on the other connection.
     sent: Count
+    #: Modules that it lacks and without which it cannot load the content.
+    missing: Annotated[list[_Short], msgspec.Meta(max_length=MAX_NAMES)] = []

@@ -16,7 +16,6 @@ from torch_dpflow.ipc.messages.fields import MAX_TEXT
 from torch_dpflow.ipc.messages.headers import Stop, WorkerHandshake, WorkerRefused, decode, encode, version_of
 from torch_dpflow.ipc.messages.remote_worker import (
     FetchPiece,
-    MissingModules,
     Piece,
     RemoteHandshake,
     RemoteWelcome,
@@ -278,8 +277,8 @@ class RemoteWorkers:
                     self._has_events = True
                 self._fit_window(worker, header.round_trip_s)
                 self._send(peer, WorkerHeartbeat(0))
-            case MissingModules(modules=modules):
-                self._fleet.unfit(worker.name, self._content.missing(modules), self._clock())
+            case WorkerGoodbye(missing=[_, *_]):
+                self._fleet.unfit(worker.name, self._content.missing(header.missing), worker.last_seen)
                 self._has_events = True
             case WorkerGoodbye():
                 # Its results come by the other connection, and may arrive later.
@@ -403,7 +402,7 @@ class RemoteWorkers:
         worker.window = self._kind.min_window
         within_s = self._platform.limits.start_timeout_s[1]
         launch_spec = self._worker_listener.launch_spec(
-            worker, self._content, kind=self._kind, within_s=within_s, lifetime_s=start.lifetime_s
+            worker, kind=self._kind, within_s=within_s, lifetime_s=start.lifetime_s
         )
         self._platform.start(worker.name, launch_spec)
 

@@ -14,7 +14,7 @@ from torch_dpflow.ipc.messages.remote_worker import LaunchSpec, encode_launch_sp
 from torch_dpflow.ipc.transport import TransportOptions
 from torch_dpflow.ipc.transport.base import WorkerKeys
 from torch_dpflow.ipc.transport.zeromq import ZeroMQListener, draw_key_pair
-from torch_dpflow.remote.fleet.content import RemoteContent, WorkerKind
+from torch_dpflow.remote.fleet.content import WorkerKind
 from torch_dpflow.remote.fleet.worker_states import FleetWorker
 
 #: An address of no host, to which nothing is sent: the route there shows which of this host's addresses others see.
@@ -145,15 +145,7 @@ class WorkerListener:
         #: Where workers reach it.
         self.addresses = to_tell(listen_at, self.listener.address)
 
-    def launch_spec(
-        self,
-        worker: FleetWorker,
-        content: RemoteContent,
-        *,
-        kind: WorkerKind,
-        within_s: float,
-        lifetime_s: float | None,
-    ) -> bytes:
+    def launch_spec(self, worker: FleetWorker, *, kind: WorkerKind, within_s: float, lifetime_s: float | None) -> bytes:
         """Encode a worker's launch spec. Its key is valid from now on, for `within_s` unless the worker connects."""
         public, secret = draw_key_pair()
         self._keys.expect(worker.user, public, within_s)
@@ -170,8 +162,6 @@ class WorkerListener:
                 start_within_s=within_s,
                 lifetime_s=lifetime_s,
                 silence_s=SILENCE_S,
-                content=content.digest,
-                code=content.code_digest,
             )
         )
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from torch_dpflow._core.processes import PrivateDirectory
 from torch_dpflow.errors import DPFlowError, MessageError, PeerLostError
@@ -27,7 +27,6 @@ from torch_dpflow.ipc.messages.remote_worker import (
     PIECE_BYTES,
     FetchPiece,
     LaunchSpec,
-    MissingModules,
     Piece,
     RemoteHandshake,
     RemoteWelcome,
@@ -107,8 +106,7 @@ class ControlConnection(threading.Thread):
         self._welcome: RemoteWelcome | None = None
         self._downloads: list[_Download] = []
         self._report: str | None = None
-        #: Modules that are missing here, to be reported.
-        self._missing_modules: list[str] = []
+        self._missing: list[str] = []
         #: Removed if the process ends at once.
         self.directory: PrivateDirectory | None = None
         #: Of the latest heartbeats: the shortest counts, since threads of two processes may be late.
@@ -134,23 +132,15 @@ class ControlConnection(threading.Thread):
                 raise MessageError(f"what has come has another digest than {digest}: it was changed on its way")
         return result
 
-    def refused_for(self, modules: Sequence[str]) -> NoReturn:
-        """Report missing modules. Raises UnwantedWorkerError with the shard's answer."""
-        self._is_awaited = True
-        self._missing_modules = [module[:128] for module in modules[:MAX_NAMES]]
-        assert self._connection is not None
-        self._connection.wake()
-        self.contents()
-        raise MessageError("the shard sends contents to a worker that cannot use them")
-
     def connect(self) -> CountedConnection:
         """Open the worker's second connection, for tasks and results."""
         inner = connect(self.address, identity=f"{self._identity}/work".encode(), options=self._options)
         self._work = CountedConnection(inner, LinkTime.of(self.address))
         return self._work
 
-    def goodbye(self, report: str) -> None:
-        """Report that this worker ends, and why."""
+    def goodbye(self, report: str, missing: Sequence[str] = ()) -> None:
+        """Report that this worker ends, and why. missing: modules that it lacks."""
+        self._missing = [module[:128] for module in missing[:MAX_NAMES]]
         self._report = report
         if self._connection is not None and self.is_alive():
             self._connection.wake()
@@ -190,7 +180,7 @@ class ControlConnection(threading.Thread):
 
     def _greet(self, connection: Connection, until: float) -> bool:
         while time.monotonic() < until:
-            self._send(connection, encode(RemoteHandshake(PROTOCOL_VERSION, self._versions, [], _where())))
+            self._send(connection, encode(RemoteHandshake(PROTOCOL_VERSION, self._versions, _where())))
             self._receive(connection, HEARTBEAT_S)
             if self._welcome is not None:
                 return True
@@ -205,9 +195,6 @@ class ControlConnection(threading.Thread):
                 self._leave_at_once(f"no message of the shard for {self._launch_spec.silence_s:g} s")
             if self._launch_spec.lifetime_s is not None and now - self._begun >= self._launch_spec.lifetime_s:
                 self._leave_at_once("its lifetime has ended")
-            if self._missing_modules:
-                self._send(connection, encode(MissingModules(self._missing_modules)))
-                self._missing_modules = []
             for download in self._downloads:
                 for offset in download.due(now):
                     self._send(connection, encode(FetchPiece(download.digest, offset)))
@@ -215,7 +202,7 @@ class ControlConnection(threading.Thread):
                 self._requested = now
                 self._send(connection, encode(self._heartbeat()))
             self._receive(connection, max(0.0, self._sent_at + HEARTBEAT_S - now))
-        self._send(connection, encode(WorkerGoodbye(self._report[-MAX_TEXT:], self._sent)))
+        self._send(connection, encode(WorkerGoodbye(self._report[-MAX_TEXT:], self._sent, self._missing)))
 
     def _heartbeat(self) -> WorkerHeartbeat:
         work = self._work

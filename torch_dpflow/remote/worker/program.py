@@ -9,7 +9,6 @@ from importlib import import_module
 
 from torch_dpflow._core.checks import is_loopback
 from torch_dpflow._core.processes import PrivateDirectory
-from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.messages.remote_worker import LaunchSpec, decode_launch_spec
 from torch_dpflow.remote.shipping.code_bundle import install_bundle
 from torch_dpflow.remote.shipping.compatibility import missing_modules, required_modules, versions_here
@@ -17,6 +16,12 @@ from torch_dpflow.remote.worker.control_connection import ControlConnection, Unw
 
 #: The module that loads single samples: named and not imported, since flows lie above the workers of any loader.
 SAMPLES = "torch_dpflow.cluster.shard.sample_worker"
+
+
+class _LackingError(Exception):
+    def __init__(self, modules: list[str]) -> None:
+        super().__init__(f"lacks modules: {', '.join(modules)}")
+        self.modules = modules
 
 
 def run(launch_spec: bytes) -> int:
@@ -30,8 +35,6 @@ def run(launch_spec: bytes) -> int:
         MessageError: it is not a launch spec.
     """
     result = decode_launch_spec(launch_spec)
-    if result.role == "node":
-        raise MessageError(f"the launch spec is for a {result.role}; this release can be a worker")
     control = ControlConnection(result, versions_here())
     control.start()
     try:
@@ -40,6 +43,10 @@ def run(launch_spec: bytes) -> int:
         if str(error):
             print(f"{result.name} is not wanted: {error}", file=sys.stderr)
         return 0
+    except _LackingError as error:
+        print(f"{result.name} {error}", file=sys.stderr)
+        control.goodbye("", error.modules)
+        return 1
     except BaseException as error:
         report = "".join(traceback.format_exception(error))
         print(report, file=sys.stderr)
@@ -62,7 +69,7 @@ def _work(launch_spec: LaunchSpec, control: ControlConnection) -> None:
         install_bundle(contents.pop(welcome.code), control.directory.path)
     missing = missing_modules(required_modules(packed))
     if missing:
-        control.refused_for(missing)
+        raise _LackingError(missing)
     from torch_dpflow.remote.worker import remote_batches  # here: importing torch takes seconds
 
     if launch_spec.role == "sample-worker":
@@ -77,7 +84,7 @@ def _work(launch_spec: LaunchSpec, control: ControlConnection) -> None:
         try:
             spec = remote_batches.open_spec(packed)
         except ModuleNotFoundError as error:  # of a module that those which were sent import
-            control.refused_for([error.name or str(error)])
+            raise _LackingError([error.name or str(error)]) from error
         del packed
         connection = control.connect()
         near = is_loopback(control.address)
