@@ -239,7 +239,7 @@ def test_a_batch_is_not_blamed_for_the_end_of_its_workers_host(tmp_path: Path, e
     iterator = iter(loader)
     eventually(lambda: dataset.noted("loads"))
     processes = iterator._shard.processes
-    ((_, worker),) = processes._workers.items()
+    (worker,) = processes._fleet.workers
     platform.warned[worker.name] = 2.0
     processes._platform.suspect(worker.name)
     eventually(lambda: len(dataset.noted("loads")) == 2)
