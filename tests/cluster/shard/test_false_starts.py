@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,14 +83,14 @@ def test_the_limit_of_a_start_leaves_out_the_fetching_of_what_is_to_be_loaded(tm
 
 
 class Limited:
-    """A fleet that a platform limits."""
+    """Remote workers that a platform limits."""
 
-    shortage = ("", "")
+    limited_by = shortage = ""
 
     def resize(self, workers: int) -> None:
         """Ignored."""
 
-    rest = resume = lambda self: None
+    rest = resume = start_all = lambda self: None
 
 
 @pytest.mark.parametrize(("limited_by", "expected"), [("platform", LostWorkersError), ("quota", AwaitedWorkersError)])
@@ -99,8 +100,8 @@ def test_workers_that_are_all_gone_are_lost_unless_they_have_to_wait_for_room(
     now_s = [0.0]
     workers = Workers(f"ipc://{tmp_path}/shard", clock=lambda: now_s[0])
     with closing(workers.listener):
-        fleet = Limited()
-        workers.shard.use_fleet(fleet)
+        remote: Any = Limited()
+        workers.shard.use_platform(lambda: workers.shard.serve(remote))
         workers.turn()
         assert workers.shard.outage() is None
         now_s[0] = OUTAGE_S
@@ -110,8 +111,8 @@ def test_workers_that_are_all_gone_are_lost_unless_they_have_to_wait_for_room(
         workers.shard.on_message(peer, [encode(WorkerReady())])
         workers.turn()
         assert workers.shard.outage() is None
-        workers.shard.lost(0, "nothing was heard of it", may_blame=False)
-        fleet.shortage = (limited_by, f"limited by {limited_by}: full or away")
+        workers.shard.lose(0, "nothing was heard of it", had_tasks=True, may_blame=False)
+        remote.limited_by, remote.shortage = limited_by, f"limited by {limited_by}: full or away"
         workers.turn()
         assert workers.shard.outage() is None
         now_s[0] += OUTAGE_S

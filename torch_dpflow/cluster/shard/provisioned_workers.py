@@ -234,24 +234,19 @@ PORT_S, PORT_RETRY_S = 30.0, 1.0
 class ProvisionedWorkers:
     """Workers of a shard that a platform runs, and the listener to which they connect.
 
-    Call all methods in the server's thread. Another thread fetches what the workers load, and waits until the
+    Call all methods in the shard's thread. Another thread fetches what the workers load, and waits until the
     provisioner has opened the platform, which takes seconds.
     """
 
-    def __init__(self, service: ServiceSpec, members: WorkerPlatform, content: str) -> None:
+    def __init__(self, service: ServiceSpec, platform: WorkerPlatform, shard: SampleShard, content: str) -> None:
         self._service = service
-        self._members = members
+        self._platform = platform
+        self._shard = shard
         self._digest = content
-        self._shard: SampleShard
         self._remote: RemoteWorkers | None = None
         self._file: IO[bytes] | None = None
         self._ended = False
-
-    def attach(self, shard: SampleShard) -> None:
-        """Serve this shard, in its thread. To be called once."""
-        self._shard = shard
-        shard.workers.use_fleet(self)
-        self._open()
+        shard.workers.use_platform(self._open)
 
     def close(self) -> None:
         """End all remote workers."""
@@ -260,11 +255,6 @@ class ProvisionedWorkers:
             self._remote.dismiss(all_=True)
             self._remote.listener.close(linger_s=LINGER_S)
             self._remote.close()
-
-    def end(self, worker: int, incarnation: int) -> None:
-        """End a worker: see `ShardWorkers`."""
-        if self._remote is not None:
-            self._remote.kill(worker, "its shard has ended it; the cluster's log has the reason")
 
     def status(self) -> dict[str, Any]:
         """Return figures for the coordinator and for display."""
@@ -280,38 +270,6 @@ class ProvisionedWorkers:
             "away_s": self._remote.time.away_s,
             "limited_by": self._remote.limited_by,
         }
-
-    # -- for the shard's workers (`WorkerFleet`) -------------------------------------------------------------
-
-    def resize(self, workers: int) -> None:
-        if self._remote is not None:
-            self._remote.resize(workers)
-
-    def rest(self) -> None:
-        if self._remote is not None:
-            self._remote.rest()
-
-    def resume(self) -> None:
-        if self._remote is None:
-            self._open()
-        else:
-            self._remote.resize(self._shard.workers.expected)
-            self._remote.resume()
-
-    @property
-    def shortage(self) -> tuple[str, str]:
-        return ("", "") if self._remote is None else (self._remote.limited_by, self._remote.shortage)
-
-    # -- for the remote workers (`Shell`) --------------------------------------------------------------------
-
-    def lose(self, worker: int, how: str, *, had_tasks: bool, may_blame: bool) -> None:
-        if had_tasks:
-            self._shard.workers.lost(worker, how, may_blame=may_blame)
-        elif how:
-            SERVICE.warning("%s, before it could work", how, extra={"worker": worker})
-
-    def fail(self, error: Exception) -> None:
-        self._shard.workers.fail(str(error))
 
     # -- inside ----------------------------------------------------------------------------------------------
 
@@ -340,7 +298,7 @@ class ProvisionedWorkers:
         try:
             remote = self._connected()
         except Exception as error:
-            text = f"no worker can be had of platform {self._members.name!r} for {self._service.id}: {error}"
+            text = f"no worker can be had of platform {self._platform.name!r} for {self._service.id}: {error}"
             if isinstance(error, PortsInUseError):
                 text += (
                     "; end what listens there, reduce the shards by `dpflow flow scale`, or start `dpflow up` with "
@@ -357,10 +315,10 @@ class ProvisionedWorkers:
         while True:
             try:
                 return RemoteWorkers(
-                    ProvisionedSource(self._service, self._members),
+                    ProvisionedSource(self._service, self._platform),
                     self._content(),
                     0,
-                    listen_at=self._members.listen_at,
+                    listen_at=self._platform.listen_at,
                     kind=SAMPLE_WORKERS,
                     cluster=self._service.place.cluster,
                 )
@@ -377,11 +335,8 @@ class ProvisionedWorkers:
         return RemoteContent(*split_content(memoryview(mapped)))
 
     def _begin(self, remote: RemoteWorkers) -> None:
-        remote.shell = self
         self._remote = remote
         if self._ended:
             self.close()
             return
         self._shard.serve_remote(self._serve, remote)
-        remote.resize(self._shard.workers.expected)
-        remote.start_all()

@@ -197,10 +197,9 @@ def run(service: ServiceSpec) -> None:
 def _run_with_platform(service: ServiceSpec, platform: WorkerPlatform) -> None:
     signal.signal(signal.SIGTERM, _on_sigterm)
     arguments = msgspec.msgpack.decode(service.arguments, type=ShardArguments)
-    fleet = ProvisionedWorkers(service, platform, arguments.spec.content)
+    shard = _shard_of(service, lambda *_: None)  # its platform ends its workers
+    fleet = ProvisionedWorkers(service, platform, shard, arguments.spec.content)
     try:
-        shard = _shard_of(service, fleet.end)
-        fleet.attach(shard)
         _serve(service, shard, fleet.status)
     except SystemExit:
         fleet.close()

@@ -7,7 +7,6 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch_dpflow._core.torch_private import ExceptionWrapper
 from torch_dpflow.cluster.cache.objects import Load
@@ -63,23 +62,6 @@ class _FlowWorker:
     window: int = WINDOW
 
 
-class WorkerFleet(Protocol):
-    """Workers that a platform runs for this shard."""
-
-    def resize(self, workers: int) -> None:
-        """Set the number of workers."""
-
-    def rest(self) -> None:
-        """End all workers until `resume`."""
-
-    def resume(self) -> None:
-        """Start workers again."""
-
-    @property
-    def shortage(self) -> tuple[str, str]:
-        """The limit of the workers, as of `Fleet`, and the details; empty: none is known."""
-
-
 class ShardWorkers:
     """The workers that connect to a shard, and the loads that they run. Their node, or a platform, starts them.
 
@@ -120,8 +102,9 @@ class ShardWorkers:
         self._id = secrets.token_bytes(SHARD_ID_BYTES)
         self._content = content
         self._end = end
-        #: Remote workers; None: the node runs the workers.
-        self._fleet: WorkerFleet | None = None
+        #: Opens the platform that runs the workers, None: the node runs them; and its workers, once it is open.
+        self._open: Callable[[], None] | None = None
+        self._remote: RemoteWorkers | None = None
         #: When the last worker stopped working, None while one works; and whether one ever has.
         self._none_since: float | None = clock()
         self._has_worked = False
@@ -147,13 +130,17 @@ class ShardWorkers:
         #: The newest incarnation that has connected, by number.
         self._newest: dict[int, int] = {}
 
-    def use_fleet(self, fleet: WorkerFleet) -> None:
-        """Use remote workers from now on."""
-        self._fleet = fleet
+    def use_platform(self, open_: Callable[[], None]) -> None:
+        """Open a platform that runs the workers from now on; `serve` follows. Called again after a failure."""
+        self._open = open_
+        open_()
 
     def serve(self, remote: RemoteWorkers) -> None:
-        """Exchange messages with these workers from now on; none has connected."""
-        self._shard.sender, remote.shard = remote, self._shard
+        """Start a platform's workers, and exchange messages with them from now on."""
+        self._shard.sender, remote.shard, remote.shell = remote, self._shard, self
+        self._remote = remote
+        remote.resize(self._expected)
+        remote.start_all()
 
     @property
     def expected(self) -> int:
@@ -165,8 +152,8 @@ class ShardWorkers:
         self._expected = workers
         self._has_worked = self._has_worked and workers > 0
         self._false_starts = 0  # some may have ended because of a smaller number
-        if self._fleet is not None and not self._failure:
-            self._fleet.resize(workers)
+        if self._remote is not None and not self._failure:
+            self._remote.resize(workers)
 
     @property
     def unwatched(self) -> dict[int, int]:
@@ -179,24 +166,23 @@ class ShardWorkers:
         if worker is not None and worker.incarnation == incarnation:
             self._lose(number, worker)
 
-    def lost(self, number: int, how: str, *, may_blame: bool) -> None:
-        """Report that a remote worker has ended or does not answer.
-
-        how: empty: it was ended on purpose. may_blame: whether its sample may be the cause.
-        """
-        worker = self._workers.get(number)
-        if worker is not None:
-            self._lose(number, worker, how, may_blame=may_blame)
+    def lose(self, worker: int, how: str, *, had_tasks: bool, may_blame: bool) -> None:
+        """Handle the end of a remote worker: see `remote_workers.Shell`."""
+        known = self._workers.get(worker)
+        if had_tasks and known is not None:
+            self._lose(worker, known, how, may_blame=may_blame)
+        elif how and not had_tasks:
+            SERVICE.warning("%s, before it could work", how, extra={"worker": worker})
 
     def samples_of(self, number: int) -> int:
         """Return how many samples a worker has loaded."""
         worker = self._workers.get(number)
         return 0 if worker is None else worker.samples
 
-    def fail(self, text: str) -> None:
+    def fail(self, error: Exception | str) -> None:
         """Start no worker for some time, and fail all samples while there is none."""
-        self._failure, self._failed_until = text, self._clock() + RETRY_S
-        SERVICE.error("no more workers: %s", text)
+        self._failure, self._failed_until = str(error), self._clock() + RETRY_S
+        SERVICE.error("no more workers: %s", error)
 
     def load(self, loads: Sequence[Load]) -> None:
         """Queue loads, in this order."""
@@ -249,9 +235,10 @@ class ShardWorkers:
         """
         if self._none_since is None or self._clock() - self._none_since < OUTAGE_S:
             return None
-        limited_by, details = ("", "") if self._fleet is None else self._fleet.shortage
+        remote = self._remote
+        limited_by, details = ("", "") if remote is None else (remote.limited_by, remote.shortage)
         text = f"0 of {self._expected} workers of the flow run" + (f", {details}" if details else "")
-        is_lost = self._fleet is not None and self._has_worked and limited_by not in AWAITED
+        is_lost = remote is not None and self._has_worked and limited_by not in AWAITED
         return LostWorkersError(text) if is_lost else AwaitedWorkersError(text)
 
     @property
@@ -284,7 +271,7 @@ class ShardWorkers:
 
     def _fit_windows(self) -> None:
         """Set how many tasks the workers of this host hold, by the usual time of one."""
-        if self._fleet is not None:
+        if self._open is not None:
             return  # it has its own rule, by round trips
         self._window = QUICK_WINDOW
         while self._window > WINDOW and self._window * self._scheduler.usual_s > WINDOW_S:
@@ -296,15 +283,19 @@ class ShardWorkers:
 
     def _may_load(self) -> bool:
         """Return whether loading may be tried after a failure: a worker is connected, or the pause is over."""
-        assert self._fleet is not None
+        assert self._open is not None
         if self._clock() < self._failed_until:
             return not self._none_works()
         self._failure, self._false_starts = "", 0
-        self._fleet.resume()
+        if self._remote is None:
+            self._open()
+        else:
+            self._remote.resize(self._expected)
+            self._remote.resume()
         return True
 
     def _lose(self, number: int, worker: _FlowWorker, how: str = "", *, may_blame: bool = True) -> None:
-        was_sent_away = self._fleet is not None and not how
+        was_sent_away = self._remote is not None and not how
         # The node knows whether the end of its own worker was planned, and warns if not.
         log = SERVICE.warning if how else SERVICE.info
         text = "worker ended (incarnation %d%s); its samples are requeued"
@@ -329,11 +320,11 @@ class ShardWorkers:
                 f"{self._false_starts} workers ended, or were killed after task_timeout_s, before they could load "
                 "anything: while they unpickled the dataset or ran worker_init_fn; the cluster's log has more"
             )
-            if self._fleet is None:
+            if self._remote is None:
                 self._abandon(text)
             else:
                 self._false_starts = 0
-                self._fleet.rest()
+                self._remote.rest()
                 self.fail(f"{text}. The last one: {self._last_false_start}")
 
     def _none_works(self) -> bool:
@@ -361,7 +352,7 @@ class ShardWorkers:
             self._lose(handshake.worker, before)  # its end has not been seen yet
         self._remove(handshake.worker)
         # The platform reports the end of a remote worker, after its last messages were received.
-        watched = shares_memory and self._fleet is None and self._peers.watch(handshake.worker, handshake.pid)
+        watched = shares_memory and self._open is None and self._peers.watch(handshake.worker, handshake.pid)
         self._workers[handshake.worker] = _FlowWorker(handshake.incarnation, watched)
         self._newest[handshake.worker] = handshake.incarnation
 
@@ -424,7 +415,10 @@ class ShardWorkers:
             known.is_ending = True
             level = logging.INFO if why is UNREACHABLE else logging.WARNING
             SERVICE.log(level, "worker killed: %s", why, extra={"worker": worker})
-            self._end(worker, known.incarnation)
+            if self._remote is not None:
+                self._remote.kill(worker, why)
+            else:
+                self._end(worker, known.incarnation)
 
     def overdue(self, worker: int) -> None:
         self.failed(worker, f"more than task_timeout_s={self._task_timeout_s:g} s at one sample, or at its start")
