@@ -46,8 +46,7 @@ class Limits:
     max_launch_spec_bytes: int = 8192
     #: Lower and upper limit of the timeout from a worker's start to its handshake, seconds; adapted in between.
     start_timeout_s: tuple[float, float] = (10.0, 120.0)
-    #: Whether it can report the state of a worker, list the workers of a dead starter, and kill one.
-    can_watch: bool = True
+    #: Whether it can list the workers of a dead starter, and kill one.
     can_list: bool = True
     can_stop: bool = True
 

@@ -272,12 +272,6 @@ def test_a_look_that_fails_is_repeated(make: Any) -> None:
 
 
 def test_a_stop_that_nobody_can_confirm_counts(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    platform, _ = make(can_watch=False)
-    platform.start("a", b"{}")
-    take(platform, 1)
-    platform.suspect("a")
-    platform.stop("a")
-    assert take(platform, 1) == [Ended("a", End())]
     monkeypatch.setattr(threaded_platform, "CONFIRM_S", 0.05)
     platform, launcher = make()
     platform.start("a", b"{}")

@@ -277,7 +277,7 @@ class RemoteWorkers:
                     self._has_events = True
                 self._fit_window(worker, header.round_trip_s)
                 self._send(peer, WorkerHeartbeat(0))
-            case WorkerGoodbye(missing=[_, *_]):
+            case WorkerGoodbye(missing=[_, *_]) if not worker.is_working:
                 self._fleet.unfit(worker.name, self._content.missing(header.missing), worker.last_seen)
                 self._has_events = True
             case WorkerGoodbye():

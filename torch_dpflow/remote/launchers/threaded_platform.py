@@ -245,7 +245,7 @@ class ThreadedPlatform:
         waits += [until - now for until in self._suspects.values()]
         if self._queue:
             waits.append(self._rate.wait_s(now))
-        if self._workers and self.limits.can_watch and not self._looking:
+        if self._workers and not self._looking:
             waits.append((self._look_at if self._suspects else self._sweep_at) - now)
         # What is due now waits for a call to end, which notifies.
         return min((wait for wait in waits if wait > 0), default=None)
@@ -321,13 +321,10 @@ class ThreadedPlatform:
                 self._to_stop[worker.name] = time.monotonic() + worker.backoff.pause_s()
                 return
             worker.stopped = True
-            if self.limits.can_watch:
-                self._suspect(worker.name, CONFIRM_S)
-            else:
-                self._ended(worker, End())
+            self._suspect(worker.name, CONFIRM_S)
 
     def _is_look_due(self, now: float) -> bool:
-        if self._looking or not self.limits.can_watch:
+        if self._looking:
             return False
         return (bool(self._suspects) and now >= self._look_at) or (bool(self._workers) and now >= self._sweep_at)
 
@@ -380,8 +377,6 @@ class ThreadedPlatform:
 
     def _suspect(self, name: str, for_s: float) -> None:
         now = time.monotonic()
-        if not self.limits.can_watch:
-            return
         if name not in self._suspects:
             self._look_at, self._look_pause_s = min(self._look_at, now), FIRST_LOOK_S
         self._suspects[name] = max(self._suspects.get(name, 0.0), now + for_s)
