@@ -21,7 +21,7 @@ from torch_dpflow.errors import (
     ThrottledError,
     UnavailableError,
 )
-from torch_dpflow.remote.fleet.lifecycle import DRAIN_S, LEAVE_S, STOP_S, Fleet
+from torch_dpflow.remote.fleet.lifecycle import DRAIN_S, LEASE_S, LEAVE_S, STOP_S, Fleet
 from torch_dpflow.remote.fleet.worker_states import (
     RAISE_S,
     AdmitWorker,
@@ -123,6 +123,7 @@ class FleetMachine(RuleBasedStateMachine):
         """Do what follows from the events."""
         instructions = self.fleet.tick(self.now)
         self.obey(instructions)
+        assert all(self.now < worker.last_seen + LEASE_S for worker in self.fleet.connected)
         return instructions
 
     def obey(self, instructions: list[FleetInstruction]) -> None:
@@ -146,6 +147,8 @@ class FleetMachine(RuleBasedStateMachine):
                 case StopWorker(name):
                     assert not self.known[name].stopped
                     self.known[name].stopped = True
+                    if worker := self.fleet.get(name):
+                        worker.is_lost = True
                 case DrainWorker(name):
                     assert self.known[name].fit
                 case Fail():
@@ -292,6 +295,19 @@ class FleetMachine(RuleBasedStateMachine):
             self.fleet.unfit(known.started.name, "no module", self.now)
             assert any(isinstance(one, RejectWorker) for one in self.step())
             assert known.gone or not on_deck or self.state(known) is WorkerState.LEAVING
+
+    @rule(place=ANY)
+    def send(self, place: int) -> None:
+        """A message of a worker arrives; from the first one on it has a lease."""
+        if (known := self.one(place, arrived=True)) and (worker := self.fleet.get(known.started.name)):
+            worker.nonce, worker.last_seen = b"nonce", self.now
+
+    @rule(place=ANY)
+    def condemn(self, place: int) -> None:
+        if (known := self.one(place, arrived=True)) and (worker := self.fleet.get(known.started.name)):
+            worker.nonce, worker.last_seen = b"nonce", self.now
+            worker.condemn("its result is malformed")
+            assert any(isinstance(one, StopWorker) and one.name == worker.name for one in self.step())
 
     @rule(place=ANY)
     def leave(self, place: int) -> None:
