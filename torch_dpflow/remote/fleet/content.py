@@ -85,51 +85,38 @@ def other_release(version: int) -> str:
 COMPLAIN_S = 20.0
 
 
+@dataclass
 class Shortage:
-    """Logs missing workers and the platform's reason. Times are seconds.
+    """Logs missing workers and the platform's reason. Times are seconds."""
 
-    Args:
-        platform: its name.
-        workers: how many there should be.
-        least: fewer are an error after `start_s`, the time of a start.
-        address: where they connect.
-        log: where to log.
-    """
-
-    def __init__(
-        self,
-        platform: str,
-        workers: int,
-        least: int,
-        start_s: float,
-        address: str,
-        log: logging.Logger,
-    ) -> None:
-        self._log = log
-        self._platform = platform
-        self.workers = workers
-        self._least = least
-        self._start_s = start_s
-        self._address = address
-        #: What limits them and the details, for display; empty: nothing known.
-        self.reason = ""
-        #: When to log that not all have connected, and when too few are an error.
-        self._complains_at = self._fails_at = math.inf
+    #: The platform's name, how many workers there should be, and how few are an error after `start_s`.
+    platform: str
+    workers: int
+    least: int
+    start_s: float
+    #: Where workers connect, and where to log.
+    address: str
+    log: logging.Logger
+    #: What limits them and the details, for display; empty: nothing known.
+    reason: str = ""
+    #: When to log that not all have connected, and when too few are an error.
+    complains_at: float = math.inf
+    fails_at: float = math.inf
 
     def begin(self, now: float) -> None:
         """Record that the workers were requested."""
-        self._complains_at, self._fails_at = now + COMPLAIN_S, now + self._start_s
+        self.complains_at, self.fails_at = now + COMPLAIN_S, now + self.start_s
 
     def end(self) -> None:
         """Expect no workers."""
-        self._complains_at = self._fails_at = math.inf
+        self.complains_at = self.fails_at = math.inf
 
     def limit(self, by: str, text: str, working: int) -> None:
         """Record and log what limits the workers. by: the limit; empty once there is none."""
         self.reason = f"limited by {by}: {text}" if by else ""
         if by:
-            self._log.warning(
-                "%d of %d workers run on platform %r, %s", working, self.workers, self._platform, self.reason
+            self.log.warning(
+                "%d of %d workers run on platform %r, %s", working, self.workers, self.platform, self.reason
             )
 
     def check(self, working: int, called: int, now: float) -> str:
@@ -138,32 +125,32 @@ class Shortage:
         called: number of workers that have connected, including those that work.
         """
         if working == self.workers:
-            self._complains_at = self._fails_at = math.inf
-        if now >= self._complains_at:
-            self._complains_at = math.inf
+            self.complains_at = self.fails_at = math.inf
+        if now >= self.complains_at:
+            self.complains_at = math.inf
             self._complain(working, called)
-        if now < self._fails_at:
+        if now < self.fails_at:
             return ""
-        self._fails_at = math.inf
-        if called >= self._least:
+        self.fails_at = math.inf
+        if called >= self.least:
             return ""
         return (
-            f"{called} of min_workers={self._least} workers of platform {self._platform!r} have connected within "
-            f"{self._start_s:g} s: {self.reason or self._hint()}"
+            f"{called} of min_workers={self.least} workers of platform {self.platform!r} have connected within "
+            f"{self.start_s:g} s: {self.reason or self._hint()}"
         )
 
     def _complain(self, working: int, called: int) -> None:
         listener = "" if called or self.reason else f"; {self._hint()}"
-        self._log.warning(
+        self.log.warning(
             "%d of %d workers of platform %r run %.0f s after they were requested, %d more are connected%s; those that "
             "run go on, and the others are awaited",
             working,
             self.workers,
-            self._platform,
+            self.platform,
             COMPLAIN_S,
             called - working,
             listener,
         )
 
     def _hint(self) -> str:
-        return f"is {self._address} open to where they run?"
+        return f"is {self.address} open to where they run?"
