@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from torch_dpflow._core.checks import MAX_DEPTH
 from torch_dpflow.datasets.importers.base import Item
-from torch_dpflow.datasets.importers.crc32c import crc32c, masked_crc32c
 from torch_dpflow.datasets.importers.shards import ForwardReader, ShardImporter
 from torch_dpflow.datasets.importers.sources import SourceFile, SourceFiles
-from torch_dpflow.errors import SourceError
+from torch_dpflow.errors import MissingExtraError, SourceError
 
 #: Bytes of a length and its checksum, and of the checksum after the data.
 _HEADER, _FOOTER = 12, 4
@@ -51,7 +51,10 @@ class TFRecordImporter(ShardImporter):
     @staticmethod
     def begins(head: bytes) -> bool:
         """Return whether the first bytes of an object are the header of a record."""
-        return len(head) >= _HEADER and _checksum(head[8:_HEADER]) == masked_crc32c(head[:8])
+        try:
+            return len(head) >= _HEADER and _checksum(head[8:_HEADER]) == masked_crc32c(head[:8])
+        except MissingExtraError:
+            return False  # it may be of another format; with format="tfrecord" the package is named
 
     def scan(self, file: SourceFile, data: ForwardReader) -> Iterator[Item]:
         position = 0
@@ -72,21 +75,37 @@ class TFRecordImporter(ShardImporter):
 
     def _checksum_of(self, data: ForwardReader, start: int, length: int, position: int, name: str) -> int:
         """Compare a record with its own checksum, and return its CRC-32."""
-        ours = 0
-        if length <= _PIECE:
-            content = data.at(start, length)
-            ours, found = zlib.crc32(content), masked_crc32c(content)
-        else:
-            crc = 0
-            for first in range(start, start + length, _PIECE):
-                piece = data.at(first, min(_PIECE, start + length - first))
-                ours, crc = zlib.crc32(piece, ours), crc32c(piece, crc)
-            found = (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-        if found != _checksum(data.at(start + length, _FOOTER)):
+        ours = theirs = 0
+        for first in range(start, start + length, _PIECE):
+            piece = data.at(first, min(_PIECE, start + length - first))
+            ours, theirs = zlib.crc32(piece, ours), _extend()(theirs, piece)
+        if _masked(theirs) != _checksum(data.at(start + length, _FOOTER)):
             raise SourceError(
                 f"{name} is damaged: the record at byte {position} does not match its checksum; restore it"
             )
         return ours
+
+
+@functools.lru_cache(maxsize=1)
+def _extend() -> Callable[[int, bytes], int]:
+    """Return the function that extends a CRC-32C by more bytes. Raises MissingExtraError."""
+    try:
+        import google_crc32c
+    except ImportError as error:
+        raise MissingExtraError(
+            "the checksums of TFRecord files need google-crc32c; pip install 'torch_dpflow[datasets]'"
+        ) from error
+    found: Callable[[int, bytes], int] = google_crc32c.extend
+    return found
+
+
+def masked_crc32c(data: bytes) -> int:
+    """Return the CRC-32C, rotated and offset as TFRecord stores it. Raises MissingExtraError."""
+    return _masked(_extend()(0, data))
+
+
+def _masked(crc: int) -> int:
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _checksum(field: bytes) -> int:
