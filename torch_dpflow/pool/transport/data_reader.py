@@ -14,12 +14,7 @@ from typing import TypeAlias
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.log import DATASETS
-from torch_dpflow.pool.planning.request_window import (
-    BatchWindow,
-    ConnectionQueues,
-    FixedWindow,
-    MeasuredWindow,
-)
+from torch_dpflow.pool.planning.request_window import BatchWindow, ConnectionQueues, FixedWindow, MeasuredWindow
 from torch_dpflow.pool.transport.address import PoolAddress
 from torch_dpflow.pool.transport.authentication import StreamAuthenticator, authenticator_for
 from torch_dpflow.pool.transport.data_connection import (
@@ -109,7 +104,7 @@ class DataReader:
                 if self._connection(owner) is None:
                     batch.queues.drop(owner)
             now, sizes = time.monotonic(), batch.queues.sizes(_LOOKAHEAD_RECORDS)
-            granted = self._window.grant(sizes, now, len(batch.queues.connections))
+            granted = self._window.grant(sizes, now)
             if not granted:
                 return
             requested: dict[str, list[RequestedRecord]] = {}
