@@ -22,10 +22,9 @@ from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset, open_datas
 from torch_dpflow.datasets.export import export
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
-from torch_dpflow.datasets.importers.tfrecord import masked_crc32c
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.importers.listing import ListingImporter
-from torch_dpflow.datasets.importers.tfrecord import TFRecordImporter
+from torch_dpflow.datasets.importers.tfrecord import TFRecordImporter, masked_crc32c
 from torch_dpflow.datasets.importers.webdataset import WebDatasetImporter
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.sample_reader import SampleReader

@@ -233,11 +233,6 @@ def test_wants_a_bucket_and_a_key(oss: OSSServer, url: str) -> None:
         open_storage("oss", oss.storage_options(), _PATIENT).fetch(ByteRange(url), time.monotonic() + 9)
 
 
-def test_reads_through_the_vendors_client_behind_a_proxy(oss: OSSServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    assert type(open_storage("oss", oss.storage_options(), _PATIENT)) is FsspecStorage
-
-
 @pytest.mark.parametrize(("start", "stop"), [(-1, None), (5, 4), (-2, -1)])
 def test_refuses_what_is_no_range(start: int, stop: int | None) -> None:
     with pytest.raises(OptionError, match="are no range"):

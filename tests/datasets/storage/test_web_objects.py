@@ -24,7 +24,7 @@ from torch_dpflow.datasets.importers.folders import ImageFolderImporter
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions, Storage, open_storage
-from torch_dpflow.datasets.storage.http_connection import Origin
+from torch_dpflow.datasets.storage.proxies import Origin
 from torch_dpflow.datasets.storage.web_service import WebService
 from torch_dpflow.errors import (
     AccessDeniedError,

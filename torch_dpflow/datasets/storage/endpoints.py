@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from torch_dpflow.datasets.storage.credentials import aws_services
-from torch_dpflow.datasets.storage.http_connection import Origin
+from torch_dpflow.datasets.storage.proxies import Origin
 from torch_dpflow.datasets.storage.urls import check_url
 from torch_dpflow.errors import OptionError
 

@@ -2,8 +2,8 @@
 
 The HTTP client is our own because of processor time: a signed GET of 100 kB takes 51 µs in one thread. boto3, oss2 and
 s3fs take 8 to 17 times as long (a session, cookies and hooks for each request), obstore 115 to 123 µs. obstore 0.12.1
-also hangs in a forked worker once its parent process has used it. Options that only vendors' clients support, and
-proxies, go through fsspec.
+also hangs in a forked worker once its parent process has used it. Options that only vendors' clients support go
+through fsspec.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch_dpflow.datasets.storage.base import ByteRange, ReadOptions
 from torch_dpflow.datasets.storage.credentials import Credentials
 from torch_dpflow.datasets.storage.deadlines import MAX_WAIT_S
 from torch_dpflow.datasets.storage.failures import error_of_status, storage_error
-from torch_dpflow.datasets.storage.http_connection import MAX_IDLE, Connections, KeepAliveConnection, Origin, Response
+from torch_dpflow.datasets.storage.http_connection import MAX_IDLE, Connections, KeepAliveConnection, Response
+from torch_dpflow.datasets.storage.proxies import Origin
 from torch_dpflow.datasets.storage.states import ObjectState, conditions, is_state_of_fields, state_of_fields
 from torch_dpflow.errors import DPFlowError, StorageError, StorageUnavailableError, TruncatedObjectError
 from torch_dpflow.log import DATASETS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -53,8 +52,8 @@ class ObjectReader:
     """Reads objects of every storage: paths, `file://`, `s3://`, `oss://`, and all schemes of fsspec.
 
     S3, OSS and web servers are read by `HttpStorage`. All other storages are read through fsspec, and so are S3 and
-    OSS if a proxy is set or `storage_options` has options that only the vendor's client supports, and buckets of S3
-    whose servers only botocore can name.
+    OSS if `storage_options` has options that only the vendor's client supports, and buckets of S3 whose servers only
+    botocore can name.
 
     Thread-safe. A forked child makes its own connections and threads. A pickle has only the options, including keys
     in them.
@@ -349,11 +348,10 @@ def service_of(address: str, storage_options: Mapping[str, Any]) -> Service | No
     Raises OptionError for options that the service does not have.
     """
     scheme, _, bucket = address.partition("://")
-    is_direct = not urllib.request.getproxies().keys() & {"http", "https", "all"}
-    if scheme in ("s3", "s3a") and is_direct and storage_options.keys() <= S3_OPTIONS and not needs_vendor(bucket):
+    if scheme in ("s3", "s3a") and storage_options.keys() <= S3_OPTIONS and not needs_vendor(bucket):
         service = S3Service(storage_options)
         return None if service.needs_vendor else service
-    if scheme == "oss" and is_direct and storage_options.keys() <= OSS_OPTIONS:
+    if scheme == "oss" and storage_options.keys() <= OSS_OPTIONS:
         return OSSService(storage_options)
     if scheme in ("http", "https"):
         # Always: fsspec's own client does not check that a response has the requested range.

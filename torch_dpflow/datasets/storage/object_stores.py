@@ -47,8 +47,8 @@ from torch_dpflow.datasets.storage.endpoints import (
     split_url,
 )
 from torch_dpflow.datasets.storage.file_systems import endpoint_of
-from torch_dpflow.datasets.storage.http_connection import Origin
 from torch_dpflow.datasets.storage.http_storage import ErrorResponse, GetRequest
+from torch_dpflow.datasets.storage.proxies import Origin
 from torch_dpflow.datasets.storage.urls import check_url
 from torch_dpflow.datasets.storage.web_service import tls_context
 from torch_dpflow.errors import OptionError

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
-from torch_dpflow.datasets.storage.http_connection import Origin
 from torch_dpflow.datasets.storage.http_storage import ErrorResponse, GetRequest
+from torch_dpflow.datasets.storage.proxies import Origin
 from torch_dpflow.datasets.storage.urls import check_url, printable_url
 from torch_dpflow.errors import OptionError, OptionTypeError
 
