@@ -27,7 +27,7 @@ from tests.support.oss_server import OSSServer, StoredObject
 from torch_dpflow.cli.main import root
 from torch_dpflow.datasets import DatasetStore
 from torch_dpflow.datasets.reader import DatasetReader
-from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
+from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions, disk_cache
 from torch_dpflow.datasets.storage.base import checksum_of
 from torch_dpflow.datasets.storage.disk_cache import IDLE_S, DiskCache
 from torch_dpflow.errors import ChecksumError, OptionError, OptionTypeError, StorageUnavailableError
@@ -208,11 +208,29 @@ def test_entries_that_are_not_read_make_room(directory: Path) -> None:
     # One directory is searched at a time.
     for number in range(300):
         cache = DiskCache(str(directory), limit=2 * BLOCK)
-        cache._searched = {f"{n:02x}": time.time() for n in range(256) if n != number % 256}
+        cache._searched = {n: time.time() for n in range(256) if n != number % 256}
         cache.put("new", b"new")
     assert cache.get("new") == b"new"
     assert cache.get("used") == b"used"
     assert cache.get("old") is None
+
+
+def test_what_a_killed_writer_reserved_is_returned(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = os.fork()
+    if not child:
+        monkeypatch.setattr(disk_cache, "_write", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        DiskCache(str(directory), limit=4 * BLOCK).put("lost", bytes(3 * BLOCK - 100))
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    cache = DiskCache(str(directory), limit=4 * BLOCK)
+    cache.put("first", b"1")
+    for _ in range(256):  # a full cache searches one directory at each attempt
+        cache._paused_until = 0.0
+        cache.put("second", b"2")
+    assert (cache.get("first"), cache.get("second")) == (b"1", b"2")
+    cache._paused_until = 0.0
+    cache.put("too large", bytes(3 * BLOCK - 100))
+    assert cache.get("too large") is None
 
 
 def test_a_full_disk_stops_writing_and_nothing_else(

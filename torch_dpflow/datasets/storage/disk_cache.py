@@ -28,7 +28,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -54,12 +54,12 @@ _PAUSE_WHEN_LOCKED_S = 10.0
 _ABANDONED_S = 3600.0
 #: Length and CRC-32 of the data, and SHA-256 of the key.
 _FOOTER = struct.Struct("<QI32s")
-_COUNT = struct.Struct("<q")
+#: Bytes of the entries of each directory.
+_COUNTS = struct.Struct("<256q")
 #: Disks allocate blocks of this size.
 _BLOCK = 4096
-_DIRECTORIES = [f"{number:02x}" for number in range(256)]
 #: Below the user's directory, so that clearing removes nothing else. Its name changes with the layout.
-_LAYOUT = "dpflow-samples-1"
+_LAYOUT = "dpflow-samples-2"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class DiskCache:
         self._root = os.path.join(directory, _LAYOUT)
         self._paused_until = 0.0
         #: By directory: when it was last searched for idle entries.
-        self._searched: dict[str, float] = {}
+        self._searched: dict[int, float] = {}
         #: The threads of this process wait for each other without polling.
         self._counting = threading.Lock()
         self._warned = False
@@ -131,7 +131,7 @@ class DiskCache:
             os.close(descriptor)
         if footer != _footer(digest, data):
             self._warn(f"{path} is damaged and was removed")
-            self._remove(path, found.st_size)
+            self._remove(digest, found.st_size)
             return None
         if time.time() - found.st_mtime > _TOUCH_S:
             with suppress(OSError):  # a disk that cannot be written may be read
@@ -149,7 +149,7 @@ class DiskCache:
             self._make()
             if os.path.exists(path):
                 return
-            if not (self._reserve(size) or (self._free_idle(size) and self._reserve(size))):
+            if not (self._reserve(digest, size) or (self._free_idle(size) and self._reserve(digest, size))):
                 self._pause(_PAUSE_WHEN_FULL_S)
                 return
             is_new = False
@@ -157,7 +157,7 @@ class DiskCache:
                 is_new = _write(path, data, _footer(digest, data))
             finally:
                 if not is_new:
-                    self._count(-size)
+                    self._count(digest[0], -size)
         except FileNotFoundError:
             return  # the cache was cleared meanwhile
         except OSError as error:
@@ -165,19 +165,20 @@ class DiskCache:
             self._warn(error)
 
     def usage(self) -> CacheUsage:
-        """Count the entries, and correct the count that limits them. Removes what killed writers have left.
+        """Count the entries, and correct the counts that limit them. Removes what killed writers have left.
 
         Raises:
             OSError: the directory does not exist, or cannot be read.
         """
         entries, total, last_use = 0, 0, None
-        with self._counted() if os.path.isdir(self._root) else nullcontext() as count:
-            for name in _DIRECTORIES:
-                for _, found in _entries(os.path.join(self._root, name)):
+        with self._counted() if os.path.isdir(self._root) else nullcontext() as counts:
+            for number in range(256):
+                before = total
+                for _, found in self._entries(number):
                     entries, total = entries + 1, total + _on_disk(found.st_size)
                     last_use = max(found.st_mtime, last_use or 0.0)
-            if count is not None:
-                count.set(total)
+                if counts is not None:
+                    counts.set(number, total - before)
         free = os.statvfs(self.directory)
         idle = None if last_use is None else max(0.0, time.time() - last_use)
         return CacheUsage(self.directory, entries, total, idle, free.f_bavail * free.f_frsize)
@@ -221,34 +222,34 @@ class DiskCache:
         name = digest.hex()
         return f"{self._root}/{name[:2]}/{name[2:]}"
 
-    def _reserve(self, size: int) -> bool:
-        """Add `size` to the count if the limit allows it."""
+    def _reserve(self, digest: bytes, size: int) -> bool:
+        """Add `size` to the count of the entry's directory if the limit allows it."""
         if self._limit is None:
             found = os.statvfs(self.directory)
             if found.f_bavail * found.f_frsize - size < _MIN_FREE * found.f_blocks * found.f_frsize:
                 return False
-        return self._count(size)
+        return self._count(digest[0], size)
 
-    def _count(self, change: int) -> bool:
-        """Change the count of bytes. Return False if it would exceed the limit, or its lock is not to be had."""
-        with self._counted() as count:
-            if count is None:
+    def _count(self, number: int, change: int) -> bool:
+        """Change the count of a directory. Return False if the sum would exceed the limit, or its lock is held."""
+        with self._counted() as counts:
+            if counts is None:
                 return False
-            total = max(0, count.get() + change)
-            if change > 0 and self._limit is not None and total > self._limit:
+            before = counts.get()
+            if change > 0 and self._limit is not None and sum(before) + change > self._limit:
                 return False
-            count.set(total)
+            counts.set(number, max(0, before[number] + change))
             return True
 
     @contextmanager
-    def _counted(self) -> Iterator[_Count | None]:
-        """Hold the lock of the count. Yields None if it cannot be had in time, as its holder may be frozen."""
+    def _counted(self) -> Iterator[_Counts | None]:
+        """Hold the lock of the counts. Yields None if it cannot be had in time, as its holder may be frozen."""
         self._make()
         with self._counting:
             descriptor = os.open(os.path.join(self._root, "bytes"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 if _lock(descriptor):
-                    yield _Count(descriptor)
+                    yield _Counts(descriptor)
                 else:
                     self._pause(_PAUSE_WHEN_LOCKED_S)
                     yield None
@@ -259,30 +260,50 @@ class DiskCache:
         self._paused_until = max(self._paused_until, time.monotonic() + seconds)
 
     def _free_idle(self, size: int) -> bool:
-        """Remove idle entries of one directory. Return whether at least `size` bytes were freed."""
+        """Remove idle entries of one directory, and correct its count, in which a killed writer's entry may be.
+
+        Return whether at least `size` bytes were freed.
+        """
         now = time.time()
-        waiting = [name for name in _DIRECTORIES if now - self._searched.get(name, 0.0) > _SEARCH_AGAIN_S]
+        waiting = [number for number in range(256) if now - self._searched.get(number, 0.0) > _SEARCH_AGAIN_S]
         if not waiting:
             return False
-        name = random.choice(waiting)
+        number = random.choice(waiting)
         freed = 0
-        for path, found in _entries(os.path.join(self._root, name)):
-            if now - found.st_mtime > IDLE_S:
-                freed += self._remove(path, found.st_size)
-        if not freed:
-            self._searched[name] = now
+        with self._counted() as counts:
+            if counts is None:
+                return False
+            kept = 0
+            for path, found in self._entries(number):
+                if now - found.st_mtime > IDLE_S:
+                    os.unlink(path)
+                else:
+                    kept += _on_disk(found.st_size)
+            freed = counts.get()[number] - kept
+            counts.set(number, kept)
+        if freed <= 0:
+            self._searched[number] = now
         return freed >= size
 
-    def _remove(self, path: str, size: int) -> int:
-        """Remove an entry, and return the bytes that this freed."""
+    def _entries(self, number: int) -> Iterator[tuple[str, os.stat_result]]:
+        """Yield the entries of one directory. Temporary files of killed writers are removed."""
         try:
-            os.unlink(path)
-        except OSError:
-            return 0
-        freed = _on_disk(size)
+            found = list(os.scandir(f"{self._root}/{number:02x}"))
+        except FileNotFoundError:
+            return
+        for entry in found:
+            with suppress(FileNotFoundError):  # another process removed it
+                status = entry.stat(follow_symlinks=False)
+                if not entry.name.startswith("."):
+                    yield entry.path, status
+                elif time.time() - status.st_mtime > _ABANDONED_S:
+                    os.unlink(entry.path)
+
+    def _remove(self, digest: bytes, size: int) -> None:
+        """Remove an entry."""
         with suppress(OSError):
-            self._count(-freed)
-        return freed
+            os.unlink(self._path(digest))
+            self._count(digest[0], -_on_disk(size))
 
     def _warn(self, why: object) -> None:
         """Log once a process. A full disk is the cache's usual end, and needs no warning."""
@@ -291,18 +312,18 @@ class DiskCache:
             DATASETS.warning("the disk cache %s: %s. Samples are read from storage instead.", self.directory, why)
 
 
-class _Count:
-    """The bytes of all entries, in a file whose lock is held."""
+class _Counts:
+    """The bytes of the entries of each directory, in a file whose lock is held."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
-    def get(self) -> int:
-        data = os.pread(self._descriptor, _COUNT.size, 0)
-        return int(_COUNT.unpack(data)[0]) if len(data) == _COUNT.size else 0
+    def get(self) -> Sequence[int]:
+        data = os.pread(self._descriptor, _COUNTS.size, 0)
+        return _COUNTS.unpack(data.ljust(_COUNTS.size, b"\0"))
 
-    def set(self, total: int) -> None:
-        os.pwrite(self._descriptor, _COUNT.pack(total), 0)
+    def set(self, number: int, total: int) -> None:
+        os.pwrite(self._descriptor, total.to_bytes(8, "little"), 8 * number)
 
 
 def _lock(descriptor: int) -> bool:
@@ -365,18 +386,3 @@ def _write(path: str, data: bytes, footer: bytes) -> bool:
     finally:
         with suppress(OSError):
             os.unlink(temporary)
-
-
-def _entries(directory: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the entries of one directory. Temporary files of killed writers are removed."""
-    try:
-        found = list(os.scandir(directory))
-    except FileNotFoundError:
-        return
-    for entry in found:
-        with suppress(FileNotFoundError):  # another process removed it
-            status = entry.stat(follow_symlinks=False)
-            if not entry.name.startswith("."):
-                yield entry.path, status
-            elif time.time() - status.st_mtime > _ABANDONED_S:
-                os.unlink(entry.path)
