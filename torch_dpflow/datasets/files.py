@@ -20,7 +20,7 @@ from torch_dpflow.datasets.storage.credentials import options_to_pickle
 from torch_dpflow.datasets.storage.deadlines import call_with_deadline, exclusive, is_thread_safe
 from torch_dpflow.datasets.storage.failures import storage_error, with_retries
 from torch_dpflow.datasets.storage.file_systems import needs_host, open_file_system
-from torch_dpflow.datasets.storage.local import UNFINISHED, beside_name, link_into_place, write_beside
+from torch_dpflow.datasets.storage.local import UNFINISHED, beside_name, write_whole
 from torch_dpflow.datasets.storage.object_reader import service_of
 from torch_dpflow.datasets.storage.states import state_of_entry, state_of_file
 from torch_dpflow.datasets.storage.urls import (
@@ -199,7 +199,7 @@ class Files:
         full = self._full(path)
         with self._storage_errors(path), self._missing_place(path):
             if self._is_local:
-                os.replace(write_beside(full, data), full)
+                write_whole(full, data, replaces=True)
             else:
                 self._put(path, data)
 
@@ -215,7 +215,7 @@ class Files:
         full = self._full(path)
         with self._storage_errors(path), self._missing_place(path):
             if self._is_local:
-                link_into_place(write_beside(full, data), full)
+                write_whole(full, data, replaces=False)
             else:
                 self._put_exclusively(path, data)
 

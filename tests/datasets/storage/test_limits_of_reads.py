@@ -16,6 +16,7 @@ import pytest
 
 from tests.datasets.storage.web_server import WebServer, raw, reply, serve_ranges
 from torch_dpflow.datasets import open_dataset
+from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.disk_cache import DiskCache
 from torch_dpflow.datasets.storage.failures import with_retries
@@ -269,3 +270,15 @@ def test_framings_that_old_servers_use(head: bytes, body: bytes, impatient: Read
     answer = raw(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n" + body)
     with WebServer(answer) as web, ObjectReader(options=impatient) as reader:
         assert reader.read(f"{web.url}/x") == b"content"
+
+
+def test_a_new_name_is_on_the_disk_once_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = list[str]()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    files = Files(str(tmp_path))
+    for put, name in ((files.write, "a/x"), (files.write, "a/x"), (files.create, "a/y"), (files.ensure, "z")):
+        synced.clear()
+        put(name, b"data")
+        file, folder = synced
+        assert os.path.dirname(file) == folder == os.path.dirname(f"{tmp_path}/{name}")
+        assert (tmp_path / name).read_bytes() == b"data"

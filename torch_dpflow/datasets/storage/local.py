@@ -131,7 +131,27 @@ def beside_name(path: str) -> str:
     return f"{path[: len(path) - len(name)]}.{name}.{secrets.token_hex(4)}{UNFINISHED}"
 
 
-def write_beside(path: str, data: bytes) -> str:
+def write_whole(path: str, data: bytes, *, replaces: bool) -> None:
+    """Write a file of which others see all bytes or none, and which is on the disk on return.
+
+    Raises FileExistsError if there is such a file, unless it `replaces` one.
+    """
+    beside = _written_beside(path, data)
+    if replaces:
+        os.replace(beside, path)
+    else:
+        _link_into_place(beside, path)
+    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)  # else a power cut may take the name away
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some mounts sync no directories
+            raise
+    finally:
+        os.close(folder)
+
+
+def _written_beside(path: str, data: bytes) -> str:
     """Write a new file in the directory of `path`, and return its path once its bytes are on the disk."""
     beside = beside_name(path)
     try:
@@ -177,7 +197,7 @@ def _opened_new(path: str) -> IO[bytes]:
             )
 
 
-def link_into_place(beside: str, path: str) -> None:
+def _link_into_place(beside: str, path: str) -> None:
     """Rename without ever replacing a file: a link fails where a rename would overwrite."""
     try:
         os.link(beside, path)
