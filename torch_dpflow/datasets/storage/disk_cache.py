@@ -242,14 +242,14 @@ class DiskCache:
             return True
 
     @contextmanager
-    def _counted(self) -> Iterator[_Counts | None]:
+    def _counted(self) -> Iterator[_DirectoryBytes | None]:
         """Hold the lock of the counts. Yields None if it cannot be had in time, as its holder may be frozen."""
         self._make()
         with self._counting:
             descriptor = os.open(os.path.join(self._root, "bytes"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 if _lock(descriptor):
-                    yield _Counts(descriptor)
+                    yield _DirectoryBytes(descriptor)
                 else:
                     self._pause(_PAUSE_WHEN_LOCKED_S)
                     yield None
@@ -312,7 +312,7 @@ class DiskCache:
             DATASETS.warning("the disk cache %s: %s. Samples are read from storage instead.", self.directory, why)
 
 
-class _Counts:
+class _DirectoryBytes:
     """The bytes of the entries of each directory, in a file whose lock is held."""
 
     def __init__(self, descriptor: int) -> None:
