@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
 
+import numpy as np
+import numpy.typing as npt
+
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.datasets.sample_reader import Sample
 from torch_dpflow.datasets.storage.failures import is_transient
@@ -93,6 +96,8 @@ class HeldDataset:
         self._changed = threading.Condition()
         #: State of each record.
         self._states = bytearray([ELSEWHERE]) * records.records
+        #: The same memory.
+        self._state_array = np.frombuffer(self._states, np.uint8)
         self._segment_of: dict[int, PoolSegment] = {}
         #: Whether a thread reads, or has read, each record.
         self._taken = bytearray(records.records)
@@ -263,7 +268,9 @@ class HeldDataset:
             self._wanted.add(record)
 
     def _fill(self, stripes: Sequence[int]) -> None:
-        own = [one for stripe in stripes for one in self.records.records_of(stripe)]
+        own = self._records_of(stripes)
+        has_place = self._has_place[own]
+        placed, counts = np.unique(own[has_place] // self.records.per_stripe, return_counts=True)
         try:
             segment = create_segment(self._places, stripes, self._has_place)
         except (DPFlowError, OSError) as error:
@@ -276,13 +283,9 @@ class HeldDataset:
                 return
             self.segments.append(segment)
             self._segment_of |= dict.fromkeys(stripes, segment)
-            for one in own:
-                if self._has_place[one]:
-                    self._states[one] = PENDING
-                    self._left[one // self.records.per_stripe] += 1
-                else:
-                    self._states[one] = IN_STORAGE
-                    self._failed += bool(self._stays[one])  # its length is unknown
+            self._state_array[own] = np.where(has_place, PENDING, IN_STORAGE)
+            self._left.update(dict(zip(placed.tolist(), counts.tolist())))
+            self._failed += int((self._stays[own] & ~has_place).sum())  # of unknown length
             self._making -= 1
             if self._demand is None and self._reader is not None:
                 self._demand = threading.Thread(target=self._serve_demand, name="dpflow-demand", daemon=True)
@@ -298,21 +301,23 @@ class HeldDataset:
             self._making -= 1
             self._stripes.difference_update(stripes)
             self._failed += self.placed_in(stripes)
-            for one in (one for stripe in stripes for one in self.records.records_of(stripe)):
-                self._states[one] = IN_STORAGE
+            self._state_array[self._records_of(stripes)] = IN_STORAGE
 
-    def _read_all(self, records: Sequence[int]) -> None:
+    def _records_of(self, stripes: Sequence[int]) -> npt.NDArray[np.int64]:
+        return np.concatenate([np.arange(own.start, own.stop) for own in map(self.records.records_of, stripes)])
+
+    def _read_all(self, records: npt.NDArray[np.int64]) -> None:
         for start in range(0, len(records), _AT_ONCE):
             if self._is_closed:
                 return
-            self._read(records[start : start + _AT_ONCE])
+            self._read(records[start : start + _AT_ONCE].tolist())
 
-    def _read_again(self, records: Sequence[int]) -> None:
+    def _read_again(self, records: npt.NDArray[np.int64]) -> None:
         """Retry records whose storage did not answer, until all are in memory."""
         backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
-        while records := [one for one in records if self._states[one] in (PENDING, ELSEWHERE)]:
+        while len(records := records[np.isin(self._state_array[records], (PENDING, ELSEWHERE))]):
             before = self._loaded
-            self._load([one for one in records if self._states[one] == ELSEWHERE][:_AT_ONCE])
+            self._load(records[self._state_array[records] == ELSEWHERE][:_AT_ONCE].tolist())
             pause_s = 0.0 if self._loaded > before else backoff.pause_s()
             with self._changed:
                 if self._changed.wait_for(lambda: self._is_closed, pause_s):
