@@ -17,9 +17,14 @@ from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.archives import check_member
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
-from torch_dpflow.datasets.storage.deadlines import call_with_deadline, exclusive, is_thread_safe
 from torch_dpflow.datasets.storage.failures import storage_error, with_retries
-from torch_dpflow.datasets.storage.file_systems import needs_host, open_file_system
+from torch_dpflow.datasets.storage.file_systems import (
+    call_with_deadline,
+    exclusive,
+    is_thread_safe,
+    needs_host,
+    open_file_system,
+)
 from torch_dpflow.datasets.storage.local import UNFINISHED, beside_name, write_whole
 from torch_dpflow.datasets.storage.object_reader import service_of
 from torch_dpflow.datasets.storage.states import state_of_entry, state_of_file

@@ -21,8 +21,7 @@ from torch_dpflow.datasets.describing import Objects
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.spec import SampleMeta
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
-from torch_dpflow.datasets.storage.deadlines import _locks
-from torch_dpflow.datasets.storage.file_systems import open_file_system
+from torch_dpflow.datasets.storage.file_systems import _locks, open_file_system
 from torch_dpflow.errors import StorageError, StorageTimeoutError
 
 COUNT = 100

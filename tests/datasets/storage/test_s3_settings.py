@@ -21,10 +21,9 @@ from tests.datasets.storage.signed_s3 import SignedS3
 from tests.datasets.storage.web_server import WebServer, reply, serve_ranges
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.credentials import Credentials
-from torch_dpflow.datasets.storage.endpoints import needs_vendor
 from torch_dpflow.datasets.storage.file_systems import FsspecStorage, fsspec_options
 from torch_dpflow.datasets.storage.object_reader import open_storage
-from torch_dpflow.datasets.storage.object_stores import OSSService, S3Service
+from torch_dpflow.datasets.storage.object_stores import OSSService, S3Service, needs_vendor
 from torch_dpflow.errors import MissingExtraError, OptionError, OptionTypeError, StorageError
 
 DATA = bytes(range(250))

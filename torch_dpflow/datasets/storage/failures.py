@@ -18,9 +18,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from torch_dpflow._core.backoff import Backoff
-from torch_dpflow.datasets.storage.base import WRITTEN_AGAIN, ByteRange, ReadOptions, Storage
+from torch_dpflow.datasets.storage.base import MAX_WAIT_S, WRITTEN_AGAIN, ByteRange, ReadOptions, Storage
 from torch_dpflow.datasets.storage.credentials import left_out_hint
-from torch_dpflow.datasets.storage.deadlines import MAX_WAIT_S
 from torch_dpflow.datasets.storage.http_connection import MalformedResponseError
 from torch_dpflow.errors import (
     AccessDeniedError,

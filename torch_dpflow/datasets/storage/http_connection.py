@@ -18,7 +18,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
-from torch_dpflow.datasets.storage.deadlines import MAX_WAIT_S
+from torch_dpflow.datasets.storage.base import MAX_WAIT_S
 from torch_dpflow.datasets.storage.proxies import Origin, Proxy, proxy_of, request_head
 from torch_dpflow.errors import AccessDeniedError
 

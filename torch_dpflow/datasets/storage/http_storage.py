@@ -20,9 +20,8 @@ from email.utils import parsedate_to_datetime
 from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from torch_dpflow.datasets.storage.base import ByteRange, ReadOptions
+from torch_dpflow.datasets.storage.base import MAX_WAIT_S, ByteRange, ReadOptions
 from torch_dpflow.datasets.storage.credentials import Credentials
-from torch_dpflow.datasets.storage.deadlines import MAX_WAIT_S
 from torch_dpflow.datasets.storage.failures import error_of_status, storage_error
 from torch_dpflow.datasets.storage.http_connection import MAX_IDLE, Connections, KeepAliveConnection, Response
 from torch_dpflow.datasets.storage.proxies import Origin

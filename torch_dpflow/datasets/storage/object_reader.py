@@ -26,12 +26,11 @@ from torch_dpflow.datasets.storage.batch_reads import (
 )
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
 from torch_dpflow.datasets.storage.disk_cache import DiskCache
-from torch_dpflow.datasets.storage.endpoints import needs_vendor
 from torch_dpflow.datasets.storage.failures import fetch_with_retries, with_retries
 from torch_dpflow.datasets.storage.file_systems import FsspecStorage
 from torch_dpflow.datasets.storage.http_storage import HttpStorage, Service
 from torch_dpflow.datasets.storage.local import LocalStorage
-from torch_dpflow.datasets.storage.object_stores import OSS_OPTIONS, S3_OPTIONS, OSSService, S3Service
+from torch_dpflow.datasets.storage.object_stores import OSS_OPTIONS, S3_OPTIONS, OSSService, S3Service, needs_vendor
 from torch_dpflow.datasets.storage.states import ObjectState, is_settled
 from torch_dpflow.datasets.storage.urls import check_url, file_system_of, printable_url, split_login, stored_url
 from torch_dpflow.datasets.storage.web_service import WebService
