@@ -76,7 +76,7 @@ class Links:
 
     def __init__(self, connections: int, link: float, line: float, record: int) -> None:
         self.connections, self.link, self.line, self.record = connections, link, line, record
-        self.window, self.now = MeasuredWindow(), 0.0
+        self.window, self.now, self.latency = MeasuredWindow(), 0.0, 2e-4
         self._free = [0.0] * connections
         self._line_free = 0.0
 
@@ -99,7 +99,7 @@ class Links:
             self.window.arrived(token, self.now)
 
     def _answered(self, connection: int) -> float:
-        self._free[connection] = max(self._free[connection], self.now + 2e-4) + self.record / self.link
+        self._free[connection] = max(self._free[connection], self.now + self.latency) + self.record / self.link
         self._line_free = max(self._line_free, self._free[connection]) + self.record / self.line
         return self._line_free
 
@@ -112,6 +112,16 @@ def test_ours_fills_a_link_for_each_data_connection(connections: int, record: in
     for _ in range(8):
         links.read(256)
     assert links.read(1024) >= 0.85 * connections * 12.5e6
+
+
+def test_ours_fills_links_whose_latency_changes() -> None:
+    links = Links(8, 12.5e6, 1.25e9, 16_000)
+    for latency in (2e-4, 2e-2, 2e-4):
+        links.latency, links.now = latency, links.now + 20
+        for _ in range(8):
+            links.read(1024)
+        assert links.read(4096) >= 0.85 * 8 * 12.5e6
+        assert links.window.size() <= 3 * 8 * 12.5e6 * (latency + 16_000 / 12.5e6)
 
 
 class SuspendedReader(Links):

@@ -22,7 +22,7 @@ from torch_dpflow._core.checks import check_int
 MIN_WINDOW, MAX_WINDOW = 32 << 10, 8 << 20
 #: A rate is measured over this many windows' bytes, as records arrive in bursts, and this many records.
 MEASURED, MEASURED_RECORDS = 8, 64
-#: How long a measured rate counts, seconds.
+#: How long a measured rate or latency counts, seconds.
 MEMORY_S = 10.0
 #: Factor beyond rate times latency: with more links than records outstanding, the rate grows with the window.
 SURPLUS = 1.5
@@ -100,7 +100,8 @@ class MeasuredWindow(BatchWindow):
     """Algorithm 1 of the DataServer paper, with measured rate and latency, and at least one record.
 
     The rate is the highest of the last `MEMORY_S` while the window limits requests. The latency is the shortest one
-    that records of about the same length ever had, as it grows with the queue that a window causes.
+    of records of about the same length in that time, as it grows with the queue that a window causes. Each batch begins
+    with nothing outstanding, so its first records show what the latency is without a queue.
     """
 
     def __init__(self, *, stages: int = 4) -> None:
@@ -108,8 +109,8 @@ class MeasuredWindow(BatchWindow):
         self._size = MIN_WINDOW
         #: (time, rate) of measurements, each higher than all that follow.
         self._rates: deque[tuple[float, float]] = deque()
-        #: Shortest latency by the power of two of a record's length, seconds.
-        self._latency: dict[int, float] = {}
+        #: Shortest latency by the power of two of a record's length, seconds, and when it was measured.
+        self._latencies: dict[int, tuple[float, float]] = {}
         #: Longest record of the batch.
         self._longest = 0
         #: Whether only the window limits requests.
@@ -142,8 +143,10 @@ class MeasuredWindow(BatchWindow):
     def arrived(self, token: object, now: float) -> None:
         assert isinstance(token, _OutRecord)
         self._leave(token.length)
-        kind = token.length.bit_length()
-        latency = self._latency[kind] = min(now - token.at, self._latency.get(kind, now - token.at))
+        kind, took = token.length.bit_length(), now - token.at
+        latency, at = self._latencies.get(kind, (took, now))
+        if took <= latency or at < now - MEMORY_S:
+            self._latencies[kind] = latency, _ = took, now
         if not self._is_limited:
             return
         if self._settling > 0:
