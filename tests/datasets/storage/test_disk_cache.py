@@ -233,6 +233,15 @@ def test_what_a_killed_writer_reserved_is_returned(directory: Path, monkeypatch:
     assert cache.get("too large") is None
 
 
+def test_entries_of_a_version_that_counted_otherwise_are_counted(directory: Path) -> None:
+    DiskCache(str(directory)).put("old", bytes(5000))
+    (counts,) = directory.glob("*/counts")
+    counts.unlink()
+    cache = DiskCache(str(directory), limit=2 * BLOCK)
+    cache.put("new", b"new")
+    assert (cache.get("old"), cache.get("new")) == (bytes(5000), None)
+
+
 def test_a_full_disk_stops_writing_and_nothing_else(
     stored: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,7 +350,7 @@ def held(directory: Path) -> Iterator[Callable[[], None]]:
     started: list[subprocess.Popen[bytes]] = []
 
     def hold() -> None:
-        (count,) = directory.glob("*/bytes")
+        (count,) = directory.glob("*/counts")
         program = [sys.executable, "-c", _HOLD, str(count)]
         process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdout is not None

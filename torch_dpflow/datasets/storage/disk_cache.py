@@ -59,7 +59,7 @@ _COUNTS = struct.Struct("<256q")
 #: Disks allocate blocks of this size.
 _BLOCK = 4096
 #: Below the user's directory, so that clearing removes nothing else. Its name changes with the layout.
-_LAYOUT = "dpflow-samples-2"
+_LAYOUT = "dpflow-samples-1"
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ class DiskCache:
         self.directory = directory
         self._limit = limit
         self._root = os.path.join(directory, _LAYOUT)
+        self._counts = os.path.join(self._root, "counts")
         self._paused_until = 0.0
         #: By directory: when it was last searched for idle entries.
         self._searched: dict[int, float] = {}
@@ -98,6 +99,9 @@ class DiskCache:
         self._counting = threading.Lock()
         self._warned = False
         self._is_usable = self._open()
+        if self._is_usable and os.path.isdir(self._root) and not os.path.exists(self._counts):
+            with suppress(OSError):
+                self.usage()  # filled by a version that counted otherwise
 
     def get(self, key: str) -> bytes | None:
         """Return the bytes of an entry; None if there is none, or it cannot be read. A damaged entry is removed."""
@@ -246,7 +250,7 @@ class DiskCache:
         """Hold the lock of the counts. Yields None if it cannot be had in time, as its holder may be frozen."""
         self._make()
         with self._counting:
-            descriptor = os.open(os.path.join(self._root, "bytes"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(self._counts, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 if _lock(descriptor):
                     yield _DirectoryBytes(descriptor)
