@@ -185,7 +185,11 @@ def test_switches_of_aws_are_words_that_botocore_understands(variable: str, monk
     options = OPTIONS | {"endpoint": "https://minio"}
     for value in ("true", "false"):
         monkeypatch.setenv(variable, value)
-        assert S3Service(options).needs_vendor == (value == "true")
+        assert S3Service(OPTIONS).needs_vendor == (value == "true")
+    assert S3Service(options).origin("s3://data/x").host == "minio"
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(OptionError, match=r"with the endpoint 'https://minio': only AWS has such endpoints"):
+        S3Service(options)
     monkeypatch.setenv(variable, "1")
     with pytest.raises(OptionError, match=f"{variable}='1': give true or false"):
         S3Service(OPTIONS)

@@ -140,7 +140,7 @@ def needs_vendor(bucket: str) -> bool:
 class S3Endpoints:
     """The addresses of ordinary S3 buckets, from options, the environment and AWS's shared configuration.
 
-    Raises OptionError for settings that are malformed.
+    Raises OptionError for settings that are malformed or contradict each other.
 
     Args:
         endpoint, addressing_style: the options of these names; None if not given.
@@ -154,8 +154,13 @@ class S3Endpoints:
     ) -> None:
         nested = profile.get("s3")
         nested = nested if isinstance(nested, Mapping) else {}
-        switches = [_aws_switch(*names, profile, nested) for names in _OTHER_SERVERS]
         given = endpoint or _configured_endpoint(profile)
+        switches = [name for variable, name in _OTHER_SERVERS if _aws_switch(variable, name, profile, nested)]
+        if given is not None and switches:
+            raise OptionError(
+                f"{' and '.join(switches)} with the endpoint {given!r}: only AWS has such endpoints; unset one of them "
+                "(options, AWS_USE_* and AWS_ENDPOINT_URL* variables, ~/.aws/config)"
+            )
         self._endpoint = None if given is None else parse_endpoint(given, scheme)
         self._scheme = scheme
         style = addressing_style or nested.get("addressing_style") or "auto"
@@ -163,7 +168,7 @@ class S3Endpoints:
             raise OptionError(f"addressing_style={style!r}: give 'path', 'virtual' or 'auto'")
         self._is_virtual = style == "virtual" or (style == "auto" and given is None)
         #: Whether these settings are of servers that only botocore can name.
-        self.needs_vendor = any(switches) or (given is None and not _USUAL_REGION.fullmatch(region))
+        self.needs_vendor = bool(switches) or (given is None and not _USUAL_REGION.fullmatch(region))
         self._places: dict[tuple[str, str], Endpoint] = {}
 
     def place(self, bucket: str, region: str) -> Endpoint:
