@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
+import mmap
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,6 @@ from tests.datasets.samples_source import Numbered, publish
 from tests.pool.pool_servers import inner_server, server
 from torch_dpflow.cli.main import root
 from torch_dpflow.datasets import DatasetStore
-from torch_dpflow.datasets import files as files_module
-from torch_dpflow.datasets.importers import sources
-from torch_dpflow.datasets.storage import local, states
 from torch_dpflow.errors import OptionError
 from torch_dpflow.pool import DataClient, open_array
 from torch_dpflow.pool.array_files import array_identity
@@ -53,16 +52,22 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def rotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a file be altered as its disk alters it: without a time of change, which no system call can keep."""
+def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """`rows.npy` in a file system in memory, the current directory: there `damage` leaves no trace."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        monkeypatch.chdir(directory)
+        np.save("rows.npy", ROWS)
+        yield Path(directory, "rows.npy")
 
-    def without_change_time(found: os.stat_result) -> str:
-        written, _, inode = states.state_of_file(found).split()
-        return f"{written} 0 {inode}"
 
-    for module in (files_module, local, sources):
-        monkeypatch.setattr(module, "state_of_file", without_change_time)
-    monkeypatch.setattr(local, "is_state_of_file", lambda state, found: state == without_change_time(found))
+def damage(path: Path, *places: int) -> None:
+    """Change bytes as a damaged disk does: the file's times stay. They stay only for a page that was read before."""
+    before = path.stat()
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as content:
+        assert content.read()
+        for place in places:
+            content[place] ^= 1
+    assert (path.stat().st_mtime_ns, path.stat().st_ctime_ns) == (before.st_mtime_ns, before.st_ctime_ns)
 
 
 @pytest.mark.parametrize("named", ["rows.npy", "./plain", "/", "./12:30.npy"])
@@ -87,9 +92,8 @@ def test_commands_take_arrays_by_their_files(files: Path, client: DataClient, na
         assert "the pool caches nothing; load it by `dpflow pool preload`" in run(address, command, target, code=1)
 
 
-@pytest.mark.usefixtures("rotten")
-def test_commands_print_json_for_programs(files: Path, client: DataClient) -> None:
-    address = files / "p"
+def test_commands_print_json_for_programs(rows: Path, tmp_path: Path, client: DataClient) -> None:
+    address = tmp_path / "p"
 
     def told(*words: str, code: int = 0) -> dict[str, Any]:
         lines = run(address, *words, "--json", code=code).splitlines()  # beside bars on stderr
@@ -109,10 +113,7 @@ def test_commands_print_json_for_programs(files: Path, client: DataClient) -> No
         "in_storage_alone": 0,
         "differ": [],
     }
-    content, status = bytearray((files / "rows.npy").read_bytes()), (files / "rows.npy").stat()
-    content[-1] ^= 1
-    (files / "rows.npy").write_bytes(content)
-    os.utime("rows.npy", ns=(status.st_atime_ns, status.st_mtime_ns))
+    damage(rows, -1)
     (differs,) = told("verify", "rows.npy", code=1)["differ"]
     assert (differs["sample"], "byte 119 of 120" in differs["what"]) == (4999, True)
     assert told("unload", held["id"])["unloaded"]["ref"] == held["ref"]
@@ -141,23 +142,17 @@ def test_commands_take_arrays_of_hdf5_files_and_of_storages(files: Path, client:
         fsspec.filesystem("memory").rm("/arrays/rows.npy")
 
 
-@pytest.mark.usefixtures("rotten")
-def test_verifying_tells_each_row_that_differs(files: Path, client: DataClient) -> None:
-    path, address = files / "rows.npy", files / "p"
-    source = open_array(path)
+def test_verifying_tells_each_row_that_differs(rows: Path, tmp_path: Path, client: DataClient) -> None:
+    address = tmp_path / "p"
+    source = open_array(rows)
     client.preload(source)
-    status = path.stat()
-    content = bytearray(path.read_bytes())
-    for row in (0, 2222, 4999):
-        content[128 + row * 120 + 7] ^= 1
-    path.write_bytes(content)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # so that nothing tells of the change
+    damage(rows, *(128 + row * 120 + 7 for row in (0, 2222, 4999)))
     told = run(address, "verify", "rows.npy", code=1)
     for row in (0, 2222, 4999):
-        assert f"{path}, sample {row}: byte 7 of 120 is" in told
+        assert f"{rows}, sample {row}: byte 7 of 120 is" in told
     assert "4,997 samples are in memory as in storage" in told
     assert "3 of 5,000 samples differ" in told
-    path.unlink()
+    rows.unlink()
     problems = [*verify_pool(source, address)]
     assert sum(one.samples for one in problems) == 5000
     assert "cannot be compared: ObjectMissingError" in problems[0].what
