@@ -3,8 +3,8 @@
     python -m examples.demo        (`make demo` sets everything up first)
 
 Generates 480 JPEGs once. Then a small network trains on random crops of them: the loaders swapped; with a faster
-decoder; three trials at once; with a worker that is killed; resumed by another number of ranks. The acts take about a
-minute on two cores.
+decoder; three trials at once; with a worker that is killed; resumed by another number of ranks. The acts take less than
+two minutes on two cores.
 """
 
 import argparse

@@ -35,6 +35,8 @@ KILLED_AT = 10
 #: Ranks before and after, and how many batches of how many images each of the first has read.
 RANKS, RANKS_AFTER, RANK_BATCHES, RANK_BATCH_SIZE = 4, 2, 4, 10
 FLOW = "demo/images"
+#: How long the sides of an act that is interrupted may take to remove their files, seconds.
+CLEAN_UP_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +196,9 @@ def play(sides: Sequence[Side], *, around: Sequence[int] = ()) -> Played:
             here.send("end")
     except BaseException:
         for process in processes:
-            process.kill()  # its workers end with it
+            os.kill(process.pid or 0, signal.SIGUSR1)
+        for process in processes:
+            process.join(CLEAN_UP_S)
         raise
     finally:
         for (here, there), process in zip(pipes, processes, strict=True):
@@ -215,6 +219,9 @@ def _receive(here: Connection) -> Any:
 
 
 def _act(there: Connection, side: Side) -> None:
+    # Control-C reaches this process and the one that forked it, which interrupts this one once: its files are removed.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.default_int_handler)
     torch.set_num_threads(1)
     seed_everything(0)
     with contextlib.suppress(KeyboardInterrupt):

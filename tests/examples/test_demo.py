@@ -7,17 +7,21 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import psutil
 import pytest
 from rich.console import Console
 
-from examples import demo, natural_images, train_classifier
+from examples import natural_images
 from examples.demo_picture import picture
+from tests.later import Later
+
+demo: Any = Later("examples.demo")
+train_classifier: Any = Later("examples.train_classifier")
 
 TRAIN, VAL = 16, 4
-SMALL = (f"--train={demo.MIN_TRAIN}", f"--val={VAL}", "--epochs=1")
 
 
 def left_in(folder: Path) -> list[str]:
@@ -33,7 +37,9 @@ def start(folder: Path) -> "subprocess.Popen[str]":
         "examples.demo",
         f"--data={folder / 'images'}",
         f"--picture={folder / 'demo.svg'}",
-        *SMALL,
+        f"--train={demo.MIN_TRAIN}",
+        f"--val={VAL}",
+        "--epochs=1",
     ]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -47,7 +53,7 @@ def test_both_loaders_give_the_same_batches_and_losses(tmp_path: Path) -> None:
     assert row.gain == "the same batches and loss, bit for bit"
 
 
-def options_of(folder: Path) -> demo.Options:
+def options_of(folder: Path) -> Any:
     return demo.Options(data=folder / "images", train=TRAIN, epochs=1)
 
 
@@ -75,6 +81,7 @@ def test_training_by_hand_says_what_makes_the_images(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_five_acts_one_table_and_a_picture(tmp_path: Path) -> None:
     with start(tmp_path) as process:
         printed, said = process.communicate()
@@ -89,6 +96,7 @@ def test_five_acts_one_table_and_a_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_ctrl_c_while_training_leaves_no_process_and_no_file(tmp_path: Path, eventually: Callable[..., None]) -> None:
     images = natural_images.Specification(classes=demo.CLASSES, train=demo.MIN_TRAIN, val=VAL)
     natural_images.generate(tmp_path / "images", images, processes=1, progress=False)
@@ -109,6 +117,7 @@ def test_ctrl_c_while_training_leaves_no_process_and_no_file(tmp_path: Path, eve
     assert left_in(tmp_path) == ["images"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_generating_leaves_no_file(tmp_path: Path, eventually: Callable[..., None]) -> None:
     with start(tmp_path) as process:
         eventually(lambda: any(tmp_path.glob("images.partial/*/*/*.jpg")), what="the first image")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.later import Later
 from tests.loader_cases import Augmented, Indices, Stream, assert_same
 from tests.new_process import run_interpreter
 from tests.worker_cases import kill, worker_pids
 from torch_dpflow import JobOptions
 from torch_dpflow.options import LoaderOptions
 
-accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+accelerate: Any = Later("accelerate")
+pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 
 
 #: accelerate is imported after the loader has been made, and looked at from all sides before it is used.

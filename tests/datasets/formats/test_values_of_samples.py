@@ -35,20 +35,20 @@ def _arrow(path: Path, table: Any, *, stream: bool) -> None:
         writer.write_table(table)
 
 
-_NUMBERS = pa.array([1, 2])
-_STRUCT = pa.StructArray.from_arrays([_NUMBERS, _NUMBERS], names=["x", "x"])
-
-
 @pytest.mark.parametrize(
-    ("columns", "name"),
-    [
-        ([("a", _NUMBERS), ("b", _NUMBERS), ("a", _NUMBERS)], "a"),
-        ([("a", _STRUCT)], r"a\.x"),
-        ([("a", pa.ListArray.from_arrays([0, 1, 2], _STRUCT))], r"a\[\]\.x"),
-    ],
+    ("number", "name"),
+    [(0, "a"), (1, r"a\.x"), (2, r"a\[\]\.x")],
+    ids=["columns", "struct", "list"],
 )
 @pytest.mark.parametrize("ending", ["parquet", "arrow", "stream.arrow"])
-def test_columns_of_one_name_are_refused(tmp_path: Path, columns: Any, name: str, ending: str) -> None:
+def test_columns_of_one_name_are_refused(tmp_path: Path, number: int, name: str, ending: str) -> None:
+    numbers = pa.array([1, 2])
+    struct = pa.StructArray.from_arrays([numbers, numbers], names=["x", "x"])
+    columns = [
+        [("a", numbers), ("b", numbers), ("a", numbers)],
+        [("a", struct)],
+        [("a", pa.ListArray.from_arrays([0, 1, 2], struct))],
+    ][number]
     table = pa.Table.from_arrays([column for _, column in columns], names=[name for name, _ in columns])
     path = tmp_path / f"a.{ending}"
     if ending == "parquet":

@@ -11,20 +11,22 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import boto3
-import botocore.config
 import fsspec
-import oss2
 import pytest
 
 from tests.datasets.storage.signed_s3 import SignedS3
 from tests.datasets.storage.web_server import WebServer, reply, serve_ranges
+from tests.later import Later
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.credentials import Credentials
 from torch_dpflow.datasets.storage.file_systems import FsspecStorage, fsspec_options
 from torch_dpflow.datasets.storage.object_reader import open_storage
 from torch_dpflow.datasets.storage.object_stores import OSSService, S3Service, needs_vendor
 from torch_dpflow.errors import MissingExtraError, OptionError, OptionTypeError, StorageError
+
+boto3: Any = Later("boto3")
+configured: Any = Later("botocore.config")
+oss2: Any = Later("oss2")
 
 DATA = bytes(range(250))
 KEYS = Credentials("key", "secret")
@@ -141,7 +143,7 @@ def test_buckets_are_looked_for_where_botocore_does(region: str) -> None:
         region_name=region,
         aws_access_key_id="key",
         aws_secret_access_key="secret",
-        config=botocore.config.Config(signature_version="s3v4", s3=regional),
+        config=configured.Config(signature_version="s3v4", s3=regional),
     )
     with closing(client):
         for bucket in ("data", "my.bucket", "My_Bucket", "a_b", "-x", "ab", "mine-abc-s3alias"):

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import oss2
 import pytest
 from fsspec.registry import _registry
 
 from tests.datasets.samples_source import Numbered, content, contents, numbers, publish
 from tests.datasets.storage.servers import BUCKET, S3_KEYS, s3_client
+from tests.later import Later
 from tests.support.oss_server import Fault, OSSServer, StoredObject
 from torch_dpflow.datasets import DatasetStore, Draft, verify
 from torch_dpflow.datasets.files import Files
@@ -35,6 +35,8 @@ from torch_dpflow.errors import (
     PublishedError,
     StorageError,
 )
+
+oss2: Any = Later("oss2")
 
 _names = itertools.count()
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from torch_dpflow.remote import Kubernetes
 from torch_dpflow.remote.launchers.contract import Fate, Launcher
 from torch_dpflow.remote.launchers.kubernetes import KubernetesLauncher
 
-pytest.importorskip("kubernetes", reason="pip install 'torch_dpflow[kubernetes]'")
+pytestmark = pytest.mark.skipif(find_spec("kubernetes") is None, reason="pip install 'torch_dpflow[kubernetes]'")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install 'torch_dpflow[test]'")
 
 #: The releases of Kubernetes whose published schemas are kept.
