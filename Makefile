@@ -87,7 +87,7 @@ wheel: $(STAMP)  ## the wheel of this version, in dist/
 release-check: $(STAMP)  ## build sdist and wheel, check them, install and test the wheel outside the clone
 	$(BIN)/python tools/release_check.py
 
-test-versions:  ## the loader's contract tests with the oldest and the newest supported versions
+test-versions:  ## the suite on each Python here, and contract tests with the oldest and the newest packages
 	$(PYTHON) tools/test_versions.py
 
 clean:  ## remove the virtual environment and every cache

@@ -1,9 +1,12 @@
-"""Runs the loader's contract tests at both ends of the supported versions: `make test-versions`.
+"""Runs the suite on each supported Python, and contract tests at both ends of the versions: `make test-versions`.
 
-The oldest end is what setup.cfg states as the lower bounds, on the oldest Python; the newest end is the torch that
-constraints.txt pins, with the newest release of everything else, on the newest Python here. Each has an environment of
-its own in build/versions. What this machine cannot get is said at the end. The exit status is 0 where both ends passed,
-and 1 where one failed or was not tested.
+The suite runs with the packages that constraints.txt pins, as `make test` does. Of the ends, the oldest is what
+setup.cfg states as the lower bounds, on the oldest Python; the newest is the torch that constraints.txt pins, with the
+newest release of everything else, on the newest Python here. `tools/test_versions.py 3.13 oldest` runs these two
+only, and what follows `--` goes to pytest, such as the tests to run.
+
+Each has a separate environment in build/versions. What this machine lacks is printed at the end. The exit status is 1
+if one failed, or if an end or a Python that was named was not tested.
 
 pip's torch for Linux is linked to CUDA's libraries, which take gigabytes. No test here uses a GPU: only the two small
 ones that torch calls as it is imported are installed, and empty ones, made by `cc`, stand in for the others.
@@ -25,12 +28,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "versions"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
-TESTS = (
+#: What runs at both ends.
+CONTRACTS = (
     "tests/contracts",
     "tests/ipc/serialization/test_sample_payload.py",
     "tests/ipc/serialization/test_plain_pickles.py",
 )
 TOOLS = ("pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "pillow")
+#: What the suite needs besides torch and torchvision.
+SUITE_NEEDS = ("./tools/torchvision_cpu_ops", "-c", "constraints.txt", "-e", ".[test]")
 #: Python says so, from 3.12 on, wherever a process with threads forks; torch's loader does that as well.
 NO_WARNING = "ignore:This process .* is multi-threaded:DeprecationWarning"
 #: Torch's requirements that are CUDA's, and those of them that it calls when it is imported.
@@ -46,7 +52,9 @@ class Missing(Exception):
     """Something that this machine does not have."""
 
 
-def main(chosen: list[str]) -> int:
+def main(arguments: list[str]) -> int:
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    chosen, to_pytest = arguments[:at], arguments[at + 1 :]
     FOLDER.mkdir(parents=True, exist_ok=True)
     with open(FOLDER / "lock", "w") as lock:
         try:
@@ -54,64 +62,64 @@ def main(chosen: list[str]) -> int:
         except BlockingIOError:
             print(f"not tested: another run uses {FOLDER}; wait for its end")
             return 1
-        return _test_both(chosen)
+        return _test_all(chosen, to_pytest)
 
 
-def _test_both(chosen: list[str]) -> int:
+def _test_all(chosen: list[str], to_pytest: list[str]) -> int:
     here = {version: path for version in PYTHONS if (path := _interpreter(version))}
-    lines = [f"no Python {version} here" for version in PYTHONS if version not in here]
-    all_passed = True
-    for end, version in (
-        ("oldest", PYTHONS[0]),
-        ("newest", max(here, key=PYTHONS.index, default=PYTHONS[-1])),
-    ):
+    lines = [] if chosen else [f"no Python {version} here" for version in PYTHONS if version not in here]
+    for name in chosen or ["oldest", *here, "newest"]:
+        ends = {"oldest": PYTHONS[0], "newest": max(here, key=PYTHONS.index, default=PYTHONS[-1])}
+        version = ends.get(name, name)
         try:
             if version not in here:
                 raise Missing(f"there is no Python {version}")
-            passed = _test(end, here[version], chosen)
-            lines.append(f"{end}: {'passed' if passed else 'FAILED'}: {_said(FOLDER / end)}")
+            passed = _test(name, here[version], to_pytest)
+            lines.append(f"{name}: {'passed' if passed else 'FAILED'}: {_said(FOLDER / name)}")
         except Missing as error:
-            passed = False
-            lines.append(f"{end}: not tested: {error}")
-        all_passed &= passed
+            lines.append(f"{name}: not tested: {error}")
     print("\n".join(["", *lines]))
-    return 0 if all_passed else 1
+    return 1 if any(": FAILED: " in line or ": not tested: " in line for line in lines) else 0
 
 
-def _test(end: str, interpreter: str, chosen: list[str]) -> bool:
+def _test(name: str, interpreter: str, to_pytest: list[str]) -> bool:
     """Whether all tests pass."""
-    folder = FOLDER / end
-    torch, others = _requirements()[end]
+    folder = FOLDER / name
+    bounds, pinned = _requirements()
+    whole = name in PYTHONS
+    torch = bounds["torch"] if name == "oldest" else pinned["torch"]
+    others = [bound if name == "oldest" else one for one, bound in bounds.items() if one != "torch"]
     # Whatever of it changes, a new environment is made.
-    asked = "\n".join([interpreter, torch, *others, *TOOLS])
+    asked = "\n".join([interpreter, torch, *others, *TOOLS, *(SUITE_NEEDS if whole else ())])
     made = folder / "made"
     if not made.exists() or made.read_text() != asked:
         shutil.rmtree(folder, ignore_errors=True)
         _run([interpreter, "-m", "venv", str(folder)], "make a virtual environment")
         _install(folder, "--no-deps", torch)
         cuda = _install_torchs(folder)
-        _install(folder, *others, *TOOLS)
+        if whole:
+            _install(folder, "--upgrade", "setuptools", "wheel")
+            _install(folder, "--no-deps", pinned["torchvision"])
+            _install(folder, *SUITE_NEEDS)
+        else:
+            _install(folder, *others, *TOOLS)
         if cuda:
             _stand_in(folder)
         _said(folder)
         made.write_text(asked)
-    command = [folder / "bin/python", "-m", "pytest", "-q", "-m", "not slow", "-W", NO_WARNING]
-    command += ["-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", *(chosen or TESTS)]
+    command = [folder / "bin/python", "-m", "pytest", "-q", "-m", "not slow and not cloud", "-W", NO_WARNING]
+    command += ["-p", "no:cacheprovider", "--dist", "loadfile", "--no-loadscope-reorder", "-n", "4" if whole else "2"]
+    command += to_pytest or ([] if whole else CONTRACTS)
     return subprocess.run(command, cwd=ROOT, env=_environment(folder), check=False).returncode == 0
 
 
-def _requirements() -> dict[str, tuple[str, list[str]]]:
-    """Of each end: torch, and all else."""
+def _requirements() -> tuple[dict[str, str], dict[str, str]]:
+    """The lower bounds of what the package needs, and what constraints.txt pins, by name."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     bounds = [line.split(" >= ") for line in setup["options"]["install_requires"].split("\n") if line]
-    pinned = re.search(r"^torch==.*$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert pinned is not None
-    lowest = {name: f"{name}=={bound}" for name, bound in bounds}
-    return {
-        "oldest": (lowest["torch"], [lowest[name] for name in lowest if name != "torch"]),
-        "newest": (pinned.group(), [name for name in lowest if name != "torch"]),
-    }
+    pins = re.findall(r"^(torch|torchvision)(==.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    return {name: f"{name}=={bound}" for name, bound in bounds}, {name: name + pin for name, pin in pins}
 
 
 def _install_torchs(folder: Path) -> bool:
@@ -204,7 +212,7 @@ def _interpreter(version: str) -> str | None:
 
 def _run(command: list[str | Path], act: str, stdin: str = "", env: dict[str, str] | None = None) -> str:
     try:
-        done = subprocess.run(command, input=stdin, env=env, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, cwd=ROOT, input=stdin, env=env, capture_output=True, text=True, check=True)
     except FileNotFoundError as error:
         raise Missing(f"cannot {act}: there is no {command[0]}") from error
     except subprocess.CalledProcessError as error:
