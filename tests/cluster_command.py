@@ -11,12 +11,15 @@ from tests.shared_cluster import TestCluster
 
 #: Leaves the test's process before it becomes the command, so that its services are no children of it.
 PROGRAM = """
-import os, sys
+import os, runpy, sys
 if os.fork():
     os._exit(0)
 os.setsid()
 os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-os.execv(sys.executable, [sys.executable, "-m", "torch_dpflow.cli", "up", "--json", *sys.argv[2:]])
+from tests.preloaded import fork_server_early
+fork_server_early()
+sys.argv[:] = ["dpflow", "up", "--json", *sys.argv[2:]]
+runpy.run_module("torch_dpflow.cli", run_name="__main__")
 """
 
 

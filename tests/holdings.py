@@ -13,6 +13,8 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
+from tests.new_process import PRELOADED
+
 #: What a new descriptor may point to without being a leak: opened once a process, by Python or a library.
 HARMLESS_FILES = ("/dev/null", "/dev/urandom", "/proc/", "/sys/")
 #: Temporary files that outlive a test: of multiprocessing (fork server), of pytest, of torch's compiler.
@@ -50,7 +52,8 @@ class Holdings:
 
 
 def _descriptors() -> Iterator[tuple[int, str]]:
-    singletons = {resource_tracker._resource_tracker._fd, forkserver._forkserver._forkserver_alive_fd}
+    multiprocessings = {resource_tracker._resource_tracker._fd, forkserver._forkserver._forkserver_alive_fd}
+    singletons = {*multiprocessings, PRELOADED.held()[1]}
     for name in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
@@ -61,8 +64,9 @@ def _descriptors() -> Iterator[tuple[int, str]]:
 
 
 def descendants() -> Iterator[int]:
-    """Children, their children and so on, but for the processes that multiprocessing starts once."""
-    singletons = {resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}
+    """Children, their children and so on, but for processes that are started once: multiprocessing's and the tests'."""
+    multiprocessings = {resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}
+    singletons = {*multiprocessings, PRELOADED.held()[0]}
     pending = list(_children(os.getpid()))
     while pending:
         pid = pending.pop()

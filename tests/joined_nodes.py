@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.new_process import ROOT
+from tests.new_process import ROOT, Interpreter
 from tests.shared_cluster import TestCluster, wait
 from torch_dpflow.cluster.messages.node import NodeView
 
@@ -32,8 +31,10 @@ class StartedNode:
         self.name, self.log = name, log
         own = {"TMPDIR": str(folder)} if folder is not None else {}
         with open(log, "ab") as out:
-            self.process = subprocess.Popen(
+            self.process = Interpreter(
                 [*prefix, *_command(cluster), "--name", name, *arguments],
+                preloaded=not prefix,
+                fork_server=True,
                 env={**os.environ, "PYTHONPATH": str(ROOT), **own},
                 stdout=out,
                 stderr=out,

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import json
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,6 +21,14 @@ from torch._utils import ExceptionWrapper
 
 ROOT = Path(__file__).resolve().parent.parent
 FORK = multiprocessing.get_context("fork")
+LIBC = ctypes.CDLL(None)
+PR_SET_CHILD_SUBREAPER = 36
+#: Environment variable of what a test starts: the test processes above it, each with the part of its run.
+MARK = "PYTEST_STARTED_BY"
+#: The longest value of it, characters.
+MAX_MARK = 1000
+#: How variables begin that are read as a process starts.
+READ_AT_START = ("PYTHON", "LD_", "OMP_", "TORCH_")
 
 
 def in_fork(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -82,8 +94,119 @@ def _look_later(there: Connection, look: Callable[[], Any]) -> None:
         there.send(look())
 
 
+class Preloaded:
+    """Forks interpreters from a process that has imported torch and this package: `tests.preloaded`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def held(self) -> tuple[int, int]:
+        """Return its pid and the descriptor of the connection to it, which stay for all tests."""
+        if self._process is None or self._control is None:
+            return -1, -1
+        return self._process.pid, self._control.fileno()
+
+    def fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
+        """Fork an interpreter, which is a child of this process. Returns its pid."""
+        message = json.dumps(request).encode()
+        begins, begin = os.pipe()
+        try:
+            with self._lock:
+                pid = self._forked(message, [*descriptors, begins])
+            os.write(begin, b"1")
+        finally:
+            os.close(begins)
+            os.close(begin)
+        return pid
+
+    def _forked(self, message: bytes, descriptors: Sequence[int]) -> int:
+        while True:
+            control = self._running()
+            LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            try:
+                socket.send_fds(control, [message], descriptors)
+                if pid := control.recv(20):
+                    return int(pid)
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # a test's time-out has ended it
+            finally:
+                LIBC.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+            self._stop()
+
+    def _running(self) -> socket.socket:
+        if self._owner != os.getpid():  # never started, or by the process that has forked this one
+            self._owner, self._process, self._control = os.getpid(), None, None
+        if self._control is None:
+            self._control, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+            with there:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "tests.preloaded", str(there.fileno()), MARK],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env={**os.environ, "PYTHONPATH": import_path(), MARK: " " * MAX_MARK},
+                    pass_fds=[there.fileno()],
+                )
+        return self._control
+
+    def _stop(self) -> None:
+        assert self._process is not None
+        assert self._control is not None
+        self._control.close()
+        self._process.wait()
+        self._control = None
+
+
+PRELOADED = Preloaded()
+
+
+def import_path() -> str:
+    """Return the PYTHONPATH of interpreters: they can import the library and the tests' modules."""
+    return os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+
+
 class Interpreter(subprocess.Popen[str]):
-    """A fresh Python, killed where the `with` block that it is for ends by an exception, and awaited otherwise."""
+    """A Python process, killed where the `with` block that it is for ends by an exception, and awaited otherwise.
+
+    command: `sys.executable`, filters of warnings (`-W`), then `-c`, `-m` or a script, and arguments.
+    preloaded: whether it is forked from a process that has imported torch and this package.
+    fork_server: whether a fork server that it starts later is forked likewise.
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, preloaded: bool = True, fork_server: bool = False, **options: Any
+    ) -> None:
+        self._preloaded = preloaded
+        self._asked = {"fork_server": fork_server, "new_session": options.get("start_new_session", False)}
+        pipe = subprocess.PIPE
+        super().__init__(command, **{"stdout": pipe, "stderr": pipe, "text": True} | options)
+
+    def _execute_child(self, *given: Any) -> None:
+        """Start the process (subprocess's name)."""
+        if not self._preloaded:
+            super()._execute_child(*given)  # type: ignore[misc]
+            return
+        (_, *words), _, _, _, _, folder, environment, _, _, _, *pipes = given
+        pipes = pipes[:6]  # after them come what newer Pythons add
+        filters = []
+        while words[0] == "-W":
+            filters.append(words[1])
+            words = words[2:]
+        request = {
+            **self._asked,
+            "filters": filters,
+            "program": words.pop(1) if words[0] in ("-c", "-m") else "",
+            "arguments": words,
+            "folder": os.fspath(folder or os.getcwd()),
+            "environment": dict(os.environ if environment is None else environment),
+        }
+        ours = [number if pipe == -1 else pipe for number, pipe in zip((0, 1, 2), (pipes[0], pipes[3], pipes[5]))]
+        self.pid = PRELOADED.fork(request, ours)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
         if kind is not None:
@@ -96,26 +219,27 @@ def interpreter(
     *arguments: str,
     env: Mapping[str, str] | None = None,
     prefix: Sequence[str] = (),
+    fresh: bool = False,
     **options: Any,
 ) -> Interpreter:
-    """Start a fresh Python on `program`, which can import the library and the tests' modules.
+    """Start a Python on `program`, which can import the library and the tests' modules.
 
     prefix: a command that runs it, such as `ip netns exec NAME`.
+    fresh: whether nothing is imported yet. Otherwise it may be forked from a process that has imported torch.
     """
-    path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     return Interpreter(
         [*prefix, sys.executable, "-c", program, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, **(env or {})},
+        env={**os.environ, "PYTHONPATH": import_path(), **(env or {})},
+        preloaded=not (fresh or prefix or any(name.startswith(READ_AT_START) for name in env or ())),
         **options,
     )
 
 
-def run_interpreter(program: str, *arguments: str, timeout_s: float = 250) -> subprocess.CompletedProcess[str]:
-    """A fresh Python on `program`, run to its end."""
-    with interpreter(program, *arguments) as process:
+def run_interpreter(
+    program: str, *arguments: str, timeout_s: float = 250, fresh: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run an `interpreter` to its end."""
+    with interpreter(program, *arguments, fresh=fresh) as process:
         try:
             out, err = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:

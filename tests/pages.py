@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from subprocess import PIPE
 
 import pytest
+
+from tests.new_process import Interpreter
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -44,7 +44,7 @@ def save_scripts(page: Path, directory: Path) -> None:
             (directory / name).write_text(block, "utf-8")
 
 
-def start(*arguments: str, directory: Path, path: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+def start(*arguments: str, directory: Path, path: tuple[str, ...] = ()) -> Interpreter:
     """A Python process in a directory of its own. path: what a page has in PYTHONPATH."""
     # torchrun leaves a directory for logs in TMPDIR.
     env = {
@@ -53,7 +53,7 @@ def start(*arguments: str, directory: Path, path: tuple[str, ...] = ()) -> subpr
         "OMP_NUM_THREADS": "1",
         "TMPDIR": str(directory),
     }
-    return subprocess.Popen([sys.executable, *arguments], cwd=directory, env=env, stdout=PIPE, stderr=PIPE, text=True)
+    return Interpreter([sys.executable, *arguments], preloaded=not path, fork_server=True, cwd=directory, env=env)
 
 
 def run(*arguments: str, directory: Path) -> str:

@@ -32,6 +32,8 @@ import os, sys
 if os.fork():
     os._exit(0)
 os.setsid()
+from tests.preloaded import fork_server_early
+fork_server_early()
 from torch_dpflow.cluster.services.local_cluster import ClusterOptions, LocalCluster
 from torch_dpflow.cluster.services.node_host import stopped_by_signals
 cluster = LocalCluster(

@@ -20,9 +20,8 @@ from _pytest.outcomes import OutcomeException
 from _pytest.runner import call_and_report
 
 from tests.holdings import descendants
+from tests.new_process import MARK
 
-#: Environment variable of what a test starts: the test processes above it, each with the part of its run.
-MARK = "PYTEST_STARTED_BY"
 #: The time-out is repeated after so long, in the rest of the test and in its teardown; seconds.
 REPEATED_S = 30.0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,6 +15,7 @@ from click.testing import CliRunner, Result
 
 from tests.contracts.launchers import PROGRAM, caller, launch_spec_to
 from tests.contracts.processes import TIMEOUT_S
+from tests.new_process import Interpreter
 from torch_dpflow.cli.main import root
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.remote.launchers.contract import WorkerName
@@ -175,8 +175,8 @@ def test_a_dry_run_of_deploy_needs_no_credentials(
     for dry_run in ((), ("--dry-run",)):
         # In a process of its own: the vendor's chain takes the environment as it was when it was imported.
         command = [sys.executable, "-m", "torch_dpflow.cli", "deploy", *arguments, *joined, *dry_run]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-        output = done.stdout + done.stderr
+        with Interpreter(command, env=env) as process:
+            output = "".join(process.communicate(timeout=TIMEOUT_S))
         assert "redentials" in output, "the reason"
-        assert done.returncode == (0 if dry_run else 1), output
+        assert process.returncode == (0 if dry_run else 1), output
         assert [part in output for part in planned] == [bool(dry_run)] * len(planned)

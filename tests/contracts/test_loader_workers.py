@@ -144,7 +144,7 @@ print("restarts:", loader.stats().restarts)
 
 @pytest.mark.slow
 def test_under_the_default_start_method_of_later_pythons() -> None:
-    done = run_interpreter(FORKSERVER)
+    done = run_interpreter(FORKSERVER, fresh=True)
     assert (done.returncode, done.stdout) == (0, "restarts: 1\n"), done.stderr
 
 

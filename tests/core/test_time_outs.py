@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.new_process import ROOT
-from tests.time_outs import MARK, started_by
+from tests.new_process import MARK, ROOT
+from tests.time_outs import started_by
 
 #: Each hangs somewhere else; every second test passes.
 TESTS = """

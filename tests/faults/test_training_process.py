@@ -199,7 +199,7 @@ def test_a_script_may_end_anyhow(Loader: Any, eventually: Any, place: Path) -> N
     """No hang, no noise, no process, no file."""
     (place / "endings.json").write_text(json.dumps(ENDINGS))
     name_of_class = "dpflow" if "DPFlow" in Loader.__name__ else "torch"
-    done = run_interpreter(ENDING, str(place), name_of_class, timeout_s=250)
+    done = run_interpreter(ENDING, str(place), name_of_class, fresh=True)
     assert done.returncode == 0, done.stderr
     codes, groups = json.loads(done.stdout)
     failures = {}

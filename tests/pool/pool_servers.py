@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,10 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.new_process import Interpreter
 from torch_dpflow.pool import DataServer
 
 
-class ServerProcess(subprocess.Popen[str]):
+class ServerProcess(Interpreter):
     """A server's process."""
 
     #: Its first line.
@@ -39,7 +39,7 @@ def server(
         *more,
         *(() if join is None else ("--join", str(join))),
     ]
-    with ServerProcess(command, stdout=subprocess.PIPE, text=True) as process:
+    with ServerProcess(command, stderr=None) as process:
         try:
             assert process.stdout is not None
             process.said = process.stdout.readline()

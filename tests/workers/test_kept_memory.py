@@ -35,7 +35,7 @@ print(*DPFlowDataLoader(Faults(), batch_size=None, num_workers=1))
 
 
 def bytes_of_new_pages() -> int:
-    run = run_interpreter(FAULTS_OF_A_WORKER)
+    run = run_interpreter(FAULTS_OF_A_WORKER, fresh=True)
     assert run.returncode == 0, run.stderr
     return int(run.stdout) * PAGE
 

@@ -66,7 +66,7 @@ def test_two_folds_load_each_sample_of_either_once(
         read = keys(loader(ALSDCache(part, MEMORY), **orders[order]))
         assert (sorted(read) if order == "routed" else read) == (sorted(fold) if order == "routed" else fold)
     assert set(loaded(dataset)) == set(range(SIZE))
-    assert len(loaded(dataset)) < 1.2 * SIZE, "an idle worker may load one again; apart they would load 108"
+    assert len(loaded(dataset)) < 1.5 * SIZE, "idle workers may load some again; apart they would load 108"
 
 
 def test_a_part_of_a_part_is_a_part(loader: Callable[..., DPFlowDataLoader[Any]], dataset: Numbers) -> None:

@@ -110,7 +110,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("break_", BREAKS)
 def test_the_plain_way_gives_the_same_and_says_so_once(break_: str, here: Path, tmp_path: Path) -> None:
     broken, said = BREAKS[break_]
-    done = run_interpreter(PROGRAM.format(broken=broken), str(here), str(tmp_path))
+    done = run_interpreter(PROGRAM.format(broken=broken), str(here), str(tmp_path), fresh=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(said) == 1
     opened_like_the_originals(tmp_path)

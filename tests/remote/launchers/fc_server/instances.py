@@ -16,6 +16,8 @@ from contextlib import suppress
 
 import psutil
 
+from tests.new_process import Interpreter
+
 #: How long an instance may take to listen, seconds.
 READY_S = 120.0
 ENTRY = "torch_dpflow.remote.worker.fc"
@@ -95,7 +97,7 @@ class Templates:
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = dict(env)
         self._lock = threading.Lock()
-        self._started: dict[str, subprocess.Popen[bytes]] = {}
+        self._started: dict[str, Interpreter] = {}
 
     def fork(self, module: str, port: int, env: Mapping[str, str]) -> int:
         """Have an instance forked; its pid."""
@@ -103,15 +105,15 @@ class Templates:
             template = self._started.get(module)
             if template is None:
                 command = [sys.executable, "-m", "tests.remote.launchers.fc_server.template", module]
-                template = self._started[module] = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **self._env}
+                template = self._started[module] = Interpreter(
+                    command, stdin=subprocess.PIPE, stderr=None, env={**os.environ, **self._env}
                 )
                 assert template.stdout is not None
-                assert template.stdout.readline() == b"ready\n"
+                assert template.stdout.readline() == "ready\n"
             assert template.stdin is not None
             assert template.stdout is not None
             line = " ".join([str(port), *(f"{name}={value}" for name, value in env.items())])
-            template.stdin.write(line.encode())
+            template.stdin.write(line)
             template.stdin.flush()
             return int(template.stdout.readline())
 

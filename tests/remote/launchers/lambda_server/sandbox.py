@@ -19,7 +19,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[4]
+from tests.new_process import ROOT, Interpreter
+
 _PREFIX = "/2018-06-01/runtime"
 
 
@@ -90,7 +91,7 @@ class Sandbox:
         self.directory = tempfile.mkdtemp(prefix="sandbox-")
         self.log = Path(self.directory, "log")
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
+            self.process = Interpreter(
                 [sys.executable, *command],
                 env=self._env(region),
                 cwd=self.directory,

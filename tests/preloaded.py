@@ -1,0 +1,165 @@
+"""A process that has imported torch and this package, from which tests fork interpreters: seconds less for each.
+
+`new_process.Preloaded` starts it and sends it what to run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import resource
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from multiprocessing import util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+#: What nearly all interpreters of tests import, and a cluster's processes.
+MODULES = ("torch", "torch_dpflow.loader", "torch_dpflow.cluster.client.open_job")
+#: Where descriptors wait until the numbers below are closed.
+ABOVE = 300
+MAX_REQUEST, MAX_DESCRIPTORS = 1 << 20, 16
+
+
+def serve(control: socket.socket) -> dict[str, Any] | None:
+    """Fork an interpreter for each request: in it, return the request. At the end, return None."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST, MAX_DESCRIPTORS)
+        if not message:
+            return None
+        here, there = os.pipe()
+        between = os.fork()
+        if between == 0:
+            # The interpreter is forked by a process that ends: the test's process adopts it as a child.
+            between = os.getpid()
+            if pid := os.fork():
+                os.write(there, str(pid).encode())
+                os._exit(0)
+            control.detach()
+            *standard, begins = descriptors
+            os.read(begins, 1)  # it is written once no other process would be adopted
+            while os.getppid() == between:
+                time.sleep(0.0005)
+            place((0, 1, 2), standard)
+            request: dict[str, Any] = json.loads(message)
+            return request
+        os.close(there)
+        for number in descriptors:
+            os.close(number)
+        pid_there = os.read(here, 20)
+        os.close(here)
+        os.waitpid(between, 0)
+        control.send(pid_there)
+
+
+def place(numbers: Sequence[int], descriptors: Sequence[int]) -> None:
+    """Give descriptors these numbers, and close all others."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    above = max(ABOVE, *numbers) + 1
+    for at, number in enumerate(descriptors):
+        os.dup2(number, above + at)
+    os.closerange(0, above)
+    for at, number in enumerate(numbers):
+        os.dup2(above + at, number)
+    os.closerange(above, most)
+
+
+def become(request: dict[str, Any], mark: str) -> ModuleType:
+    """Take the place of an interpreter that was started by this request; return its main module.
+
+    mark: the variable that other processes read in /proc/PID/environ, where changes of `os.environ` do not show.
+    """
+    import numpy
+
+    os.chdir(request["folder"])
+    write_over(mark, request["environment"].get(mark, ""))
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    tempfile.tempdir = None
+    numpy.random.seed()  # it was seeded before the fork: all interpreters would draw the same
+    if request["new_session"]:
+        os.setsid()
+    sys.warnoptions += request["filters"]
+    warnings._processoptions(request["filters"])  # type: ignore[attr-defined]
+    sys.argv[:] = request["arguments"]
+    main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    sys.path[0] = ""
+    if sys.argv[0] not in ("-c", "-m"):
+        main.__file__ = os.path.abspath(sys.argv[0])
+        sys.path[0] = os.path.dirname(main.__file__)
+    sys.modules["__main__"] = main
+    return main
+
+
+def write_over(name: str, text: str) -> None:
+    """Change a variable in the environment that this process has had since its start. It must not become longer."""
+    library = ctypes.CDLL(None)
+    library.getenv.restype = ctypes.c_void_p
+    size = len(os.environ[name].encode())
+    ctypes.memmove(library.getenv(name.encode()), text.encode().ljust(size)[:size], size)
+
+
+def fork_server_early() -> None:
+    """Fork now what multiprocessing starts as its fork server later: it has imported what this process has."""
+    here, there = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        here.close()
+        _become_fork_server(there)
+    there.close()
+    start = util.spawnv_passfds
+
+    def started(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+        if "multiprocessing.forkserver" not in arguments[-1]:
+            return start(path, arguments, descriptors)
+        util.spawnv_passfds = start
+        numbers = [0, 1, 2, *descriptors]
+        message = [arguments[-1], numbers, dict(os.environ)]
+        with here:
+            socket.send_fds(here, [json.dumps(message).encode()], numbers)
+        return pid
+
+    util.spawnv_passfds = started
+
+
+def _become_fork_server(there: socket.socket) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as it is where it would be started
+    message, descriptors, _, _ = socket.recv_fds(there, MAX_REQUEST, MAX_DESCRIPTORS)
+    if message:
+        there.detach()
+        program, numbers, environment = json.loads(message)
+        os.environ.clear()
+        os.environ.update(environment)
+        place(numbers, descriptors)
+        exec(program, {"__name__": "__main__"})
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    for name in MODULES:
+        import_module(name)
+    gc.collect()
+    gc.freeze()
+    if (asked := serve(socket.socket(fileno=int(sys.argv[1])))) is not None:
+        itself = sys.modules["__main__"]
+        run = become(asked, sys.argv[2])
+        if asked["fork_server"]:
+            fork_server_early()
+        # At the level of the module: this process ends as an interpreter does.
+        if sys.argv[0] == "-c":
+            exec(compile(asked["program"], "<string>", "exec"), run.__dict__)
+        elif sys.argv[0] == "-m":
+            runpy._run_module_as_main(asked["program"])  # type: ignore[attr-defined]
+        else:
+            exec(compile(Path(sys.argv[0]).read_bytes(), sys.argv[0], "exec"), run.__dict__)
