@@ -22,6 +22,7 @@ import pytest
 from tests.contracts.platforms import wakes
 from tests.contracts.processes import CODE, LAST_WORDS, TIMEOUT_S
 from torch_dpflow.errors import OptionError, PlatformError
+from torch_dpflow.ipc.messages.remote_worker import MAX_LAUNCH_SPEC_BYTES
 from torch_dpflow.remote.launchers.contract import (
     Accepted,
     Ended,
@@ -101,8 +102,8 @@ class LauncherContract:
 
     def test_the_longest_launch_spec_arrives_whole(self, platform: RemotePlatform, listener: socket.socket) -> None:
         launch_spec = launch_spec_to(listener)
-        launch_spec = launch_spec_to(listener, padding="x" * (platform.limits.max_launch_spec_bytes - len(launch_spec)))
-        assert len(launch_spec) == platform.limits.max_launch_spec_bytes
+        launch_spec = launch_spec_to(listener, padding="x" * (MAX_LAUNCH_SPEC_BYTES - len(launch_spec)))
+        assert len(launch_spec) == MAX_LAUNCH_SPEC_BYTES
         platform.start(name_of(0), launch_spec)
         with caller(listener) as (_, received):
             assert received == launch_spec

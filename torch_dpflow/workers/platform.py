@@ -42,8 +42,6 @@ class Limits:
     #: Starts per second, on average over 10 s, and concurrent calls of the control plane.
     starts_per_s: float = 100.0
     calls_at_once: int = 8
-    #: Most bytes of a launch spec.
-    max_launch_spec_bytes: int = 8192
     #: Lower and upper limit of the timeout from a worker's start to its handshake, seconds; adapted in between.
     start_timeout_s: tuple[float, float] = (10.0, 120.0)
     #: Whether it can list the workers of a dead starter, and kill one.

@@ -341,12 +341,12 @@ def test_a_fork_ends_no_worker_of_its_parent(make: Any) -> None:
 
 
 def test_what_cannot_be_started_is_refused_at_once(make: Any) -> None:
-    platform, launcher = make("start", max_launch_spec_bytes=4)
+    platform, launcher = make("start")
     platform.start("a", b"1234")
     with pytest.raises(OptionError, match="a cannot be started again"):
         platform.start("a", b"{}")
-    with pytest.raises(OptionError, match="5 bytes; at most 4 are allowed"):
-        platform.start("b", b"12345")
+    with pytest.raises(OptionError, match="8193 bytes; at most 8192 are allowed"):
+        platform.start("b", bytes(8193))
     launcher.gates["start"].set()
     assert take(platform, 1) == [Accepted("a", "ref of a")]
 

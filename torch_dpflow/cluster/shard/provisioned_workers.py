@@ -34,8 +34,9 @@ from torch_dpflow.cluster.messages.provisioner import (
 from torch_dpflow.cluster.services.contents import open_content
 from torch_dpflow.cluster.services.service import COORDINATOR, ServiceSpec, WorkerPlatform
 from torch_dpflow.cluster.shard.server import SampleShard
-from torch_dpflow.errors import DPFlowError, OptionError, RemoteCallError, UnavailableError
+from torch_dpflow.errors import DPFlowError, RemoteCallError, UnavailableError
 from torch_dpflow.ipc.messages.fields import MAX_TEXT
+from torch_dpflow.ipc.messages.remote_worker import checked_launch_spec
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.fleet.content import SAMPLE_WORKERS, RemoteContent
 from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
@@ -106,13 +107,8 @@ class ProvisionedPlatform:
     # -- for the shard's thread ------------------------------------------------------------------------------
 
     def start(self, name: str, launch_spec: bytes) -> None:
-        if len(launch_spec) > self.limits.max_launch_spec_bytes:
-            raise OptionError(
-                f"the launch spec of {name} has {len(launch_spec)} bytes; at most "
-                f"{self.limits.max_launch_spec_bytes} are allowed"
-            )
         with self._lock:
-            self._launch_specs[name] = launch_spec
+            self._launch_specs[name] = checked_launch_spec(name, launch_spec)
         self._ask(StartRequest(name, launch_spec))
 
     def stop(self, name: str, why: str = "") -> None:

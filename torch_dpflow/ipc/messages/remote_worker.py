@@ -55,11 +55,15 @@ class _Version(msgspec.Struct):
 
 def encode_launch_spec(spec: LaunchSpec) -> bytes:
     """Encode a launch spec as JSON. Raises OptionError above `MAX_LAUNCH_SPEC_BYTES`."""
-    data = msgspec.json.encode(spec)
+    return checked_launch_spec(spec.name, msgspec.json.encode(spec))
+
+
+def checked_launch_spec(name: str, data: bytes) -> bytes:
+    """Return an encoded launch spec. Raises OptionError above `MAX_LAUNCH_SPEC_BYTES`."""
     if len(data) > MAX_LAUNCH_SPEC_BYTES:
         raise OptionError(
-            f"the launch spec of {spec.name} has {len(data)} bytes; at most {MAX_LAUNCH_SPEC_BYTES} are allowed: "
-            "give fewer or shorter addresses"
+            f"the launch spec of {name} has {len(data)} bytes; at most {MAX_LAUNCH_SPEC_BYTES} are allowed: give fewer "
+            "or shorter addresses"
         )
     return data
 

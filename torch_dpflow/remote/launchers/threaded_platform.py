@@ -13,6 +13,7 @@ from torch_dpflow._core import descriptors
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow._core.threads import AwaitedThread
 from torch_dpflow.errors import AnswerLostError, OptionError, PlatformError
+from torch_dpflow.ipc.messages.remote_worker import checked_launch_spec
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.launchers.contract import (
     Accepted,
@@ -115,11 +116,7 @@ class ThreadedPlatform:
     # -- for the owner -----------------------------------------------------------------------------------
 
     def start(self, name: str, launch_spec: bytes) -> None:
-        if len(launch_spec) > self.limits.max_launch_spec_bytes:
-            raise OptionError(
-                f"the launch spec of {name} has {len(launch_spec)} bytes; at most "
-                f"{self.limits.max_launch_spec_bytes} are allowed"
-            )
+        checked_launch_spec(name, launch_spec)
         with self._changed:
             if self._closed:
                 raise OptionError(f"{name} cannot be started: its platform is closed")
