@@ -31,6 +31,7 @@ from torch_dpflow._core.torch_private import (
 from torch_dpflow.errors import NotPicklableError, WorkerError
 from torch_dpflow.ipc.memory.arena import Arena, Block
 from torch_dpflow.ipc.memory.segment import Memory, storage_over, tensor_over
+from torch_dpflow.ipc.messages.fields import WorkerRefusedError
 from torch_dpflow.ipc.messages.headers import FAILURE, EpochBegin, WorkerBegun, encode
 from torch_dpflow.ipc.serialization.codec import LARGE_BYTES
 from torch_dpflow.ipc.serialization.codec import encode as encode_payload
@@ -224,10 +225,6 @@ def _exit_report(error: BaseException) -> str:
     return ExceptionWrapper((type(error), error, error.__traceback__), "").exc_msg
 
 
-class RefusedError(WorkerError):
-    """The shard refuses this worker."""
-
-
 class BatchWorker(TaskWorker):
     """Worker of a private loader.
 
@@ -253,7 +250,7 @@ class BatchWorker(TaskWorker):
         self._is_first = True
 
     def work(self) -> None:
-        """Load until the shard sends `Stop`. Raises RefusedError if it refuses this worker."""
+        """Load until the shard sends `Stop`. Raises WorkerRefusedError if it refuses this worker."""
         super().work()
         self._connection.close()
 
@@ -283,7 +280,7 @@ class BatchWorker(TaskWorker):
             self._send_ready()
 
     def _on_refused(self, reason: str) -> None:
-        raise RefusedError(f"the shard refuses this worker: {reason}")
+        raise WorkerRefusedError(f"the shard refuses this worker: {reason}")
 
     def _begin_epoch(self, order: memoryview) -> None:
         assert self._source is not None

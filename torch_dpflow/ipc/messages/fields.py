@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, TypeAlias
 import msgspec
 
 from torch_dpflow._core.checks import MAX_SECONDS
-from torch_dpflow.errors import ErrorKind, UsageError
+from torch_dpflow.errors import ErrorKind, UsageError, WorkerError
 
 #: Longest name of a method, and longest text of an error, characters.
 MAX_NAME, MAX_TEXT = 200, 32 * 1024
@@ -30,6 +30,10 @@ SampleKeys: TypeAlias = Annotated[list[Count], msgspec.Meta(max_length=MAX_SAMPL
 
 class Body(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     """A call's arguments or result: an array on the wire; unknown fields are an error."""
+
+
+class WorkerRefusedError(WorkerError):
+    """The shard refuses this worker process."""
 
 
 class RecoverableError(UsageError):

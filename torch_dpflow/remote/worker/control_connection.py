@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch_dpflow._core.processes import PrivateDirectory
-from torch_dpflow.errors import DPFlowError, MessageError, PeerLostError
-from torch_dpflow.ipc.messages.fields import MAX_TEXT
+from torch_dpflow.errors import MessageError, PeerLostError
+from torch_dpflow.ipc.messages.fields import MAX_TEXT, WorkerRefusedError
 from torch_dpflow.ipc.messages.headers import PROTOCOL_VERSION, WorkerRefused, decode, encode
 from torch_dpflow.ipc.messages.remote_worker import (
     MAX_NAMES,
@@ -42,10 +42,6 @@ HEARTBEAT_S = 1.0
 CREDIT, AGAIN_S = 4, 5.0
 #: How long to try one of several addresses, and how long the last messages may take to leave, seconds.
 ADDRESS_S, GOODBYE_S = 5.0, 2.0
-
-
-class UnwantedWorkerError(DPFlowError):
-    """The shard rejects this worker."""
 
 
 class _Download:
@@ -120,7 +116,7 @@ class ControlConnection(threading.Thread):
         """Return the contents to load, by digest, once they have arrived.
 
         Raises:
-            UnwantedWorkerError: the shard has nothing for this worker.
+            WorkerRefusedError: the shard has nothing for this worker.
             PeerLostError: the shard does not answer.
             MessageError: the content has another digest.
         """
@@ -259,7 +255,7 @@ class ControlConnection(threading.Thread):
 
     def _on_refused(self, reason: str) -> None:
         if self._is_awaited:
-            raise UnwantedWorkerError(reason)
+            raise WorkerRefusedError(reason)
         self._leave_at_once(reason and f"the shard refuses it: {reason}", code=0)
 
     def _leave_at_once(self, why: str, code: int = 1) -> None:

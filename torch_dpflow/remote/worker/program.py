@@ -9,10 +9,11 @@ from importlib import import_module
 
 from torch_dpflow._core.checks import is_loopback
 from torch_dpflow._core.processes import PrivateDirectory
+from torch_dpflow.ipc.messages.fields import WorkerRefusedError
 from torch_dpflow.ipc.messages.remote_worker import LaunchSpec, decode_launch_spec
 from torch_dpflow.remote.shipping.code_bundle import install_bundle
 from torch_dpflow.remote.shipping.compatibility import missing_modules, required_modules, versions_here
-from torch_dpflow.remote.worker.control_connection import ControlConnection, UnwantedWorkerError
+from torch_dpflow.remote.worker.control_connection import ControlConnection
 
 #: The module that loads single samples: named and not imported, since flows lie above the workers of any loader.
 SAMPLES = "torch_dpflow.cluster.shard.sample_worker"
@@ -39,7 +40,7 @@ def run(launch_spec: bytes) -> int:
     control.start()
     try:
         _work(result, control)
-    except UnwantedWorkerError as error:
+    except WorkerRefusedError as error:
         if str(error):
             print(f"{result.name} is not wanted: {error}", file=sys.stderr)
         return 0
@@ -81,13 +82,9 @@ def _work(launch_spec: LaunchSpec, control: ControlConnection) -> None:
         connection.close()
         return
     try:
-        try:
-            spec = remote_batches.open_spec(packed)
-        except ModuleNotFoundError as error:  # of a module that those which were sent import
-            raise _LackingError([error.name or str(error)]) from error
-        del packed
-        connection = control.connect()
-        near = is_loopback(control.address)
-        remote_batches.work(spec, launch_spec.number, launch_spec.incarnation, connection, is_near=near)
-    except remote_batches.RefusedError as error:
-        raise UnwantedWorkerError(str(error)) from error
+        spec = remote_batches.open_spec(packed)
+    except ModuleNotFoundError as error:  # of a module that those which were sent import
+        raise _LackingError([error.name or str(error)]) from error
+    del packed
+    connection, near = control.connect(), is_loopback(control.address)
+    remote_batches.work(spec, launch_spec.number, launch_spec.incarnation, connection, is_near=near)

@@ -11,10 +11,8 @@ from torch_dpflow.ipc.memory.headroom import machine_total
 from torch_dpflow.ipc.rpc.carrier import compress
 from torch_dpflow.ipc.transport import Connection
 from torch_dpflow.remote.shipping.content_pack import unpack_load_spec
-from torch_dpflow.workers.batch_worker import BatchWorker, RefusedError
+from torch_dpflow.workers.batch_worker import BatchWorker
 from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
-
-__all__ = ["RefusedError", "open_spec", "work"]
 
 
 def open_spec(packed: bytes) -> LoadSpec:
@@ -33,7 +31,7 @@ def work(spec: LoadSpec, number: int, incarnation: int, connection: Connection, 
 
     is_near: whether the shard is on this host.
 
-    Raises RefusedError if the shard rejects this worker.
+    Raises WorkerRefusedError if the shard rejects this worker.
     """
     set_worker_signal_handlers()
     BatchWorker(spec, number, incarnation, connection, compress=None if is_near else compress).work()
