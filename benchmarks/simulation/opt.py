@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from torch_dpflow.caches.policy import Job, check_weight
 from torch_dpflow.caches.ranked import RankedPolicy
-from torch_dpflow.caches.residents import Distances, Ranking
+from torch_dpflow.caches.residents import Distances, Loads, Ranking
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.lookahead import Keys, Lookahead
 
@@ -18,14 +18,11 @@ class _NextAccess(Ranking):
     def __init__(self) -> None:
         self.places: Distances = np.zeros(0)
 
-    def distance(self, key: int) -> float:
+    def distance(self, key: int, load: int) -> float:
         return float(self.places[key])
 
-    def distances(self, keys: Keys) -> Distances:
+    def distances(self, keys: Keys, loads: Loads) -> Distances:
         return self.places.take(keys)
-
-    renew = distance
-    renew_many = distances
 
 
 class OPT(RankedPolicy):

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import pytest
 
+from torch_dpflow.caches import make_policy, residents
 from torch_dpflow.caches.alsd import ALSD, Aggregate
-from torch_dpflow.caches.residents import Residents
 from torch_dpflow.lookahead import Lookahead
 
 SAMPLES, BATCH, JOBS = 30_000, 400, 3
@@ -99,8 +100,8 @@ def test_alsd_gives_up_the_farthest_where_few_of_many_keys_are_resident(aggregat
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["one-by-one", "in-bulk"])
-def test_load_numbers_that_run_out_are_counted_anew(monkeypatch: pytest.MonkeyPatch, many: bool) -> None:
-    monkeypatch.setattr(Residents, "highest_load", 20)
+def test_load_numbers_that_run_out_are_counted_again(monkeypatch: pytest.MonkeyPatch, many: bool) -> None:
+    monkeypatch.setattr(residents, "_MIN_ROOM", 8)
     policy = ALSD(max_items=6, keys=100)
     admit: Callable[[list[int]], list[int]]
     if many:
@@ -111,3 +112,27 @@ def test_load_numbers_that_run_out_are_counted_anew(monkeypatch: pytest.MonkeyPa
     # All are equally far, so they go in the order in which they came.
     assert gone == list(range(54))
     assert sorted(policy) == list(range(54, 60))
+
+
+@pytest.mark.parametrize("name", ["alsd", "alsd-mean", "use-distance"])
+def test_jobs_join_begin_epochs_and_leave_without_a_pass_over_all_keys(name: str) -> None:
+    """Counted in pages of memory that a step touches, as numpy's arrays of 32 million keys would be."""
+    keys, process = 32_000_000, psutil.Process()
+    policy = make_policy(name, max_bytes=1000, keys=keys)
+    policy.admit_many(np.arange(0, keys, keys // 200))
+    order = np.random.default_rng(3).permutation(200) * (keys // 200) + 7
+
+    def turn(epoch: int) -> None:
+        for job in range(6):
+            policy.join(job)
+            policy.hint(job, Lookahead(epoch=epoch, length=keys, certain=order))
+            policy.access_many(order[:100], job)
+            policy.hint(job, Lookahead(epoch=epoch, length=keys, position=100, certain=order[100:]))
+
+    before = process.memory_info().rss
+    for epoch in range(3):
+        turn(epoch)
+    for job in range(6):
+        policy.forget(job)
+    # 200 keys in each of six arrays of cells and their codes, a page of 4 KiB for each, and twice that.
+    assert process.memory_info().rss - before < 2 * 200 * 6 * 2 * 4096 < keys

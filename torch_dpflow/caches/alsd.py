@@ -18,9 +18,6 @@ from torch_dpflow.caches.timetable import JobProgress
 from torch_dpflow.errors import OptionError
 from torch_dpflow.lookahead import Keys, Lookahead
 
-#: Keys that are recomputed at once, which bounds the memory.
-_CHUNK = 1 << 16
-
 #: A change of speed by less than this factor waits for the job's next epoch.
 _SPEED_CHANGE = 1.25
 
@@ -84,7 +81,8 @@ class LookaheadPolicy(RankedPolicy):
             self._ranking.advance(progress)
 
     def _grow(self, span: int) -> None:
-        self._ranking.grow(span)
+        self._timetable.grow(span)
+        self._ranking.recompute()
         guessing = [progress for progress in self._timetable if not progress.turns]
         for progress in guessing:
             progress.length = span
@@ -144,17 +142,12 @@ class LookaheadPolicy(RankedPolicy):
             self._recompute_all()
             return
         moved = np.unique(touched[self._residents.loads.take(touched) > 0])
-        if len(moved):
-            self._residents.move_many(moved, self._ranking.renew_many(moved))
+        self._residents.renew_many(moved, self._residents.loads.take(moved))
 
     def _recompute_all(self) -> None:
-        """Recompute all distances: jobs have joined, left or changed their pace or order."""
+        """Recompute all distances: jobs have joined, left or changed their pace or order. O(resident keys)."""
         self._ranking.recompute()
-        if self._residents.count:
-            keys = self._residents.keys()
-            for start in range(0, len(keys), _CHUNK):
-                self._ranking.renew_many(keys[start : start + _CHUNK])
-            self._residents.rebuild()
+        self._residents.rebuild(renew=True)
 
 
 Aggregate = Literal["min", "mean"]
@@ -174,7 +167,7 @@ class ALSD(LookaheadPolicy):
     has read are evicted before the others, the oldest load first. For one job, this gives as many hits as if nothing
     was ever replaced. If `keys` is not known either, the oldest load is evicted first.
 
-    Amortised, an access costs O(log n); when a job begins an epoch or leaves, O(keys).
+    Amortised, an access costs O(log n); when a job begins an epoch or leaves, O(resident keys).
 
     Args:
         aggregate: how the jobs' distances are combined. "min": the time until the first job reads the

@@ -119,10 +119,6 @@ class CoarseOrder:
             bucket.bound = complex(bucket.bound.real + distance, bucket.bound.imag)
         self._changed()
 
-    def entries(self) -> list[Keys]:
-        """Return all entries, in pieces, in no order."""
-        return [chunk for bucket in self._stack for chunk in bucket.chunks]
-
     def restart(self, keys: Keys) -> None:
         """Replace all entries by one for each of `keys`, whose ranks are unknown."""
         self._stack = [_Bucket(complex(np.inf, 0.0), keys)] if len(keys) else []

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow._core.sparse_zeros import sparse_zeros
-from torch_dpflow.caches.residents import Distances, Ranking
+from torch_dpflow.caches.residents import Distances, Loads, Ranking
 from torch_dpflow.caches.timetable import JOBS_PER_PLANE, JobProgress, Timetable
 from torch_dpflow.lookahead import Keys
 
@@ -35,12 +34,12 @@ class NextUseRanking(Ranking):
 
     def __init__(self) -> None:
         self.timetable = Timetable(self.codes)
-        #: By key; valid for resident keys only.
-        self.anchors: Distances = np.zeros(0)
+        #: By load number; valid for resident keys only.
+        self.anchors: Distances = np.zeros(1)
         self._anchor_of: memoryview[Any] = self.anchors.data
         #: How much all anchors have shrunk since the start.
         self.now = 0.0
-        #: By plane and place, the values of the four codes.
+        #: By plane and place, the values of the four codes as they are stored.
         self._values: list[list[list[float]]] = []
         #: The same combined over places, by byte; None where values have changed since. As arrays and as lists.
         self._combined: list[Distances | None] = []
@@ -52,11 +51,15 @@ class NextUseRanking(Ranking):
         """Return a job's contribution to the distance of keys of codes 0 to 3."""
 
     @abstractmethod
+    def scale(self, progress: JobProgress) -> tuple[float, float]:
+        """Return the factor and the summand that make a part of an anchor of a job's position."""
+
+    @abstractmethod
     def advance(self, progress: JobProgress) -> None:
         """Record that a job's position has advanced."""
 
-    def distances(self, keys: Keys) -> Distances:
-        return self._distances_from(self.anchors.take(keys), keys)
+    def distances(self, keys: Keys, loads: Loads) -> Distances:
+        return self._distances_from(self.anchors.take(loads), keys)
 
     def _distances_from(self, distances: Distances, keys: Keys) -> Distances:
         """Return the distances for these anchors, which are overwritten."""
@@ -65,30 +68,45 @@ class NextUseRanking(Ranking):
             combined = self._combined[number]
             if combined is None:
                 combined = self._combine_plane(number)
-            self.combine(distances, combined.take(plane.take(keys)), out=distances)
+            self.combine(distances, combined.take(plane.codes.take(keys)), out=distances)
         return distances
 
-    def grow(self, span: int) -> None:
-        """Grow arrays to hold keys below `span`."""
-        anchors = sparse_zeros(span, np.float64)
-        anchors[: len(self.anchors)] = self.anchors
-        self.anchors = anchors
+    def renumber(self, loads: npt.NDArray[np.intp], room: int) -> None:
+        anchors = self.anchors[loads]
+        self.anchors = np.zeros(room)
+        self.anchors[: len(anchors)] = anchors
         self._anchor_of = self.anchors.data
-        self.timetable.grow(span)
 
     def recompute(self) -> None:
         """Recompute everything that depends on jobs only, as jobs have joined, left or begun an epoch."""
         planes = len(self.timetable.planes)
+        self._code_of = [plane.code_of for plane in self.timetable.planes]
+        #: By job: its cells and `outsiders`; the two numbers by which a subclass makes a distance of a position.
+        self._rows = [(one.cell_of, one.outsiders, *self.scale(one)) for one in self.timetable]
+        self._outsiders = np.array([[row[1]] for row in self._rows], np.int32).reshape(-1, 1)
+        self._scales, self._shifts = (np.array([[row[n]] for row in self._rows]).reshape(-1, 1) for n in (2, 3))
         self._values = [[[self.neutral] * 4 for _ in range(JOBS_PER_PLANE)] for _ in range(planes)]
         self._combined = [None] * planes
         for progress in self.timetable:
-            self._values[progress.plane][progress.place] = self.values(progress)
+            self._note_values(progress)
         self._combined_of = [self._combine_plane(number).tolist() for number in range(planes)]
 
     def update(self, progress: JobProgress) -> None:
         """Recompute a job's values."""
-        self._values[progress.plane][progress.place] = self.values(progress)
+        self._note_values(progress)
         self._combined[progress.plane] = self._combined_of[progress.plane] = None
+
+    def _cells(self, keys: Keys) -> npt.NDArray[np.int32]:
+        """Return the cells of all jobs, shape (jobs, keys)."""
+        cells = np.empty((len(self._rows), len(keys)), np.int32)
+        for row, progress in zip(cells, self.timetable):
+            progress.cells.take(keys, out=row, mode="clip")  # the others copy the row
+        cells ^= self._outsiders
+        return cells
+
+    def _note_values(self, progress: JobProgress) -> None:
+        values = self.values(progress)
+        self._values[progress.plane][progress.place] = [values[code ^ progress.code] for code in range(4)]
 
     def _combine_plane(self, number: int) -> Distances:
         first, *others = (np.take(row, codes) for row, codes in zip(self._values[number], _CODE_AT))
@@ -96,13 +114,6 @@ class NextUseRanking(Ranking):
             self.combine(first, values, out=first)
         self._combined[number] = first
         return first
-
-    def _column_of(self, attribute: str, absent: float) -> npt.NDArray[np.float64]:
-        """Return an attribute of the jobs as a column vector, shape (width, 1)."""
-        column = np.full((self.timetable.width, 1), absent)
-        for progress in self.timetable:
-            column[progress.column] = getattr(progress, attribute)
-        return column
 
 
 class EarliestUse(NextUseRanking):
@@ -117,12 +128,6 @@ class EarliestUse(NextUseRanking):
     combine = np.minimum
     neutral = _INFINITY
 
-    def recompute(self) -> None:
-        super().recompute()
-        self._paces = self._column_of("pace", 0.0)
-        self._bases = self._column_of("base", 0.0)
-        self._moments = list(zip(self._paces[:, 0].tolist(), self._bases[:, 0].tolist()))
-
     def advance(self, progress: JobProgress) -> None:
         now = progress.base + progress.position * progress.pace
         if now > self.now:
@@ -130,30 +135,32 @@ class EarliestUse(NextUseRanking):
         if progress.estimates:
             self.update(progress)
 
-    def renew(self, key: int) -> float:
-        width = self.timetable.width
+    def renew(self, key: int, load: int) -> float:
         moment = _INFINITY
-        for cell, (pace, base) in zip(self.timetable.cell_of[key * width : (key + 1) * width].tolist(), self._moments):
+        for cell_of, outsiders, pace, base in self._rows:
+            cell = cell_of[key] ^ outsiders
             if cell >= 0:
                 time = base + cell * pace
                 if time < moment:
                     moment = time
-        self._anchor_of[key] = moment
-        return self.distance(key)
+        self._anchor_of[load] = moment
+        return self.distance(key, load)
 
-    def renew_many(self, keys: Keys) -> Distances:
-        cells = self.timetable.cells.take(keys, axis=0).T
-        moments = np.empty(cells.shape)
-        np.multiply(cells, self._paces, out=moments)
-        moments += self._bases
+    def renew_many(self, keys: Keys, loads: Loads) -> Distances:
+        cells = self._cells(keys)
+        moments = cells * self._scales
+        moments += self._shifts
         np.copyto(moments, _INFINITY, where=cells < 0)
         earliest = moments.min(axis=0, initial=_INFINITY)
-        self.anchors[keys] = earliest
+        self.anchors[loads] = earliest
         return self._distances_from(earliest, keys)
 
-    def distance(self, key: int) -> float:
-        least: float = self._anchor_of[key] - self.now
-        for codes, combined, values in zip(self.timetable.code_of, self._combined_of, self._values):
+    def scale(self, progress: JobProgress) -> tuple[float, float]:
+        return progress.pace, progress.base
+
+    def distance(self, key: int, load: int) -> float:
+        least: float = self._anchor_of[load] - self.now
+        for codes, combined, values in zip(self._code_of, self._combined_of, self._values):
             code = codes[key]
             if combined is None:
                 value = min(row[(code >> shift) & 3] for row, shift in zip(values, (0, 2, 4, 6)))
@@ -181,39 +188,33 @@ class WeightedMean(NextUseRanking):
     combine = np.add
     neutral = 0.0
 
-    def recompute(self) -> None:
-        super().recompute()
-        self._weights = self._column_of("weight", 0.0)
-        self._weight_of = self._weights[:, 0].tolist()
-
     def advance(self, progress: JobProgress) -> None:
         if progress.estimates:
             self.update(progress)
         else:
-            self._values[progress.plane][progress.place][1] = -progress.position * progress.weight
+            self._values[progress.plane][progress.place][1 ^ progress.code] = -progress.position * progress.weight
             self._combined[progress.plane] = None
 
-    def renew(self, key: int) -> float:
-        width = self.timetable.width
+    def renew(self, key: int, load: int) -> float:
         total = 0.0
-        for cell, weight in zip(self.timetable.cell_of[key * width : (key + 1) * width].tolist(), self._weight_of):
+        for cell_of, outsiders, weight, _ in self._rows:
+            cell = cell_of[key] ^ outsiders
             if cell > 0:
                 total += cell * weight
-        self._anchor_of[key] = total
-        return self.distance(key)
+        self._anchor_of[load] = total
+        return self.distance(key, load)
 
-    def renew_many(self, keys: Keys) -> Distances:
-        cells = self.timetable.cells.take(keys, axis=0).T
-        positions = np.empty(cells.shape)
-        np.maximum(cells, 0, out=positions)
-        positions *= self._weights
-        total = positions.sum(axis=0)
-        self.anchors[keys] = total
+    def renew_many(self, keys: Keys, loads: Loads) -> Distances:
+        total = (np.maximum(self._cells(keys), 0) * self._scales).sum(axis=0)
+        self.anchors[loads] = total
         return self._distances_from(total, keys)
 
-    def distance(self, key: int) -> float:
-        total: float = self._anchor_of[key]
-        for codes, values in zip(self.timetable.code_of, self._values):
+    def scale(self, progress: JobProgress) -> tuple[float, float]:
+        return progress.weight, 0.0
+
+    def distance(self, key: int, load: int) -> float:
+        total: float = self._anchor_of[load]
+        for codes, values in zip(self._code_of, self._values):
             code = codes[key]
             first, second, third, fourth = values
             total += first[code & 3] + second[(code >> 2) & 3] + third[(code >> 4) & 3] + fourth[code >> 6]

@@ -24,6 +24,7 @@ class KeyedPolicy(Policy):
     def __init__(self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None) -> None:
         super().__init__(max_items=max_items, max_bytes=max_bytes, keys=keys)
         self._sizes: dict[int, int] = {}
+        self._bytes = 0
         self._jobs: dict[Job, float] = {}
 
     def access(self, key: int, job: Job) -> bool:
@@ -85,6 +86,10 @@ class KeyedPolicy(Policy):
     @property
     def jobs(self) -> tuple[Job, ...]:
         return tuple(self._jobs)
+
+    @property
+    def nbytes(self) -> int:
+        return self._bytes
 
     def __contains__(self, key: object) -> bool:
         return key in self._sizes

@@ -95,7 +95,6 @@ class Policy(ABC):
         self._hits = self._misses = 0
         self._offered = self._bypassed = self._refused = 0
         self._evicted = self._discarded = 0
-        self._bytes = 0
 
     @abstractmethod
     def access(self, key: int, job: Job) -> bool:
@@ -160,7 +159,7 @@ class Policy(ABC):
             evicted=self._evicted,
             discarded=self._discarded,
             items=len(self),
-            bytes=self._bytes,
+            bytes=self.nbytes,
             jobs=len(self.jobs),
         )
 
@@ -168,6 +167,11 @@ class Policy(ABC):
     @abstractmethod
     def jobs(self) -> tuple[Job, ...]:
         """The present jobs, in the order in which they joined."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """The sizes of the resident keys together."""
 
     @abstractmethod
     def __contains__(self, key: object) -> bool: ...
@@ -181,7 +185,7 @@ class Policy(ABC):
 
     def _is_over(self) -> bool:
         return (self.max_items is not None and len(self) > self.max_items) or (
-            self.max_bytes is not None and self._bytes > self.max_bytes
+            self.max_bytes is not None and self.nbytes > self.max_bytes
         )
 
     def _is_too_large(self, size: int) -> bool:

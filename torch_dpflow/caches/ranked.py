@@ -9,7 +9,6 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow._core.sparse_zeros import sparse_zeros
 from torch_dpflow.caches.policy import (
     MAX_KEY,
     Job,
@@ -50,8 +49,6 @@ class RankedPolicy(Policy):
         self._ranking = ranking
         self._residents = Residents(ranking, self.front)
         self._span = 0
-        #: sizes of resident keys, by key; None while all are 1
-        self._sizes: npt.NDArray[np.int64] | None = None
         self._known_keys = keys
         if keys:
             self._reach(keys - 1)
@@ -77,7 +74,7 @@ class RankedPolicy(Policy):
             self._misses += 1
             return False
         self._hits += 1
-        self._residents.move(key, self._ranking.renew(key), load)
+        self._residents.renew(key, load)
         return True
 
     def access_many(self, keys: Keys, job: Job) -> Mask:
@@ -85,19 +82,18 @@ class RankedPolicy(Policy):
             return np.zeros(0, dtype=np.bool_)
         self._reach_many(keys)
         self._read_many(keys, job)
-        hits: Mask = self._residents.loads.take(keys) > 0
+        loads = self._residents.loads.take(keys)
+        hits: Mask = loads > 0
         found = keys[hits]
         self._hits += len(found)
         self._misses += len(keys) - len(found)
-        if len(found):
-            self._residents.move_many(found, self._ranking.renew_many(found))
+        self._residents.renew_many(found, loads[hits])
         return hits
 
     def admit(self, key: int, size: int = 1) -> Sequence[int]:
         if not 0 <= key < self._span:
             self._reach(key)
-        if size != 1:
-            self._expect_sizes(size)
+        check_size(size)
         residents = self._residents
         if residents.load_of[key]:
             gone = self._resize(key, size)
@@ -110,23 +106,16 @@ class RankedPolicy(Policy):
         if self.max_bytes is not None and size > self.max_bytes:
             self._refused += 1
             return (key,)
-        if self._sizes is not None:
-            self._sizes[key] = size
-        self._bytes += size
-        residents.add(key, self._ranking.renew(key))
+        residents.add(key, size)
         return self._shrink(key) if self._is_over() else ()
 
     def admit_many(self, keys: Keys, sizes: Sizes | None = None) -> npt.NDArray[np.int64]:
         self._reach_many(keys)
         if sizes is not None:
             check_sizes(keys, sizes)
-            self._expect_sizes()
         keys, sizes, gone = self._sort_out(keys, sizes)
         if len(keys):
-            if self._sizes is not None:
-                self._sizes[keys] = 1 if sizes is None else sizes
-            self._bytes += len(keys) if sizes is None else int(sizes.sum())
-            self._residents.add_many(keys, self._ranking.renew_many(keys))
+            self._residents.add_many(keys, 1 if sizes is None else sizes)
         if not self._is_over():
             return gone
         evicted = self._shrink_many()
@@ -138,7 +127,7 @@ class RankedPolicy(Policy):
     def evict(self) -> int | None:
         if not self._residents.count:
             return None
-        key = self._pop()
+        key = self._residents.pop()
         self._evicted += 1
         return key
 
@@ -146,7 +135,6 @@ class RankedPolicy(Policy):
         if key not in self:
             return False
         self._residents.remove(key)
-        self._bytes -= self._size_of(key)
         self._discarded += 1
         return True
 
@@ -159,55 +147,33 @@ class RankedPolicy(Policy):
     def __iter__(self) -> Iterator[int]:
         return iter(self._residents.keys().tolist())
 
-    def _expect_sizes(self, size: int = 1) -> None:
-        """Prepare for sizes other than 1; `size` is one of them."""
-        check_size(size)
-        if self._sizes is None:
-            self._sizes = sparse_zeros(self._span, np.int64)
-            self._sizes[self._residents.keys()] = 1
-
-    def _is_over(self) -> bool:
-        return (self.max_items is not None and self._residents.count > self.max_items) or (
-            self.max_bytes is not None and self._bytes > self.max_bytes
-        )
-
-    def _size_of(self, key: int) -> int:
-        return 1 if self._sizes is None else int(self._sizes[key])
-
-    def _pop(self) -> int:
-        key = self._residents.pop()
-        self._bytes -= 1 if self._sizes is None else int(self._sizes[key])
-        return key
+    @property
+    def nbytes(self) -> int:
+        return self._residents.size
 
     def _shrink(self, newcomer: int) -> list[int]:
         """Evict down to the budget, which `newcomer`, just added, has exceeded."""
-        gone = [self._pop()]
+        gone = [self._residents.pop()]
         while self._is_over():
-            gone.append(self._pop())
+            gone.append(self._residents.pop())
         bypassed = newcomer in gone
         self._bypassed += bypassed
         self._evicted += len(gone) - bypassed
         return gone
 
     def _shrink_many(self) -> npt.NDArray[np.int64]:
-        excess = 0 if self.max_items is None else max(0, len(self) - self.max_items)
-        gone = self._residents.pop_many(excess)
-        self._bytes -= len(gone) if self._sizes is None else int(self._sizes[gone].sum())
-        if self.max_bytes is not None and self._bytes > self.max_bytes:
-            more = self._residents.pop_many(self._bytes - self.max_bytes, self._sizes)
-            self._bytes -= len(more) if self._sizes is None else int(self._sizes[more].sum())
+        gone = self._residents.pop_many(0 if self.max_items is None else len(self) - self.max_items)
+        if self.max_bytes is not None and self.nbytes > self.max_bytes:
+            more = self._residents.pop_many(self.nbytes - self.max_bytes, by_size=True)
             gone = np.concatenate([gone, more])
         return gone
 
     def _resize(self, key: int, size: int) -> list[int]:
         """Set the size of a resident key; returns the key if it is too large to stay."""
-        self._bytes += size - self._size_of(key)
-        if self._sizes is not None:
-            self._sizes[key] = size
+        self._residents.resize(key, size)
         if not self._is_too_large(size):
             return []
         self._residents.remove(key)
-        self._bytes -= size
         self._evicted += 1
         return [key]
 
@@ -245,10 +211,6 @@ class RankedPolicy(Policy):
         check_key(key)
         span = key + 1 if self._span == 0 else min(max(key + 1, self._span + self._span // 2), MAX_KEY + 1)
         self._residents.grow(span)
-        if self._sizes is not None:
-            sizes = sparse_zeros(span, np.int64)
-            sizes[: self._span] = self._sizes
-            self._sizes = sizes
         self._grow(span)
         self._span = span
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from torch_dpflow.caches.policy import Job, check_weight
 from torch_dpflow.caches.ranked import RankedPolicy
-from torch_dpflow.caches.residents import Distances, Ranking
+from torch_dpflow.caches.residents import Distances, Loads, Ranking
 from torch_dpflow.lookahead import Keys, Lookahead
 
 
@@ -39,14 +39,11 @@ class _Counts(Ranking):
         self.counts = counts
         self.count_of = counts.data
 
-    def distance(self, key: int) -> float:
+    def distance(self, key: int, load: int) -> float:
         return -float(self.count_of[key])
 
-    def distances(self, keys: Keys) -> Distances:
+    def distances(self, keys: Keys, loads: Loads) -> Distances:
         return np.negative(self.counts.take(keys), dtype=np.float64)
-
-    renew = distance
-    renew_many = distances
 
 
 class RefCnt(RankedPolicy):

@@ -4,14 +4,14 @@ A key's *distance* is the distance to its next use. The key with the greatest di
 the one loaded first. Every read shrinks the distances of all keys, each job's at its own pace, so storing distances
 would mean updating every key at every read. The queue stores upper bounds instead and computes the true distance only
 of keys that may be evicted next, as lazy greedy selection does. Amortised, an operation costs O(log n), mostly in
-numpy, and a key takes 4 to 8 bytes besides its load number.
+numpy. A resident key takes 20 to 80 bytes, any other 4.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,26 +23,40 @@ from torch_dpflow.lookahead import Keys
 Distances = npt.NDArray[np.float64]
 
 _NO_KEYS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+#: The least load numbers that there is room for.
+_MIN_ROOM = 1 << 12
+#: Keys that are recomputed at once, which bounds the memory.
+_CHUNK = 1 << 16
+
+
+#: Numbers of loads; 0: the key is not resident.
+Loads = npt.NDArray[np.int32]
 
 
 class Ranking(ABC):
-    """Computes distances of keys. A distance may only shrink; before it grows, see `Residents`."""
+    """Computes distances of resident keys. A distance may only shrink; before it grows, see `Residents`.
+
+    A ranking may store values by load number, which it gets with each key.
+    """
 
     @abstractmethod
-    def distance(self, key: int) -> float:
+    def distance(self, key: int, load: int) -> float:
         """Return the distance of a resident key's next use, in any unit."""
 
     @abstractmethod
-    def distances(self, keys: Keys) -> Distances:
-        """Do the same for many keys."""
+    def distances(self, keys: Keys, loads: Loads) -> Distances:
+        """Do the same for many keys; the result for keys that are not resident does not matter."""
 
-    @abstractmethod
-    def renew(self, key: int) -> float:
+    def renew(self, key: int, load: int) -> float:
         """Recompute the stored values of a key that was read or became resident; return its distance."""
+        return self.distance(key, load)
 
-    @abstractmethod
-    def renew_many(self, keys: Keys) -> Distances:
+    def renew_many(self, keys: Keys, loads: Loads) -> Distances:
         """Do the same for many keys."""
+        return self.distances(keys, loads)
+
+    def renumber(self, loads: npt.NDArray[np.intp], room: int) -> None:  # noqa: B027
+        """Store the values of these load numbers under 0, 1, 2 and so on, with room for `room` in all."""
 
 
 class Residents:
@@ -57,18 +71,16 @@ class Residents:
         front: how many keys are kept in fine order.
     """
 
-    #: The highest load number; after it, keys are renumbered.
-    highest_load: ClassVar[int] = 2**31 - 1
-
     def __init__(self, ranking: Ranking, front: int) -> None:
         self._ranking = ranking
         self._front_size = front
         #: Number of each key's load, from 1; 0 where the key is not resident.
-        self.loads: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)
+        self.loads: Loads = np.zeros(0, dtype=np.int32)
         self.load_of: memoryview[Any] = self.loads.data
-        #: How many keys are resident.
-        self.count = 0
+        #: How many keys are resident, and the sum of their sizes.
+        self.count = self.size = 0
         self._last_load = 0
+        self._store_loads(np.zeros(0, np.int32), np.zeros(0, np.int64), 1)
         self._coarse = CoarseOrder(front, self._resident, self._ranks)
         #: Keys that ranked above the floor of the coarse order when they were added, in one of two forms: an array
         #: for bulk operations, or a heap of (-distance then, load, key) for single ones. One of the two is empty.
@@ -79,9 +91,21 @@ class Residents:
         self._stray_arrays: list[Keys] = []
         self._stray_count = 0
 
+    def _store_loads(self, keys: npt.NDArray[np.int32], sizes: npt.NDArray[np.int64], room: int) -> None:
+        #: By load number: the key, and its size. As arrays, and as views for single items.
+        self._keys, self._sizes = np.zeros(room, np.int32), np.zeros(room, np.int64)
+        self._key_at, self._size_at = self._keys.data, self._sizes.data
+        self._keys[1 : len(keys) + 1], self._sizes[1 : len(keys) + 1] = keys, sizes
+        self._last_load = len(keys)
+
     def keys(self) -> npt.NDArray[np.int64]:
-        """Return the resident keys, ascending. O(the largest key)."""
-        return np.flatnonzero(self.loads)
+        """Return the resident keys, the oldest load first. O(count), amortised."""
+        return self._keys[self._numbers()].astype(np.int64)
+
+    def _numbers(self) -> npt.NDArray[np.intp]:
+        """Return the load numbers of resident keys, ascending."""
+        end = self._last_load + 1
+        return 1 + np.flatnonzero(self.loads[self._keys[1:end]] == np.arange(1, end))
 
     def grow(self, span: int) -> None:
         """Grow arrays to hold keys below `span`."""
@@ -89,17 +113,30 @@ class Residents:
         loads[: len(self.loads)] = self.loads
         self.loads, self.load_of = loads, loads.data
 
-    def add(self, key: int, distance: float) -> None:
-        """Add a key that is not resident."""
-        if self._last_load == self.highest_load:
-            self._renumber()
-        self._last_load += 1
-        self.load_of[key] = self._last_load
-        self.count += 1
-        self.move(key, distance, self._last_load)
+    def size_of(self, key: int) -> int:
+        """Return the size of a resident key."""
+        size: int = self._size_at[self.load_of[key]]
+        return size
 
-    def move(self, key: int, distance: float, load: int) -> None:
-        """Set the distance of a resident key; `load` is its load number."""
+    def resize(self, key: int, size: int) -> None:
+        """Set the size of a resident key."""
+        self.size += size - self.size_of(key)
+        self._size_at[self.load_of[key]] = size
+
+    def add(self, key: int, size: int) -> None:
+        """Add a key that is not resident."""
+        if self._last_load + 1 == len(self._keys):
+            self.rebuild(more=1)
+        self._last_load = load = self._last_load + 1
+        self.load_of[key] = load
+        self._key_at[load], self._size_at[load] = key, size
+        self.count += 1
+        self.size += size
+        self.renew(key, load)
+
+    def renew(self, key: int, load: int) -> None:
+        """Recompute the distance of a resident key; `load` is its load number."""
+        distance = self._ranking.renew(key, load)
         coarse = self._coarse
         if distance > coarse.floor_distance or (distance == coarse.floor_distance and load < coarse.floor_load):
             if len(self._front):
@@ -126,6 +163,7 @@ class Residents:
 
     def remove(self, key: int) -> None:
         """Remove a resident key."""
+        self.size -= self.size_of(key)
         self.load_of[key] = 0
         self.count -= 1
 
@@ -137,7 +175,7 @@ class Residents:
             if load_of[key] != load:
                 heappop(heap)
                 continue
-            distance = distance_of(key)
+            distance = distance_of(key, load)
             if distance < coarse.floor_distance or (distance == coarse.floor_distance and load >= coarse.floor_load):
                 self._strays.append(key)
                 heappop(heap)
@@ -148,17 +186,23 @@ class Residents:
                 return key
         return None
 
-    def add_many(self, keys: Keys, distances: Distances) -> None:
+    def add_many(self, keys: Keys, sizes: npt.NDArray[np.integer[Any]] | int) -> None:
         """Add distinct keys that are not resident, in this order."""
-        if self._last_load + len(keys) > self.highest_load:
-            self._renumber()
-        self.loads[keys] = np.arange(self._last_load + 1, self._last_load + 1 + len(keys))
-        self._last_load += len(keys)
+        if self._last_load + len(keys) >= len(self._keys):
+            self.rebuild(more=len(keys))
+        first, end = self._last_load + 1, self._last_load + 1 + len(keys)
+        self._keys[first:end], self._sizes[first:end] = keys, sizes
+        self.size += int(self._sizes[first:end].sum())
         self.count += len(keys)
-        self.move_many(keys, distances)
+        self._last_load = end - 1
+        self.loads[keys] = loads = np.arange(first, end, dtype=np.int32)
+        self.renew_many(keys, loads)
 
-    def move_many(self, keys: Keys, distances: Distances) -> None:
-        """Set the distances of resident keys."""
+    def renew_many(self, keys: Keys, loads: Loads) -> None:
+        """Recompute the distances of resident keys."""
+        if not len(keys):
+            return
+        distances = self._ranking.renew_many(keys, loads)
         if self._heap:
             self._to_front()
         # Where distances are equal the load decides; `_sift_front` moves misplaced keys down again.
@@ -175,10 +219,10 @@ class Residents:
             if len(self._front) > 4 * self._front_size:
                 self._lower_front()
 
-    def pop_many(self, amount: int, sizes: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
-        """Remove the fewest keys, in eviction order, whose sizes add up to `amount`.
+    def pop_many(self, amount: int, *, by_size: bool = False) -> npt.NDArray[np.int64]:
+        """Remove the fewest keys, in eviction order, whose number, or sum of sizes, is at least `amount`.
 
-        `sizes`: of every key, indexed by key; None counts each key as 1. All keys go if they do not reach it.
+        All keys go if they do not reach it.
         """
         if self._heap:
             self._to_front()
@@ -188,8 +232,9 @@ class Residents:
             if not len(self._front):
                 self._refill()
                 continue
-            taken = self._take_highest(ranks, amount, sizes)
-            amount -= len(taken) if sizes is None else int(sizes[taken].sum())
+            before = self.size
+            taken = self._take_highest(ranks, amount, by_size)
+            amount -= before - self.size if by_size else len(taken)
             gone.append(taken)
         return np.concatenate(gone) if gone else _NO_KEYS
 
@@ -205,8 +250,8 @@ class Residents:
             self._front, ranks = self._front[high], ranks[high]
         return ranks
 
-    def _take_highest(self, ranks: Ranks, amount: int, sizes: npt.NDArray[np.int64] | None) -> npt.NDArray[np.int64]:
-        wanted = amount if sizes is None else self._guess(amount, sizes)
+    def _take_highest(self, ranks: Ranks, amount: int, by_size: bool) -> npt.NDArray[np.int64]:
+        wanted = self._guess(amount) if by_size else amount
         cut = max(0, len(ranks) - wanted)
         order = ranks.argpartition(cut) if cut > 0 else np.arange(len(ranks))
         chosen = order[cut:]
@@ -217,18 +262,19 @@ class Residents:
         first[0] = True
         np.not_equal(loads[1:], loads[:-1], out=first[1:])
         keys: npt.NDArray[np.int64] = self._front[chosen[first]].astype(np.int64, copy=False)
-        if sizes is not None:
-            keys = keys[: int(sizes[keys].cumsum().searchsorted(amount)) + 1]
+        sizes = self._sizes[self.loads[keys]]
+        if by_size:
+            keys = keys[: int(sizes.cumsum().searchsorted(amount)) + 1]
         elif cut > 0:
             self._front = self._front[order[:cut]]
+        self.size -= int(sizes[: len(keys)].sum())
         self.loads[keys] = 0
         self.count -= len(keys)
         return keys
 
-    def _guess(self, amount: int, sizes: npt.NDArray[np.int64]) -> int:
-        """Estimate how many keys of the front add up to `amount`."""
-        mean = float(sizes[self._front].mean())
-        return min(len(self._front), int(amount / max(1.0, mean)) + 1)
+    def _guess(self, amount: int) -> int:
+        """Estimate how many keys add up to `amount`."""
+        return min(len(self._front), int(amount * self.count / max(1, self.size)) + 1)
 
     def raise_bounds(self, distance: float) -> None:
         """Raise the bounds: any distance may have grown by up to `distance` since its key's `add` or `move`."""
@@ -236,19 +282,22 @@ class Residents:
             self._to_front()
         self._coarse.raise_bounds(distance)
 
-    def _renumber(self) -> None:
-        """Renumber the resident keys in the same order, because load numbers have run out."""
-        keys = self.keys()
-        self.loads[keys[self.loads[keys].argsort()]] = np.arange(1, len(keys) + 1)
-        self._last_load = len(keys)
-        self.rebuild()
+    def rebuild(self, *, more: int = 0, renew: bool = False) -> None:
+        """Build the queue again, and number the loads again, in the same order. O(count), amortised.
 
-    def rebuild(self) -> None:
-        """Rebuild the queue after any change of distances. O(the largest key)."""
-        self._restart(self.keys())
-
-    def _restart(self, keys: Keys) -> None:
-        """Replace all entries by one for each of `keys`, the resident ones."""
+        Args:
+            more: how many loads are to follow at once.
+            renew: whether distances have changed, and are computed again.
+        """
+        numbers = self._numbers()
+        keys, count = self._keys[numbers], len(numbers)
+        room = max(_MIN_ROOM, 2 * (count + more) + 1)
+        self._store_loads(keys, self._sizes[numbers], room)
+        self._ranking.renumber(np.concatenate([[0], numbers]), room)
+        self.loads[keys] = np.arange(1, count + 1)
+        for start in range(0, count if renew else 0, _CHUNK):
+            piece = keys[start : start + _CHUNK]
+            self._ranking.renew_many(piece, self.loads[piece])
         self._front, self._heap = _NO_KEYS, []
         self._strays, self._stray_arrays, self._stray_count = [], [], 0
         self._coarse.restart(keys)
@@ -257,9 +306,9 @@ class Residents:
         return keys[self.loads.take(keys) > 0]
 
     def _ranks(self, keys: Keys) -> Ranks:
-        ranks = np.empty(len(keys), dtype=np.complex128)
-        ranks.real = self._ranking.distances(keys)
-        np.negative(self.loads.take(keys), out=ranks.imag, casting="unsafe")
+        ranks, loads = np.empty(len(keys), dtype=np.complex128), self.loads.take(keys)
+        ranks.real = self._ranking.distances(keys, loads)
+        np.negative(loads, out=ranks.imag, casting="unsafe")
         return ranks
 
     def _refill(self) -> None:
@@ -280,16 +329,7 @@ class Residents:
             low = ranks <= self._coarse.floor
             self._coarse.put(strays[low], ranks[low])
         if self._coarse.size > 2 * self.count + 8 * self._front_size:
-            self._drop_repeated()
-
-    def _drop_repeated(self) -> None:
-        """Keep one entry for each resident key, because most are stale."""
-        if 16 * self.count > len(self.loads):
-            self.rebuild()
-            return
-        if self._heap:
-            self._to_front()
-        self._restart(np.unique(self._resident(np.concatenate([self._front, *self._coarse.entries()]))))
+            self.rebuild()  # most entries are stale
 
     def _lower_front(self) -> None:
         """Shorten the front: move all but the highest keys into the coarse order."""

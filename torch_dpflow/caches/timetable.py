@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torch_dpflow._core.sparse_zeros import sparse_zeros
 from torch_dpflow.caches.policy import Job
 from torch_dpflow.lookahead import Keys, Lookahead
 
@@ -21,12 +22,16 @@ def _no_keys() -> Keys:
 class JobProgress:
     """A policy's record of a job, apart from the job's cells in the timetable."""
 
-    #: the column of its cells; the plane of its codes, and their place in it
-    column: int
-    plane: int
-    place: int
     #: alpha of eq. 3-5
     weight: float
+    #: by key, its cell, exclusive-or `outsiders`; and a view that returns Python's integers
+    cells: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    cell_of: memoryview[Any] = field(default_factory=lambda: memoryview(b""))
+    #: the plane of its codes, their place in it, the code of `outsiders`, and whether any other was written
+    plane: int = -1
+    place: int = 0
+    code: int = 0
+    is_marked: bool = True
     #: the epoch of the last lookahead; None before the first
     epoch: int | None = None
     #: N, and k: how many samples of the epoch it has read
@@ -40,16 +45,14 @@ class JobProgress:
     certain_end: int = 0
     #: whether some of its cells may be estimates, which change as it reads
     estimates: bool = False
-    #: announced positions that a later lookahead may revise: the first, and their keys in order.
-    #: None: not recorded, find them in the cells
-    announced: tuple[int, Keys] | None = None
+    #: announced positions that a later lookahead may revise: the first, and their keys in order
+    announced: tuple[int, Keys] = field(default_factory=lambda: (0, _no_keys()))
     #: S_uc as announced, how many of it are unread, and its mean rank by weight, as a share of its size
     likely: Keys = field(default_factory=_no_keys)
     likely_left: int = 0
     likely_rank: float = 1.0
-    #: by key, its position in the next epoch, which its cell holds once it is read. None: not known
+    #: by key, its position in the next epoch, which its cell holds once it is read; exclusive-or READ. None: not known
     following: npt.NDArray[np.int32] | None = None
-    following_of: memoryview | None = None
     #: time for one sample, and the time at which it read position 0, or would have
     pace: float = 1.0
     base: float = 0.0
@@ -77,22 +80,15 @@ class JobProgress:
     def note_lookahead(self, lookahead: Lookahead, likely: Keys) -> None:
         """Record a lookahead. likely: its likely keys that are unread."""
         self.certain_end = lookahead.position + len(lookahead.certain)
-        self.announced = None if lookahead.complete else (lookahead.position, lookahead.certain)
+        self.announced = lookahead.position, lookahead.certain
         self.likely = likely
         self.likely_left = len(likely)
         self.likely_rank = _mean_rank(lookahead)
 
-    def announced_from(self, start: int) -> Keys | None:
-        """Return the keys announced for positions from `start` on; None if that is not recorded."""
-        if self.announced is None or start < self.announced[0]:
-            return None
-        first, keys = self.announced
-        return keys[start - first :]
-
-    def follow(self, following: npt.NDArray[np.int32] | None) -> None:
-        """Record the next epoch's positions."""
-        self.following = following
-        self.following_of = None if following is None else following.data
+    def cells_of(self, keys: Keys) -> npt.NDArray[np.int32]:
+        """Return the cells of some keys."""
+        cells: npt.NDArray[np.int32] = self.cells.take(keys) ^ self.outsiders
+        return cells
 
 
 def _mean_rank(lookahead: Lookahead) -> float:
@@ -113,8 +109,15 @@ ABSENT, READ, LIKELY, UNKNOWN = -1, -2, -3, -4
 #: Jobs whose codes share one byte of a key, two bits each.
 JOBS_PER_PLANE = 4
 
-#: Keys that are encoded at once, which bounds the memory.
-_CHUNK = 1 << 16
+
+class _Plane:
+    """Codes of up to `JOBS_PER_PLANE` epochs, by key."""
+
+    def __init__(self, span: int) -> None:
+        self.codes = sparse_zeros(span, np.uint8)
+        self.code_of = self.codes.data
+        #: Places that were given to epochs, and those of them that are in use.
+        self.given = self.used = 0
 
 
 class Timetable:
@@ -123,83 +126,81 @@ class Timetable:
     Positions count from the start of the job's epoch; those from its length on are in the next epoch. Besides
     its cells, each key has two bits for each job, the code, which distinguish kinds of cells.
 
+    Cells and codes are stored exclusive-or the values of keys that are in no lookahead. So arrays of zeros begin an
+    epoch, and no step passes over all keys: a flow may have 100 million. For the same reason an epoch's bits in a plane
+    are not used again before the epochs of all four places have ended.
+
     Args:
         codes: the codes of a position, and of ABSENT, READ, LIKELY and UNKNOWN.
     """
 
     def __init__(self, codes: tuple[int, int, int, int, int]) -> None:
         self._codes = np.array(codes, dtype=np.uint8)
-        self._position_code, self._read_code = codes[0], codes[-READ]
+        self._code_of = codes
         self._span = 0
         #: By job, in the order in which they joined.
         self.progress_of: dict[Job, JobProgress] = {}
-        self._free: list[int] = []
-        #: Shape (span, width). A row holds a key's cells, so that one memory access serves all jobs.
-        self.cells: npt.NDArray[np.int32] = np.zeros((0, 0), dtype=np.int32)
-        #: Number of columns, free ones included.
-        self.width = 0
-        #: Codes of `JOBS_PER_PLANE` columns each, by key.
-        self.planes: list[npt.NDArray[np.uint8]] = []
-        self._make_views()
+        self.planes: list[_Plane] = []
 
     def __iter__(self) -> Iterator[JobProgress]:
         return iter(self.progress_of.values())
 
     def add(self, job: Job, weight: float) -> JobProgress:
-        """Add a job; its keys are unknown."""
-        if not self._free:
-            self._widen()
-        column = self._free.pop()
-        progress = JobProgress(column, *divmod(column, JOBS_PER_PLANE), weight)
-        self.progress_of[job] = progress
+        """Add a job; its keys are absent until `begin`."""
+        progress = self.progress_of[job] = JobProgress(weight)
+        self._clear(progress)
         return progress
 
     def remove(self, job: Job) -> JobProgress | None:
         """Forget a job; returns its progress."""
         progress = self.progress_of.pop(job, None)
         if progress is not None:
-            self._column(progress)[:] = ABSENT
-            self._encode_from(progress, 0)
-            self._free.append(progress.column)
+            self._free(progress)
         return progress
 
     def grow(self, span: int) -> None:
         """Grow arrays to hold keys below `span`."""
-        old = self._span
-        cells = np.full((span, self.width), ABSENT, dtype=np.int32)
-        cells[:old] = self.cells
-        self._span, self.cells = span, cells
-        self.planes = [np.concatenate([plane, self._blank(span - old)]) for plane in self.planes]
+        self._span = span
+        for plane in self.planes:
+            plane.codes = grown(plane.codes, span)
+            plane.code_of = plane.codes.data
         for progress in self:
-            self._column(progress)[old:] = progress.outsiders
-            self._encode_from(progress, old)
+            progress.cells = grown(progress.cells, span)
+            progress.cell_of = progress.cells.data
             if progress.following is not None:
-                unknown = np.full(span - old, READ, dtype=np.int32)
-                progress.follow(np.concatenate([progress.following, unknown]))
-        self._make_views()
+                progress.following = grown(progress.following, span)
 
-    def _widen(self) -> None:
-        width = self.width
-        cells = np.full((self._span, width + 1), ABSENT, dtype=np.int32)
-        cells[:, :width] = self.cells
-        self.cells, self.width = cells, width + 1
-        self._free.append(width)
-        if width % JOBS_PER_PLANE == 0:
-            self.planes.append(self._blank(self._span))
-        self._make_views()
+    def _clear(self, progress: JobProgress) -> None:
+        """Set all cells of a job to `outsiders`."""
+        progress.code = self._code_of[-progress.outsiders]
+        if not progress.is_marked:
+            return
+        self._free(progress)
+        progress.is_marked = False
+        progress.cells = sparse_zeros(self._span, np.int32)
+        progress.cell_of = progress.cells.data
+        number = next((n for n, plane in enumerate(self.planes) if plane.given < JOBS_PER_PLANE), len(self.planes))
+        if number == len(self.planes):
+            self.planes.append(_Plane(self._span))
+        plane = self.planes[number]
+        progress.plane, progress.place = number, plane.given
+        plane.given += 1
+        plane.used += 1
 
-    def _blank(self, length: int) -> npt.NDArray[np.uint8]:
-        return np.full(length, int(self._codes[-ABSENT]) * 0b01010101, dtype=np.uint8)
-
-    def _make_views(self) -> None:
-        self.cell_of = self.cells.reshape(-1).data
-        self.code_of = [plane.data for plane in self.planes]
+    def _free(self, progress: JobProgress) -> None:
+        """Free the codes of a job's epoch, if it has begun one."""
+        if progress.plane >= 0:
+            plane = self.planes[progress.plane]
+            plane.used -= 1
+            if not plane.used:
+                self.planes[progress.plane] = _Plane(self._span)
 
     def begin(self, progress: JobProgress, lookahead: Lookahead) -> None:
-        """Start an epoch of a job; overwrites all of its cells."""
+        """Start an epoch of a job, by a lookahead of it."""
         rest = READ if lookahead.complete else UNKNOWN
-        whole = lookahead.complete and lookahead.position == 0
-        members = lookahead.certain if whole and lookahead.members is None else lookahead.members
+        certain, members = lookahead.certain, lookahead.members
+        if lookahead.complete and lookahead.position == 0 and members is None:
+            members = certain
         progress.epoch, progress.length, progress.position = (
             lookahead.epoch,
             lookahead.length,
@@ -207,70 +208,57 @@ class Timetable:
         )
         progress.turns, progress.reads, progress.estimates = lookahead.length > 0, 0, not lookahead.complete
         progress.outsiders = rest if members is None else ABSENT
-        progress.follow(None)
-        column = self._column(progress)
-        column[:] = progress.outsiders
-        if members is not None:
-            column[members] = rest
-        column[lookahead.likely] = LIKELY
-        _write(column, lookahead.certain, _count(lookahead.position, len(lookahead.certain)))
+        progress.following = None
+        self._clear(progress)
+        if members is not None and members is not certain:
+            self._store(progress, members, rest)
+        self._store(progress, lookahead.likely, LIKELY)
+        self._store_order(progress, certain, _count(lookahead.position, len(certain)))
         progress.note_lookahead(lookahead, lookahead.likely)
         if lookahead.following is not None:
             self.follow(progress, lookahead.following)
-        elif members is None:
-            self._encode_all(progress, rest)
-            self._encode(progress, lookahead.likely)
-            self._encode(progress, lookahead.certain)
-            return
-        self._encode_from(progress, 0)
 
     def revise(self, progress: JobProgress, lookahead: Lookahead) -> Keys:
         """Record more of a running epoch; returns keys whose cells may have changed, possibly repeated."""
-        column = self._column(progress)
         start = lookahead.position
         progress.estimates = True
-        announced = progress.announced_from(start)
-        if announced is None:
-            announced = np.flatnonzero(column >= start)
-        announced = announced[(column[announced] >= start) & (column[announced] < progress.length)]
-        once_likely = progress.likely[column[progress.likely] == LIKELY]
-        column[announced] = UNKNOWN
-        column[once_likely] = UNKNOWN
-        cells = column[lookahead.certain]
+        first, announced = progress.announced
+        if start < first:  # of a lookahead before that one
+            announced = np.flatnonzero(progress.cells)
+        cells = progress.cells_of(announced)
+        announced = announced[(cells >= start) & (cells < progress.length)]
+        once_likely = progress.likely[progress.cells_of(progress.likely) == LIKELY]
+        self._store(progress, announced, UNKNOWN)
+        self._store(progress, once_likely, UNKNOWN)
+        cells = progress.cells_of(lookahead.certain)
         expected = (cells != READ) & (cells < progress.length)
-        _write(column, lookahead.certain[expected], start + np.flatnonzero(expected))
-        cells = column[lookahead.likely]
+        self._store_order(progress, lookahead.certain[expected], start + np.flatnonzero(expected))
+        cells = progress.cells_of(lookahead.likely)
         likely = lookahead.likely[(cells < 0) & (cells != READ)]
-        column[likely] = LIKELY
+        self._store(progress, likely, LIKELY)
         progress.note_lookahead(lookahead, likely)
-        touched = np.concatenate([announced, once_likely, lookahead.certain, lookahead.likely])
-        self._encode(progress, touched)
-        return touched
+        return np.concatenate([announced, once_likely, lookahead.certain, lookahead.likely])
 
     def follow(self, progress: JobProgress, order: Keys) -> None:
         """Record the order of a job's next epoch: keys that it has read get their position there."""
-        following = np.full(self._span, READ, dtype=np.int32)
-        _write(following, order, _count(progress.length, len(order)))
-        progress.follow(following)
-        column = self._column(progress)
-        read = np.flatnonzero(column == READ)
-        column[read] = following[read]
-        self._encode(progress, read)
+        following = sparse_zeros(self._span, np.int32)
+        following[order[::-1]] = _count(progress.length, len(order))[::-1] ^ READ
+        progress.following = following
+        self._store_read(progress, order[progress.cells_of(order) == READ])
 
     def next_epoch(self, progress: JobProgress) -> Lookahead:
         """Return a lookahead for a next epoch that the job has not announced: its order if known, else its keys."""
         epoch = 0 if progress.epoch is None else progress.epoch + 1
         if progress.following is not None:
-            keys = np.flatnonzero(progress.following != READ)
-            return Lookahead.of_order(keys[progress.following[keys].argsort()], epoch=epoch)
-        known = progress.outsiders == ABSENT
-        members = np.flatnonzero(self._column(progress) != ABSENT) if known else None
+            keys = np.flatnonzero(progress.following)
+            return Lookahead.of_order(keys[(progress.following[keys] ^ READ).argsort()], epoch=epoch)
+        members = np.flatnonzero(progress.cells) if progress.outsiders == ABSENT else None
         return Lookahead.unknown(progress.length, epoch=epoch, members=members)
 
     def read(self, progress: JobProgress, key: int) -> None:
         """Record that a job reads a key."""
-        at = key * self.width + progress.column
-        cell = self.cell_of[at]
+        outsiders, following = progress.outsiders, progress.following
+        cell = progress.cell_of[key] ^ outsiders
         if progress.position <= cell < progress.length:
             progress.position = cell + 1
         elif cell < 0 or cell >= progress.length:
@@ -278,35 +266,23 @@ class Timetable:
             if cell == LIKELY:
                 progress.likely_left -= 1
         progress.reads += 1
-        cell = READ if progress.following_of is None else progress.following_of[key]
-        self.cell_of[at] = cell
-        code = self._position_code if cell >= 0 else self._read_code
-        codes, shift = self.code_of[progress.plane], 2 * progress.place
+        cell = READ if following is None else int(following[key]) ^ READ
+        progress.cell_of[key] = cell ^ outsiders
+        progress.is_marked = True
+        code = self._code_of[0 if cell >= 0 else -cell] ^ progress.code
+        codes, shift = self.planes[progress.plane].code_of, 2 * progress.place
         codes[key] = (codes[key] & ~(3 << shift)) | (code << shift)
 
     def read_many(self, progress: JobProgress, keys: Keys) -> int:
         """Record that a job reads keys in order, up to the end of its epoch; returns how many."""
-        at = keys * self.width
-        at += progress.column
-        flat = self.cells.reshape(-1)
-        cells = flat.take(at)
+        cells = progress.cells_of(keys)
         last = int(cells[-1])
         if cells[0] >= 0 and last < progress.length and bool((cells[1:] > cells[:-1]).all()):
             progress.position = max(progress.position, last + 1)
         else:
-            count = self._read_unexpected(progress, keys, cells)
-            keys, at = keys[:count], at[:count]
+            keys = keys[: self._read_unexpected(progress, keys, cells)]
         progress.reads += len(keys)
-        if progress.following is None:
-            flat[at] = READ
-            plane, shift = self.planes[progress.plane], 2 * progress.place
-            codes = plane.take(keys)
-            codes &= 0xFF & ~(3 << shift)
-            codes |= self._read_code << shift
-            plane[keys] = codes
-        else:
-            flat[at] = progress.following.take(keys)
-            self._encode(progress, keys)
+        self._store_read(progress, keys)
         return len(keys)
 
     def _read_unexpected(self, progress: JobProgress, keys: Keys, cells: npt.NDArray[np.int32]) -> int:
@@ -327,32 +303,41 @@ class Timetable:
         progress.likely_left -= int(np.count_nonzero(first[:count] & (cells[:count] == LIKELY)))
         return count
 
-    def _column(self, progress: JobProgress) -> npt.NDArray[np.int32]:
-        return self.cells[:, progress.column]
+    def _store_read(self, progress: JobProgress, keys: Keys) -> None:
+        """Record keys as read: their cells have the positions in the next epoch, where these are known."""
+        if progress.following is None:
+            self._store(progress, keys, READ)
+            return
+        cells = progress.following.take(keys) ^ READ
+        progress.cells[keys] = cells ^ progress.outsiders
+        self._encode(progress, keys, self._codes.take(np.negative(np.minimum(cells, 0))))
 
-    def _encode_all(self, progress: JobProgress, value: int) -> None:
-        """Set the codes of all keys to that of one cell value: in one pass, as a flow may have 100 million keys."""
-        plane, shift = self.planes[progress.plane], 2 * progress.place
-        plane &= np.uint8(0xFF & ~(3 << shift))
-        plane |= np.uint8(int(self._codes[-value]) << shift)
+    def _store(self, progress: JobProgress, keys: Keys, value: int) -> None:
+        """Set the cells of keys to a value that is no position."""
+        progress.cells[keys] = value ^ progress.outsiders
+        self._encode(progress, keys, self._code_of[-value])
 
-    def _encode_from(self, progress: JobProgress, first: int) -> None:
-        """Update the codes of all keys from `first` on, by a job's cells."""
-        for start in range(first, self._span, _CHUNK):
-            self._encode(progress, slice(start, start + _CHUNK))
+    def _store_order(self, progress: JobProgress, keys: Keys, positions: npt.NDArray[np.integer[Any]]) -> None:
+        """Set the cells of keys to positions, which ascend; a repeated key has its first one."""
+        progress.cells[keys[::-1]] = positions[::-1] ^ progress.outsiders
+        self._encode(progress, keys, self._code_of[0])
 
-    def _encode(self, progress: JobProgress, keys: Any) -> None:
-        """Update the codes of some keys, by a job's cells."""
-        plane = self.planes[progress.plane]
-        cells = self.cells[keys, progress.column]
-        code = self._codes.take(np.negative(np.minimum(cells, 0))) << 2 * progress.place
-        plane[keys] = (plane[keys] & np.uint8(0xFF & ~(3 << 2 * progress.place))) | code
+    def _encode(self, progress: JobProgress, keys: Keys, codes: npt.NDArray[np.uint8] | int) -> None:
+        """Set the codes of some keys."""
+        progress.is_marked |= len(keys) > 0
+        plane, shift = self.planes[progress.plane].codes, 2 * progress.place
+        found = plane.take(keys)
+        found &= 0xFF & ~(3 << shift)
+        found |= (codes ^ progress.code) << shift
+        plane[keys] = found
+
+
+def grown(array: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
+    """Return a longer copy of an array, with zeros at its end."""
+    longer = sparse_zeros(length, array.dtype)
+    longer[: len(array)] = array
+    return longer
 
 
 def _count(first: int, length: int) -> npt.NDArray[np.int32]:
     return np.arange(first, first + length, dtype=np.int32)
-
-
-def _write(column: npt.NDArray[np.int32], keys: Keys, positions: npt.NDArray[np.integer[Any]]) -> None:
-    """Write positions into cells; a repeated key keeps the earlier one."""
-    column[keys[::-1]] = positions[::-1]
