@@ -171,6 +171,11 @@ def torch_order(length: int, seed: int) -> Permutation | Order:
     return drawn_as(generator, length)
 
 
+def epoch_order(length: int, seed: int) -> Permutation | Order:
+    """Return `torch_order` of a shorter order, and of a longer one another order that is drawn as it is read."""
+    return torch_order(length, seed) if length < MAX_TORCH else Permutation(length, seeded(seed))
+
+
 @cache
 def draws_as_torch() -> bool:
     """Return whether this torch draws as `Permutation`: another version may shuffle in another way."""

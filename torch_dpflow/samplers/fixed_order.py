@@ -103,5 +103,10 @@ class IndependentGroup(FixedOrderGroup):
 
     strategy = "independent"
 
+    def _started(self, member: Member, epoch: int, done: IndexArray) -> None:
+        super()._started(member, epoch, done)
+        if self._orders[member.name] is self._order_of(member, epoch):
+            member.ordered = None
+
     def _epoch_order(self, member: Member, epoch: int) -> Order:
         return member.order(epoch)

@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from torch_dpflow._core.checks import check_int, check_number
-from torch_dpflow._core.permutation import MAX_TORCH, MIN_LENGTH, Permutation, seeded, torch_order
+from torch_dpflow._core.permutation import MIN_LENGTH, Permutation, epoch_order
 from torch_dpflow.errors import OptionError, OptionTypeError, UsageError
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.indices import (
@@ -51,6 +51,8 @@ class Member:
     epoch: int | None = None
     #: Samples of this epoch that were drawn; `length` when it is over.
     position: int = 0
+    #: How many of them, from the first, came as in `order`; None: all.
+    ordered: int | None = 0
     #: The time of its latest draw, by the caller's clock, and how many samples it drew then.
     drew_at: float | None = None
     drew: int = 0
@@ -75,9 +77,7 @@ class Member:
         From 214 million samples on torch draws in a way that has no first sample before the last draw. The order is
         another one then, and is drawn as it is read all the same.
         """
-        if self.length >= MAX_TORCH:
-            return self._taken(Permutation(self.length, seeded(self.seed + epoch)))
-        return self._taken(torch_order(self.length, self.seed + epoch))
+        return self._taken(epoch_order(self.length, self.seed + epoch))
 
     def own_order(self, epoch: int, *what: int) -> Order:
         """Return a private permutation that no other job has, not even one of the same seed. what: as of `own_rng`."""
@@ -225,7 +225,7 @@ class SamplingGroup(ABC):
         member = self._member(job)
         epoch = check_int("epoch", epoch, minimum=0, maximum=MAX_SEED - member.seed)
         read = _NOTHING if done is None else self._check_done(member, done)
-        member.epoch, member.position = epoch, len(read)
+        member.epoch, member.position, member.ordered = epoch, len(read), 0
         member.drew_at, member.drew = None, 0
         self._started(member, epoch, read)
 
@@ -255,6 +255,16 @@ class SamplingGroup(ABC):
     def next(self, job: str, n: int, now: float | None = None) -> IndexArray:
         """Draw, and return the indices alone."""
         return self.draw(job, n, now).indices
+
+    def in_order(self, job: str) -> int:
+        """Return how many of the epoch's first samples are those of the whole group's order for the job's seed.
+
+        They follow from seed and epoch, so a state need not have them. Raises UsageError: the job is no member.
+        """
+        member = self._member(job)
+        if member.indices is not None:
+            return 0
+        return member.position if member.ordered is None else member.ordered
 
     def remaining(self, job: str) -> int:
         """Return the number of samples left in the job's epoch; 0 before its first.

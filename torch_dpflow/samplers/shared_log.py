@@ -74,6 +74,8 @@ class SharedLogGroup(SamplingGroup):
         epoch = self._epochs[member.name]
         quota = epoch.quota(n)
         followed = epoch.follow(quota - self._ignoring(member, quota), self._directory, self._partition)
+        if len(followed) and member.ordered is None:
+            member.ordered = member.position
         labels = self._partition.of(followed)
         missing = quota - (len(followed) if labels is None else np.bincount(labels, minlength=len(quota)))
         led = epoch.lead(missing)
@@ -156,7 +158,8 @@ class SharedLogGroup(SamplingGroup):
             if (need[order[: len(done)]] == READ).all():
                 start = len(done)
             else:
-                order = member.own_order(epoch, len(done))
+                order, alone = member.own_order(epoch, len(done)), False
+        member.ordered = None if alone else 0
         return SharedEpoch(order, need, self._partition, start=start, left=member.length - len(done))
 
     def _drop_epoch(self, member: Member) -> None:

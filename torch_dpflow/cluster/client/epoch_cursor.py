@@ -1,7 +1,8 @@
 """Position of a job, or of one of its ranks, in an epoch of the router's order, to be resumed by any number of ranks.
 
-A state has three sets of samples, one bit for each sample of the flow. If the strategy is "independent", a job without
-ranks has a digest instead of `done` in a large flow: its order follows from seed and epoch.
+A state has three sets of samples, one bit for each sample of the flow. In a large flow a job without ranks has a digest
+instead of `done` while its order follows from seed and epoch: always with the strategy "independent", and with
+"shared-log" until the job first reads what another job has loaded.
 
 - `done`: samples that were delivered to this rank.
 - `together`: samples that all ranks had when each had as many as this one, by the router's answer.
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow._core.permutation import Permutation, seeded
+from torch_dpflow._core.permutation import epoch_order
 from torch_dpflow.cluster.client.options import JobDescription
 from torch_dpflow.cluster.messages.router import EpochPlace
 from torch_dpflow.errors import StateError
@@ -53,8 +54,8 @@ class EpochCursor:
         self.earlier: Marks | None = None
         #: A position, and the samples that all ranks have once each has as many; None: not known.
         self.together: tuple[int, Marks] | None = None
-        #: Whether the router draws the epoch's order.
-        self.follows_router = False
+        #: How many of the epoch's first samples follow from seed and epoch.
+        self.in_order = 0
         #: Whether it was resumed at the epoch's end: what `drop_last` left out is not read in another batch size.
         self._is_over = False
 
@@ -82,7 +83,7 @@ class EpochCursor:
 
     def drawn(self) -> DrawnEpoch:
         """Return a copy for the router: until more is drawn, the samples that were delivered are those drawn."""
-        return DrawnEpoch(self.epoch, self.marks.copy(), self.position, self.length, self.earlier)
+        return DrawnEpoch(self.epoch, self.marks.copy(), self.position, self.length, self.earlier, self.in_order)
 
     def add(self, keys: list[int], position: int) -> None:
         """Record the delivery of a batch, `position` samples in all by then. May be repeated."""
@@ -111,7 +112,7 @@ class EpochCursor:
     def _done(self) -> dict[str, Any]:
         """Return `done`; of a large flow whose order follows from seed and epoch only a digest of it."""
         job = self._job
-        is_prefix = self.follows_router and job.strategy == "independent" and job.rank is None and job.indices is None
+        is_prefix = self.position <= self.in_order and job.rank is None and job.indices is None
         if not is_prefix or self.earlier is not None or job.size <= MAX_MARKED:
             return {"done": _encoded(self.marks)}
         return {"done": None, "digest": _digest(self.marks)}
@@ -141,6 +142,7 @@ class EpochCursor:
         self.position = min(position, self.length)
         self.together = None if one.together is None or not position else (self.position, one.together)
         self._is_over = one.over and in_step and one.replicas == replicas
+        self.in_order = self.position if one.in_order and not earlier.any() else 0
 
     def _read_by_all(self, saved: Sequence[_Saved], *, is_joined: bool) -> Marks:
         """Return what all ranks of the run had read that saved these states."""
@@ -180,6 +182,7 @@ class DrawnEpoch:
     #: As in `EpochCursor`.
     length: int
     earlier: Marks | None
+    in_order: int
 
     @property
     def place(self) -> EpochPlace:
@@ -202,6 +205,8 @@ class _Saved:
     done: Marks
     together: Marks | None
     earlier: Marks
+    #: Whether `done` follows from seed and epoch.
+    in_order: bool
 
     @classmethod
     def of(cls, state: dict[str, Any], epoch: Any, size: int) -> _Saved:
@@ -215,7 +220,8 @@ class _Saved:
             rank, replicas = (0, 1) if state["rank"] is None else map(int, state["rank"])
             done, together, earlier = (_decoded(state.get(name), size) for name in ("done", "together", "earlier"))
             position, over = int(state["position"]), bool(state.get("over", False))
-            if done is None and "digest" in state and 0 <= position <= size:
+            in_order = done is None and "digest" in state and 0 <= position <= size
+            if in_order:
                 done = _first_of_order(size, int(state["seed"]) + int(state["epoch"]), position, state["digest"])
         except StateError:
             raise
@@ -228,7 +234,8 @@ class _Saved:
                 f"the job's state is damaged: rank {rank} of {replicas} at position {position} with {read} samples of "
                 f"{size}; pass what state_dict() returned"
             )
-        return cls(rank, replicas, position, over, done, together, np.zeros_like(done) if earlier is None else earlier)
+        earlier = np.zeros_like(done) if earlier is None else earlier
+        return cls(rank, replicas, position, over, done, together, earlier, in_order)
 
     def read_in_step(self) -> Marks:
         """Return what all ranks had read if they were in step, without `earlier`. Raises StateError if not known."""
@@ -285,7 +292,7 @@ def _saved(parts: Any, epoch: Any, size: int) -> list[_Saved]:
 def _first_of_order(size: int, seed: int, position: int, digest: str) -> Marks:
     """Return the marks of the first samples of an order. Raises StateError if their digest is another one."""
     read = np.zeros(size, np.bool_)
-    read[Permutation(size, seeded(seed))[:position]] = True
+    read[epoch_order(size, seed)[:position]] = True
     marks = np.packbits(read)
     if _digest(marks) != digest:
         raise StateError(

@@ -99,7 +99,6 @@ def open_job(
         side=reading.side,
         independence=reading.independence,
         weight=options.weight,
-        strategy=options.strategy,
         caches=(source.repeatable or source.staged) and options.policy != "none",
     )
     failover = Failover(find=partial(_found, address), register=registration.register_with)

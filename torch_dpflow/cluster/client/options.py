@@ -247,8 +247,6 @@ class JobDescription:
     side: int = 1
     independence: float = 0.0
     weight: float = 1.0
-    #: Its flow's sampling strategy.
-    strategy: str = ""
 
     @cached_property
     def instance(self) -> str:

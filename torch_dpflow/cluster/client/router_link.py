@@ -158,6 +158,11 @@ class RouterLink:
             assert epoch is not None
             return self._attempt(lambda: self._draw(epoch, count), given_up)
 
+    @property
+    def in_order(self) -> int:
+        """How many of the epoch's first samples follow from seed and epoch."""
+        return 0 if self._epoch is None else self._epoch.in_order
+
     def read_by_all(self, epoch: int, position: int) -> Marks | None:
         """Return the samples that all ranks have once each has `position` samples of its part; None if not known.
 
@@ -420,7 +425,8 @@ class RouterLink:
             return np.empty(0, np.int64)
         router = self._in_epoch()
         draw = DrawSamples(self.id, epoch.number, epoch.position, count)
-        answer = router.call("draw", draw, timeout_s=self._call_s)
+        answer = router.call("draw", draw, reply_type=int, timeout_s=self._call_s)
+        epoch.in_order = max(epoch.in_order, answer.body)
         drawn = np.frombuffer(answer.frames[0], np.int64)
         mark(epoch.drawn, drawn)
         epoch.position += len(drawn)

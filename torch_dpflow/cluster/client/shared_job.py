@@ -139,7 +139,6 @@ class SharedJob:
         Raises StateError for a state of another flow or epoch, and for one that lacks what other ranks had read.
         """
         cursor = self._cursor_at_start(epoch)
-        cursor.follows_router = True
         if done is not None:
             cursor.resume(epoch, done)
         self._begin(cursor)
@@ -180,6 +179,7 @@ class SharedJob:
         if self._reader is not None:
             self._reader.note_delivered()
         self._note_together()
+        self._cursor.in_order = max(self._cursor.in_order, self._router.in_order)
         return self._cursor.state()
 
     def close_with(self, owner: object) -> None:

@@ -217,7 +217,11 @@ class StartEpoch(Body):
 
 
 class DrawSamples(Body):
-    """To a router: draw samples of the process's part of an epoch. Answered with a frame of int64, empty at the end."""
+    """To a router: draw samples of the process's part of an epoch.
+
+    Answered with a frame of int64, empty at the end; and with the number of the epoch's first samples that follow from
+    seed and epoch, 0 for a rank.
+    """
 
     job: JobId
     epoch: Count

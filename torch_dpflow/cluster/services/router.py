@@ -349,13 +349,15 @@ class Router:
     def _on_draw(self, call: IncomingCall) -> Result:
         draw: DrawSamples = call.body
         reader = self._renew_lease(draw.job)
-        order = self._jobs[reader.job].order
+        job = self._jobs[reader.job]
+        order = job.order
         now = self._clock()
         # By then the ranks of an earlier router have joined this one and reported what they have.
         alone = now - self._began >= JOB_LEASE_S
         self._draws += 1
         indices = order.draw(reader.rank, draw.epoch, draw.position, draw.count, now, alone=alone)
-        return Result(None, [indices.tobytes()])
+        in_order = self._group.in_order(reader.job) if job.shares.replicas == 1 else 0
+        return Result(in_order, [indices.tobytes()])
 
     def _on_read_by_all(self, call: IncomingCall) -> Result:
         request: ReadByAll = call.body
