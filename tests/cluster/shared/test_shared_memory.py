@@ -1,14 +1,15 @@
-"""Services keep nothing of what has been read."""
+"""Services and closed jobs keep nothing of what has been read."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.shared_cluster import TestCluster
+from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
 from torch_dpflow.cluster.client.open_job import SharedJob
 
@@ -50,6 +51,20 @@ def test_services_do_not_grow_with_what_two_jobs_read(cluster: TestCluster, join
     growth = {id: after[id] - before[id] for id in before if id in after}
     assert any("shard" in id for id in growth)
     assert {id: size for id, size in growth.items() if size > GROWTH} == {}
+
+
+def test_a_job_that_is_closed_in_mid_epoch_maps_no_samples(cluster: TestCluster, join: Join, flow: str) -> None:
+    def mapped() -> set[str]:
+        return {line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd" in line}
+
+    before = mapped()
+    job = join(flow, Numbers(100_000, width=512), batch_size=5000, workers=1, shards=1)
+    batches = job.traverse(0)
+    next(batches)
+    wait(lambda: mapped() > before, what="samples in shared memory")
+    job.close()
+    assert mapped() <= before
+    assert job.is_read is False
 
 
 def memory_of(cluster: TestCluster) -> dict[str, int]:

@@ -442,6 +442,7 @@ class EpochReader:
 
     def _release_all(self) -> None:
         left = [one for batch in self._requested for one in batch.wanted]
+        self._requested.clear()  # a closed reader, which its job keeps, would keep the memory of what was received
         with suppress(DPFlowError):  # its lease expires in any case
             self._links.release(left, self._of)
 
