@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.ipc.memory.segment import address_of
-from torch_dpflow.ipc.messages.headers import SHARED_BYTES
+from torch_dpflow.ipc.messages.headers import (
+    PROTOCOL_VERSION,
+    SHARED_BYTES,
+    BlockRef,
+    Handshake,
+    PayloadOffer,
+    ProbeRef,
+    Welcome,
+    decode,
+    encode,
+    encode_body,
+)
+from torch_dpflow.ipc.rpc import RpcServer
 from torch_dpflow.ipc.rpc.carrier import Carrier
+from torch_dpflow.ipc.transport import connect, listen
 
 #: Room for two messages of the tests below.
 ROOM = 2 << 20
@@ -26,6 +42,31 @@ def handed_over(near: Carrier, far: Carrier, frames: list[bytes]) -> tuple[int, 
     """How many frames went over the socket, and what arrived."""
     packed, packing = near.pack(frames)
     return len(packed), far.unpack([memoryview(bytearray(frame)) for frame in packed], packing)
+
+
+def test_a_handshake_that_is_repeated_takes_nothing_back(tmp_path: Path) -> None:
+    """A client repeats it while its server is busy; a probe that fails by then must not undo the first."""
+    near, far = pair()
+    assert near.offer() == near.offer()
+    assert far.accept(PayloadOffer(os.getpid()))  # nothing to probe
+    assert far.accept(PayloadOffer(os.getpid(), False, encode_body(ProbeRef(b"other", BlockRef(0, 0, 0, 0, 0, 0)))))
+    frames = [bytes(SHARED_BYTES)]
+    assert [bytes(frame) for frame in handed_over(near, far, frames)[1]] == frames
+
+    server = RpcServer(listen(f"ipc://{tmp_path}/server"))
+    client = connect(server.address)
+    for _ in range(2):
+        client.send([encode(Handshake(PROTOCOL_VERSION, near.offer()))])
+    welcomes: list[Welcome] = []
+    while len(welcomes) < 2:
+        server.step(0.1)
+        answer = client.receive(0.1)
+        header = None if answer is None else decode(answer[0])
+        if isinstance(header, Welcome):
+            welcomes.append(header)
+    client.close()
+    server.close()
+    assert welcomes[0] == welcomes[1]
 
 
 sizes = st.lists(st.integers(0, 300) | st.integers(SHARED_BYTES - 1, SHARED_BYTES + 100), max_size=8)

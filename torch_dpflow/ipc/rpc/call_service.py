@@ -140,11 +140,6 @@ class Session:
             frames, header.packing = self.carrier.pack(frames)
         self._send(self.client, [encode(header), *frames])
 
-    def replace_carrier(self, carrier: Carrier) -> None:
-        """Handle a repeated handshake: the client did not receive the Welcome."""
-        self.carrier.close()
-        self.carrier = carrier
-
     def close(self) -> None:
         """Release shared memory."""
         self.carrier.close()

@@ -117,27 +117,33 @@ class Carrier:
         self._asks_compression = compress
         self._arena = _arena(shared_bytes) if shared_bytes else None
         self._reader: ArenaReader | None = None
+        self._offer: PayloadOffer | None = None
+        self._peer = 0
         #: Whether the peer requested compressed payload.
         self.compresses = False
         #: Whether the peer has proved that it can read the arena.
         self.shares = False
 
     def offer(self) -> PayloadOffer:
-        """Return what this side can read and shares, for `Handshake` or `Welcome`."""
-        probe = None if self._arena is None else self._arena.probe_ref()
-        return PayloadOffer(os.getpid(), self._asks_compression, encode_body(probe))
+        """Return what this side can read and shares, for `Handshake` or `Welcome`; the same at each call."""
+        if self._offer is None:
+            probe = None if self._arena is None else self._arena.probe_ref()
+            self._offer = PayloadOffer(os.getpid(), self._asks_compression, encode_body(probe))
+        return self._offer
 
     def accept(self, offer: PayloadOffer) -> bool:
         """Use the peer's offer; return whether this side can read the peer's shared memory.
+
+        A repeated offer changes nothing: the peer may share its memory since the first one.
 
         Raises MessageError if the offer is malformed.
         """
         self.compresses = offer.compress
         probe = decode_body(offer.probe, _probe_decoder)
-        if probe is None or self._arena is None:
-            return False
-        reader = _reader(offer.pid)
-        self._reader = reader if reader.probe(probe) else None
+        if self._peer != offer.pid and probe is not None and self._arena is not None:
+            reader = _reader(offer.pid)
+            self._reader = reader if reader.probe(probe) else None
+            self._peer = 0 if self._reader is None else offer.pid
         return self._reader is not None
 
     def pack(self, frames: Sequence[Frame]) -> tuple[Sequence[Frame], Packing | None]:
@@ -220,7 +226,10 @@ class Carrier:
         if ref is None:
             return memoryview(b"")
         if self._reader is None:
-            raise MessageError("frames in shared memory came from a peer whose shared memory is not read here")
+            raise MessageError(
+                "frames in shared memory came from a peer whose shared memory could not be opened when it connected; "
+                "run the same version of torch_dpflow in all processes, and restart those that ran during an upgrade"
+            )
         return self._reader.view(ref).data
 
 

@@ -178,9 +178,10 @@ class RpcServer:
             TRANSPORT.error("a message at %s was dropped: %s", self.address, error)
 
     def _on_handshake(self, client: bytes, session: Session | None, header: messages.Handshake, now: float) -> None:
-        carrier = Carrier(
-            shared_bytes=self._options.shared_bytes if self.address.startswith("ipc://") else 0,
-            compress=header.offer.compress,
+        shared_bytes = self._options.shared_bytes if self.address.startswith("ipc://") else 0
+        # A client repeats its handshake until it has the Welcome, and may read shared memory since an earlier one.
+        carrier = (
+            Carrier(shared_bytes=shared_bytes, compress=header.offer.compress) if session is None else session.carrier
         )
         reads = carrier.accept(header.offer)
         welcome = messages.Welcome(messages.PROTOCOL_VERSION, self._incarnation, carrier.offer())
@@ -188,9 +189,7 @@ class RpcServer:
         if header.version != messages.PROTOCOL_VERSION:
             carrier.close()  # the client sees our version in the Welcome, and reports it
             return
-        if session is not None:
-            session.replace_carrier(carrier)
-        else:
+        if session is None:
             session = Session(client, carrier, self._listener.send)
             self._sessions.add(session, now)
         if reads:
