@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dpflow.samplers.directory import Directory
+from torch_dpflow.samplers import directory as module
+from torch_dpflow.samplers.directory import READ, Directory
 
 SIZE = 30
 
@@ -130,3 +131,20 @@ def test_a_large_directory_stays_within_its_capacity(capacity: int) -> None:
         assert len(held) <= capacity
         assert set(np.flatnonzero(kept.resident(np.arange(20_000))).tolist()) == held
     assert len(held) == capacity
+
+
+def test_an_epoch_that_has_ended_is_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PIECE", 7)
+    kept, everything = directory(4), samples(*range(SIZE))
+    kept.begin(samples(3), None)
+    kept.on_read(samples(1, 20, 29))
+    kept.begin(samples(), None)  # of another job
+    states = np.zeros(SIZE, np.uint8)
+    states[[3, 1, 20, 29]] = READ
+    kept.end(states, whole=True)
+    pieces = []
+    for _ in range(6):
+        assert kept.needs(everything).tolist() == [1] * SIZE
+        pieces.append(int(np.count_nonzero(kept.needed == 0)))
+        kept.count_ended()
+    assert pieces == [28, 28, 29, 29, 30, 30]

@@ -6,6 +6,12 @@ from numpy.typing import NDArray
 from torch_dpflow._core.sparse_zeros import sparse_zeros
 from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, compact
 
+#: States of a sample in a job's epoch: needed; needed, and known to be resident; read, or not in the job's set.
+NEEDED, LISTED, READ = 0, 1, 2
+#: Samples of an ended epoch that are counted at once: the end of an epoch of many samples must not delay a draw.
+_PIECE = 1 << 16
+#: Most ended epochs that are not counted to their end.
+_MAX_ENDED = 8
 #: Above this many residents per eviction a search pays for several evictions at once.
 _RESIDENTS_PER_VICTIM = 16
 
@@ -27,6 +33,8 @@ class Directory:
         #: How many jobs read all samples, and what to add to that for the number of jobs that still need a sample.
         self._whole = 0
         self.needed = sparse_zeros(size, np.int16)
+        #: Ended epochs of all samples: their states by sample, and from which sample on `needed` lacks what was read.
+        self._ended: list[tuple[NDArray[np.uint8], int]] = []
         self._held = sparse_zeros(size, np.bool_)
         self._residents = 0
         #: For each sample, the number of its latest load.
@@ -47,9 +55,11 @@ class Directory:
         """Return whether each sample is held."""
         return self._held[samples]
 
-    def needs(self, samples: CompactArray | slice) -> NDArray[np.int16]:
+    def needs(self, samples: CompactArray) -> NDArray[np.int16]:
         """Return how many jobs still need each sample in their epochs."""
         needs: NDArray[np.int16] = self.needed[samples] + np.int16(self._whole)
+        for states, first in self._ended:
+            needs += (states[samples] == READ) & (samples >= first)
         return needs
 
     def begin(self, read: CompactArray, unread: BoolArray | None) -> None:
@@ -61,13 +71,25 @@ class Directory:
             self.needed[read] -= 1
         self.needs_changed()
 
-    def end(self, read: BoolArray | None, unread: BoolArray | None) -> None:
-        """Remove a job's epoch, whichever of the two it has begun with."""
-        if unread is not None:
-            self.needed -= unread
-        elif read is not None:
-            self._whole -= 1
-            self.needed += read
+    def end(self, states: NDArray[np.uint8], *, whole: bool) -> None:
+        """Remove a job's epoch. states: of its samples, no longer written. whole: whether it had all samples."""
+        if not whole:
+            self.needed -= states != READ
+            return
+        self._whole -= 1
+        self._ended.append((states, 0))
+        self.count_ended()
+        while len(self._ended) > _MAX_ENDED:
+            self.count_ended()
+
+    def count_ended(self) -> None:
+        """Count a piece of the epochs that have ended; called at each draw."""
+        if self._ended:
+            states, first = self._ended.pop(0)
+            piece = slice(first, first + _PIECE)
+            self.needed[piece] += states[piece] == READ
+            if piece.stop < len(states):
+                self._ended.insert(0, (states, piece.stop))
 
     def on_read(self, samples: CompactArray) -> None:
         """Record that a job has read these distinct samples, which it needed."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_dpflow.samplers.directory import Directory
+from torch_dpflow.samplers.directory import LISTED, NEEDED, READ, Directory
 from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, Order
 
 
@@ -61,8 +61,6 @@ class Partition:
             yield np.unpackbits(np.frombuffer(key, np.uint8), count=self.size).astype(np.bool_)
 
 
-#: States of a sample in `SharedEpoch.need`: needed; needed, and in the backlog; read, or not in the set.
-NEEDED, _LISTED, READ = 0, 1, 2
 #: Residents that are compared for each one to follow. More would find more that few jobs need, but take longer.
 _CHOICE = 4
 #: The search for a class that is short among the latest residents covers up to so many times as many.
@@ -158,7 +156,7 @@ class SharedEpoch:
         fresh = samples[self.need[samples] == NEEDED]
         if not len(fresh):
             return
-        self.need[fresh] = _LISTED
+        self.need[fresh] = LISTED
         end = self._backlog_length + len(fresh)
         if end > len(self._backlog):
             grown = np.empty(max(end, 2 * len(self._backlog)), fresh.dtype)
@@ -191,7 +189,7 @@ class SharedEpoch:
         """Return residents that could be followed now, the latest load first: all, or some of the `most` latest."""
         first = 0 if most is None else max(0, self._backlog_length - most)
         backlog = self._backlog[first : self._backlog_length][::-1]
-        current: CompactArray = backlog[(self.need[backlog] == _LISTED) & directory.resident(backlog)]
+        current: CompactArray = backlog[(self.need[backlog] == LISTED) & directory.resident(backlog)]
         return current
 
     def _latest(self, quota: IndexArray, directory: Directory, partition: Partition) -> tuple[int, CompactArray]:
@@ -210,7 +208,7 @@ class SharedEpoch:
 
     def _current(self, listed: CompactArray, directory: Directory) -> CompactArray:
         """Return the samples of a piece of the backlog that are still needed and resident; remove the others."""
-        listed = listed[self.need[listed] == _LISTED]
+        listed = listed[self.need[listed] == LISTED]
         held = directory.resident(listed)
         if held.all():
             return listed
@@ -267,8 +265,8 @@ class SharedEpoch:
         if self._sequence is not None:
             assert np.array_equal(self.quota(len(self._sequence)), self._unread)
         listed = self._backlog[: self._backlog_length]
-        listed = np.sort(listed[self.need[listed] == _LISTED])
-        assert np.array_equal(listed, np.flatnonzero(self.need == _LISTED))
+        listed = np.sort(listed[self.need[listed] == LISTED])
+        assert np.array_equal(listed, np.flatnonzero(self.need == LISTED))
 
 
 def _select(

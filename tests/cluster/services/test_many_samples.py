@@ -108,9 +108,8 @@ class Job:
         self.id = JobId(name, joined.body.generation, spec.instance, "")
 
     def start(self, epoch: int) -> None:
-        marks = np.zeros(-(-self.spec.size // 8), np.uint8)
         self.position = 0
-        self.client.call("start", StartEpoch(self.id, [EpochPlace(epoch, 0, False)], True), [marks.tobytes()])
+        self.client.call("start", StartEpoch(self.id, [EpochPlace(epoch, 0, False)], True), [b""])
 
     def draw(self, epoch: int, count: int) -> list[int]:
         answer = self.client.call("draw", DrawSamples(self.id, epoch, self.position, count))
@@ -154,6 +153,8 @@ def peaks_of_router(folder: Path, size: int, strategy: str, jobs: int, drawn: li
             "draw": peak_of(lambda: first.draw(0, 256)),
             "lookahead": peak_of(first.lookahead),
             "heartbeat": peak_of(lambda: client.call("heartbeat", heartbeat, reply_type=JobHeartbeatReply)),
+            "next epoch": peak_of(lambda: first.start(1)),
+            "its first draw": peak_of(lambda: first.draw(1, 256)),
         }
 
 

@@ -191,7 +191,8 @@ class DrawnEpoch:
 
     def frames(self) -> list[bytes]:
         """Return the frames of `place`."""
-        return [marks.tobytes() for marks in (self.drawn, self.earlier) if marks is not None]
+        drawn = self.drawn.tobytes() if self.position else b""
+        return [drawn] if self.earlier is None else [drawn, self.earlier.tobytes()]
 
 
 @dataclass(frozen=True)

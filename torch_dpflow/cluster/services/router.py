@@ -340,6 +340,8 @@ class Router:
 
     def _decode_bitmap(self, bitmap: memoryview) -> IndexArray:
         bits = np.frombuffer(bitmap, np.uint8)
+        if not len(bits):  # of a reader that has nothing
+            return _NOTHING
         if len(bits) != -(-self._spec.size // 8):
             raise UsageError(f"a bitmap of {len(bits)} bytes: {-(-self._spec.size // 8)} are required")
         if not bits.any():
