@@ -19,6 +19,7 @@ import pytest
 from torch_dpflow._core import permutation
 from torch_dpflow.caches import make_policy
 from torch_dpflow.cluster.control import lookaheads
+from torch_dpflow.cluster.control.joint_order import Held, JointOrder
 from torch_dpflow.cluster.control.lookaheads import LookaheadParts, ShardLookaheads
 from torch_dpflow.cluster.messages.coordinator import FlowSpec
 from torch_dpflow.cluster.messages.router import (
@@ -42,6 +43,7 @@ from torch_dpflow.cluster.services.router import Router
 from torch_dpflow.cluster.services.service import ClusterPlace
 from torch_dpflow.cluster.shard import run as shard_run
 from torch_dpflow.cluster.shard.server import SampleShard
+from torch_dpflow.errors import ErrorKind, RemoteCallError
 from torch_dpflow.ipc.rpc import ClientOptions, RpcClient, RpcServer
 from torch_dpflow.ipc.transport import listen
 from torch_dpflow.samplers import sampling_group
@@ -197,6 +199,48 @@ def test_a_routers_steps_do_not_grow_with_the_flow(tmp_path: Path, drawn: list[i
 
 def test_a_shards_steps_do_not_grow_with_the_flow(tmp_path: Path) -> None:
     check(*(peaks_of_shard(tmp_path, size) for size in (FEW, MANY)))
+
+
+def test_a_router_answers_heartbeats_while_it_restores_an_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restoring, released = threading.Event(), threading.Event()
+    original = JointOrder.start
+
+    def slow(self: JointOrder, rank: int, held: list[Held], **given: Any) -> None:
+        if len(held[0].samples):
+            restoring.set()
+            released.wait()
+        original(self, rank, held, **given)
+
+    monkeypatch.setattr(JointOrder, "start", slow)
+    with routed(tmp_path, FEW, "shared-log") as (client, spec):
+        first, second = (Job(client, spec, name) for name in ("first", "second"))
+        first.start(0)
+        marks = np.zeros(-(-FEW // 8), np.uint8)
+        marks[:2] = 255
+        start = StartEpoch(second.id, [EpochPlace(0, 16, False)], False)
+        try:
+            pending = client.begin("start", start, [marks.tobytes()])
+            assert restoring.wait(timeout=20)
+            client.call(
+                "register_shard", RegisterShard(SHARD, 1, "ipc:///shard", 0, "t", 9), reply_type=RangeAssignment
+            )
+            client.call("heartbeat", JobHeartbeat(second.id, None, True), reply_type=JobHeartbeatReply)
+            for refused in (lambda: first.draw(0, 8), first.lookahead, lambda: first.start(1)):
+                with pytest.raises(RemoteCallError, match="restores") as caught:
+                    refused()
+                assert caught.value.kind is ErrorKind.OVERLOADED
+        finally:
+            released.set()
+        pending.result()
+        assert len(first.draw(0, 8)) == 8
+        second.position = 16
+        drawn = second.draw(0, FEW)
+        assert sorted(drawn) == list(range(16, FEW))
+        with pytest.raises(RemoteCallError, match="epoch"):  # an error of the thread reaches its caller
+            client.call("start", StartEpoch(second.id, [EpochPlace(0, FEW + 1, False)], False), [marks.tobytes()])
+        assert len(first.draw(0, 8)) == 8
 
 
 def test_an_order_of_more_samples_than_torch_shuffles_in_place_is_drawn_as_it_is_read(drawn: list[int]) -> None:

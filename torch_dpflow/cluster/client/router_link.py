@@ -415,7 +415,7 @@ class RouterLink:
         fresh = self._is_fresh and not self._epoch.position
         body = StartEpoch(self.id, [epoch.place for epoch in epochs], fresh)
         frames = [frame for epoch in epochs for frame in epoch.frames()]
-        router.call("start", body, frames, timeout_s=self._call_s)
+        router.call("start", body, frames, timeout_s=min(JOIN_S, self._timeout_s))
         self._router_in_step = True
 
     def _draw(self, epoch: DrawnEpoch, count: int) -> IndexArray:

@@ -38,7 +38,7 @@ from torch_dpflow.cluster.messages.router import (
     RoutingTable,
     StartEpoch,
 )
-from torch_dpflow.cluster.services.router_jobs import FlowJob, Reader
+from torch_dpflow.cluster.services.router_jobs import FlowJob, Reader, Restoring
 from torch_dpflow.cluster.services.service import ServiceSpec, serve
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import UNNAMED, MisdirectedError, Name, StaleShardError
@@ -80,6 +80,7 @@ class Router:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec, self._flow = spec, spec.instance
+        self._restoring = Restoring(server.post)
         # Above all generations of earlier routers, without a clock: clocks differ between hosts, and may be set back.
         self._generations = itertools.count((incarnation << 32) + 1)
         self._token = token
@@ -102,20 +103,21 @@ class Router:
         self._reported: dict[str, tuple[int, int]] = {}
         #: Calls that wait for a complete table, with their deadlines, seconds.
         self._waiting: list[tuple[IncomingCall, Joined, float]] = []
+        alone = self._restoring.alone
         for name, handler, body in (
             ("register_shard", self._on_register_shard, RegisterShard),
-            ("join", self._on_join, Join),
-            ("start", self._on_start, StartEpoch),
-            ("draw", self._on_draw, DrawSamples),
-            ("announce", self._on_announce, ReportOrder),
+            ("join", alone(self._on_join), Join),
+            ("start", alone(self._on_start), StartEpoch),
+            ("draw", alone(self._on_draw), DrawSamples),
+            ("announce", alone(self._on_announce), ReportOrder),
             ("heartbeat", self._on_heartbeat, JobHeartbeat),
-            ("leave", self._on_leave, JobId),
+            ("leave", alone(self._on_leave), JobId),
         ):
             server.register(name, handler, body_type=body)
         server.register("table", self._on_table, body_type=None, remembered=False)
         server.register("holders", self._on_holders, body_type=Name, remembered=False)
-        server.register("read_by_all", self._on_read_by_all, body_type=ReadByAll, remembered=False)
-        server.register("lookahead", self._on_lookahead, body_type=LookaheadRequest, remembered=False)
+        server.register("read_by_all", alone(self._on_read_by_all), body_type=ReadByAll, remembered=False)
+        server.register("lookahead", alone(self._on_lookahead), body_type=LookaheadRequest, remembered=False)
         #: Counts draws: each may change the lookahead of jobs without a fixed order.
         self._draws = 0
 
@@ -135,7 +137,7 @@ class Router:
         for shard in self._routing.tick(now):
             text = "shard lease expired; its keys were reassigned"
             SERVICE.warning(text, extra={"shard": shard.rpartition("/")[2]})
-        for name in self._name_leases.tick(now):
+        for name in () if self._restoring.is_running else self._name_leases.tick(now):
             SERVICE.info("job lease expired; its place in the sampling group was dropped", extra={"job": name})
             self._remove_reader(name)
         self._answer_waiting(now)
@@ -178,7 +180,7 @@ class Router:
             raise StaleShardError(f"shard {shard.shard!r}, incarnation {shard.incarnation}, has been replaced")
         # Most calls are heartbeats, which must not cost a look at all shards.
         known = self._routing.generation, shard.cache_samples
-        if self._reported.get(shard.shard) != known:
+        if not self._restoring.is_running and self._reported.get(shard.shard) != known:
             self._reported[shard.shard] = known
             self._resize_group()
         self._answer_waiting(self._clock())
@@ -303,21 +305,28 @@ class Router:
         self._jobs[rank.job] = FlowJob(order, shares, join.seed, indices, join.weight)
         self._jobs_seen += 1
 
-    def _on_start(self, call: IncomingCall) -> None:
+    def _on_start(self, call: IncomingCall) -> Later | None:
         start: StartEpoch = call.body
         reader = self._renew_lease(start.job)
         self._resting.discard(start.job.name)
         needed = sum(1 + place.has_earlier for place in start.places)
         if len(call.frames) != needed:
             raise UsageError(f"{len(call.frames)} bitmaps for {len(start.places)} epochs: {needed} are required")
-        samples = map(self._decode_bitmap, call.frames)
-        held = [
-            Held(place.epoch, place.position, next(samples), next(samples) if place.has_earlier else _NOTHING)
-            for place in start.places
-        ]
         job = self._jobs[reader.job]
-        job.order.start(reader.rank, held, reader=start.job.name, fresh=start.fresh)
         job.announced = {}
+
+        def restore() -> None:
+            samples = map(self._decode_bitmap, call.frames)
+            held = [
+                Held(place.epoch, place.position, next(samples), next(samples) if place.has_earlier else _NOTHING)
+                for place in start.places
+            ]
+            job.order.start(reader.rank, held, reader=start.job.name, fresh=start.fresh)
+
+        if self._spec.size <= MAX_WHOLE or not (job.indices is not None or any(frame.nbytes for frame in call.frames)):
+            restore()
+            return None
+        return self._restoring.run(call, restore)
 
     def _on_announce(self, call: IncomingCall) -> None:
         announced: ReportOrder = call.body

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,9 @@ import numpy as np
 from torch_dpflow.cluster.control.joint_order import JointOrder
 from torch_dpflow.cluster.messages.router import JobRank, Join
 from torch_dpflow.errors import UsageError
-from torch_dpflow.ipc.messages.fields import NameBusyError
+from torch_dpflow.ipc.messages.fields import NameBusyError, OverloadedError
+from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result
+from torch_dpflow.ipc.rpc.call_service import Handler
 from torch_dpflow.samplers.indices import IndexArray
 from torch_dpflow.samplers.passes import RankShares
 
@@ -78,6 +82,49 @@ class FlowJob:
                 )
         if not np.array_equal(_as_set(self.indices), _as_set(indices)):
             yield f"rank {rank.rank} of job {rank.job!r} joins with other samples than its other ranks"
+
+
+class Restoring:
+    """Restores the orders of jobs that resume in a thread, which takes seconds for many samples.
+
+    Meanwhile the server's thread answers heartbeats, and no other call that uses the sampling group.
+
+    Args:
+        post: of the server.
+    """
+
+    def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
+        self._post = post
+        self.is_running = False
+
+    def alone(self, handler: Handler) -> Handler:
+        """Return a handler that refuses calls while an order is restored; their callers repeat them."""
+
+        def handle(call: IncomingCall) -> Result | Later | None:
+            if self.is_running:
+                raise OverloadedError("the router restores the order of a job that resumes; the call is repeated")
+            return handler(call)
+
+        return handle
+
+    def run(self, call: IncomingCall, restore: Callable[[], None]) -> Later:
+        """Restore an order in a thread, and then answer the call."""
+        self.is_running = True
+        threading.Thread(target=self._run, args=(call, restore), name="dpflow-restore", daemon=True).start()
+        return LATER
+
+    def _run(self, call: IncomingCall, restore: Callable[[], None]) -> None:
+        answer = call.answer
+        try:
+            restore()
+        except Exception as error:
+            answer = partial(call.fail, error)
+
+        def finish() -> None:
+            self.is_running = False
+            answer()
+
+        self._post(finish)
 
 
 def _as_set(indices: IndexArray | None) -> IndexArray:

@@ -28,7 +28,7 @@ from torch_dpflow.cluster.messages.shard import ShardArguments, ShardSettings
 from torch_dpflow.cluster.services.service import ServiceSpec, WorkerPlatform, ask_in, locate, serve
 from torch_dpflow.cluster.shard.provisioned_workers import ProvisionedWorkers
 from torch_dpflow.cluster.shard.server import SampleShard
-from torch_dpflow.errors import DPFlowError, RemoteCallError
+from torch_dpflow.errors import DPFlowError, ErrorKind, RemoteCallError
 from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.log import SERVICE
 
@@ -84,6 +84,8 @@ class LookaheadCalls:
         try:
             answer = self._client.call("lookahead", request, reply_type=JobLookahead)
         except RemoteCallError as error:  # of the lookahead alone; the shard works without
+            if error.kind is ErrorKind.OVERLOADED:  # the router restores an order
+                raise
             SERVICE.warning("no lookahead of job %r (%s)", request.job, error)
             return
         parts = LookaheadParts.of(answer.frames, self._shard.size)
