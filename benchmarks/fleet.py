@@ -1,6 +1,6 @@
 """What a flow's services cost with many clients: the real services, driven by clients that load nothing.
 
-    python -m benchmarks.fleet [--json] [--part jobs,shards,workers,flows] [--counts 1,10,100,1000] [--quick]
+    python -m benchmarks.fleet [--json] [--part jobs,shards,workers,flows,nodes,recovery] [--counts 1,10,100] [--quick]
 
 Each service runs in a separate process. The clients run in this one, and speak the protocol of jobs, shards, workers
 and training processes. What the parts measure is described in benchmarks/README.md.
@@ -8,6 +8,7 @@ and training processes. What the parts measure is described in benchmarks/README
 
 import argparse
 import hashlib
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from benchmarks.cluster import cpu_s
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
 from examples.cluster import processes, started
 from torch_dpflow.cluster.messages.coordinator import Cost, CostRequest, FlowSpec
+from torch_dpflow.cluster.messages.node import MAX_NODES, NodeAssignment, NodeJoined, NodeReport
 from torch_dpflow.cluster.messages.router import (
     MAX_JOBS,
     DrawSamples,
@@ -40,7 +42,8 @@ from torch_dpflow.cluster.messages.router import (
     StartEpoch,
 )
 from torch_dpflow.cluster.messages.shard import SAMPLE, Ask, Served, ShardSettings
-from torch_dpflow.cluster.security.connection_file import find_cluster
+from torch_dpflow.cluster.security.connection_file import find_cluster, read_connection_file
+from torch_dpflow.cluster.services.joining_node import Joining
 from torch_dpflow.cluster.services.router import Router
 from torch_dpflow.cluster.shard.server import SampleShard
 from torch_dpflow.errors import RemoteCallError
@@ -60,6 +63,8 @@ from torch_dpflow.ipc.serialization.fast_path import encode_sample
 from torch_dpflow.ipc.transport import Connection, connect, listen
 
 COUNTS = (1, 10, 100, 1000)
+#: Flows that a cluster with joined nodes knows.
+FLOWS = 50
 SAMPLES, BATCH, TOKEN = 1_000_000, 256, "token"
 #: Calls that are made in all, whatever the number of clients; samples that workers load; seconds without any call.
 CALLS, LOADS, IDLE_S = 2000, 20_000, 3.0
@@ -71,6 +76,7 @@ METRICS = (
     _LOWER(name="sample_us", label="a sample, µs", spec=".0f"),
     _LOWER(name="idle_ms_per_s", label="without calls, ms/s", spec=".1f"),
     _LOWER(name="join_ms", label="a client joins, ms", spec=".1f"),
+    _LOWER(name="whole_s", label="whole again, s", spec=".2f"),
     _LOWER(name="memory_mib", label="memory, MiB", spec=".0f"),
 )
 
@@ -109,14 +115,24 @@ class Service:
 
     def __init__(self, role: str, count: int, stack: ExitStack) -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="torch_dpflow-"))
-        command = [sys.executable, "-m", "benchmarks.fleet", "--serve", role, folder, str(count)]
-        self._process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
-        stack.callback(self._process.kill)
+        self._command = [sys.executable, "-m", "benchmarks.fleet", "--serve", role, folder, str(count)]
+        self._stack, self.address = stack, f"ipc://{folder}/service"
+        self.start()
+
+    def start(self) -> None:
+        """Start the process and wait until it serves."""
+        self._process = self._stack.enter_context(subprocess.Popen(self._command, stdout=subprocess.PIPE))
+        self._stack.callback(self._process.kill)
         assert self._process.stdout is not None
         if not self._process.stdout.readline():
             raise RuntimeError("a service of the benchmark has ended: see above")
-        self._stack, self.pid = stack, self._process.pid
-        self.address = f"ipc://{folder}/service"
+        self.pid = self._process.pid
+
+    def restart(self) -> None:
+        """Kill the process, and start another at its address."""
+        self._process.kill()
+        self._process.wait()
+        self.start()
 
     def client(self) -> RpcClient:
         options = ClientOptions(timeout_s=60.0, shared_bytes=0)
@@ -265,19 +281,22 @@ def workers(count: int, loads: int) -> Figures:
 
 
 @contextmanager
-def coordinator() -> Iterator[tuple[RpcClient, int]]:
-    """The coordinator of a cluster, and its process."""
-    with started() as address, find_cluster(address).connect(timeout_s=60.0) as client:
+def coordinator(*, listens: bool = False) -> Iterator[tuple[RpcClient, int, str]]:
+    """The coordinator of a cluster, its process, and the cluster's connection file. listens: to other hosts."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        listen = f"tcp://127.0.0.1:{free.getsockname()[1]}" if listens else ""
+    with started(listen=listen) as address, find_cluster(address).connect(timeout_s=60.0) as client:
         found: list[int] = []
         while not found:
             with suppress(RemoteCallError):  # it is starting
                 found = [view.pid for view in processes(address) if view.role == "coordinator" and view.pid]
-        yield client, found[0]
+        yield client, found[0], address
 
 
 def flows(count: int, calls: int) -> Figures:
     """A coordinator that knows so many flows, none of which runs; a call requests what one has cost."""
-    with coordinator() as (client, pid):
+    with coordinator() as (client, pid, _):
 
         def join() -> None:
             for number in range(count):
@@ -292,11 +311,64 @@ def flows(count: int, calls: int) -> Figures:
         return {**figures, **at_rest(pid)}
 
 
+def nodes(count: int, calls: int) -> Figures:
+    """A coordinator with so many joined nodes, at most 256, and fifty flows that do not run; a call is a report."""
+    count = min(count, MAX_NODES)
+    with coordinator(listens=True) as (client, pid, address):
+        cluster, keys = find_cluster(address), read_connection_file(address)
+        joined: list[tuple[str, NodeJoined]] = []
+        for number in range(FLOWS):
+            client.call("register", spec_of(f"fleet/{number}"), reply_type=bool)
+
+        def join() -> None:
+            for number in range(count):
+                joining = Joining(cluster, keys, f"node-{number}", "127.0.0.1", 16)
+                joined.append((joining.name, joining.join()))
+
+        def report() -> None:
+            for turn in range(calls):
+                name, answer = joined[turn % count]
+                here = NodeReport(name, answer.generation, answer.token, "here", [])
+                client.call("report_node", here, reply_type=NodeAssignment)
+
+        figures = {"join_ms": spent_us(pid, count, join) / 1e3, "call_us": spent_us(pid, calls, report)}
+        return {**figures, **at_rest(pid)}
+
+
+def recovery(count: int, calls: int) -> Figures:
+    """A router with so many jobs is killed in mid-epoch; whole again once each has drawn from the next one."""
+    count = min(count, MAX_JOBS)
+    with ExitStack() as stack:
+        service = Service("router", 1, stack)
+        flow, places = spec_of().instance, np.zeros(SAMPLES, np.bool_)
+        places[:BATCH] = True
+        marks = np.packbits(places).tobytes()
+
+        def draw(position: int) -> None:
+            client = service.client()
+            register(client, 0)
+            for number in range(count):
+                name = f"job-{number}"
+                body = Join(name, flow, number + 1, 0, BATCH, None, False)
+                id = JobId(name, client.call("join", body, reply_type=Joined).body.generation, flow, "")
+                place = EpochPlace(0, position, False)
+                client.call("start", StartEpoch(id, [place], not position), [marks if position else b""])
+                client.call("draw", DrawSamples(id, 0, position, BATCH))
+
+        draw(0)
+        killed = time.perf_counter()
+        service.restart()
+        draw(BATCH)
+        return {"whole_s": time.perf_counter() - killed, **at_rest(service.pid)}
+
+
 PARTS: dict[str, tuple[Callable[[int, int], Figures], int]] = {
     "jobs": (jobs, CALLS),
     "shards": (shards, CALLS),
     "workers": (workers, LOADS),
     "flows": (flows, CALLS),
+    "nodes": (nodes, CALLS),
+    "recovery": (recovery, 1),
 }
 
 

@@ -27,11 +27,14 @@ def found_or_started(address: str, *, preload: Sequence[str] = ()) -> Iterator[s
 
 
 @contextmanager
-def started(*, preload: Sequence[str] = (), platform: str = "", worker_listen: str = "") -> Iterator[str]:
+def started(
+    *, preload: Sequence[str] = (), platform: str = "", worker_listen: str = "", listen: str = ""
+) -> Iterator[str]:
     """Run a cluster, and yield the path of its connection file.
 
     preload: modules that it imports once for all its workers. platform: what runs these; empty: this host.
     worker_listen: where they connect to; empty: where the platform suggests.
+    listen: where other hosts connect; empty: none can.
     """
     with tempfile.TemporaryDirectory(prefix="torch_dpflow-") as folder:
         path = Path(folder, "connection")
@@ -39,6 +42,7 @@ def started(*, preload: Sequence[str] = (), platform: str = "", worker_listen: s
         command += ["--log-level=warning", *(f"--preload={module}" for module in preload)]
         command += [f"--platform={platform}"] if platform else []
         command += [f"--worker-listen={worker_listen}"] if worker_listen else []
+        command += [f"--listen={listen}"] if listen else []
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as node:
             try:
                 _wait_for(path, node)
