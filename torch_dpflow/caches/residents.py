@@ -62,7 +62,7 @@ class Ranking(ABC):
 class Residents:
     """A set of keys, with `pop` for the one of the greatest distance.
 
-    A key's distance may only shrink until the next `add` or `move` of that key; when it grows, call `raise_bounds`
+    A key's distance may only shrink until the next `add` or `renew` of that key; when it grows, call `raise_bounds`
     or `rebuild`. A key may have several entries: at least one bounds its distance from above, the others are dropped
     when they reach the top.
 
@@ -277,7 +277,7 @@ class Residents:
         return min(len(self._front), int(amount * self.count / max(1, self.size)) + 1)
 
     def raise_bounds(self, distance: float) -> None:
-        """Raise the bounds: any distance may have grown by up to `distance` since its key's `add` or `move`."""
+        """Raise the bounds: any distance may have grown by up to `distance` since its key's `add` or `renew`."""
         if self._heap:
             self._to_front()
         self._coarse.raise_bounds(distance)
@@ -325,7 +325,7 @@ class Residents:
         strays = self._resident(strays)
         if len(strays):
             ranks = self._ranks(strays)
-            # A key whose distance grew above the floor was added again by `move`, so it has an entry in the front.
+            # A key whose distance grew above the floor was added again by `renew`, so it has an entry in the front.
             low = ranks <= self._coarse.floor
             self._coarse.put(strays[low], ranks[low])
         if self._coarse.size > 2 * self.count + 8 * self._front_size:

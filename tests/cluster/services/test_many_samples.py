@@ -236,8 +236,9 @@ def test_a_router_answers_heartbeats_while_it_restores_an_order(
         pending.result()
         assert len(first.draw(0, 8)) == 8
         second.position = 16
-        drawn = second.draw(0, FEW)
-        assert sorted(drawn) == list(range(16, FEW))
+        drawn = second.draw(0, 8000)
+        assert len({*drawn}) == 8000
+        assert min(drawn) >= 16
         with pytest.raises(RemoteCallError, match="epoch"):  # an error of the thread reaches its caller
             client.call("start", StartEpoch(second.id, [EpochPlace(0, FEW + 1, False)], False), [marks.tobytes()])
         assert len(first.draw(0, 8)) == 8
