@@ -1,6 +1,6 @@
 """What a flow's services cost with many clients: the real services, driven by clients that load nothing.
 
-    python -m benchmarks.fleet [--json] [--part jobs,shards,workers,flows,nodes,recovery] [--counts 1,10,100] [--quick]
+    python -m benchmarks.fleet [--json] [--part jobs,nodes] [--counts 1,10,100,1000] [--quick]
 
 Each service runs in a separate process. The clients run in this one, and speak the protocol of jobs, shards, workers
 and training processes. What the parts measure is described in benchmarks/README.md.
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -362,6 +363,24 @@ def recovery(count: int, calls: int) -> Figures:
         return {"whole_s": time.perf_counter() - killed, **at_rest(service.pid)}
 
 
+def combined(count: int, calls: int) -> Figures:
+    """A shard with so many workers, a router with a fifth as many jobs, and a coordinator with a tenth as many nodes.
+
+    All are driven at once. A call is a draw, and a heartbeat the report of a node.
+    """
+    with ThreadPoolExecutor() as pool:
+        drawn = pool.submit(jobs, max(1, count // 5), calls)
+        loaded = pool.submit(workers, count, LOADS)
+        reported = pool.submit(nodes, max(1, count // 10), calls)
+    found = (drawn.result(), loaded.result(), reported.result())
+    return {
+        "call_us": found[0]["call_us"],
+        "sample_us": found[1]["sample_us"],
+        "heartbeat_us": found[2]["call_us"],
+        "memory_mib": sum(one["memory_mib"] for one in found),
+    }
+
+
 PARTS: dict[str, tuple[Callable[[int, int], Figures], int]] = {
     "jobs": (jobs, CALLS),
     "shards": (shards, CALLS),
@@ -369,6 +388,7 @@ PARTS: dict[str, tuple[Callable[[int, int], Figures], int]] = {
     "flows": (flows, CALLS),
     "nodes": (nodes, CALLS),
     "recovery": (recovery, 1),
+    "combined": (combined, CALLS),
 }
 
 
