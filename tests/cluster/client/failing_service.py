@@ -80,7 +80,7 @@ class FailingService:
     def _draw(self, call: IncomingCall) -> Result:
         draw: DrawSamples = call.body
         keys = np.arange(draw.position, min(SIZE, draw.position + draw.count), dtype=np.int64)
-        return Result(None, [keys.tobytes()])
+        return Result(0, [keys.tobytes()])
 
     def _want(self, call: IncomingCall) -> None:
         self._release(call.body)

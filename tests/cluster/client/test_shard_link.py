@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.shared_cluster import wait
 from torch_dpflow.cluster.client import shard_link
 from torch_dpflow.cluster.client.shard_link import EpochDraw, ShardLinks, Wanted
 from torch_dpflow.cluster.control.routing import RouteMap
@@ -116,6 +117,7 @@ def test_of_a_large_batch_the_first_samples_are_fetched_and_the_others_requested
     fetches = links.fetch(of(*range(9)), SAID)
     links.flush(SAID)
     finish(links, fetches)
+    wait(lambda: len(shards[0].heard) == 3, what="the last request, which nothing waits for")
     assert shards[0].heard == [("fetch", [0, 1], [4, 5], []), ("fetch", [2, 3], [6, 7], []), ("want", [], [8], [])]
 
 

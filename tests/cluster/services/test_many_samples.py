@@ -48,7 +48,7 @@ from torch_dpflow.ipc.rpc import ClientOptions, RpcClient, RpcServer
 from torch_dpflow.ipc.transport import listen
 from torch_dpflow.samplers import sampling_group
 
-FEW, MANY = 100_000, 3_200_000
+FEW, MANY = 100_000, 4_800_000
 HORIZON = 2_000
 SHARD = "shard"
 
