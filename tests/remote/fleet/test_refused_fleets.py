@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.remote.fleet.test_lifecycle import (
+from tests.remote.fleet.fleet_cases import (
     Prompt,
     come,
     fleet,
