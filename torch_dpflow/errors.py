@@ -256,8 +256,7 @@ class ErrorKind(enum.IntEnum):
     MALFORMED = 2
     #: A process that the service needs is gone.
     LOST = 3
-    #: The answer was evicted, or too many calls are open: retry.
-    FORGOTTEN = 4
+    #: The service has too much to do, or has just started: retry.
     OVERLOADED = 5
     #: The caller's view is out of date: see `torch_dpflow.ipc.messages.fields`.
     STALE_JOB = 6

@@ -32,7 +32,7 @@ def starting(tmp_path: Path) -> Iterator[Callable[[float], RpcClient]]:
         return client
 
     server = RpcServer(listen(address))
-    server.register("flows", serve, remembered=False)
+    server.register("flows", serve)
     thread = threading.Thread(target=server.serve)
     thread.start()
     with closing(RpcClient(address)) as client:

@@ -189,9 +189,7 @@ def show(name: str, address: str, as_json: bool) -> None:
     """
     with connect(address) as coordinator:
         flows, processes = ask_views(coordinator)
-    found = [one for one in flows if name in (one.spec.name, one.spec.instance)]
-    if not found:
-        raise UsageError(f"flow {name!r} is not registered; registered are {sorted({one.spec.name for one in flows})}")
+    found = _named(name, flows)
     if as_json:
         click.echo(to_json(found))
         return
@@ -257,16 +255,28 @@ def delete(name: str, address: str, as_json: bool) -> None:
     NAME:v2 is version 2. Without a version, the highest one is deleted.
     """
     with connect(address) as coordinator:
-        instance: str = ask(coordinator, "delete", str, name, doubt=_doubt(name))
         flows: list[FlowView] = ask(coordinator, "flows", list[FlowView])
+        # By its version: a repeated call must not delete the next lower one.
+        instance = max(_named(name, flows), key=lambda one: one.spec.version).spec.instance
+        ask(coordinator, "delete", None, instance, doubt=_doubt(name))
     if as_json:
         click.echo(to_json({"deleted": instance}))
         return
-    others = _versions_of(instance.rpartition(":v")[0], flows)
+    base, _, version = instance.rpartition(":v")
+    others = _versions_of(base, flows, but=int(version))
     click.echo(f"deleted {instance}" + (f"; still registered: {others}" if others else ""))
 
 
-def _versions_of(name: str, flows: list[FlowView], *, but: int = 0) -> str:
+def _named(name: str, flows: list[FlowView]) -> list[FlowView]:
+    """Return the flows of this name, or of this name and version. Raises UsageError if there are none."""
+    found = [one for one in flows if name in (one.spec.name, one.spec.instance)]
+    if not found:
+        known = sorted({one.spec.name for one in flows})
+        raise UsageError(f"flow {name!r:.80} is not registered; registered are {known}")
+    return found
+
+
+def _versions_of(name: str, flows: list[FlowView], *, but: int) -> str:
     """Return the other versions of a flow, for people; empty if there are none."""
     versions = sorted(one.spec.version for one in flows if one.spec.name == name)
     return ", ".join(f"{name}:v{version}" for version in versions if version != but)

@@ -62,7 +62,7 @@ class FailingService:
         ]
         self._server = RpcServer(listen(address))
         for name, body_type, answer in methods:
-            self._server.register(name, self._failing(answer), body_type=body_type, remembered=False)
+            self._server.register(name, self._failing(answer), body_type=body_type)
         self._thread = threading.Thread(target=self._server.serve)
         self._thread.start()
 

@@ -36,7 +36,7 @@ class NotingShard:
         self.routed: list[tuple[int, list[int]]] = []
         self._server = RpcServer(listen(address))
         self._server.register("want", self._note, body_type=Ask)
-        self._server.register("fetch", self._note, body_type=Ask, remembered=False)
+        self._server.register("fetch", self._note, body_type=Ask)
         self._server.register("leave", lambda call: None, body_type=JobId)
         self._thread = threading.Thread(target=self._server.serve)
         self._thread.start()

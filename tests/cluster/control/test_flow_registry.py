@@ -57,7 +57,7 @@ def test_a_life_from_registration_to_deletion() -> None:
     assert flows.access(flow.name, 1, 2000.0)[1] == [StartFlow(flow)]
     flows.report(flow.instance, 0, 2001.0)
     assert flows.tick(3000.0) == [StopFlow(flow.instance)]
-    assert flows.delete(flow.name, 3001.0) == (found, [StopFlow(flow.instance), ForgetFlow(flow)])
+    assert flows.delete(flow.instance, 3001.0) == [StopFlow(flow.instance), ForgetFlow(flow)]
     assert found.state is FlowState.DELETED
     assert flows.flows == []
     assert [(state.value, since) for state, since in found.life] == [
@@ -236,11 +236,13 @@ def test_a_version_is_scaled_and_deleted_by_its_number_and_else_the_highest() ->
         flows.register(spec(version=version), 0.0)
     assert flows.scale("imagenet/train", 2, 2)[0].spec.version == 3
     assert flows.scale("imagenet/train:v1", None, 5)[0].spec == spec(workers=5)
-    assert flows.delete("imagenet/train:v2", 1.0)[0].spec.version == 2
-    assert flows.delete("imagenet/train", 1.0)[0].spec.version == 3
+    for version in (2, 3, 3):  # a repeated call deletes nothing more
+        flows.delete(f"imagenet/train:v{version}", 1.0)
+    with pytest.raises(UsageError, match="name the version to delete"):
+        flows.delete("imagenet/train", 1.0)
     with pytest.raises(UsageError, match=r"registered are \['imagenet/train:v1'\]"):
-        flows.delete("imagenet/train:v3", 1.0)
-    assert not flows.flows[0].replaced
+        flows.scale("imagenet/train:v3", 2, 2)
+    assert [(flow.spec.version, flow.replaced) for flow in flows.flows] == [(1, False)]
     flows.validate()
 
 
@@ -249,9 +251,7 @@ def test_a_flow_that_is_read_cannot_be_deleted() -> None:
     flows.register(spec(), 0.0)
     flows.report("imagenet/train:v1", 3, 0.0)
     with pytest.raises(UsageError, match="is read by 3 jobs"):
-        flows.delete("imagenet/train", 1.0)
-    with pytest.raises(UsageError, match="'other' is not registered"):
-        flows.delete("other", 1.0)
+        flows.delete("imagenet/train:v1", 1.0)
 
 
 def test_services_of_a_flow_that_is_not_known_are_ended() -> None:
@@ -327,7 +327,7 @@ def test_services_run_only_where_somebody_needs_them(steps: list[tuple[str, str,
             elif what == "scale":
                 told = flows.scale(name, version, None)[1]
             elif what == "delete":
-                told = flows.delete(name, now)[1]
+                told = flows.delete(instance, now)
             else:
                 told = flows.tick(now)
         except UsageError:

@@ -68,7 +68,7 @@ class Fuzzer:
                 ("content", ContentRequest("b" * 64, 0)),
                 ("access", Access("fuzz/flow", 1)),
                 ("scale", Scale("fuzz/flow", 2, 4)),
-                ("delete", "fuzz/flow"),
+                ("delete", "fuzz/flow:v1"),
                 ("flows", None),
                 ("processes", None),
                 ("heartbeat", Heartbeat("coordinator", 1, "ipc:///tmp/x", {})),

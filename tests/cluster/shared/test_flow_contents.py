@@ -114,7 +114,7 @@ def test_pieces_come_from_several_and_through_the_death_of_the_coordinator(clust
         assert [store(client, begin, begin + 5000) for begin in (0, 5000, 0)] == [5000, 10_000, 10_000]
         answer = client.call("content", ContentRequest(digest, 2500), reply_type=int)
         assert (answer.body, bytes(answer.frames[0])) == (10_000, content[2500:])
-        client.call("delete", flow)
+        client.call("delete", f"{flow}:v1")
         with pytest.raises(DPFlowError, match="no content"):
             client.call("content", ContentRequest(digest, 0))
 
@@ -189,8 +189,8 @@ def test_a_host_fetches_a_content_once_and_gives_up_where_none_comes(
         with open_content(place, digest, lambda: waited.append(1), coordinator="coordinator") as file:
             fetched.append(file.read())
 
-    server.register("changes", lambda call: Result(Running(1, [coordinator])), body_type=int, remembered=False)
-    server.register("content", give, body_type=ContentRequest, remembered=False)
+    server.register("changes", lambda call: Result(Running(1, [coordinator])), body_type=int)
+    server.register("content", give, body_type=ContentRequest)
     serving = threading.Thread(target=server.serve)
     serving.start()
     fetched: list[bytes] = []

@@ -108,7 +108,7 @@ def test_a_shard_that_has_been_replaced_does_not_take_its_place_back(tmp_path: P
 
     running = Running(1, [ProcessView("f:v1/router", "router", 1, 1, address, {})])
     server = RpcServer(listen(address))
-    server.register("changes", lambda call: Result(running), body_type=int, remembered=False)
+    server.register("changes", lambda call: Result(running), body_type=int)
     server.register("register_shard", refuse, body_type=RegisterShard)
     with interpreter(REGISTERED, str(tmp_path), stdin=-1) as shard:
         while len(tried) < 2:

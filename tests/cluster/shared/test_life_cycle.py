@@ -99,7 +99,7 @@ def test_commands_take_a_version_and_say_which_one_they_took(
     deleted = run(cluster, "flow", "delete", flow)
     assert deleted == f"deleted {flow}:v3; still registered: {flow}:v1, {flow}:v2\n"
     refused = CliRunner().invoke(root, ["flow", "delete", f"{flow}:v1", "--address", cluster.address])
-    assert "version 1, is read by 1 job" in refused.output
+    assert f"flow '{flow}:v1' is read by 1 job" in refused.output
 
 
 def test_a_coordinator_that_starts_anew_in_the_middle_of_an_epoch_knows_what_runs(

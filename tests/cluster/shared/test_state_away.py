@@ -202,7 +202,7 @@ def test_what_was_acknowledged_outlives_the_coordinator(tmp_path: Path) -> None:
         register(find_cluster(cluster.address), spec, content, reconnect_timeout_s=60)
         with closing(open_store(str(state))) as store:
             wait(lambda: store.find("flow/"), what="the flow in the store")
-        for method, body in (("scale", Scale("f", 3, 5)), ("delete", "f")):
+        for method, body in (("scale", Scale("f", 3, 5)), ("delete", "f:v1")):
             acknowledged = threading.Event()
             with closing(sqlite3.connect(state, isolation_level=None)) as held:
                 held.execute("BEGIN IMMEDIATE")

@@ -86,7 +86,7 @@ fields = st.recursive(
 
 
 @given(st.sampled_from(TAGS), st.lists(fields, max_size=8))
-@example(10, [1, "m", 1, [], float("nan")])
+@example(10, [1, "m", float("nan")])
 def test_any_fields_are_a_header_or_a_message_error(tag: int, content: list[Any]) -> None:
     survives(msgspec.msgpack.encode([tag, *content]))
 

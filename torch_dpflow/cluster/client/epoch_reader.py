@@ -413,7 +413,7 @@ class EpochReader:
                 # Another flow's shard listens at its address, and the router does not know yet.
             case ErrorKind.USAGE:
                 raise UsageError(str(error)) from error
-            case ErrorKind.OVERLOADED | ErrorKind.FORGOTTEN:
+            case ErrorKind.OVERLOADED:
                 pass
             case ErrorKind.LOST | ErrorKind.WORKERS_AWAITED:
                 outages.on_wait(str(error), limit=None if kind is ErrorKind.LOST else "")

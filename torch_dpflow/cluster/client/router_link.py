@@ -100,7 +100,8 @@ class RouterLink:
         self._process = own_process()
         #: The `_holder` of each process of the job that is known to have ended.
         self._replaces: list[int] = []
-        self._generation = 0
+        #: The latest one, and whether it has to be replaced.
+        self._generation, self._is_stale = 0, True
         #: Not held during pauses between attempts: other ranks may be awaited for any time, and heartbeats must go on.
         self._lock = threading.Lock()
         self._coordinator: RpcClient | None = None
@@ -185,7 +186,7 @@ class RouterLink:
         """
         with self._lock:
             if self._generation == stale:
-                self._generation = 0
+                self._is_stale = True
                 # Even with nothing left to draw: other ranks may wait for this one's position.
                 mend = self._connected if self._epoch is None else self._in_epoch
                 self._attempt(mend, given_up, deadline)
@@ -284,7 +285,7 @@ class RouterLink:
         self.outages.on_answer()
         match error.kind:
             case ErrorKind.STALE_JOB:
-                self._generation = 0
+                self._is_stale = True
             case ErrorKind.MISDIRECTED:
                 self._leave_for_another()
             case ErrorKind.OUT_OF_STEP:
@@ -303,7 +304,7 @@ class RouterLink:
             case ErrorKind.RANKS_AWAITED:
                 self.outages.on_wait(error.text, limit="for as long as they take")
                 return
-            case ErrorKind.FORGOTTEN | ErrorKind.OVERLOADED:
+            case ErrorKind.OVERLOADED:
                 self.outages.on_wait(error.text)
             case _:
                 raise error
@@ -326,13 +327,13 @@ class RouterLink:
     def _leave_for_another(self) -> None:
         """Locate the router again; it does not know the job."""
         self._disconnect()
-        self._address, self._generation = "", 0
+        self._address, self._generation, self._is_stale = "", 0, True
 
     def _connected(self) -> RpcClient:
         """Return the router, once the job has joined."""
         if self._router is None:
             self._router = self.cluster.connect(self._locate(), timeout_s=CALL_S)
-        if not self._generation:
+        if self._is_stale:
             self._join(self._router)
         return self._router
 
@@ -390,11 +391,12 @@ class RouterLink:
             self._job.weight,
             self._process,
             self._replaces,
+            self._generation,
         )
         frames = [] if indices is None else [np.ascontiguousarray(indices, np.int64).tobytes()]
         timeout_s = min(JOIN_S, self._timeout_s)
         joined: Joined = router.call("join", body, frames, reply_type=Joined, timeout_s=timeout_s).body
-        self._generation, self._router_in_step = joined.generation, False
+        self._generation, self._is_stale, self._router_in_step = joined.generation, False, False
         self.length = joined.length
         self._take_routes(joined.table)
         if self._announced is not None:

@@ -95,6 +95,8 @@ class ShardLinks:
         self._clients: dict[str, RpcClient] = {}
         #: Tickets of received samples that are to be released, by shard.
         self._taken: defaultdict[str, list[int]] = defaultdict(list)
+        #: Numbers of the requests, of all shards together.
+        self._numbers = itertools.count(1)
         #: How many samples each shard has served and loaded, as far as answers have reported.
         self.tallies: dict[str, tuple[int, int]] = {}
         #: Samples that will be needed and have not been requested yet, by shard.
@@ -245,6 +247,7 @@ class ShardLinks:
             [one.key for one in wanted],
             now,
             ahead,
+            next(self._numbers),
         )
         reply: Any = Served if method == "fetch" else None
         try:

@@ -284,20 +284,18 @@ class FlowRegistry:
         longest.enter(FlowState.IDLE, now)
         return [StopFlow(longest.spec.instance)]
 
-    def delete(self, name: str, now: float) -> tuple[Flow, list[FlowInstruction]]:
-        """Delete one version of a flow.
-
-        name: as for `find`.
-
-        Raises:
-            UsageError: there is no such flow, or jobs read it.
-        """
-        flow = self._known(name)
+    def delete(self, instance: str, now: float) -> list[FlowInstruction]:
+        """Delete this version of a flow, unless that was done. Raises UsageError if jobs read it."""
+        flow = self._flows.get(instance)
+        if flow is None:
+            if ":" not in instance:
+                raise UsageError(f"flow {instance!r:.80}: name the version to delete, as in {instance!r:.80}:v1")
+            return []
         if flow.state is FlowState.ACCESSED:
-            raise UsageError(f"flow {name!r}, version {flow.spec.version}, is read by {flow.jobs} jobs; end them first")
+            raise UsageError(f"flow {instance!r} is read by {flow.jobs} jobs; end them first")
         flow.enter(FlowState.DELETED, now)
         self._remove(flow)
-        return flow, [StopFlow(flow.spec.instance), ForgetFlow(flow.spec)]
+        return [StopFlow(instance), ForgetFlow(flow.spec)]
 
     def tick(self, now: float) -> list[FlowInstruction]:
         """Stop services that no job has used for `idle_s`."""

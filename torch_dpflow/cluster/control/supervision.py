@@ -136,7 +136,7 @@ class Supervisor:
         to its next heartbeat: a restart would lose a shard's pool.
         """
         wanted = {launch.id: launch for launch in launches}
-        self.revision += 1
+        self.revision += wanted != {id: process.launch for id, process in self._processes.items() if process.desired}
         out: list[SupervisorInstruction] = []
         for id, process in list(self._processes.items()):
             if id not in wanted or not _runs_as(process.launch, wanted[id]):

@@ -176,6 +176,8 @@ class Join(Body):
     process: Text = ""
     #: `holder` of each process of the same job that is known to have ended.
     replaces: Annotated[list[Count], msgspec.Meta(max_length=MAX_RANKS)] = []
+    #: The generation under which it read before, 0 for none: it gets a newer one, the same for a repeated call.
+    after: Count = 0
 
 
 class NameHolder(Body):

@@ -39,6 +39,9 @@ class Ask(Body):
     taken: SampleKeys
     #: How many of the last samples will be needed later: a fetch does not wait for them.
     ahead: Count = 0
+    #: Counts the job's requests to this shard. Of one that is repeated after a later one, only what the job waits for
+    #: counts: it may have released what it did not wait for.
+    number: Count = 0
 
     @property
     def awaited(self) -> list[tuple[int, int]]:

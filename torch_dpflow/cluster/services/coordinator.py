@@ -50,17 +50,17 @@ from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.fleet.worker_listener import ports_in
 
-#: Methods: type of the argument, and whether a repeated call is answered with the first reply.
-METHODS: dict[str, tuple[Any, bool]] = {
-    "register": (FlowSpec, True),
-    "store": (ContentPiece, True),
-    "content": (ContentRequest, False),
-    "access": (Access, False),
-    "scale": (Scale, True),
-    "delete": (str, True),
-    "cost": (CostRequest, False),
-    "flows": (None, False),
-    "processes": (None, False),
+#: Methods, and the types of their arguments.
+METHODS: dict[str, Any] = {
+    "register": FlowSpec,
+    "store": ContentPiece,
+    "content": ContentRequest,
+    "access": Access,
+    "scale": Scale,
+    "delete": str,
+    "cost": CostRequest,
+    "flows": None,
+    "processes": None,
 }
 #: How long a job's call waits for the router of its flow, seconds. Shorter than a job's timeout, so that a job can
 #: distinguish services that start from an absent coordinator.
@@ -128,8 +128,8 @@ class Coordinator:
         self._has_observed = False
         self._waiting: list[_WaitingCall] = []
         self._restore()
-        for name, (body, remembered) in METHODS.items():
-            server.register(name, getattr(self, f"_on_{name}"), body_type=body, remembered=remembered)
+        for name, body in METHODS.items():
+            server.register(name, getattr(self, f"_on_{name}"), body_type=body)
         if nodes is not None:
             nodes.use(self._assigned_to, lambda: self._observed, self._changed, partial(self._parts, hosts=1))
 
@@ -395,9 +395,9 @@ class Coordinator:
         return LATER
 
     def _on_delete(self, call: IncomingCall) -> Later:
-        flow, instructions = self._registry.delete(call.body, self._clock())
-        self._apply(instructions)
-        self._store.once_written(partial(_acknowledge, call, flow.spec.instance))
+        # A repeated call finds the version deleted.
+        self._apply(self._registry.delete(call.body, self._clock()))
+        self._store.once_written(partial(_acknowledge, call, None))
         return LATER
 
     def _on_flows(self, call: IncomingCall) -> Result:
@@ -435,7 +435,7 @@ class Coordinator:
             self._contents.drop(digest)
 
 
-def _acknowledge(call: IncomingCall, answer: FlowView | str, failure: Exception | None) -> None:
+def _acknowledge(call: IncomingCall, answer: FlowView | None, failure: Exception | None) -> None:
     if failure is None:
         call.answer(answer)
     else:

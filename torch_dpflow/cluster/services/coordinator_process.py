@@ -125,7 +125,7 @@ def _load(state: WriteBehindStore, server: RpcServer, heartbeats: HeartbeatSende
             heartbeats.status = {WAITING: str(state.failure)}
 
     for name in (*METHODS, *NODE_METHODS):
-        server.register(name, refuse, remembered=False)
+        server.register(name, refuse)
     state.load(serve_meanwhile)
     heartbeats.report({})
 

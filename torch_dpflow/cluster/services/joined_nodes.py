@@ -38,11 +38,11 @@ NODE_LEASE_S = 10.0
 #: Most nodes that join under one coordinator: the generations of the next one are above.
 _MAX_JOINS = 1 << 12
 #: Methods for nodes and about them, like `coordinator.METHODS`.
-NODE_METHODS: dict[str, tuple[Any, bool]] = {
-    "join_node": (NodeJoin, True),
-    "report_node": (NodeReport, False),
-    "node_fleet": (NodeFleet, False),
-    "nodes": (None, False),
+NODE_METHODS: dict[str, Any] = {
+    "join_node": NodeJoin,
+    "report_node": NodeReport,
+    "node_fleet": NodeFleet,
+    "nodes": None,
 }
 
 
@@ -80,8 +80,8 @@ class JoinedNodes:
         #: Whether the cluster ends, and the nodes to which that was reported.
         self._ends, self._notified = False, set[str]()
         self._restore()
-        for name, (body, remembered) in NODE_METHODS.items():
-            server.register(name, getattr(self, f"_on_{name}"), body_type=body, remembered=remembered)
+        for name, body in NODE_METHODS.items():
+            server.register(name, getattr(self, f"_on_{name}"), body_type=body)
 
     def use(
         self,

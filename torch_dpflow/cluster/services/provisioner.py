@@ -102,9 +102,9 @@ class Provisioner:
         self._attaching: list[IncomingCall] = []
         self._watching: list[tuple[float, IncomingCall]] = []
         self._sweep_at = clock() + FIRST_SWEEP_S
-        server.register("attach", self._on_attach, body_type=Attach, remembered=False)
+        server.register("attach", self._on_attach, body_type=Attach)
         server.register("request", self._on_request, body_type=Requests)
-        server.register("events", self._on_events, body_type=EventsRequest, remembered=False)
+        server.register("events", self._on_events, body_type=EventsRequest)
         server.register("release", self._on_release, body_type=Release)
 
     def poll(self) -> None:

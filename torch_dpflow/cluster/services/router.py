@@ -112,12 +112,12 @@ class Router:
             ("announce", alone(self._on_announce), ReportOrder),
             ("heartbeat", self._on_heartbeat, JobHeartbeat),
             ("leave", alone(self._on_leave), JobId),
+            ("table", self._on_table, None),
+            ("holders", self._on_holders, Name),
+            ("read_by_all", alone(self._on_read_by_all), ReadByAll),
+            ("lookahead", alone(self._on_lookahead), LookaheadRequest),
         ):
             server.register(name, handler, body_type=body)
-        server.register("table", self._on_table, body_type=None, remembered=False)
-        server.register("holders", self._on_holders, body_type=Name, remembered=False)
-        server.register("read_by_all", alone(self._on_read_by_all), body_type=ReadByAll, remembered=False)
-        server.register("lookahead", alone(self._on_lookahead), body_type=LookaheadRequest, remembered=False)
         #: Counts draws: each may change the lookahead of jobs without a fixed order.
         self._draws = 0
 
@@ -252,8 +252,10 @@ class Router:
         indices = _indices(call.frames) if join.has_indices else None
         if len(self._readers) >= MAX_JOBS and name not in self._readers:
             raise UsageError(f"flow {self._spec.name!r} has {MAX_JOBS} readers, the maximum")
-        generation = next(self._generations)
         self._remove_ended(join.rank.job if join.rank else name, join.replaces, now)
+        generation = self._name_leases.members.get(name, 0)
+        if generation <= join.after or self._name_leases.holder(name)[0] != join.holder:
+            generation = next(self._generations)
         if self._name_leases.admit(name, generation, join.holder, now, process=join.process):
             self._remove_reader(name)
         if name not in self._readers:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
@@ -55,6 +55,18 @@ MAX_FRAMES, MAX_ANSWER_BYTES = 2048, 256 << 20
 LINGER_S = 20.0
 
 
+@dataclass(slots=True)
+class _Reader:
+    """A process that reads."""
+
+    #: The job that it reads for.
+    job: str
+    #: The tickets of samples that it has requested and not received.
+    open: set[int] = field(default_factory=set)
+    #: Number of its latest request.
+    latest: int = 0
+
+
 class SampleShard:
     """Serves samples to the jobs of one flow. One thread drives it.
 
@@ -92,9 +104,7 @@ class SampleShard:
         self._lookaheads = ShardLookaheads(spec.instance, spec.size)
         #: Called when a lookahead is to be requested from the router.
         self.on_lookahead_due: Callable[[], None] = lambda: None
-        #: By reader: the job that it reads for, and the tickets of samples that it has requested and not received.
-        self._job_of: dict[str, str] = {}
-        self._open: dict[str, set[int]] = {}
+        self._readers: dict[str, _Reader] = {}
         self._range = RangeAssignment(0, 0, spec.size)
         self._has_owned = False
         #: When it lost its last keys, seconds.
@@ -114,7 +124,7 @@ class SampleShard:
         #: For how long samples were in transit to jobs, as of the latest status, seconds.
         self._link, self._link_s = LinkTime.of(self.server.address), 0.0
         self.server.register("want", self._on_want, body_type=Ask)
-        self.server.register("fetch", self._on_fetch, body_type=Ask, remembered=False)
+        self.server.register("fetch", self._on_fetch, body_type=Ask)
         self.server.register("heartbeat", self._on_heartbeat, body_type=JobId)
         self.server.register("leave", self._on_leave, body_type=JobId)
 
@@ -189,9 +199,9 @@ class SampleShard:
         self._has_owned = self._has_owned or self._owned > 0
         self._lookaheads.assign(range_.first, range_.end)
         self._note_due()
-        for job, opened in self._open.items():
+        for job, reader in self._readers.items():
             foreign = self._cache.tickets_outside(job, range_.first, range_.end)
-            opened.difference_update(foreign)
+            reader.open.difference_update(foreign)
             self._apply(self._cache.release(job, foreign))
 
     def lookahead_requests(self) -> list[LookaheadRequest]:
@@ -283,12 +293,14 @@ class SampleShard:
                 f"routing generation {ask.routing} is out of date, {self._range.generation} is in force"
             )
         job = ask.job.name
-        opened = self._open.setdefault(job, set())
+        reader = self._readers[job]
+        opened, is_late = reader.open, ask.number < reader.latest
+        reader.latest = max(reader.latest, ask.number)
         opened.difference_update(ask.taken)
         self._apply(self._cache.release(job, ask.taken))
-        if len(opened) + len(ask.tickets) <= MAX_WANTS:
+        if len(opened) + len(ask.tickets) <= MAX_WANTS and not is_late:
             return ask
-        awaited = len(ask.tickets) - ahead
+        awaited, ahead = len(ask.tickets) - ahead, 0 if is_late else ahead
         # Samples that it waits for may have been requested before; to refuse those would keep their room forever.
         total = len(opened) + len([ticket for ticket in ask.tickets[:awaited] if ticket not in opened])
         if total > 2 * MAX_WANTS:
@@ -298,7 +310,8 @@ class SampleShard:
 
     def _want(self, ask: Ask) -> list[CacheInstruction]:
         job = ask.job.name
-        counts = self._lookaheads.wanted(job, self._job_of[job], ask.epoch, ask.keys)
+        reader = self._readers[job]
+        counts = self._lookaheads.wanted(job, reader.job, ask.epoch, ask.keys)
         self._note_due()
         wants = zip(ask.tickets, ask.keys)
         if isinstance(self._cache, StagedSampleCache):
@@ -306,10 +319,9 @@ class SampleShard:
         else:
             out = self._cache.want(job, wants, ask.draw or 0, counts=counts)
         # Last: a rejected request would count against the job's limit for as long as it lives.
-        opened = self._open[job]
-        self._requested -= len(opened)
-        opened.update(ask.tickets)
-        self._requested += len(opened)
+        self._requested -= len(reader.open)
+        reader.open.update(ask.tickets)
+        self._requested += len(reader.open)
         return out
 
     def _note_due(self) -> None:
@@ -329,8 +341,8 @@ class SampleShard:
     def _renew_lease(self, job: JobId) -> None:
         """Renew a job's lease, or grant it one and add the job."""
         self._check_flow(job)
-        if job.name not in self._open and len(self._open) >= MAX_JOBS:
-            raise OverloadedError(f"{len(self._open)} jobs read from this shard, the most that are allowed")
+        if job.name not in self._readers and len(self._readers) >= MAX_JOBS:
+            raise OverloadedError(f"{len(self._readers)} jobs read from this shard, the most that are allowed")
         for change in self._jobs.handle(RenewLease(job.name, job.generation, self._clock())):
             match change:
                 case Stale(newest=newest):
@@ -338,9 +350,8 @@ class SampleShard:
                 case Lost():
                     self._remove_job(job.name)
                 case LeaseGranted():
-                    self._job_of[job.name] = job.job or job.name
-                    self._cache.join(job.name, self._job_of[job.name])
-                    self._open[job.name] = set()
+                    reader = self._readers[job.name] = _Reader(job.job or job.name)
+                    self._cache.join(job.name, reader.job)
 
     def _check_flow(self, job: JobId) -> None:
         # A service of another flow may listen at this address after the job's own shard has ended.
@@ -348,8 +359,8 @@ class SampleShard:
             raise StaleRoutingError(f"this is a shard of flow {self._flow!r}, and not of {job.flow!r}")
 
     def _remove_job(self, job: str) -> None:
-        self._open.pop(job, None)
-        self._lookaheads.leave(job, self._job_of.pop(job, job))
+        reader = self._readers.pop(job, None)
+        self._lookaheads.leave(job, job if reader is None else reader.job)
         self._apply(self._cache.leave(job))
 
     # -- loading and serving -----------------------------------------------------------------------------

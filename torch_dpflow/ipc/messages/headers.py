@@ -163,7 +163,7 @@ class Welcome(Body, tag=2):
     """Server to client: the answer to `Handshake`. A client of another version disconnects."""
 
     version: Count
-    #: Drawn when the server starts, 16 bytes. A new one means that the server has restarted and has no calls.
+    #: Drawn when the server starts, 16 bytes. A new one means that the server has restarted.
     incarnation: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     #: How the client's payload may travel.
     offer: PayloadOffer
@@ -186,10 +186,6 @@ class Request(Body, tag=10):
     #: Counts the client's calls from 1 on.
     call: Count
     method: Name
-    #: Every lower call is answered or abandoned: the server may drop its reply.
-    completed_below: Count
-    #: Higher calls that were answered or abandoned since the previous request.
-    answered: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
     #: How long the client waits from now on, seconds.
     timeout_s: Seconds
     body: msgspec.Raw = EMPTY_BODY
@@ -215,14 +211,15 @@ class Failure(Body, tag=12):
 class Inquiry(Body, tag=13):
     """Client to server.
 
-    Report the state of these calls. `Reply`, `Failure` or `Missing` answers each that does not run.
+    Say which of these calls do not run: `Missing` answers each. As messages keep their order, an answer on its way
+    arrives before it.
     """
 
     calls: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
 
 
 class Missing(Body, tag=14):
-    """Server to client: this call was never received; send it again."""
+    """Server to client: this call does not run, so it or its answer was lost; send it again."""
 
     call: Count
 

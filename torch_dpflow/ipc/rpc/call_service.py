@@ -1,4 +1,4 @@
-"""Server side of calls: sessions of clients, methods by name, execution, replies kept for repeated calls."""
+"""Server side of calls: sessions of clients, methods by name, execution."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import msgspec
 
 from torch_dpflow.errors import ErrorKind, MessageError, PeerLostError, StateError, UsageError
 from torch_dpflow.ipc.messages import headers as messages
-from torch_dpflow.ipc.messages.fields import MAX_TEXT, RecoverableError
+from torch_dpflow.ipc.messages.fields import MAX_TEXT, OverloadedError, RecoverableError
 from torch_dpflow.ipc.messages.headers import Frame, Header, Reply, body_decoder, decode_body, encode, encode_body
 from torch_dpflow.ipc.rpc.carrier import Carrier
-from torch_dpflow.ipc.rpc.replies import ReplyMemory, Verdict
 from torch_dpflow.log import TRANSPORT
 
 
@@ -111,13 +110,12 @@ class ServerStats:
     without_session: int = 0
     #: Calls executed.
     calls: int = 0
-    #: Repeated calls that were not executed again.
+    #: Repeated calls that were ignored, as the first was still running.
     repeats: int = 0
     #: Calls answered with an error.
     failures: int = 0
-    #: Clients with a session, and bytes of replies kept for repeated calls.
+    #: Clients with a session.
     clients: int = 0
-    reply_bytes: int = 0
 
 
 class Session:
@@ -128,7 +126,17 @@ class Session:
         self.carrier = carrier
         #: When its latest message arrived; the server's clock, seconds.
         self.received_at = 0.0
+        #: Calls that run, and when their callers stop waiting; the server's clock, seconds.
+        self.running: dict[int, float] = {}
         self._send = send
+
+    def begin(self, header: messages.Request, most: int) -> None:
+        """Record that a call runs. Raises OverloadedError if more than `most` calls run whose callers still wait."""
+        self.running[header.call] = self.received_at + header.timeout_s
+        if len(self.running) > most:
+            self.running = {call: until for call, until in self.running.items() if until > self.received_at}
+        if len(self.running) > most:
+            raise OverloadedError("too many calls of this client are open; wait for some answers")
 
     def send(self, header: Header) -> None:
         """Send a message without payload."""
@@ -151,13 +159,11 @@ class SessionTable:
     Args:
         most: maximum number of sessions; a new one replaces the one idle longest.
         idle_s: how long a session may be idle before it is dropped, seconds.
-        drop: called with each session that is dropped.
     """
 
-    def __init__(self, *, most: int, idle_s: float, drop: Callable[[Session], None]) -> None:
+    def __init__(self, *, most: int, idle_s: float) -> None:
         self._most = most
         self._idle_s = idle_s
-        self._drop = drop
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()
 
     def __len__(self) -> int:
@@ -183,7 +189,7 @@ class SessionTable:
 
     def drop(self, session: Session) -> None:
         if self._sessions.pop(session.client, None) is not None:
-            self._drop(session)
+            session.close()
 
     def tick(self, now: float) -> None:
         """Drop idle sessions."""
@@ -201,101 +207,65 @@ class SessionTable:
 #: Schedules a function for the server's thread.
 RunSoon: TypeAlias = Callable[[Callable[[], None]], None]
 
-_REFUSALS = {
-    Verdict.FORGOTTEN: (
-        ErrorKind.FORGOTTEN,
-        "the call was executed, but its reply was evicted from memory",
-    ),
-    Verdict.OVERLOADED: (
-        ErrorKind.OVERLOADED,
-        "too many calls of this client are open; wait for some answers",
-    ),
-}
-
 
 @dataclass(frozen=True)
 class _Method:
     handler: Handler
     decoder: msgspec.msgpack.Decoder[Any]
-    remembered: bool
-
-
-@dataclass(frozen=True)
-class _Reply:
-    """A call's encoded result, which may be sent any number of times."""
-
-    body: msgspec.Raw
-    frames: Sequence[Frame] = ()
-    failure: tuple[ErrorKind, str] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return len(bytes(self.body)) + sum(memoryview(frame).nbytes for frame in self.frames)
 
 
 class CallService:
-    """Executes calls in the server's thread. `post` schedules a function for that thread."""
+    """Executes calls in the server's thread.
 
-    def __init__(self, sessions: SessionTable, replies: ReplyMemory[Any], stats: ServerStats, post: RunSoon) -> None:
+    Args:
+        max_open: maximum calls of one client that run at once.
+        post: schedules a function for the server's thread.
+    """
+
+    def __init__(self, sessions: SessionTable, stats: ServerStats, *, max_open: int, post: RunSoon) -> None:
         self._sessions = sessions
-        self._replies: ReplyMemory[_Reply] = replies
         self._stats = stats
+        self._max_open = max_open
         self._post = post
         self._methods: dict[str, _Method] = {}
 
-    def register(self, name: str, handler: Handler, *, body_type: Any, remembered: bool) -> None:
+    def register(self, name: str, handler: Handler, *, body_type: Any) -> None:
         """Serve calls of `name`."""
-        self._methods[name] = _Method(handler, body_decoder(body_type), remembered)
+        self._methods[name] = _Method(handler, body_decoder(body_type))
 
     def on_request(self, session: Session, header: messages.Request, frames: list[memoryview]) -> None:
-        """Execute a call, or answer a repeated one from memory."""
-        verdict, reply = self._replies.admit(
-            session.client, header.call, completed_below=header.completed_below, answered=header.answered
-        )
-        if verdict is Verdict.EXECUTE:
-            self._execute(session, header, frames)
+        """Execute a call, unless it runs."""
+        if header.call in session.running:
+            self._stats.repeats += 1
+            session.carrier.unpack(frames, header.packing)  # opening shared memory is what releases it to the client
             return
-        self._stats.repeats += verdict is not Verdict.OVERLOADED
-        self._respond(session, header.call, verdict, reply)
-        session.carrier.unpack(frames, header.packing)  # opening shared memory is what releases it to the client
-
-    def on_inquiry(self, session: Session, header: messages.Inquiry, *_: object) -> None:
-        """Report the state of calls that a client waits for."""
-        for call in header.calls:
-            verdict, reply = self._replies.look_up(session.client, call)
-            self._respond(session, call, verdict, reply)
-
-    def _respond(self, session: Session, call: int, verdict: Verdict, reply: _Reply | None) -> None:
-        if reply is not None:
-            self._send(session, call, reply)
-        elif verdict in _REFUSALS:
-            session.send(messages.Failure(call, *_REFUSALS[verdict]))
-        elif verdict is Verdict.EXECUTE:
-            session.send(messages.Missing(call))
-
-    def _execute(self, session: Session, header: messages.Request, frames: list[memoryview]) -> None:
-        self._stats.calls += 1
-        method = self._methods.get(header.method)
-        remembered = method is None or method.remembered
 
         def finish(outcome: Outcome) -> None:
-            self._finish(session.client, header.call, remembered, outcome)
+            self._finish(session, header.call, outcome)
 
         # The request's frames are released before the answer is sent, so that the client finds its memory free.
-        outcome = self._run(method, session, header, frames, finish)
+        outcome = self._run(session, header, frames, finish)
         if not isinstance(outcome, Later):
             finish(outcome)
 
+    def on_inquiry(self, session: Session, header: messages.Inquiry, *_: object) -> None:
+        """Name the calls that do not run, of those that a client waits for."""
+        for call in header.calls:
+            if call not in session.running:
+                session.send(messages.Missing(call))
+
     def _run(
         self,
-        method: _Method | None,
         session: Session,
         header: messages.Request,
         frames: list[memoryview],
         finish: Callable[[Outcome], None],
     ) -> Outcome | Later:
         try:
+            session.begin(header, self._max_open)
             payload = session.carrier.unpack(frames, header.packing)
+            self._stats.calls += 1
+            method = self._methods.get(header.method)
             if method is None:
                 raise UsageError(f"no method {header.method!r} here, only {sorted(self._methods)}")
             call = IncomingCall(
@@ -313,32 +283,16 @@ class CallService:
             return error
         return Result() if result is None else result
 
-    def _finish(self, client: bytes, call: int, remembered: bool, outcome: Outcome) -> None:
-        reply = _prepare(outcome)
-        nbytes = reply.nbytes if remembered else 0
-        if not self._replies.finish(client, call, reply, nbytes=nbytes, keep=remembered):
-            return  # answered before, or abandoned by the client
-        self._stats.failures += reply.failure is not None
-        session = self._sessions.get(client)
-        if session is not None:
-            self._send(session, call, reply)
-
-    def _send(self, session: Session, call: int, reply: _Reply) -> None:
+    def _finish(self, session: Session, call: int, outcome: Outcome) -> None:
+        """Answer a call, if its client waits: a dropped session's client makes the call again in another one."""
+        if session.running.pop(call, None) is None or self._sessions.get(session.client) is not session:
+            return
         try:
-            if reply.failure is not None:
-                session.send(messages.Failure(call, *reply.failure))
-            else:
-                session.send_payload(messages.Reply(call, reply.body), reply.frames)
-        except MessageError as error:  # larger than a message may be
+            if isinstance(outcome, Exception):
+                raise outcome
+            if not isinstance(outcome, Result):
+                raise TypeError(f"the method returned a {type(outcome).__name__}; return Result, LATER or None")
+            session.send_payload(messages.Reply(call, encode_body(outcome.body)), outcome.frames)
+        except Exception as error:  # also of an answer that is larger than a message may be, or no msgpack
+            self._stats.failures += 1
             session.send(messages.Failure(call, *describe(error)))
-
-
-def _prepare(outcome: object) -> _Reply:
-    if isinstance(outcome, Result):
-        try:
-            return _Reply(encode_body(outcome.body), outcome.frames)
-        except (TypeError, ValueError, OverflowError) as error:
-            outcome = error
-    if not isinstance(outcome, Exception):
-        outcome = TypeError(f"the method returned a {type(outcome).__name__}; return Result, LATER or None")
-    return _Reply(messages.EMPTY_BODY, failure=describe(outcome))

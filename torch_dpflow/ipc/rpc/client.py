@@ -74,8 +74,8 @@ class PendingCall:
 class RpcClient:
     """Client of one server. Thread-safe; unusable after a fork.
 
-    A call is repeated until it is answered or its deadline passes, across reconnects and restarts of the server. One
-    server process executes it at most once. The frames of a call must not change before it is answered.
+    A call is repeated until it is answered or its deadline passes, across reconnects and restarts of the server, which
+    may execute it more than once. The frames of a call must not change before it is answered.
 
     Args:
         address: where the server listens, now or later.
@@ -242,12 +242,13 @@ class RpcClient:
         outbox.reverse()
         try:
             while outbox:
-                self._connection.send(outbox.pop())
+                self._connection.send(outbox[-1])
+                outbox.pop()
             if wait_s is not None:
                 received = self._connection.receive(wait_s)
         finally:
             self._changed.acquire()
-            self._session.outbox[:0] = outbox[::-1]  # what was behind a message that the connection did not take
+            self._session.outbox[:0] = outbox[::-1]  # what the connection did not take
             self._leading = False
             self._changed.notify_all()
         if received is not None:

@@ -7,6 +7,7 @@ open call, and the answers name the calls to send again.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -24,10 +25,8 @@ from torch_dpflow.errors import (
     TransportError,
 )
 from torch_dpflow.ipc.messages import headers as messages
-from torch_dpflow.ipc.messages.headers import Frame, Header, body_decoder, decode, decode_body, encode
+from torch_dpflow.ipc.messages.headers import Frame, Header, decode, decode_body, encode
 from torch_dpflow.ipc.rpc.carrier import Carrier
-
-_ANY = body_decoder(Any)
 
 
 class Answer(NamedTuple):
@@ -49,6 +48,8 @@ class Call:
     began: float
     deadline: float
     decoder: msgspec.msgpack.Decoder[Any]
+    #: Whether it was inquired about since it was sent last.
+    is_inquired: bool = False
     answer: Answer | None = None
     error: DPFlowError | None = None
 
@@ -66,64 +67,12 @@ class Call:
         return self.answer
 
 
-class CallTable:
-    """Open calls by id, and the replies that the server may drop. Not thread-safe.
-
-    The server keeps a reply until the client reports the call as completed: by `completed_below`, or by its number in
-    `answered` if an older call stays open for long.
-    """
-
-    def __init__(self) -> None:
-        self._next = 1
-        #: In ascending order, because ids ascend and dicts keep the order of insertion.
-        self.open: dict[int, Call] = {}
-        self._answered: list[int] = []
-
-    @property
-    def completed_below(self) -> int:
-        """Every call below this number is answered or abandoned."""
-        return next(iter(self.open), self._next)
-
-    def begin(
-        self,
-        method: str,
-        body: msgspec.Raw,
-        frames: Sequence[Frame],
-        decoder: msgspec.msgpack.Decoder[Any] = _ANY,
-        *,
-        now: float,
-        timeout_s: float,
-    ) -> Call:
-        call = self.open[self._next] = Call(self._next, method, body, frames, now, now + timeout_s, decoder)
-        self._next += 1
-        return call
-
-    def finish(self, call_id: int) -> Call | None:
-        """Close a call; None if it is closed already."""
-        call = self.open.pop(call_id, None)
-        if call is not None and self.open:
-            self._answered.append(call_id)
-        return call
-
-    def take_answered(self) -> list[int]:
-        """Return the calls completed since the last time that are not below `completed_below`."""
-        if not self._answered:
-            return []
-        answered, self._answered = self._answered, []
-        first_open = self.completed_below
-        return [call_id for call_id in answered if call_id >= first_open]
-
-    def older_than(self, moment: float) -> list[int]:
-        """Return the open calls that began before `moment`: their request or reply may be lost."""
-        return [call.id for call in self.open.values() if call.began < moment]
-
-
 @dataclass(kw_only=True)
 class ClientStats:
     """Counters of a client."""
 
     calls: int = 0
-    #: Calls sent again because the server had not received them.
+    #: Calls sent again because the server did not run them.
     repeats: int = 0
     #: Messages without a valid header, or whose payload did not fit it.
     malformed: int = 0
@@ -152,7 +101,9 @@ class ClientSession:
         self.address = address
         self.outbox: list[Sequence[Frame]] = []
         self.stats = ClientStats()
-        self.calls = CallTable()
+        #: Open calls by number, in the order of their beginning.
+        self.open: dict[int, Call] = {}
+        self._numbers = itertools.count(1)
         self._incarnation: bytes | None = None
         self._make_carrier = make_carrier
         self._carrier = make_carrier()
@@ -172,36 +123,31 @@ class ClientSession:
         timeout_s: float,
     ) -> Call:
         """Open a call. Raises MessageError if it exceeds a limit."""
-        call = self.calls.begin(method, body, frames, decoder, now=now, timeout_s=timeout_s)
+        call = Call(next(self._numbers), method, body, frames, now, now + timeout_s, decoder)
+        self._send_request(call, now)
+        self.open[call.id] = call
         self.stats.calls += 1
-        try:
-            self._send_request(call, now)
-        except MessageError:
-            self.calls.finish(call.id)
-            raise
         return call
 
     def abandon(self, call: Call, error: DPFlowError) -> None:
         """End a call that is not answered."""
         if not call.is_over:
             call.error = error
-            self.calls.finish(call.id)
+            self.open.pop(call.id, None)
 
     def inquire(self, now: float, older_s: float) -> None:
         """Request the state of calls older than `older_s`; end calls past their deadline."""
-        for call in list(self.calls.open.values()):
+        for call in list(self.open.values()):
             if call.deadline <= now:
                 self.abandon(call, self.late(call))
-        calls = self.calls.older_than(now - older_s)
-        if not calls:
-            return
-        if not self._greeted:
-            self._send_handshake()
-        self.send(messages.Inquiry(calls))
+        if calls := [call for call in self.open.values() if call.began < now - older_s]:
+            if not self._greeted:
+                self._send_handshake()
+            self._inquire_about(calls)
 
     def fail_all(self, error: DPFlowError) -> None:
         """End every open call with this error."""
-        for call in list(self.calls.open.values()):
+        for call in list(self.open.values()):
             self.abandon(call, error)
 
     def close(self) -> None:
@@ -245,7 +191,7 @@ class ClientSession:
         if before is None:
             return  # requests were sent after the handshake, and messages keep their order
         self.stats.server_restarts += before != header.incarnation
-        self.send(messages.Inquiry(list(self.calls.open)))
+        self._inquire_about([*self.open.values()])
 
     def _check_version(self, version: int) -> bool:
         """Return whether the server has this side's version; fail all calls if not."""
@@ -272,7 +218,7 @@ class ClientSession:
         try:
             # Unpacked even if it is late: opening shared memory is what releases it to the server.
             payload = self._carrier.unpack(frames, header.packing)
-            open_call = self.calls.open.get(header.call)
+            open_call = self.open.get(header.call)
             answer = Answer(None if open_call is None else decode_body(header.body, open_call.decoder), payload)
         except (MessageError, DescriptorLimitError) as failure:
             error = failure
@@ -284,7 +230,8 @@ class ClientSession:
             call.error = RemoteCallError(header.text, header.kind)
 
     def _on_missing(self, header: messages.Missing, _: list[memoryview], now: float) -> None:
-        if (call := self.calls.open.get(header.call)) is not None:
+        call = self.open.get(header.call)
+        if call is not None and call.is_inquired:  # else it was sent again for an earlier answer
             self.stats.repeats += 1
             self._send_request(call, now)
 
@@ -296,11 +243,16 @@ class ClientSession:
     def _send_request(self, call: Call, now: float) -> None:
         packed, packing = self._carrier.pack(call.frames)
         timeout_s = min(max(0.0, call.deadline - now), MAX_SECONDS)
-        below, answered = self.calls.completed_below, self.calls.take_answered()
-        self.send(messages.Request(call.id, call.method, below, answered, timeout_s, call.body, packing), packed)
+        self.send(messages.Request(call.id, call.method, timeout_s, call.body, packing), packed)
+        call.is_inquired = False
+
+    def _inquire_about(self, calls: Sequence[Call]) -> None:
+        for call in calls:
+            call.is_inquired = True
+        self.send(messages.Inquiry([call.id for call in calls]))
 
     def _finish(self, call_id: int) -> Call | None:
-        call = self.calls.finish(call_id)
+        call = self.open.pop(call_id, None)
         self.stats.late += call is None
         return call
 

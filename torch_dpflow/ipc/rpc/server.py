@@ -18,7 +18,6 @@ from torch_dpflow.ipc.messages.fields import MAX_NAME
 from torch_dpflow.ipc.messages.headers import decode, encode
 from torch_dpflow.ipc.rpc.call_service import CallService, Handler, ServerStats, Session, SessionTable
 from torch_dpflow.ipc.rpc.carrier import Carrier
-from torch_dpflow.ipc.rpc.replies import ReplyMemory
 from torch_dpflow.ipc.transport import Listener
 from torch_dpflow.log import TRANSPORT
 
@@ -28,10 +27,8 @@ class ServerOptions:
     """Limits that a server sets its clients."""
 
     max_clients: int = 4096
-    #: Maximum calls of one client that are not completed.
+    #: Maximum calls of one client that run at once.
     max_open_calls: int = 1024
-    #: Maximum bytes of replies that are kept for repeated calls, of all clients together.
-    reply_memory_bytes: int = 1 << 28
     #: Maximum shared memory lent to each client on this host, bytes; 0 sends everything through the socket.
     shared_bytes: int = 1 << 28
     #: A client's session is dropped after this time without messages, seconds.
@@ -39,7 +36,7 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         check_fields(self, check_int, "max_clients", "max_open_calls", minimum=1)
-        check_fields(self, check_int, "reply_memory_bytes", "shared_bytes", minimum=0)
+        check_fields(self, check_int, "shared_bytes", minimum=0)
         check_fields(self, check_seconds, "idle_s")
 
 
@@ -70,11 +67,8 @@ class RpcServer:
         self._stopped = False
         self._tick_at = 0.0
         self._stats = ServerStats()
-        self._replies: ReplyMemory[Any] = ReplyMemory(
-            capacity_bytes=options.reply_memory_bytes, max_open=options.max_open_calls
-        )
-        self._sessions = SessionTable(most=options.max_clients, idle_s=options.idle_s, drop=self._on_drop)
-        self._calls = CallService(self._sessions, self._replies, self._stats, self.post)
+        self._sessions = SessionTable(most=options.max_clients, idle_s=options.idle_s)
+        self._calls = CallService(self._sessions, self._stats, max_open=options.max_open_calls, post=self.post)
         self._actions: dict[type, Callable[[Session, Any, list[memoryview]], None]] = {
             messages.Reading: self._on_reading,
             messages.Request: self._calls.on_request,
@@ -86,16 +80,14 @@ class RpcServer:
         """Where clients connect."""
         return self._listener.address
 
-    def register(self, method: str, handler: Handler, *, body_type: Any = Any, remembered: bool = True) -> None:
-        """Serve calls of `method`.
+    def register(self, method: str, handler: Handler, *, body_type: Any = Any) -> None:
+        """Serve calls of `method`. A call may be executed twice, so the second must change nothing.
 
         Args:
             body_type: the type of the arguments, e.g. a msgspec struct; anything else is answered with an error.
-            remembered: whether a repeated call gets the first one's reply. If False, no reply is kept and a call may be
-                executed again: for methods that only read.
         """
         _check_name(method)
-        self._calls.register(method, handler, body_type=body_type, remembered=remembered)
+        self._calls.register(method, handler, body_type=body_type)
 
     def step(self, timeout_s: float | None) -> bool:
         """Run posted actions, housekeeping and one message; return whether a message arrived."""
@@ -135,7 +127,6 @@ class RpcServer:
         return replace(
             self._stats,
             clients=len(self._sessions),
-            reply_bytes=self._replies.nbytes,
             malformed=self._stats.malformed + self._listener.dropped,
         )
 
@@ -194,10 +185,6 @@ class RpcServer:
             self._sessions.add(session, now)
         if reads:
             session.send(messages.Reading())
-
-    def _on_drop(self, session: Session) -> None:
-        self._replies.drop(session.client)
-        session.close()
 
     def _on_reading(self, session: Session, *_: object) -> None:
         session.carrier.shares = True
