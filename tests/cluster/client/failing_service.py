@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_dpflow.cluster.messages.coordinator import Access, ContentPiece, FlowSpec
+from torch_dpflow.cluster.messages.coordinator import Access, ContentPiece, Cost, CostRequest, FlowSpec
 from torch_dpflow.cluster.messages.router import (
     DrawSamples,
     JobHeartbeatReply,
@@ -58,6 +58,7 @@ class FailingService:
             ("want", Ask, self._want),
             ("fetch", Ask, self._fetch),
             ("heartbeat", Any, lambda call: Result(JobHeartbeatReply(self.generation))),
+            ("cost", CostRequest, lambda call: Result(Cost(0.0, 0.0))),
             ("leave", JobId, lambda call: None),
         ]
         self._server = RpcServer(listen(address))

@@ -15,6 +15,7 @@ import pytest
 
 from tests.cluster.client.failing_service import SIZE, FailingService
 from tests.shared_cluster import wait
+from torch_dpflow.cluster.client import inquiries, router_link, shard_link
 from torch_dpflow.cluster.client.flow_registration import register
 from torch_dpflow.cluster.client.open_job import JobOptions, SharedJob
 from torch_dpflow.cluster.client.options import JobDescription
@@ -58,15 +59,24 @@ def test_a_fault_that_passes_is_not_seen(service: FailingService, open_: Callabl
     assert service.calls[method] >= 3
 
 
-@pytest.mark.parametrize("method", ["heartbeat", "table"])
-def test_a_job_that_is_closed_waits_for_no_service(service: FailingService, method: str) -> None:
-    """Its heartbeat waits for a router that is away, or for a table; it may wait there for an hour."""
+@pytest.mark.parametrize("method", ["heartbeat", "table", "draw", "fetch", "leave", "cost"])
+def test_a_job_that_is_closed_waits_for_no_service(
+    service: FailingService, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Services are there and do not answer, as when they are stopped; each call may wait for an hour."""
+    for module in (router_link, shard_link):
+        monkeypatch.setattr(module, "LEAVE_S", 3600.0)
+    for module, name in ((router_link, "CALL_S"), (shard_link, "FETCH_S"), (inquiries, "COST_CALL_S")):
+        monkeypatch.setattr(module, name, 3600.0)
+    job = opened(service, reconnect_timeout_s=3600)
     service.generation = 2
     service.silent.add(method)
-    job = opened(service, reconnect_timeout_s=3600)
-    wait(lambda: service.calls[method] >= 1, what="a call that is not answered")
-    service.close()
+    if method in ("draw", "fetch"):
+        job.traverse(0)
+    if method not in ("leave", "cost"):
+        wait(lambda: service.calls[method] >= 1, what="a call that is not answered")
     job.close()
+    assert service.calls[method] >= 1
 
 
 def test_heartbeats_go_on_while_a_draw_waits_for_other_ranks_and_the_table_changes(service: FailingService) -> None:

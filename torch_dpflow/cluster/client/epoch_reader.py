@@ -39,8 +39,8 @@ from torch_dpflow.metrics import LoaderMeter
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
 #: How long the thread waits for a fetch before it checks the others, and for each of those, seconds.
 LOOK_S, POLL_S = 0.1, 0.001
-#: How long `close` waits for running calls before it interrupts them, seconds.
-CLOSE_S = 1.0
+#: How long `close` waits for running calls before it interrupts them, and between two interrupts, seconds.
+CLOSE_S, AGAIN_S = 0.7, 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,9 +241,10 @@ class EpochReader:
         self._closed.set()
         self._ready.wake()
 
-    def close(self) -> bool:
+    def close(self, deadline: float | None = None) -> bool:
         """Stop reading and release the requested samples. Any thread may call, repeatedly.
 
+        deadline: when running calls are interrupted, by `time.monotonic`; None: after CLOSE_S.
         Returns whether the reader's thread has ended. It has not ended if `collate` or the plan calls this, in that
         thread.
         """
@@ -251,13 +252,9 @@ class EpochReader:
         if threading.current_thread() is self._thread:
             return False
         self.note_delivered()
-        deadline = time.monotonic() + (0.0 if self._router.outages.is_out else CLOSE_S)
-        while self._thread.is_alive():
-            if time.monotonic() >= deadline:
-                self._links.interrupt()
-                self._router.interrupt()
-                deadline = time.monotonic() + CLOSE_S  # so that the releases that follow arrive
-            self._thread.join(0.01)
+        if deadline is None:
+            deadline = time.monotonic() + (0.0 if self._router.outages.is_out else CLOSE_S)
+        end_calls(self._thread, deadline, self._links)
         self._ready.clear()
         return True
 
@@ -445,6 +442,15 @@ class EpochReader:
         self._requested.clear()  # a closed reader, which its job keeps, would keep the memory of what was received
         with suppress(DPFlowError):  # its lease expires in any case
             self._links.release(left, self._of)
+
+
+def end_calls(thread: threading.Thread, deadline: float, links: ShardLinks) -> None:
+    """Wait for a thread of a job that ends; interrupt its calls from `deadline` on, by `time.monotonic`."""
+    thread.join(max(0.0, deadline - time.monotonic()))
+    while thread.is_alive():
+        links.interrupt()
+        links.router.interrupt()
+        thread.join(AGAIN_S)
 
 
 class _Closed(Exception):

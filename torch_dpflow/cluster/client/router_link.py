@@ -52,6 +52,8 @@ T = TypeVar("T")
 CALL_S = 5.0
 #: Timeout of joining, which waits until every shard has registered, seconds.
 JOIN_S = 20.0
+#: Timeout of leaving a router or a shard, seconds.
+LEAVE_S = 0.5
 #: Shortest timeout of a call, seconds, however close the deadline is.
 MIN_CALL_S = 0.5
 #: Longest pauses between attempts, after the first and after many, seconds.
@@ -231,7 +233,7 @@ class RouterLink:
         router = self._router
         if router is not None and not self.outages.is_out:
             with suppress(DeadlineError, PeerLostError, RemoteCallError):  # the lease expires in any case
-                router.call("leave", self.id, timeout_s=1.0)
+                router.call("leave", self.id, timeout_s=LEAVE_S)
         self._disconnect()
 
     # -- with the lock held ------------------------------------------------------------------------------

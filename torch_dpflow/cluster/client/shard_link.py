@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch_dpflow.cluster.client.router_link import RouterLink
+from torch_dpflow.cluster.client.router_link import LEAVE_S, RouterLink
 from torch_dpflow.cluster.messages.router import JobId
 from torch_dpflow.cluster.messages.shard import MAX_WANTS, Ask, Served
 from torch_dpflow.cluster.security.connection_file import Cluster
@@ -34,8 +34,6 @@ FETCH_S = 30.0
 HEARTBEAT_TIMEOUT_S = 2.0
 #: Most samples of one fetch: the answer fits into a message even if each sample has many frames.
 FETCH_SAMPLES = 256
-#: Timeout of leaving a shard, seconds.
-LEAVE_S = 1.0
 #: Most shared memory lent to a shard on this host, bytes.
 LENT_BYTES = 1 << 28
 
@@ -190,8 +188,11 @@ class ShardLinks:
         """Leave shards that own no keys any more and disconnect, so that they can end."""
         addresses = set(self.router.routes.addresses)
         with self._lock:
-            gone = [self._clients.pop(address) for address in self._clients.keys() - addresses]
-        _leave(gone, job)
+            gone = {address: self._clients[address] for address in self._clients.keys() - addresses}
+        _leave([*gone.values()], job)  # `interrupt` ends it
+        with self._lock:
+            for address in gone:
+                self._clients.pop(address, None)
 
     def close(self, job: JobId) -> None:
         """Leave every shard and disconnect. May be called twice."""
@@ -199,8 +200,9 @@ class ShardLinks:
             self.interrupt()  # to leave would wait for answers in vain
             return
         with self._lock:
-            clients, self._clients = list(self._clients.values()), {}
-        _leave(clients, job)
+            clients = list(self._clients.values())
+        _leave(clients, job)  # `interrupt` ends it
+        self.interrupt()
 
     def _use_latest_routes(self) -> None:
         """Switch to the routing table in force; recorded samples may have other owners in it."""

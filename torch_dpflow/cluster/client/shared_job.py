@@ -8,6 +8,7 @@ import operator
 import os
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
@@ -17,7 +18,7 @@ from torch_dpflow._core.checks import check_int
 from torch_dpflow._core.threads import PeriodicCall, StopSignal
 from torch_dpflow.cluster.client.collate import LATER, PlanFeed, collate_function
 from torch_dpflow.cluster.client.epoch_cursor import EpochCursor
-from torch_dpflow.cluster.client.epoch_reader import CLOSE_S, EpochReader, Pipeline
+from torch_dpflow.cluster.client.epoch_reader import CLOSE_S, EpochReader, Pipeline, end_calls
 from torch_dpflow.cluster.client.flow_registration import FlowContent
 from torch_dpflow.cluster.client.options import Failover, JobDescription, JobOptions
 from torch_dpflow.cluster.client.router_link import RouterLink
@@ -44,8 +45,6 @@ from torch_dpflow.samplers.indices import IndexArray
 
 #: How often a job sends its heartbeat, seconds.
 HEARTBEAT_S = 2.0
-#: How long `close` waits for the heartbeat's thread between two interrupts of its calls, seconds.
-JOIN_S = 0.05
 
 
 class SharedJob:
@@ -206,14 +205,10 @@ class SharedJob:
         self.abandon()
         if threading.current_thread() is self._heartbeat:
             return
-        if self._reader is not None and not self._reader.close():
+        deadline = time.monotonic() + (0.0 if self._router.outages.is_out else CLOSE_S)
+        if self._reader is not None and not self._reader.close(deadline):
             return
-        self._heartbeat.join(0.0 if self._router.outages.is_out else CLOSE_S)
-        while self._heartbeat.is_alive() and not self._leaving:
-            self._router.interrupt()
-            self._links.interrupt()
-            self._heartbeat.join(JOIN_S)
-        self._heartbeat.join()
+        end_calls(self._heartbeat, deadline, self._links)
 
     def __enter__(self) -> SharedJob:
         return self
