@@ -1,18 +1,12 @@
-"""Leases under any sequence of events, against a model that remembers everything."""
+"""Leases under any sequence of calls, against a model that remembers everything."""
+
+from __future__ import annotations
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from torch_dpflow.ipc.rpc.leases import (
-    ExpireLeases,
-    LeaseGranted,
-    Leases,
-    Leave,
-    Lost,
-    RenewLease,
-    Stale,
-)
+from torch_dpflow.ipc.rpc.leases import Leases, Renewal
 
 PEERS = st.sampled_from("abc")
 GENERATIONS = st.integers(0, 4)
@@ -22,62 +16,51 @@ LEASE = 5.0
 class Members(RuleBasedStateMachine):
     """Each generation of each peer: unheard, then a member, then gone for good."""
 
-    @initialize()
-    def begin(self):
-        self.leases = Leases(lease_s=LEASE, remember_s=1e9)
+    def __init__(self) -> None:
+        super().__init__()
+        self.leases = Leases(lease_s=LEASE)
         self.now = 0.0
-        self.members = {}
-        self.gone = {}
-        self.last_heard = {}
-
-    def tell(self, event):
-        changes = self.leases.handle(event)
-        self.leases.validate()
-        for change in changes:
-            match change:
-                case LeaseGranted(peer, generation):
-                    assert peer not in self.members
-                    assert generation > self.gone.get(peer, -1)
-                    self.members[peer] = generation
-                case Lost(peer, generation, _):
-                    assert self.members.pop(peer) == generation
-                    self.gone[peer] = generation
-        return changes
+        self.members: dict[str, int] = {}
+        self.gone: dict[str, int] = {}
+        self.renewed: dict[str, float] = {}
 
     @rule(seconds=st.floats(0.0, 3.0))
-    def wait(self, seconds):
+    def wait(self, seconds: float) -> None:
         self.now += seconds
 
     @rule(peer=PEERS, generation=GENERATIONS)
-    def hear(self, peer, generation):
-        newest = max(self.members.get(peer, -1), self.gone.get(peer, -1))
-        is_news = generation > newest or generation == self.members.get(peer)
-        changes = self.tell(RenewLease(peer, generation, self.now))
-        if is_news:
-            self.last_heard[peer] = self.now
-            assert self.members[peer] == generation
-            assert not any(isinstance(change, Stale) for change in changes)
+    def renew(self, peer: str, generation: int) -> None:
+        member = self.members.get(peer)
+        if generation == member:
+            expected = Renewal.RENEWED
+        elif generation <= max(-1 if member is None else member, self.gone.get(peer, -1)):
+            expected = Renewal.STALE
         else:
-            assert changes == [Stale(peer, generation, newest)]
+            expected = Renewal.GRANTED if member is None else Renewal.REPLACED
+        assert self.leases.renew(peer, generation, self.now) is expected
+        if expected is not Renewal.STALE:
+            self.members[peer], self.renewed[peer] = generation, self.now
 
     @rule(peer=PEERS, generation=GENERATIONS)
-    def leave(self, peer, generation):
-        changes = self.tell(Leave(peer, generation, self.now))
-        assert len(changes) <= 1
-        assert self.members.get(peer, generation + 1) > generation
+    def leave(self, peer: str, generation: int) -> None:
+        ends = self.members.get(peer, generation + 1) <= generation
+        assert self.leases.leave(peer, generation, self.now) is ends
+        if ends:
+            del self.members[peer]
         if peer not in self.members:
             self.gone[peer] = max(self.gone.get(peer, -1), generation)
 
     @rule()
-    def tick(self):
-        silent = {peer for peer in self.members if self.last_heard[peer] + LEASE <= self.now}
-        changes = self.tell(ExpireLeases(self.now))
-        assert all(isinstance(change, Lost) and change.reason == "expired" for change in changes)
-        assert {change.peer for change in changes} == silent
+    def expire(self) -> None:
+        silent = {peer for peer in self.members if self.renewed[peer] + LEASE <= self.now}
+        assert {*self.leases.expire(self.now)} == silent
+        for peer in silent:
+            self.gone[peer] = self.members.pop(peer)
 
     @invariant()
-    def the_books_agree(self):
+    def the_books_agree(self) -> None:
         assert self.leases.members == self.members
+        self.leases.validate()
 
 
 Members.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

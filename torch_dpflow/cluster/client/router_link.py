@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from torch_dpflow._core.backoff import Backoff
+from torch_dpflow._core.clocks import LEASE_S
 from torch_dpflow._core.processes import has_ended, own_process
 from torch_dpflow._core.threads import StopSignal
 from torch_dpflow.cluster.client.epoch_cursor import DrawnEpoch, EpochCursor, Marks, mark
@@ -49,7 +50,7 @@ from torch_dpflow.samplers.indices import CompactArray, IndexArray, compact
 
 T = TypeVar("T")
 #: Timeout of a call to a router, seconds; then the job gets the router's address from the coordinator again.
-CALL_S = 5.0
+CALL_S = LEASE_S
 #: Timeout of joining, which waits until every shard has registered, seconds.
 JOIN_S = 20.0
 #: Timeout of leaving a router or a shard, seconds.

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from torch_dpflow._core.clocks import HEARTBEAT_S
 from torch_dpflow.cluster.client.router_link import LEAVE_S, RouterLink
 from torch_dpflow.cluster.messages.router import JobId
 from torch_dpflow.cluster.messages.shard import MAX_WANTS, Ask, Served
@@ -31,7 +32,7 @@ TOGETHER_S = 0.1
 #: Timeout of a fetch, seconds, unless the job's own is shorter; then it is repeated.
 FETCH_S = 30.0
 #: Timeout of a heartbeat, seconds; then the job fetches the routing table, as another shard may own the keys.
-HEARTBEAT_TIMEOUT_S = 2.0
+HEARTBEAT_TIMEOUT_S = 2 * HEARTBEAT_S
 #: Most samples of one fetch: the answer fits into a message even if each sample has many frames.
 FETCH_SAMPLES = 256
 #: Most shared memory lent to a shard on this host, bytes.

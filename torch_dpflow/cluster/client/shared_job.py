@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, cast
 
+from torch_dpflow._core import clocks
 from torch_dpflow._core.checks import check_int
 from torch_dpflow._core.threads import PeriodicCall, StopSignal
 from torch_dpflow.cluster.client.collate import LATER, PlanFeed, collate_function
@@ -44,7 +45,7 @@ from torch_dpflow.metrics import LoaderMeter
 from torch_dpflow.samplers.indices import IndexArray
 
 #: How often a job sends its heartbeat, seconds.
-HEARTBEAT_S = 2.0
+HEARTBEAT_S = 2 * clocks.HEARTBEAT_S
 
 
 class SharedJob:

@@ -25,6 +25,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from torch_dpflow._core.clocks import LEASE_S, START_S
 from torch_dpflow.cluster.messages.coordinator import MAX_LIFE, FlowSpec, FlowView, LifeStep, Part
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import UnknownFlowError
@@ -32,12 +33,12 @@ from torch_dpflow.ipc.messages.fields import UnknownFlowError
 #: Most flows of a cluster, each version counted.
 MAX_FLOWS = 4096
 #: A flow that no job has used for so long may be stopped in favour of another, seconds.
-UNREAD_S = 5.0
+UNREAD_S = LEASE_S
 #: How long the services of a flow may take to start, seconds.
-STARTING_S = 120.0
+STARTING_S = 2 * START_S
 #: How long the services of a lower version run without a job, seconds: after a restart of its router, jobs take so
 #: long to rejoin.
-LOWER_S = 15.0
+LOWER_S = 3 * LEASE_S
 #: Most announced contents of one flow.
 MAX_ANNOUNCED = 64
 

@@ -27,6 +27,7 @@ from torch_dpflow.cluster.messages.router import RouterSettings
 from torch_dpflow.cluster.messages.shard import ShardArguments, ShardSettings, WorkerArguments
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import OverloadedError
+from torch_dpflow.ipc.rpc.leases import Expiry
 
 HERE, LEAVING, AWAITED = "here", "leaving", "awaited"
 
@@ -34,8 +35,6 @@ HERE, LEAVING, AWAITED = "here", "leaving", "awaited"
 @dataclass(slots=True)
 class _JoinedNode:
     record: NodeRecord
-    #: When it last reported, or joined, or was restored, seconds.
-    heard: float
     standing: str = HERE
     processes: list[ProcessView] = field(default_factory=list)
 
@@ -53,6 +52,8 @@ class NodeTable:
 
     def __init__(self, cluster: str, *, generations: int, lease_s: float) -> None:
         self._cluster, self._lease_s = cluster, lease_s
+        #: Renewed by reports, joining and restoring.
+        self._leases = Expiry(lease_s)
         self._generation = generations
         self._nodes: dict[str, _JoinedNode] = {}
 
@@ -61,7 +62,8 @@ class NodeTable:
         if record.cluster != self._cluster or record.name in self._nodes:
             return False
         self._generation = max(self._generation, record.generation)
-        self._nodes[record.name] = _JoinedNode(record, now, AWAITED)
+        self._nodes[record.name] = _JoinedNode(record, AWAITED)
+        self._leases.renew(record.name, now)
         return True
 
     def join(self, name: str, process: str, address: str, processors: int, now: float) -> NodeRecord:
@@ -73,19 +75,20 @@ class NodeTable:
         """
         other = self._nodes.get(name)
         if other is not None and other.record.process == process:
-            other.heard = now
+            self._leases.renew(name, now)
             return other.record
         if other is not None:
             raise OverloadedError(
                 f"a node called {name!r} at {other.record.address} is in the cluster, last report "
-                f"{now - other.heard:.1f} s ago: give another --name. A node that was killed is "
+                f"{now - self._leases.renewed_at(name):.1f} s ago: give another --name. A node that was killed is "
                 f"removed after {self._lease_s:g} s"
             )
         if len(self._nodes) >= MAX_NODES:
             raise UsageError(f"the cluster has {MAX_NODES} nodes, the most there may be")
         self._generation += 1
         record = NodeRecord(self._cluster, name, process, self._generation, address, processors)
-        self._nodes[name] = _JoinedNode(record, now)
+        self._nodes[name] = _JoinedNode(record)
+        self._leases.renew(name, now)
         return record
 
     def report(self, name: str, generation: int, standing: str, processes: Sequence[ProcessView], now: float) -> bool:
@@ -93,7 +96,7 @@ class NodeTable:
         node = self._nodes.get(name)
         if node is None or node.record.generation != generation:
             return False
-        node.heard = now
+        self._leases.renew(name, now)
         node.standing = LEAVING if LEAVING in (node.standing, standing) else HERE
         node.processes = [msgspec.structs.replace(one, node=name) for one in processes if _is_own(one, name)]
         return True
@@ -103,19 +106,20 @@ class NodeTable:
         node = self._nodes.get(name)
         if node is None or node.record.generation != generation:
             return None
-        return self._nodes.pop(name).record
+        return self._removed(name)
 
     def remove_ended(self, prefix: str, running: Collection[str]) -> list[NodeRecord]:
         """Remove the nodes of a platform, whose names begin with `prefix`, that it does not run any more."""
         ended = [name for name in self._nodes if name.startswith(prefix) and name not in running]
-        return [self._nodes.pop(name).record for name in ended]
+        return [self._removed(name) for name in ended]
 
     def tick(self, now: float) -> list[NodeRecord]:
         """Expire leases; return the nodes that are removed."""
-        lost = [node.record for node in self._nodes.values() if now - node.heard >= self._lease_s]
-        for record in lost:
-            del self._nodes[record.name]
-        return lost
+        return [self._removed(name) for name in self._leases.expire(now)]
+
+    def _removed(self, name: str) -> NodeRecord:
+        self._leases.drop(name)
+        return self._nodes.pop(name).record
 
     @property
     def usable(self) -> dict[str, int]:
@@ -135,7 +139,7 @@ class NodeTable:
                 node.record.address,
                 node.record.processors,
                 node.standing,
-                max(0.0, now - node.heard),
+                max(0.0, now - self._leases.renewed_at(name)),
                 sum(view.role == "shard" for view in node.processes),
                 sum(view.role == "worker" for view in node.processes),
             )
@@ -148,6 +152,7 @@ class NodeTable:
         assert len({*generations}) == len(generations)
         assert max(generations, default=0) <= self._generation
         assert all(node.record.name == name for name, node in self._nodes.items())
+        assert self._nodes.keys() == {*self._leases}
         assert all(view.node in self._nodes for view in self.processes)
 
 

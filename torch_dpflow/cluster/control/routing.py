@@ -9,20 +9,13 @@ runs until its jobs have left.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from torch_dpflow.cluster.messages.router import RangeAssignment, Route, RoutingTable
 from torch_dpflow.errors import OptionError
+from torch_dpflow.ipc.rpc.leases import Expiry
 from torch_dpflow.samplers.indices import IndexArray
-
-
-@dataclass(slots=True)
-class _Shard:
-    address: str
-    #: When its lease expires, seconds.
-    until: float
 
 
 class Routing:
@@ -42,8 +35,9 @@ class Routing:
             raise OptionError(f"size={size}, expected={[*expected]}: at least one of each is needed")
         self._size = size
         self._expected = frozenset(expected)
-        self._lease_s = lease_s
-        self._shards: dict[str, _Shard] = {}
+        self._leases = Expiry(lease_s)
+        #: Addresses of the registered shards.
+        self._shards: dict[str, str] = {}
         #: The highest incarnation of every shard that has registered.
         self._incarnations: dict[str, int] = {}
         #: The shards that own keys and where they listen, in the order of their ranges.
@@ -83,7 +77,9 @@ class Routing:
         if not shards:
             raise OptionError("expected=[]: at least one shard has to own the keys")
         self._expected = frozenset(shards)
-        self._shards = {name: shard for name, shard in self._shards.items() if name in self._expected}
+        for name in self._shards.keys() - self._expected:
+            del self._shards[name]
+            self._leases.drop(name)
         self._assign()
 
     def register(
@@ -102,11 +98,9 @@ class Routing:
         if shard not in self._expected:
             return RangeAssignment(self.generation, 0, 0, True)
         self._incarnations[shard] = incarnation
-        registered = self._shards.get(shard)
-        if registered is not None and registered.address == address:
-            registered.until = now + self._lease_s
-        else:
-            self._shards[shard] = _Shard(address, now + self._lease_s)
+        self._leases.renew(shard, now)
+        if self._shards.get(shard) != address:
+            self._shards[shard] = address
             self._is_changed = True
         # Most calls change nothing; with a thousand shards an assignment at each took two thirds of a processor.
         if self._is_changed or self._newest > self.generation:
@@ -116,7 +110,7 @@ class Routing:
 
     def tick(self, now: float) -> list[str]:
         """Expire leases; returns the shards that are lost, whose keys have been reassigned."""
-        lost = [name for name, shard in self._shards.items() if shard.until <= now]
+        lost = self._leases.expire(now)
         for name in lost:
             del self._shards[name]
         if lost:
@@ -128,7 +122,7 @@ class Routing:
         if not self.complete and not self._shards.keys() >= self._expected:
             return
         self._is_changed = False
-        owners = sorted((name, shard.address) for name, shard in self._shards.items())[: self._size]
+        owners = sorted(self._shards.items())[: self._size]
         if owners != self._owners or self._newest > self.generation:
             self._owners = owners
             bounds = self._bounds()

@@ -16,10 +16,11 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from torch_dpflow._core import clocks
 from torch_dpflow.cluster.messages.node import Launch, ProcessView
 
 #: A process without a heartbeat for this long is killed and restarted, seconds.
-LEASE_S = 10.0
+LEASE_S = 2 * clocks.LEASE_S
 #: The pause before a process that ended at once is restarted, first and longest, seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 #: A process that has run for so long did not end at once, seconds. As long as the longest pause: no process is started
@@ -27,12 +28,12 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 STABLE_S = 2.0
 #: Time limit of the first heartbeat, seconds, from the start or the latest sign that the process runs: it imports. It
 #: doubles with each start in a row that exceeds it, so many times at most.
-START_S, MAX_DOUBLINGS = 60.0, 3
+START_S, MAX_DOUBLINGS = clocks.START_S, 3
 #: Longest time for which a starting worker delays the next ones, seconds.
 START_PACE_S = 10.0
 #: If three in four intervals between heartbeats of the others exceed this, seconds, all leases grow in proportion, by
 #: at most this factor.
-LATE_HEARTBEAT_S, MAX_LEASE_FACTOR = 2.0, 6.0
+LATE_HEARTBEAT_S, MAX_LEASE_FACTOR = 2 * clocks.HEARTBEAT_S, 6.0
 WORKER = "worker"
 #: Most characters of the description of how a process ended.
 MAX_ENDED = 300

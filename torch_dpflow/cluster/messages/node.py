@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
+from torch_dpflow._core.clocks import HEARTBEAT_S
 from torch_dpflow.ipc.messages.fields import MAX_NAME, Body, Count, Name, Seconds, Text
 
 #: Most processes of one node.
@@ -15,7 +16,7 @@ MAX_NODES = 256
 #: Name of a node; part of the ids of its shards.
 NODE_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 #: How long a cluster that ends waits for the reports of joined nodes, which come twice a second, seconds.
-END_NOTICE_S = 2.0
+END_NOTICE_S = 2 * HEARTBEAT_S
 #: Key in the status of a coordinator that has no state yet and refuses all calls: the reason; empty while it starts.
 WAITING = "waiting"
 

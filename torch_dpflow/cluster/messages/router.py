@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from torch_dpflow._core.clocks import LEASE_S
 from torch_dpflow.ipc.messages.fields import MAX_RANKS, MAX_SAMPLES, Body, Count, Name, Seconds, Text
 
 
@@ -244,7 +245,7 @@ class ReadByAll(Body):
 
 
 #: How long the leases of jobs and shards last after the latest heartbeat, seconds.
-JOB_LEASE_S, SHARD_LEASE_S = 15.0, 5.0
+JOB_LEASE_S, SHARD_LEASE_S = 3 * LEASE_S, LEASE_S
 #: Most processes that read one flow.
 MAX_JOBS = 1024
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from torch_dpflow._core.clocks import LEASE_S
 from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow._version import __version__
 from torch_dpflow.cluster.control.node_scaling import NodeScaling
@@ -34,7 +35,7 @@ from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.shipping.compatibility import unfit, versions_here
 
 #: The lease of a node expires this long after its latest report, seconds: as long as that of a node's processes.
-NODE_LEASE_S = 10.0
+NODE_LEASE_S = 2 * LEASE_S
 #: Most nodes that join under one coordinator: the generations of the next one are above.
 _MAX_JOINS = 1 << 12
 #: Methods for nodes and about them, like `coordinator.METHODS`.

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from torch_dpflow._core.backoff import Backoff
+from torch_dpflow._core.clocks import HEARTBEAT_S, START_S
 from torch_dpflow._core.descriptors import raise_limit
 from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow._version import __version__
@@ -47,9 +48,9 @@ from torch_dpflow.remote.shipping.compatibility import versions_here
 from torch_dpflow.workers.fork_server import end_fork_server
 
 #: Timeouts, seconds: of one call to the coordinator, of joining, and of a coordinator that stops answering later.
-ANSWER_S, JOIN_S, SILENCE_S = 3.0, 30.0, 60.0
+ANSWER_S, JOIN_S, SILENCE_S = 3 * HEARTBEAT_S, START_S / 2, START_S
 #: How long jobs may take to leave the shards of a node that leaves, seconds.
-LEAVE_S = 60.0
+LEAVE_S = START_S
 #: Roles that a joined node may be assigned; all others run on the cluster's own host.
 JOINED_ROLES = ("shard", "worker")
 _POLL_S = 0.02

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
+from torch_dpflow._core.clocks import HEARTBEAT_S, START_S
 from torch_dpflow._core.descriptors import exhausted
 from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow.cluster.control.supervision import (
@@ -51,13 +52,13 @@ from torch_dpflow.workers.fork_server import progress_of
 from torch_dpflow.workers.platform import Handle, Platform, ProcessSpec, require_same_host
 
 #: How often a node checks its processes when nothing happens, seconds.
-CHECK_S = 0.5
+CHECK_S = HEARTBEAT_S / 2
 #: How long a call of `changes` waits for a change, seconds: the greatest age of figures.
-HOLD_S = 0.5
+HOLD_S = HEARTBEAT_S / 2
 #: How long processes may take to end their workers on a platform, seconds.
 GRACE_S = 8.0
 #: The session of a silent client is dropped after this long, seconds; processes send a heartbeat each second.
-IDLE_CLIENT_S = 30.0
+IDLE_CLIENT_S = START_S / 2
 #: Most messages that a node handles before it checks its processes.
 BURST = 1024
 

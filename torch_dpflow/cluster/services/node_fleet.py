@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import msgspec
 
+from torch_dpflow._core.clocks import HEARTBEAT_S
 from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow.cluster.messages.node import FleetTarget, NodeFleet
 from torch_dpflow.cluster.services.joining_node import LEAVE_S
@@ -37,7 +38,7 @@ from torch_dpflow.remote.launchers.contract import Ended, NodePlatform, Refused,
 from torch_dpflow.workers.platform import RETRY_S
 
 #: The interval between reports to the coordinator, and the timeout of one, seconds.
-REPORT_S, ANSWER_S = 0.5, 3.0
+REPORT_S, ANSWER_S = HEARTBEAT_S / 2, 3 * HEARTBEAT_S
 #: How long a node may take to leave: its jobs, and its own end; seconds.
 NODE_LEAVE_S = LEAVE_S + 15.0
 

@@ -11,6 +11,7 @@ import time
 
 import msgspec
 
+from torch_dpflow._core.clocks import HEARTBEAT_S
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.monitoring.page_access import PagePlace, listen_at
@@ -22,7 +23,7 @@ from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.log import SERVICE
 
 #: Interval of observations, timeout of an answer, interval of attempts to listen, seconds.
-INTERVAL_S, ANSWER_S, RETRY_S = 1.0, 2.0, 2.0
+INTERVAL_S, ANSWER_S, RETRY_S = HEARTBEAT_S, 2 * HEARTBEAT_S, 2 * HEARTBEAT_S
 
 
 class ClusterObserver:

@@ -253,7 +253,7 @@ class Router:
         if len(self._readers) >= MAX_JOBS and name not in self._readers:
             raise UsageError(f"flow {self._spec.name!r} has {MAX_JOBS} readers, the maximum")
         self._remove_ended(join.rank.job if join.rank else name, join.replaces, now)
-        generation = self._name_leases.members.get(name, 0)
+        generation = self._name_leases.generation_of(name)
         if generation <= join.after or self._name_leases.holder(name)[0] != join.holder:
             generation = next(self._generations)
         if self._name_leases.admit(name, generation, join.holder, now, process=join.process):
@@ -279,7 +279,7 @@ class Router:
     def _remove_ended(self, job: str, ended: list[int], now: float) -> None:
         """Remove the readers of a job whose processes are known to have ended."""
         for name in self._readers_of(job) if ended else ():
-            generation = self._name_leases.members[name]
+            generation = self._name_leases.generation_of(name)
             if self._name_leases.holder(name)[0] in ended and self._name_leases.leave(name, generation, now):
                 self._remove_reader(name)
 

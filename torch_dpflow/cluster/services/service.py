@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torch_dpflow._core.backoff import Backoff
+from torch_dpflow._core.clocks import HEARTBEAT_S, START_S
 from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow.cluster.messages.node import Heartbeat, HeartbeatReply, Running
 from torch_dpflow.cluster.security.connection_file import NODE_SOCKET, ConnectionFile
@@ -45,14 +46,12 @@ ROLES = {
 }
 #: Modules imported once for all processes of a node. Few clusters have a pool, whose server imports what it needs.
 PRELOAD = [target.partition(":")[0] for role, target in ROLES.items() if role != POOL]
-#: The interval between heartbeats, seconds.
-HEARTBEAT_S = 1.0
 #: A process sends no heartbeat once an iteration of its main loop takes this long, seconds.
-STUCK_S = 30.0
+STUCK_S = START_S / 2
 #: Longest time that a server waits for a message before it polls, seconds.
 POLL_S = 0.1
 #: The interval at which the status is gathered, seconds; gathering costs more than polling.
-STATUS_S = 0.5
+STATUS_S = HEARTBEAT_S / 2
 #: FLOW:vN/router, FLOW:vN/shard-000 or FLOW:vN/shard-000/worker-0: the id of a process of a flow. Shards of a joined
 #: node are FLOW:vN/shard-NODE-000.
 _ID = re.compile(r"(?P<flow>[^:]+:v\d+)/(router|(?P<shard>shard-[\w.-]+)(/worker-(?P<worker>\d+))?)")

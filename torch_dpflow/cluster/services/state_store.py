@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from torch_dpflow._core import clocks
 from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow.errors import OptionError, StateError
 from torch_dpflow.log import SERVICE
@@ -23,7 +24,7 @@ _REDIS_PREFIX = "torch_dpflow:"
 #: The key that holds the owner of the store.
 _REDIS_OWNER = "torch_dpflow-owner"
 #: How long an owner's lease of a store lasts, and how often it is renewed, seconds.
-LEASE_S, RENEW_S = 15.0, 3.0
+LEASE_S, RENEW_S = 3 * clocks.LEASE_S, 3 * clocks.HEARTBEAT_S
 _LEASE_MS = int(LEASE_S * 1000)
 #: How often to check whether another owner's lease has expired, seconds.
 _POLL_S = 0.2

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from torch_dpflow._core.clocks import HEARTBEAT_S
 from torch_dpflow._core.threads import PeriodicCall, SuspendAwareClock
 from torch_dpflow.cluster.control.lookaheads import LookaheadParts
 from torch_dpflow.cluster.messages.node import Ending, ProcessView
@@ -33,11 +34,11 @@ from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.log import SERVICE
 
 #: How often a shard registers with its router, which is its heartbeat, seconds.
-REGISTER_S = 1.0
+REGISTER_S = HEARTBEAT_S
 #: Timeout of a request for a lookahead, seconds.
 LOOKAHEAD_S = 30.0
 #: Interval of requests to the node for workers whose end the shard cannot detect, seconds.
-WATCH_S = 1.0
+WATCH_S = HEARTBEAT_S
 #: How long a shard may take to end its workers, seconds.
 LEAVE_S = 8.0
 #: Objects after which the garbage collector runs in a shard. With Python's 700 it took a seventh of a shard's time:

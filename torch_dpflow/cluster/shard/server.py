@@ -35,15 +35,7 @@ from torch_dpflow.ipc.messages.fields import OverloadedError, StaleJobError, Sta
 from torch_dpflow.ipc.messages.headers import PayloadGroup
 from torch_dpflow.ipc.messages.payload_groups import group_payloads
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, RpcServer, ServerOptions
-from torch_dpflow.ipc.rpc.leases import (
-    ExpireLeases,
-    LeaseGranted,
-    Leases,
-    Leave,
-    Lost,
-    RenewLease,
-    Stale,
-)
+from torch_dpflow.ipc.rpc.leases import Leases, Renewal
 from torch_dpflow.ipc.transport import Listener
 from torch_dpflow.ipc.transport.link_time import LinkTime
 from torch_dpflow.log import SERVICE
@@ -135,10 +127,9 @@ class SampleShard:
         self._counted_at = now
         self._workers.poll()
         self._cache.concurrency = self._workers.concurrency
-        for change in self._jobs.handle(ExpireLeases(self._clock())):
-            if isinstance(change, Lost):
-                SERVICE.info("job lease expired; its requests were cancelled", extra={"job": change.peer})
-                self._remove_job(change.peer)
+        for name in self._jobs.expire(self._clock()):
+            SERVICE.info("job lease expired; its requests were cancelled", extra={"job": name})
+            self._remove_job(name)
         self._workers.flush()
         self._report_outage(now)
 
@@ -334,24 +325,23 @@ class SampleShard:
     def _on_leave(self, call: IncomingCall) -> None:
         job: JobId = call.body
         self._check_flow(job)
-        for change in self._jobs.handle(Leave(job.name, job.generation, self._clock())):
-            if isinstance(change, Lost):
-                self._remove_job(job.name)
+        if self._jobs.leave(job.name, job.generation, self._clock()):
+            self._remove_job(job.name)
 
     def _renew_lease(self, job: JobId) -> None:
         """Renew a job's lease, or grant it one and add the job."""
         self._check_flow(job)
         if job.name not in self._readers and len(self._readers) >= MAX_JOBS:
             raise OverloadedError(f"{len(self._readers)} jobs read from this shard, the most that are allowed")
-        for change in self._jobs.handle(RenewLease(job.name, job.generation, self._clock())):
-            match change:
-                case Stale(newest=newest):
-                    raise StaleJobError(f"job {job.name!r}: generation {newest} is newer, or its lease has expired")
-                case Lost():
-                    self._remove_job(job.name)
-                case LeaseGranted():
-                    reader = self._readers[job.name] = _Reader(job.job or job.name)
-                    self._cache.join(job.name, reader.job)
+        renewal = self._jobs.renew(job.name, job.generation, self._clock())
+        if renewal is Renewal.STALE:
+            newest = self._jobs.newest(job.name)
+            raise StaleJobError(f"job {job.name!r}: generation {newest} is newer, or its lease has expired")
+        if renewal is Renewal.REPLACED:
+            self._remove_job(job.name)
+        if renewal is not Renewal.RENEWED:
+            reader = self._readers[job.name] = _Reader(job.job or job.name)
+            self._cache.join(job.name, reader.job)
 
     def _check_flow(self, job: JobId) -> None:
         # A service of another flow may listen at this address after the job's own shard has ended.

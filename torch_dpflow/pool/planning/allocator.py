@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from torch_dpflow._core.checks import check_seconds
 from torch_dpflow.errors import PoolFullError, UsageError
-from torch_dpflow.ipc.rpc.leases import ExpireLeases, LeaseChange, Leases, Leave, Lost, RenewLease
+from torch_dpflow.ipc.rpc.leases import Leases, Renewal
 from torch_dpflow.pool.planning.layout import UNPLACED, place
 
 
@@ -146,7 +146,8 @@ class StripeAllocator:
         held: stripes that are already in its memory. It becomes the owner of those without one, and keeps the others as
             copies, unless these are most of the dataset: a part of a segment cannot be freed.
         """
-        self._lose(self._leases.handle(RenewLease(server, generation, now)), now)
+        if self._leases.renew(server, generation, now) is Renewal.REPLACED:
+            self._lose([server], now)
         if not self.lives(server, generation) or server in self._capacity:
             return []
         self._capacity[server] = self._room[server] = capacity_bytes
@@ -163,7 +164,8 @@ class StripeAllocator:
 
     def leave(self, server: str, generation: int, now: float) -> list[AllocatorInstruction]:
         """Remove a server that ends or has ended."""
-        self._lose(self._leases.handle(Leave(server, generation, now)), now)
+        if self._leases.leave(server, generation, now):
+            self._lose([server], now)
         return self._place_all()
 
     def expire(self, now: float) -> list[AllocatorInstruction]:
@@ -174,7 +176,7 @@ class StripeAllocator:
                 out += self._drop(identity)
             if one.returns_until is not None and now >= one.returns_until:
                 one.returns_until = None
-        self._lose(self._leases.handle(ExpireLeases(now)), now)
+        self._lose(self._leases.expire(now), now)
         return out + self._place_all()
 
     # -- datasets --------------------------------------------------------------------------------------------
@@ -340,8 +342,8 @@ class StripeAllocator:
         servers = {owner for owner in gone.owners if owner is not None} | gone.copies.keys()
         return [Drop(server, identity) for server in sorted(servers)]
 
-    def _lose(self, changes: Sequence[LeaseChange], now: float) -> None:
-        for lost in (change.peer for change in changes if isinstance(change, Lost)):
+    def _lose(self, servers: Sequence[str], now: float) -> None:
+        for lost in servers:
             self._capacity.pop(lost, None)
             self._room.pop(lost, None)
             for one in self._datasets.values():
