@@ -28,7 +28,6 @@ from torch_dpflow.errors import (
     DPFlowError,
     ErrorKind,
     LoaderTimeoutError,
-    MessageError,
     RemoteCallError,
     UsageError,
     WorkerError,
@@ -390,14 +389,13 @@ class EpochReader:
         since: when the last sample arrived.
         """
         outages, pipeline = self._router.outages, self._pipeline
-        kind = error.kind if isinstance(error, RemoteCallError) else None
-        if kind is not None:
-            outages.on_answer()
+        batch.faults += isinstance(error, RemoteCallError) and error.kind is ErrorKind.INTERNAL
+        kind = outages.on_error(error, batch.faults)
         # Lost workers load nothing, however long a sample may take.
         loading_s = 0.0 if kind is ErrorKind.LOST else pipeline.loading_s
         deadline = pipeline.reconnect_timeout_s + min(since + loading_s, max(since, outages.answered_at))
         if time.monotonic() >= deadline:
-            raise self._router.outages.deadline_error(error) from error
+            raise outages.deadline_error(error) from error
         match kind:
             case ErrorKind.STALE_JOB:
                 self._router.rejoin(self._router.id.generation, self._closed, deadline)
@@ -408,19 +406,8 @@ class EpochReader:
                 if self._router.routes.generation != known:
                     return
                 # Another flow's shard listens at its address, and the router does not know yet.
-            case ErrorKind.USAGE:
-                raise UsageError(str(error)) from error
-            case ErrorKind.OVERLOADED:
-                pass
-            case ErrorKind.LOST | ErrorKind.WORKERS_AWAITED:
-                outages.on_wait(str(error), limit=None if kind is ErrorKind.LOST else "")
-            case ErrorKind.INTERNAL:
-                batch.faults += 1
-                self._router.outages.on_fault(error, batch.faults)
-            case None if not isinstance(error, MessageError):
+            case None:
                 self._router.refresh_routes(self._closed, deadline)  # the shard has ended or moved
-            case _:
-                raise error
         self._closed.wait(backoff.pause_s())
 
     def _deliver(self, batch: _Batch) -> None:

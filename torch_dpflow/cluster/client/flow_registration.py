@@ -14,7 +14,7 @@ from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.caches import ALSDCache
 from torch_dpflow.caches.policy import parse_capacity
 from torch_dpflow.cluster.client.options import DEFAULT_MEMORY_BYTES, FlowDefinition, JobOptions
-from torch_dpflow.cluster.client.outage_log import SILENCE_S, OutageLog
+from torch_dpflow.cluster.client.outage_log import MAX_FAULTS, SILENCE_S, OutageLog
 from torch_dpflow.cluster.messages.coordinator import CONTENT_PIECE_BYTES, MAX_CONTENT_BYTES, ContentPiece, FlowSpec
 from torch_dpflow.cluster.security.connection_file import Cluster, keys_hint
 from torch_dpflow.cluster.shard.sample_source import KeylessTransform, TwoStageDataset
@@ -42,8 +42,6 @@ PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5
 MIN_CALL_S = 0.5
 #: Longest timeout of a registration, seconds; then the job looks for a cluster that has replaced this one.
 LONGEST_CALL_S = 6.0
-#: How often a flow is registered that is gone again when its content is uploaded.
-_ATTEMPTS = 5
 #: Timeout of one piece of an upload, seconds. A repeated piece is ignored, so a busy coordinator loses nothing.
 PIECE_S = 15.0
 
@@ -274,7 +272,7 @@ def register(
     backoff, deadline, attempts = Backoff(PAUSE_S, LONGEST_PAUSE_S), time.monotonic() + reconnect_timeout_s, 0
     call_s = SILENCE_S
     with cluster.connect(timeout_s=reconnect_timeout_s) as coordinator:
-        while attempts < _ATTEMPTS:
+        while attempts < MAX_FAULTS:
             # Every call is safe to repeat. The first is short, so that the log says soon that none is answered.
             call_s = min(call_s, max(MIN_CALL_S, deadline - time.monotonic()))
             try:
@@ -287,9 +285,12 @@ def register(
                 continue
             except RemoteCallError as error:
                 attempts += error.kind is ErrorKind.INTERNAL
-                _note(error, spec, outages, reconnect_timeout_s if time.monotonic() >= deadline else None)
-                if attempts == _ATTEMPTS:
+                kind = outages.on_error(error, attempts)
+                if kind not in (ErrorKind.INTERNAL, ErrorKind.OVERLOADED):
                     raise
+                if kind is ErrorKind.OVERLOADED and time.monotonic() >= deadline:
+                    text = f"flow {spec.name!r}: {error.text} (waited {reconnect_timeout_s:g} s)"
+                    raise DeadlineError(text) from error
             except DeadlineError as error:
                 call_s = min(2 * call_s, LONGEST_CALL_S)
                 outages.on_no_answer(error)
@@ -302,21 +303,9 @@ def register(
                     ) from error
             time.sleep(backoff.pause_s())
     raise UsageError(
-        f"flow {spec.name!r} was deleted, or its coordinator restarted, {_ATTEMPTS} times during the upload of what "
+        f"flow {spec.name!r} was deleted, or its coordinator restarted, {MAX_FAULTS} times during the upload of what "
         "its workers load; try again"
     )
-
-
-def _note(error: RemoteCallError, spec: FlowSpec, outages: OutageLog, waited_s: float | None) -> None:
-    """Raise an error that a retry cannot mend. waited_s: how long the job has waited; None while it may wait."""
-    if error.kind is ErrorKind.USAGE:
-        raise UsageError(error.text) from error
-    if error.kind is ErrorKind.OVERLOADED:
-        outages.on_wait(error.text)
-        if waited_s is not None:
-            raise DeadlineError(f"flow {spec.name!r}: {error.text} (waited {waited_s:g} s)") from error
-    elif error.kind is not ErrorKind.INTERNAL:
-        raise error
 
 
 def _upload(coordinator: RpcClient, digest: str, packed: bytes, reconnect_timeout_s: float) -> bool:

@@ -1,17 +1,38 @@
-"""Log of a flow's outages: one line when its services do not answer, and one when they answer again."""
+"""What a job does about each error of its flow's services, and the log of their outages."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-from torch_dpflow.errors import DeadlineError, DPFlowError
+from torch_dpflow.errors import DeadlineError, DPFlowError, ErrorKind, MessageError, RemoteCallError, UsageError
 from torch_dpflow.log import LOADER
 
 #: How often in a row a service may fail at a call that is safe to repeat, before the user gets the error.
 MAX_FAULTS = 5
 #: Shortest outage that is logged, seconds.
 SILENCE_S = 3.0
+
+
+#: Errors that make a job wait, and for how long, for the log; None: up to `reconnect_timeout_s`.
+_WAITS: dict[ErrorKind | None, str | None] = {
+    ErrorKind.LOST: None,
+    ErrorKind.OVERLOADED: None,
+    ErrorKind.NAME_BUSY: None,
+    ErrorKind.RANKS_AWAITED: "for as long as they take",
+    ErrorKind.WORKERS_AWAITED: "",
+}
+#: Errors after which a job repeats its call, once it has mended what its kind names; None: there was no answer.
+_MENDED = {
+    *_WAITS,
+    None,
+    ErrorKind.INTERNAL,
+    ErrorKind.STALE_JOB,
+    ErrorKind.STALE_ROUTING,
+    ErrorKind.OUT_OF_STEP,
+    ErrorKind.MISDIRECTED,
+    ErrorKind.UNKNOWN_FLOW,
+}
 
 
 class OutageLog:
@@ -84,12 +105,24 @@ class OutageLog:
             goes_on = f", and continues {limit}" if limit else ""
             self._warn("has waited for %.0f s%s: %s", waited_s, goes_on, reason)
 
-    def on_fault(self, error: DPFlowError, times: int) -> None:
-        """Record failure number `times` of a service at one call. Raises the error if the number is too high."""
-        if times >= MAX_FAULTS:
+    def on_error(self, error: DPFlowError, faults: int) -> ErrorKind | None:
+        """Record an error of a call; return its kind, None if there was no answer. The caller mends it and repeats.
+
+        faults: how often a service has failed at the call, by errors of the kind INTERNAL.
+        Raises UsageError if the call is refused, and the error itself if a repeated call would fail too.
+        """
+        kind = error.kind if isinstance(error, RemoteCallError) else None
+        if kind is not None:
+            self.on_answer()
+        if kind is ErrorKind.USAGE:
+            raise UsageError(str(error)) from error
+        if kind not in _MENDED or isinstance(error, MessageError) or faults >= MAX_FAULTS:
             raise error
-        if times == 1:
+        if kind is ErrorKind.INTERNAL and faults == 1:
             self._warn("the call is repeated: %s", str(error))
+        if kind in _WAITS:
+            self.on_wait(str(error), limit=_WAITS[kind])
+        return kind
 
     def on_success(self) -> None:
         """Record a successful call."""

@@ -259,7 +259,7 @@ class RouterLink:
                 result = call()
             except RemoteCallError as error:
                 faults += error.kind is ErrorKind.INTERNAL
-                self._note(error, deadline, faults)
+                self._mend(error, self.outages.on_error(error, faults), deadline)
                 if error.kind is ErrorKind.RANKS_AWAITED:  # they may take as long as they like
                     deadline = max(deadline, time.monotonic() + self._timeout_s)
             except (DeadlineError, PeerLostError) as error:
@@ -283,10 +283,9 @@ class RouterLink:
             raise PeerLostError("the epoch was abandoned during a call to its router")
         raise UsageError("its job was closed during a call to the router; open another job")
 
-    def _note(self, error: RemoteCallError, deadline: float, faults: int) -> None:
-        """Record what this error shows to be out of date; raise an error that a retry cannot mend."""
-        self.outages.on_answer()
-        match error.kind:
+    def _mend(self, error: RemoteCallError, kind: ErrorKind | None, deadline: float) -> None:
+        """Mark what this error shows to be out of date, for the next attempt."""
+        match kind:
             case ErrorKind.STALE_JOB:
                 self._is_stale = True
             case ErrorKind.MISDIRECTED:
@@ -295,23 +294,12 @@ class RouterLink:
                 self._router_in_step = False
             case ErrorKind.NAME_BUSY:
                 self._replaces = self._ended_holders()
-                self.outages.on_wait(error.text)
-            case ErrorKind.UNKNOWN_FLOW if self._failover is not None:
+            case ErrorKind.UNKNOWN_FLOW if self._failover is None:
+                raise UsageError(error.text) from error
+            case ErrorKind.UNKNOWN_FLOW:
                 # A cluster that has lost its state listens at the address of ours.
                 self._register_with(self.cluster)
-            case ErrorKind.INTERNAL:
-                # Every call of a job to its router or coordinator is safe to repeat.
-                self.outages.on_fault(error, faults)
-            case ErrorKind.USAGE | ErrorKind.UNKNOWN_FLOW:
-                raise UsageError(error.text) from error
-            case ErrorKind.RANKS_AWAITED:
-                self.outages.on_wait(error.text, limit="for as long as they take")
-                return
-            case ErrorKind.OVERLOADED:
-                self.outages.on_wait(error.text)
-            case _:
-                raise error
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline and kind is not ErrorKind.RANKS_AWAITED:
             raise UsageError(f"{error.text} (waited {self._timeout_s:g} s)") from error
 
     def _look_for_cluster(self) -> None:
