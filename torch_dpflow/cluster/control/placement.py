@@ -53,7 +53,7 @@ class NodeTable:
     def __init__(self, cluster: str, *, generations: int, lease_s: float) -> None:
         self._cluster, self._lease_s = cluster, lease_s
         #: Renewed by reports, joining and restoring.
-        self._leases = Expiry(lease_s)
+        self._leases: Expiry[str] = Expiry(lease_s)
         self._generation = generations
         self._nodes: dict[str, _JoinedNode] = {}
 

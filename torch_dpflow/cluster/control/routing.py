@@ -35,7 +35,7 @@ class Routing:
             raise OptionError(f"size={size}, expected={[*expected]}: at least one of each is needed")
         self._size = size
         self._expected = frozenset(expected)
-        self._leases = Expiry(lease_s)
+        self._leases: Expiry[str] = Expiry(lease_s)
         #: Addresses of the registered shards.
         self._shards: dict[str, str] = {}
         #: The highest incarnation of every shard that has registered.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import traceback
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -16,6 +15,7 @@ from torch_dpflow.ipc.messages import headers as messages
 from torch_dpflow.ipc.messages.fields import MAX_TEXT, OverloadedError, RecoverableError
 from torch_dpflow.ipc.messages.headers import Frame, Header, Reply, body_decoder, decode_body, encode, encode_body
 from torch_dpflow.ipc.rpc.carrier import Carrier
+from torch_dpflow.ipc.rpc.leases import Expiry
 from torch_dpflow.log import TRANSPORT
 
 
@@ -154,7 +154,7 @@ class Session:
 
 
 class SessionTable:
-    """Sessions, least recently active first.
+    """Sessions by client.
 
     Args:
         most: maximum number of sessions; a new one replaces the one idle longest.
@@ -163,8 +163,8 @@ class SessionTable:
 
     def __init__(self, *, most: int, idle_s: float) -> None:
         self._most = most
-        self._idle_s = idle_s
-        self._sessions: OrderedDict[bytes, Session] = OrderedDict()
+        self._active: Expiry[bytes] = Expiry(idle_s)
+        self._sessions: dict[bytes, Session] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -176,32 +176,29 @@ class SessionTable:
         """Record a client's message; return its session, if it has one."""
         session = self._sessions.get(client)
         if session is not None:
-            self._sessions.move_to_end(client)
+            self._active.renew(client, now)
             session.received_at = now
         return session
 
     def add(self, session: Session, now: float) -> None:
         """Admit a client."""
         while len(self._sessions) >= self._most:
-            self.drop(next(iter(self._sessions.values())))
-        session.received_at = now
+            self._drop(next(iter(self._active)))
         self._sessions[session.client] = session
-
-    def drop(self, session: Session) -> None:
-        if self._sessions.pop(session.client, None) is not None:
-            session.close()
+        self.on_message(session.client, now)
 
     def tick(self, now: float) -> None:
         """Drop idle sessions."""
-        while self._sessions:
-            oldest = next(iter(self._sessions.values()))
-            if now - oldest.received_at < self._idle_s:
-                break
-            self.drop(oldest)
+        for client in self._active.expire(now):
+            self._drop(client)
 
     def clear(self) -> None:
-        for session in list(self._sessions.values()):
-            self.drop(session)
+        for client in [*self._sessions]:
+            self._drop(client)
+
+    def _drop(self, client: bytes) -> None:
+        self._active.drop(client)
+        self._sessions.pop(client).close()
 
 
 #: Schedules a function for the server's thread.

@@ -15,19 +15,21 @@ from __future__ import annotations
 import enum
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from torch_dpflow._core.checks import check_seconds
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import NameBusyError, StaleJobError
 
+K = TypeVar("K", bound=Hashable)
 #: Maximum lost peers whose generation is remembered, and for how long, seconds. A forgotten peer may rejoin under its
 #: old generation.
 MAX_REMEMBERED, REMEMBER_S = 1 << 14, 3600.0
 
 
-class Expiry:
+class Expiry(Generic[K]):
     """Names that expire when they are not renewed. Not thread-safe; every call is amortised O(1).
 
     Only `expire` ends a lease: a service that was delayed itself first handles the messages that have arrived
@@ -39,35 +41,35 @@ class Expiry:
     def __init__(self, lease_s: float) -> None:
         self._lease_s = check_seconds("lease_s", lease_s)
         #: When each was renewed last, the longest ago first: all leases are equally long.
-        self._renewed: OrderedDict[str, float] = OrderedDict()
+        self._renewed: OrderedDict[K, float] = OrderedDict()
         self._now = -math.inf
 
     def __len__(self) -> int:
         return len(self._renewed)
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[K]:
         return iter(self._renewed)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: K) -> bool:
         return name in self._renewed
 
-    def renewed_at(self, name: str) -> float:
+    def renewed_at(self, name: K) -> float:
         """Return when this name was renewed last."""
         return self._renewed[name]
 
-    def renew(self, name: str, now: float) -> None:
+    def renew(self, name: K, now: float) -> None:
         """Begin or renew a lease."""
         self._now = self._renewed[name] = max(self._now, now)
         self._renewed.move_to_end(name)
 
-    def drop(self, name: str) -> bool:
+    def drop(self, name: K) -> bool:
         """End a lease; return whether there was one."""
         return self._renewed.pop(name, None) is not None
 
-    def expire(self, now: float) -> list[str]:
+    def expire(self, now: float) -> list[K]:
         """End the leases that are over; return their names."""
         self._now = max(self._now, now)
-        expired: list[str] = []
+        expired: list[K] = []
         for name, renewed in self._renewed.items():
             if renewed + self._lease_s > self._now:
                 break
@@ -100,7 +102,8 @@ class Leases:
     """
 
     def __init__(self, *, lease_s: float) -> None:
-        self._members, self._gone = Expiry(lease_s), Expiry(REMEMBER_S)
+        self._members: Expiry[str] = Expiry(lease_s)
+        self._gone: Expiry[str] = Expiry(REMEMBER_S)
         #: The newest generation of the members, and of those that are gone.
         self._newest: dict[str, int] = {}
 
