@@ -7,12 +7,16 @@ hypothesis chooses the interleavings. `Link` has the faults that a transport may
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch_dpflow.errors import PeerLostError
-from torch_dpflow.ipc.messages.headers import Frame
+from torch_dpflow.ipc.messages.headers import Frame, body_decoder, encode_body
+from torch_dpflow.ipc.rpc import Answer, RpcServer
+from torch_dpflow.ipc.rpc.carrier import Carrier
+from torch_dpflow.ipc.rpc.client_session import ClientSession
 from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Refused
 from torch_dpflow.workers.platform import End, Limits
 
@@ -60,7 +64,7 @@ class Link:
 class LossyListener:
     """A `Listener` whose messages wait in its links until the test delivers them."""
 
-    address = "lossy://listener"
+    address: str = "lossy://listener"
     dropped = 0
     descriptors: tuple[int, ...] = ()
 
@@ -200,3 +204,93 @@ class LossyPlatform:
         self.running.pop(name, None)
         if reports:
             self._outcomes.append(Ended(name, End(code=code)))
+
+
+class LossyNetwork:
+    """Servers by address, and clients whose exchanges a test delays, loses or repeats; its time passes by them.
+
+    fates: of the exchanges, in turn; what follows them is delivered.
+    """
+
+    def __init__(self, fates: Sequence[str] = ()) -> None:
+        self.now = 0.0
+        self.fates = deque(fates)
+        self.servers: dict[str, RpcServer] = {}
+        #: Called with the fate of each exchange, which may be another one, such as the restart of a server.
+        self.on_fate: Callable[[str], None] = lambda fate: None
+
+    def clock(self) -> float:
+        return self.now
+
+    def listen(self, address: str) -> RpcServer:
+        """Return a server at this address, in the place of an earlier one, whose sessions and calls are lost."""
+        listener = LossyListener()
+        listener.address = address
+        server = self.servers[address] = RpcServer(listener, clock=self.clock)
+        return server
+
+    def connect(self, address: str, *, timeout_s: float = 60.0, shared_bytes: int = 0) -> LossyClient:
+        return LossyClient(self, address, timeout_s)
+
+
+class LossyClient:
+    """An `RpcClient` without a socket: each exchange is what a server reads and answers at a time."""
+
+    _identities = itertools.count(1)
+
+    def __init__(self, network: LossyNetwork, address: str, timeout_s: float) -> None:
+        self.address, self._network, self._timeout_s = address, network, timeout_s
+        self._identity = b"%d" % next(self._identities)
+        self._session = ClientSession(address, lambda: Carrier(shared_bytes=0, compress=False))
+        #: Answers that are on their way.
+        self._delayed: deque[Message] = deque()
+        self._is_closed = False
+
+    def call(
+        self,
+        method: str,
+        body: Any = None,
+        frames: Sequence[Frame] = (),
+        *,
+        reply_type: Any = Any,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        if self._is_closed:
+            raise PeerLostError("closed")
+        now, decoder = self._network.now, body_decoder(reply_type)
+        call = self._session.begin_call(method, encode_body(body), frames, decoder, now=now, timeout_s=timeout_s)
+        while not call.is_over:
+            if self._network.now >= call.deadline:
+                self._session.abandon(call, self._session.late(call))
+            else:
+                self._exchange(self._network.fates.popleft() if self._network.fates else "delivered")
+        return call.outcome()
+
+    def _exchange(self, fate: str) -> None:
+        network = self._network
+        network.on_fate(fate)
+        server = network.servers[self.address]
+        listener = server._listener
+        assert isinstance(listener, LossyListener)
+        listener.links.setdefault(self._identity, Link(self._identity, 1000))
+        outbox, self._session.outbox = [sent(message) for message in self._session.outbox], []
+        if fate != "request lost":
+            for message in outbox * (2 if fate == "request repeated" else 1):
+                listener.inbound.append((self._identity, sent(message)))
+            while server.step(0.0):
+                pass
+        down = listener.links[self._identity].down
+        answers, self._delayed = [*self._delayed, *down], deque()
+        down.clear()
+        if fate == "answer delayed":
+            self._delayed.extend(answers)
+        elif fate != "answer lost":
+            for message in answers:
+                self._session.on_message(message, network.now)
+        network.now += 0.01 if fate == "delivered" and answers else 1.0
+        self._session.inquire(network.now, 0.5)
+
+    def close(self) -> None:
+        self._session.fail_all(PeerLostError("closed"))
+        self._is_closed = True

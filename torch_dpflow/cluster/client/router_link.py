@@ -387,9 +387,9 @@ class RouterLink:
         frames = [] if indices is None else [np.ascontiguousarray(indices, np.int64).tobytes()]
         timeout_s = min(JOIN_S, self._timeout_s)
         joined: Joined = router.call("join", body, frames, reply_type=Joined, timeout_s=timeout_s).body
+        self._take_routes(joined.table)
         self._generation, self._is_stale, self._router_in_step = joined.generation, False, False
         self.length = joined.length
-        self._take_routes(joined.table)
         if self._announced is not None:
             self._announce(router)
 
