@@ -294,3 +294,9 @@ class LossyClient:
     def close(self) -> None:
         self._session.fail_all(PeerLostError("closed"))
         self._is_closed = True
+
+    def __enter__(self) -> LossyClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
