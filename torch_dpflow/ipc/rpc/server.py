@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from collections import deque
@@ -60,7 +59,6 @@ class RpcServer:
         self._listener = listener
         self._options = options = options or ServerOptions()
         self._clock = clock
-        self._incarnation = secrets.token_bytes(16)
         self._posted: deque[Callable[[], None]] = deque()
         #: The server's thread, once it runs; no thread has the number 0.
         self._thread = 0
@@ -161,7 +159,7 @@ class RpcServer:
         except TransportError:  # malformed, or it refers to the shared memory of a client that has died
             self._stats.malformed += 1
             if messages.version_of(frames[0]) != messages.PROTOCOL_VERSION:
-                welcome = messages.Welcome(messages.PROTOCOL_VERSION, self._incarnation, messages.PayloadOffer(0))
+                welcome = messages.Welcome(messages.PROTOCOL_VERSION, messages.PayloadOffer(0))
                 self._listener.send(client, [encode(welcome)])  # the client reports our version
         except OSError as error:
             if not is_exhausted(error):
@@ -175,7 +173,7 @@ class RpcServer:
             Carrier(shared_bytes=shared_bytes, compress=header.offer.compress) if session is None else session.carrier
         )
         reads = carrier.accept(header.offer)
-        welcome = messages.Welcome(messages.PROTOCOL_VERSION, self._incarnation, carrier.offer())
+        welcome = messages.Welcome(messages.PROTOCOL_VERSION, carrier.offer())
         self._listener.send(client, [encode(welcome)])
         if header.version != messages.PROTOCOL_VERSION:
             carrier.close()  # the client sees our version in the Welcome, and reports it
