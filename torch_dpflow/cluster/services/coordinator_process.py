@@ -17,7 +17,7 @@ from torch_dpflow.cluster.messages.node import END_NOTICE_S, WAITING, Desire, La
 from torch_dpflow.cluster.services.contents import Contents
 from torch_dpflow.cluster.services.coordinator import METHODS, Coordinator
 from torch_dpflow.cluster.services.joined_nodes import NODE_METHODS, JoinedNodes
-from torch_dpflow.cluster.services.service import HeartbeatSender, ServiceSpec, ask_in, serve
+from torch_dpflow.cluster.services.service import DesiredProcesses, HeartbeatSender, ServiceSpec, ask_in, serve
 from torch_dpflow.cluster.services.state_store import WriteBehindStore, open_store
 from torch_dpflow.ipc.memory.headroom import Headroom
 from torch_dpflow.ipc.messages.fields import OverloadedError
@@ -34,8 +34,7 @@ class Reconciler:
         self._desired: Callable[[], list[Launch]]
         #: Latest observed revision of the node's processes; 0 before the first.
         self._seen = 0
-        #: What was last sent to the node.
-        self._applied: list[Launch] | None = None
+        self._desired_processes = DesiredProcesses(self._node)
         # Without a pause: the node answers as soon as anything changes, or after half a second with new figures. So an
         # idle cluster takes 6 ms of processor time a second; polling took 15.
         self._observer = PeriodicCall(self._observe_once, 0.0, "dpflow-observe", what="observing the node's processes")
@@ -66,10 +65,7 @@ class Reconciler:
             self._applier.start()
 
     def _apply(self) -> None:
-        desired = ask_in(self._server, self._desired)
-        if desired != self._applied:
-            self._node.call("desire", Desire(desired))
-            self._applied = desired
+        self._desired_processes.send(Desire(ask_in(self._server, self._desired)))
 
 
 #: Longest wait for a message, and while the state is loaded, seconds.

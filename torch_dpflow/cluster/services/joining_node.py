@@ -39,7 +39,7 @@ from torch_dpflow.cluster.services.node_host import (
     keep_fork_server_in,
     private_directory,
 )
-from torch_dpflow.cluster.services.service import ClusterPlace
+from torch_dpflow.cluster.services.service import ClusterPlace, DesiredProcesses
 from torch_dpflow.errors import DPFlowError, ErrorKind, RemoteCallError, UsageError
 from torch_dpflow.ipc.memory.headroom import Headroom
 from torch_dpflow.ipc.transport import TransportOptions
@@ -129,7 +129,7 @@ class CoordinatorLink:
         #: Time without an answer of a coordinator, and when that was last added up, seconds.
         self._silent_s, self._counted_at = 0.0, time.monotonic()
         self._seen = 0
-        self._applied: Desire | None = None
+        self._desired = DesiredProcesses(self._local)
         #: Memory of the local shards about which a warning was logged, bytes.
         self._warned_of = 0
         #: Whether the node is to leave, and when it started to, seconds.
@@ -207,11 +207,8 @@ class CoordinatorLink:
         return assigned
 
     def _apply(self, assigned: NodeAssignment) -> None:
-        desire = Desire(assigned.launches, assigned.elsewhere)
-        if desire != self._applied:
+        if self._desired.send(Desire(assigned.launches, assigned.elsewhere)):
             self._warn_of_memory(assigned.launches)
-            self._local.call("desire", desire)
-            self._applied = desire
 
     def _warn_of_memory(self, launches: Sequence[Launch]) -> None:
         """Log once for each amount that shards here may hold more than this host has."""
@@ -239,8 +236,7 @@ class CoordinatorLink:
     def _join_again(self) -> None:
         """Stop all processes, and join the cluster once more."""
         SERVICE.warning("the cluster has expired this node, or was started anew; stopping all processes, joining again")
-        self._local.call("desire", Desire([]))
-        self._applied = None
+        self._desired.send(Desire([]))
         while not (self._node.is_vacant or self._closes):
             time.sleep(_POLL_S)
         try:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow._core.clocks import HEARTBEAT_S, START_S
 from torch_dpflow._core.threads import PeriodicCall
-from torch_dpflow.cluster.messages.node import Heartbeat, HeartbeatReply, Running
+from torch_dpflow.cluster.messages.node import Desire, Heartbeat, HeartbeatReply, Running
 from torch_dpflow.cluster.security.connection_file import NODE_SOCKET, ConnectionFile
 from torch_dpflow.errors import DeadlineError, DPFlowError, TransportError
 from torch_dpflow.ipc.rpc import ClientOptions, RpcClient, RpcServer
@@ -263,6 +263,24 @@ def serve(
             status_at = now + STATUS_S
             stats = server.stats()
             heartbeats.status = {**status(), "malformed": stats.malformed, "without_session": stats.without_session}
+
+
+class DesiredProcesses:
+    """Sends a node the processes that it is to run, once a change."""
+
+    def __init__(self, node: RpcClient) -> None:
+        self._node = node
+        #: What the node has; None: not known.
+        self._applied: Desire | None = None
+
+    def send(self, desire: Desire) -> bool:
+        """Send these, unless the node has them; return whether it had not. Raises DPFlowError if it does not answer."""
+        if desire == self._applied:
+            return False
+        self._applied = None  # it may have them, although it does not answer
+        self._node.call("desire", desire)
+        self._applied = desire
+        return True
 
 
 def ask_in(server: RpcServer, question: Callable[[], T]) -> T:
