@@ -219,11 +219,6 @@ class Autoscaler:
         """The number of workers that the flow should have."""
         return self._target
 
-    @property
-    def cold_start_s(self) -> float:
-        """Time from a worker's start until it works, seconds."""
-        return self._known.cold_s
-
     def bound(self, bounds: Bounds) -> None:
         """Set the bounds."""
         self._bounds = bounds
