@@ -284,12 +284,18 @@ class CallService:
         """Answer a call, if its client waits: a dropped session's client makes the call again in another one."""
         if session.running.pop(call, None) is None or self._sessions.get(session.client) is not session:
             return
-        try:
-            if isinstance(outcome, Exception):
-                raise outcome
-            if not isinstance(outcome, Result):
-                raise TypeError(f"the method returned a {type(outcome).__name__}; return Result, LATER or None")
-            session.send_payload(messages.Reply(call, encode_body(outcome.body)), outcome.frames)
-        except Exception as error:  # also of an answer that is larger than a message may be, or no msgpack
+        error = outcome if isinstance(outcome, Exception) else _sent(session, call, outcome)
+        if error is not None:
             self._stats.failures += 1
             session.send(messages.Failure(call, *describe(error)))
+
+
+def _sent(session: Session, call: int, result: object) -> Exception | None:
+    """Send a method's result; return why that cannot be done."""
+    if not isinstance(result, Result):
+        return TypeError(f"the method returned a {type(result).__name__}; return Result, LATER or None")
+    try:
+        session.send_payload(messages.Reply(call, encode_body(result.body)), result.frames)
+    except (TypeError, ValueError, OverflowError) as error:  # no msgpack, or larger than a message may be
+        return error
+    return None
