@@ -209,8 +209,8 @@ class Failure(Body, tag=12):
 class Inquiry(Body, tag=13):
     """Client to server.
 
-    Say which of these calls do not run: `Missing` answers each. As messages keep their order, an answer on its way
-    arrives before it.
+    Each of these calls that does not run is answered with `Missing`. As messages keep their order, a reply on its way
+    arrives before that.
     """
 
     calls: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
