@@ -159,7 +159,7 @@ def at_rest(pid: int) -> Figures:
 
 
 def register(client: RpcClient, number: int) -> None:
-    shard = RegisterShard(f"shard-{number:04}", 1, f"ipc:///{number}", 0, TOKEN)
+    shard = RegisterShard(f"shard-{number:04}", 1, f"ipc:///{number}", TOKEN)
     client.call("register_shard", shard, reply_type=RangeAssignment)
 
 

@@ -86,13 +86,13 @@ def test_a_restarted_shard_owns_what_it_did_and_its_forerunner_is_stale() -> Non
     assert table.register("a", 3, "tcp://elsewhere", 1.0) == RangeAssignment(2, 0, 5)
 
 
-def test_a_table_that_starts_anew_comes_after_whatever_a_shard_has_heard_of() -> None:
-    table = routing()
-    assert table.register("a", 1, "ipc://a", 0.0, known=7) == RangeAssignment(0, 0, 0)
-    assert table.register("b", 1, "ipc://b", 0.0, known=4) == RangeAssignment(8, 5, 10)
-    assert table.register("a", 1, "ipc://a", 1.0, known=8) == RangeAssignment(8, 0, 5)
+def test_a_table_that_starts_anew_comes_after_those_before() -> None:
+    table = Routing(size=10, expected="ab", lease_s=5.0, first=8)
+    assert table.register("a", 1, "ipc://a", 0.0) == RangeAssignment(0, 0, 0)
+    assert table.register("b", 1, "ipc://b", 0.0) == RangeAssignment(8, 5, 10)
+    assert table.register("a", 1, "ipc://a", 1.0) == RangeAssignment(8, 0, 5)
     table.expect("abc")
-    assert table.register("c", 1, "ipc://c", 1.0, known=20) == RangeAssignment(21, 6, 10)
+    assert table.register("c", 1, "ipc://c", 1.0) == RangeAssignment(9, 6, 10)
 
 
 def test_no_keys_and_no_shards_are_refused() -> None:

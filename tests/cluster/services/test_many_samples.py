@@ -132,7 +132,7 @@ def routed(folder: Path, size: int, strategy: str) -> Iterator[tuple[RpcClient, 
     server = RpcServer(listen(f"ipc://{folder}/router-{size}"))
     Router(server, spec, RouterSettings([SHARD]), token="t", incarnation=1)
     with serving(server), RpcClient(server.address, options=ClientOptions(timeout_s=20.0, shared_bytes=0)) as client:
-        client.call("register_shard", RegisterShard(SHARD, 1, "ipc:///shard", 0, "t"), reply_type=RangeAssignment)
+        client.call("register_shard", RegisterShard(SHARD, 1, "ipc:///shard", "t"), reply_type=RangeAssignment)
         yield client, spec
 
 

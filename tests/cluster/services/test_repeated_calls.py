@@ -189,7 +189,7 @@ def router(folder: Path) -> Iterator[Service]:
         return lambda said: DrawSamples(me(said), epoch, position, 5)
 
     script = [
-        Step("register_shard", RegisterShard("s", 1, "ipc:///s", 0, "t")),
+        Step("register_shard", RegisterShard("s", 1, "ipc:///s", "t")),
         Step("join", Join("a", SPEC.instance, 7, 3, 4)),
         Step("join", Join("b", SPEC.instance, 8, 3, 4), late=False),
         Step("table"),

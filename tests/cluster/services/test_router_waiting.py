@@ -48,7 +48,7 @@ def test_a_call_whose_caller_has_given_up_is_not_kept(tmp_path: Path) -> None:
         patient = begin(client, "patient", 20.0)
         router.poll()
         assert router.status()["waiting"] == 1
-        registering = client.begin("register_shard", RegisterShard("shard", 1, "ipc:///shard", 0, "t"))
+        registering = client.begin("register_shard", RegisterShard("shard", 1, "ipc:///shard", "t"))
         while router.status()["waiting"]:
             server.step(0.1)
         registering.result()

@@ -74,7 +74,7 @@ class Fuzzer:
                 ("heartbeat", Heartbeat("coordinator", 1, "ipc:///tmp/x", {})),
             ],
             "router": [
-                ("register_shard", RegisterShard(shard, 1, "tcp://127.0.0.1:1", 2**40, "0" * 32)),
+                ("register_shard", RegisterShard(shard, 1, "tcp://127.0.0.1:1", "0" * 32)),
                 ("join", Join("intruder", spec.instance, 9, 3, 8, JobRank("intruder", 1, 2))),
                 (
                     "start",

@@ -8,6 +8,7 @@ runs until its jobs have left.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -25,12 +26,13 @@ class Routing:
         size: number of keys.
         expected: the shards that are to own keys. There is no table before all of them have registered.
         lease_s: after this long without a registration, a shard's keys are reassigned, seconds.
+        first: its first generation, above those of all earlier routers of the flow: shards and jobs use the newest.
 
     Raises:
         OptionError: there are no keys, or no shard is expected.
     """
 
-    def __init__(self, *, size: int, expected: Collection[str], lease_s: float) -> None:
+    def __init__(self, *, size: int, expected: Collection[str], lease_s: float, first: int = 1) -> None:
         if size < 1 or not expected:
             raise OptionError(f"size={size}, expected={[*expected]}: at least one of each is needed")
         self._size = size
@@ -48,8 +50,7 @@ class Routing:
         self._is_changed = False
         #: Incremented by every change; 0 while there is no table.
         self.generation = 0
-        #: The newest generation known to any shard, which may stem from an earlier router.
-        self._newest = 0
+        self._generations = itertools.count(first)
 
     @property
     def complete(self) -> bool:
@@ -82,19 +83,13 @@ class Routing:
             self._leases.drop(name)
         self._assign()
 
-    def register(
-        self, shard: str, incarnation: int, address: str, now: float, *, known: int = 0
-    ) -> RangeAssignment | None:
+    def register(self, shard: str, incarnation: int, address: str, now: float) -> RangeAssignment | None:
         """Register a shard, or renew its lease.
 
         Returns its range, empty until the table is complete; None if another process has replaced the shard.
-
-        known: the newest generation that the shard knows, from this table or an earlier router's. Shards and jobs use
-            the newest one, so the generations of this table continue after it.
         """
         if incarnation < self._incarnations.get(shard, 0):
             return None
-        self._newest = max(self._newest, known)
         if shard not in self._expected:
             return RangeAssignment(self.generation, 0, 0, True)
         self._incarnations[shard] = incarnation
@@ -103,7 +98,7 @@ class Routing:
             self._shards[shard] = address
             self._is_changed = True
         # Most calls change nothing; with a thousand shards an assignment at each took two thirds of a processor.
-        if self._is_changed or self._newest > self.generation:
+        if self._is_changed:
             self._assign()
         first, end = self._ranges.get((shard, address), (0, 0))
         return RangeAssignment(self.generation, first, end)
@@ -123,12 +118,11 @@ class Routing:
             return
         self._is_changed = False
         owners = sorted(self._shards.items())[: self._size]
-        if owners != self._owners or self._newest > self.generation:
+        if owners != self._owners:
             self._owners = owners
             bounds = self._bounds()
             self._ranges = {owner: (bounds[place], bounds[place + 1]) for place, owner in enumerate(owners)}
-            self._newest += 1
-            self.generation = self._newest
+            self.generation = next(self._generations)
 
     def _bounds(self) -> list[int]:
         shards = max(1, len(self._owners))

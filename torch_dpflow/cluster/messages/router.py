@@ -17,8 +17,6 @@ class RegisterShard(Body):
     #: Counts the processes of this shard.
     incarnation: Count
     address: Text
-    #: Newest routing generation that it has seen, 0 for none; a router that restarts starts above it.
-    generation: Count
     #: Secret of the node that started it, as jobs call every shard that registers.
     token: Name
     #: How many samples its cache can hold, judging by the latest ones; 0 if not known.

@@ -82,13 +82,14 @@ class Router:
         self._spec, self._flow = spec, spec.instance
         self._restoring = Restoring(server.post)
         # Above all generations of earlier routers, without a clock: clocks differ between hosts, and may be set back.
-        self._generations = itertools.count((incarnation << 32) + 1)
+        first = (incarnation << 32) + 1
+        self._generations = itertools.count(first)
         self._token = token
         self._clock = clock
         self._began = clock()
         self._group = sampling_group(spec.strategy, spec.size, capacity=spec.cache_samples or None, seed=spec.seed)
         self._shards, self._limited_by = settings.shards, settings.limited_by
-        self._routing = Routing(size=spec.size, expected=settings.shards, lease_s=SHARD_LEASE_S)
+        self._routing = Routing(size=spec.size, expected=settings.shards, lease_s=SHARD_LEASE_S, first=first)
         self._name_leases = NameLeases(lease_s=JOB_LEASE_S)
         #: By reader name, and by job name.
         self._readers: dict[str, Reader] = {}
@@ -173,9 +174,7 @@ class Router:
         shard: RegisterShard = call.body
         if not hmac.compare_digest(shard.token.encode(), self._token.encode()):
             raise UsageError(f"shard {shard.shard!r} was not started by this cluster's node")
-        range_ = self._routing.register(
-            shard.shard, shard.incarnation, shard.address, self._clock(), known=shard.generation
-        )
+        range_ = self._routing.register(shard.shard, shard.incarnation, shard.address, self._clock())
         if range_ is None:
             raise StaleShardError(f"shard {shard.shard!r}, incarnation {shard.incarnation}, has been replaced")
         # Most calls are heartbeats, which must not cost a look at all shards.

@@ -102,8 +102,6 @@ class RouterCalls:
         self._router = router
         #: To the router; None before it is located, and after a failure.
         self._client: RpcClient | None = None
-        #: The newest routing generation that the router has sent.
-        self._generation = 0
         self._thread = PeriodicCall(self._register, REGISTER_S, "dpflow-register", what="registering with the router")
         self._thread.wake()
         self._thread.start()
@@ -121,7 +119,6 @@ class RouterCalls:
             service.id,
             service.incarnation,
             server.address,
-            self._generation,
             service.place.token,
             self._shard.cache_samples,
         )
@@ -131,7 +128,6 @@ class RouterCalls:
             self._client.close()
             self._client = None  # the router may have moved
             raise
-        self._generation = max(self._generation, range_.generation)
         server.post(partial(self._shard.assign, range_))
 
 
