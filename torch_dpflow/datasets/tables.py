@@ -9,7 +9,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from torch_dpflow._core.checks import check_type, parse_bytes
 from torch_dpflow._core.processes import PerProcess
+from torch_dpflow._core.threads import RunningLoads, fail
 from torch_dpflow.datasets.importers.delimited import check_names
 from torch_dpflow.datasets.importers.sources import SourceFile, is_changed
 from torch_dpflow.datasets.sample_reader import check_storage_options
@@ -192,6 +193,7 @@ class _OpenedTable:
         #: Decoded blocks, the one used last at the end, and their bytes.
         self._blocks: OrderedDict[int, _DecodedBlock] = OrderedDict()
         self._bytes = 0
+        self._running = RunningLoads()
 
     def counted(self, file: SourceFile) -> tuple[list[int], Any]:
         """Return the rows of each block of a file, and its schema without metadata."""
@@ -222,16 +224,29 @@ class _OpenedTable:
             if block in self._blocks:
                 self._blocks.move_to_end(block)
                 return self._blocks[block]
-        file = self._table._files[self._table._places[block][0]]
-        is_mapped = self._table._schema is None and _is_mapped(file)
-        table = self._decoded(block)
+            running, is_joined = self._running.start_or_join(block)
+        if is_joined:
+            try:
+                found: _DecodedBlock = running.result()
+            except CancelledError:  # its thread was interrupted
+                return self._block(block)
+            return found
+        try:
+            table = self._decoded(block)
+        except BaseException as error:
+            with self._lock:
+                self._running.finish(block, running)
+            fail([running], error)
+            raise
+        is_mapped = self._table._schema is None and _is_mapped(self._table._files[self._table._places[block][0]])
         decoded = _DecodedBlock(table, _MAPPED_BYTES if is_mapped else table.nbytes)
         with self._lock:
-            if block not in self._blocks:
-                self._blocks[block] = decoded
-                self._bytes += decoded.cost
+            self._running.finish(block, running)
+            self._blocks[block] = decoded
+            self._bytes += decoded.cost
             while self._bytes > self._table._memory and len(self._blocks) > 1:
                 self._bytes -= self._blocks.popitem(last=False)[1].cost
+        running.set_result(decoded)
         return decoded
 
     def close(self) -> None:

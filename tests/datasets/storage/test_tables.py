@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tests.new_process import interpreter
 from tests.support.oss_server import OSSServer, StoredObject
 from torch_dpflow import DPFlowDataLoader
+from torch_dpflow._core.threads import RunningLoads
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.storage.disk_cache import DiskCache
-from torch_dpflow.datasets.tables import TableDataset
+from torch_dpflow.datasets.tables import TableDataset, _OpenedTable
 from torch_dpflow.errors import ChecksumError, OptionError, OptionTypeError, SourceError
 
 ROWS = 100
@@ -120,6 +123,36 @@ def test_blocks_stay_within_the_memory(tmp_path: Path) -> None:
     large = TableDataset(tmp_path)
     large.__getitems__(range(ROWS))
     assert len(large._opened.get()._blocks) == 7
+
+
+def test_threads_that_miss_a_block_decode_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_parquet(tmp_path / "a.parquet", rows(BLOCK))
+    table, joined, decoded = TableDataset(tmp_path), threading.Event(), list[int]()
+    decode, start_or_join = _OpenedTable._decoded, RunningLoads.start_or_join
+
+    def slow(opened: _OpenedTable, block: int) -> Any:
+        decoded.append(block)
+        assert joined.wait(30)
+        if len(decoded) == 1:
+            raise SourceError("damaged")
+        return decode(opened, block)
+
+    def start(running: RunningLoads, key: int) -> Any:
+        found = start_or_join(running, key)
+        if found[1]:
+            joined.set()
+        return found
+
+    monkeypatch.setattr(_OpenedTable, "_decoded", slow)
+    monkeypatch.setattr(RunningLoads, "start_or_join", start)
+    with ThreadPoolExecutor(2) as threads:
+        for outcome in (SourceError, rows(BLOCK)[3]):
+            joined.clear()
+            both = [threads.submit(table.__getitem__, 3) for _ in range(2)]
+            found = [type(one.exception()) if one.exception() else one.result() for one in both]
+            assert found == [outcome, outcome]
+    assert decoded == [0, 0]
+    table.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -278,7 +311,7 @@ def test_types_that_differ_between_files_are_joined(tmp_path: Path, ending: str)
 
 _MANY = """
 import pathlib, resource, sys
-from torch_dpflow.datasets.tables import TableDataset
+from torch_dpflow.datasets.tables import TableDataset, _OpenedTable
 count, limit = int(sys.argv[2]), int(sys.argv[3])
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 table = TableDataset(sys.argv[1], memory="1KiB")
