@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from torch_dpflow._core.clocks import START_S
 from torch_dpflow.cluster.messages.provisioner import MAX_EVENTS, MAX_OWNED
 from torch_dpflow.errors import RejectedError, ThrottledError, UnavailableError, UsageError
 from torch_dpflow.ipc.messages.fields import StaleShardError
 from torch_dpflow.remote.launchers.contract import Ended, Outcome, Refused, WorkerName
 
 #: Silence after which a shard has lost its workers, seconds: they have ended, as it does not answer them.
-SILENT_S = 30.0
+SILENT_S = START_S / 2
 #: Pause before a start that exceeds the limit is repeated, seconds.
 AGAIN_S = 1.0
 

@@ -25,6 +25,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 
+from torch_dpflow._core import clocks
 from torch_dpflow.errors import RejectedError, UnavailableError
 from torch_dpflow.remote.fleet.worker_states import (
     AdmitWorker,
@@ -47,7 +48,7 @@ from torch_dpflow.workers.platform import FALSE_STARTS, Limits
 DRAIN_S, LEAVE_S = 30.0, 5.0
 #: Silence of a connected worker after which the platform is queried, and after which its tasks are given to others,
 #: seconds.
-SUSPECT_S, LEASE_S = 2.5, 10.0
+SUSPECT_S, LEASE_S = clocks.LEASE_S / 2, 2 * clocks.LEASE_S
 #: How long the platform may take to end a worker by force, at least; else twice its grace; seconds.
 STOP_S = 10.0
 #: How long a connected worker may need until it is ready, after its latest request for content, seconds: it unpickles

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch_dpflow._core.clocks import HEARTBEAT_S
 from torch_dpflow._core.processes import PrivateDirectory
 from torch_dpflow.errors import MessageError, PeerLostError
 from torch_dpflow.ipc.messages.fields import MAX_TEXT, WorkerRefusedError
@@ -37,7 +38,6 @@ from torch_dpflow.ipc.transport import Connection, Frame, TransportOptions, conn
 from torch_dpflow.ipc.transport.base import ClientKeys
 from torch_dpflow.ipc.transport.link_time import LinkTime
 
-HEARTBEAT_S = 1.0
 #: How many pieces are requested at once, and after how long they are requested again, seconds.
 CREDIT, AGAIN_S = 4, 5.0
 #: How long to try one of several addresses, and how long the last messages may take to leave, seconds.
