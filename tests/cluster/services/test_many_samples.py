@@ -223,9 +223,7 @@ def test_a_router_answers_heartbeats_while_it_restores_an_order(
         try:
             pending = client.begin("start", start, [marks.tobytes()])
             assert restoring.wait(timeout=20)
-            client.call(
-                "register_shard", RegisterShard(SHARD, 1, "ipc:///shard", 0, "t", 9), reply_type=RangeAssignment
-            )
+            client.call("register_shard", RegisterShard(SHARD, 1, "ipc:///shard", "t", 9), reply_type=RangeAssignment)
             client.call("heartbeat", JobHeartbeat(second.id, None, True), reply_type=JobHeartbeatReply)
             for refused in (lambda: first.draw(0, 8), first.lookahead, lambda: first.start(1)):
                 with pytest.raises(RemoteCallError, match="restores") as caught:
