@@ -218,9 +218,13 @@ class ResultOutbox:
         """Send a result, now or with later ones. The frames must not change until they are sent.
 
         started: the task that the worker runs next. hold: whether the result may wait for others. has_stream: as of
-            `Finished`, if none of the worker's results may wait.
+            `Finished`, for results that may not wait.
         """
         with self.lock:
+            if not hold and not self._finished:
+                self._started = started
+                self._transmit([Finished([task], kind, table, has_stream=has_stream)], frames)
+                return
             if self._finished and self._frames + len(frames) > MAX_FRAMES:
                 self._send()
             self._finished.append((task, kind, table, frames))
@@ -234,7 +238,7 @@ class ResultOutbox:
                 if not self._waiting.is_set():
                     self._wait()
             else:
-                self._send(has_stream=has_stream)
+                self._send()
 
     def flush(self) -> None:
         """Send the waiting results; if there are none, report that the worker is idle."""
@@ -257,11 +261,12 @@ class ResultOutbox:
             self._thread = threading.Thread(target=self._send_late, name="dpflow-results", daemon=True)
             self._thread.start()
 
-    def _send(self, *, has_stream: bool = False) -> None:
+    def _send(self) -> None:
         finished, frames = group_payloads(self._finished, Finished)
-        if has_stream:
-            finished[0].has_stream = True
         self._finished, self._frames, self._nbytes = [], 0, 0
+        self._transmit(finished, frames)
+
+    def _transmit(self, finished: list[Finished], frames: Sequence[Frame]) -> None:
         self._sent_at = time.monotonic()
         sizes: list[int] = []
         if self._compress is not None:
