@@ -6,7 +6,12 @@ from typing import NamedTuple
 
 
 class Pair(NamedTuple):
-    """Two scripts: `@@` is `one` or `other` in them. part: what differs; empty: nothing; in brackets: only that."""
+    """Two scripts: `@@` is `one` or `other` in them. part: what differs; empty: any part,
+    or in `SAME` nothing; in brackets: only that.
+
+    A pair with files, or that `loads`, is also loaded in a worker: `loads` is the error there, or empty for the samples
+    that the script has.
+    """
 
     name: str
     part: str
@@ -14,6 +19,12 @@ class Pair(NamedTuple):
     one: str = "1"
     other: str = "2"
     files: dict[str, str] = {}
+    loads: str | None = None
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it is loaded in a worker."""
+        return bool(self.files) or self.loads is not None
 
 
 def data(body: str, before: str = "", init: str = "pass", after: str = "", inside: str = "pass") -> str:
@@ -252,6 +263,92 @@ DIFFER = [
     Pair("object array", NEVER, data("V", "V = np.array([{'a': @@}, None], dtype=object)")),
     Pair("strings of numpy", NEVER, data("V", "V = np.array(['x@@'], dtype=np.dtypes.StringDType())")),
     Pair("default dict's factory", NEVER, data("V[1]", "V = collections.defaultdict(lambda: @@)")),
+    # Orders that code can follow.
+    Pair(
+        "order of attributes that is followed",
+        "dataset.(order)",
+        data("[*vars(self).values()]", "A = @@", after="vars(dataset).update(A)"),
+        "dict(a=1, b=2)",
+        "dict(b=2, a=1)",
+        loads="",
+    ),
+    Pair(
+        "order of a state",
+        "dataset.(order)",
+        data(
+            "self.s",
+            inside="def __getstate__(self): return @@\n    def __setstate__(self, s): self.s = [*s.values()]",
+            after="dataset.s = [*dataset.__getstate__().values()]",
+        ),
+        "dict(a=1, b=2)",
+        "dict(b=2, a=1)",
+        loads="",
+    ),
+    Pair(
+        "order of a namespace",
+        "__main__.V.(order)",
+        data("[*vars(V).values()]", "V = types.SimpleNamespace(@@)"),
+        "a=1, b=2",
+        "b=2, a=1",
+        loads="",
+    ),
+    Pair(
+        "order of many namespaces",
+        NEVER,
+        data("[*vars(V[i]).values()]", "V = [types.SimpleNamespace(@@) for _ in range(20)]"),
+        "a=1, b=2",
+        "b=2, a=1",
+        loads="",
+    ),
+    Pair(
+        "order of a class",
+        "__main__.K.(order)",
+        data("[k for k in vars(K) if k in 'ab']", "class K:\n    @@"),
+        "a = 1; b = 2",
+        "b = 2; a = 1",
+        loads="",
+    ),
+    Pair(
+        "order of methods",
+        "__main__.K.(order)",
+        data(
+            "[f() for n, f in vars(K).items() if n in 'fg']",
+            "class K:\n    @@",
+        ),
+        "f = lambda: 1\n    g = lambda: 2",
+        "g = lambda: 2\n    f = lambda: 1",
+        loads="",
+    ),
+    Pair(
+        "order of an own module",
+        "cfg",
+        data("[v for k, v in vars(cfg).items() if k in 'ab']", "import cfg"),
+        "a = 1\nb = 2",
+        "b = 2\na = 1",
+        files={"cfg.py": "@@"},
+    ),
+    Pair(
+        "order of arguments",
+        "dataset.a.(order)",
+        data("[*vars(self.a).values()]", "A = @@", "self.a = argparse.Namespace(**A); self.size, self.lr = 0, 0"),
+        "dict(size=1, lr=2)",
+        "dict(lr=2, size=1)",
+        loads="",
+    ),
+    # Random generators.
+    Pair("seed of a generator", "dataset.g", data("self.g.random()", init="self.g = random.Random(@@)")),
+    Pair("seed of numpy's generator", "dataset.g", data("self.g.random()", init="self.g = np.random.default_rng(@@)")),
+    Pair(
+        "seed of torch's generator",
+        "dataset.g",
+        data("self.g.initial_seed()", init="self.g = torch.Generator().manual_seed(@@)"),
+        loads="",
+    ),
+    Pair(
+        "seeds in many objects",
+        NEVER,
+        data("V[i].g.random()", "class K: pass\nV = [K() for _ in range(20)]\nfor k in V: k.g = random.Random(@@)"),
+    ),
     Pair(
         "argument that is read", "__main__.args.size", data("args.size", "args = argparse.Namespace(size=@@, lr=0.1)")
     ),
@@ -259,181 +356,5 @@ DIFFER = [
         "argument of the dataset",
         "dataset.o.size",
         data("getattr(self.o, 'size')", "o = argparse.Namespace(size=@@)", "self.o = o"),
-    ),
-]
-#: What the scripts do before: look at samples, or make the same in another way.
-PEEK = "if @@: dataset[0]; dataset[1]"
-LABELS = "def make(k):\n    x = ['cat', 'dog'] * 20\n    return {}\n"
-SAME = [
-    Pair("comments and lines", "", "@@" + data("i"), "", "# a comment\n\n\n"),
-    Pair("docstring of the class", "", data("i", inside="@@"), "'a'", "'b'"),
-    Pair("docstring of a function", "", data("f(i)", "def f(i):\n    '''@@'''\n    return i")),
-    Pair(
-        "docstring of an own module",
-        "",
-        data("cfg.f(i)", "import cfg"),
-        "a",
-        "b",
-        {"cfg.py": "'''@@'''\ndef f(i):\n    '''@@'''\n    return i\n"},
-    ),
-    Pair(
-        "lines of an own module",
-        "",
-        data("cfg.f(i)", "import cfg"),
-        "",
-        "\n# comment\n",
-        {"cfg.py": "@@class K:\n    pass\ndef f(i): return i\n"},
-    ),
-    Pair(
-        "order of own imports",
-        "",
-        data("cfg.f(i)", "import cfg"),
-        "import json\nimport math",
-        "import math\nimport json",
-        {"cfg.py": "@@\ndef f(i): return math.pi, json\n"},
-    ),
-    Pair("another global", "", "LR = @@\n" + data("i")),
-    Pair(
-        "order of definitions",
-        "",
-        "@@" + data("f(g(i))"),
-        "def f(i): return i\ndef g(i): return i\n",
-        "def g(i): return i\ndef f(i): return i\n",
-    ),
-    Pair(
-        "order of attributes",
-        "",
-        data("i", "A = @@", after="vars(dataset).update(A)"),
-        "dict(a=1, b=2)",
-        "dict(b=2, a=1)",
-    ),
-    Pair("sets", "", data("V", "V = {'a', 'b', 'c'}, frozenset([('x', 'y'), ('z',)]), {frozenset('abc'): 1}")),
-    Pair("subclass of set", "", data("V", "class K(set): pass\nV = K(['a', 'b', 'c', 'd'])")),
-    Pair("set in code", "", data("str(i) in {'1', '2', '3', '4'}")),
-    Pair("Fortran order", "", data("V", "V = np.array(np.arange(6).reshape(2, 3), order='@@')"), "C", "F"),
-    Pair(
-        "equal strings, not one",
-        "",
-        data("V", LABELS.format("json.loads(json.dumps(x)) if k else x") + "V = make(@@)"),
-        "0",
-        "1",
-    ),
-    Pair(
-        "tuples through pickle",
-        "",
-        data("V", LABELS.format("[pickle.loads(pickle.dumps((s, 1))) if k else (s, 1) for s in x]") + "V = make(@@)"),
-        "0",
-        "1",
-    ),
-    Pair(
-        "arrays through pickle",
-        "",
-        data("V", "V = [np.arange(3.0)] * 3\nif @@: V = [pickle.loads(pickle.dumps(a)) for a in V]"),
-        "0",
-        "1",
-    ),
-    Pair(
-        "copied dataset",
-        "",
-        data("i", "class T: pass", "self.t = T()", after="if @@: dataset = copy.deepcopy(dataset)"),
-        "0",
-        "1",
-    ),
-    Pair(
-        "set-up by pickle",
-        "",
-        data("i", "class T: pass", "self.t = T()", after="if @@: pickle.dumps(dataset)"),
-        "0",
-        "1",
-    ),
-    Pair(
-        "order of options",
-        "",
-        data(
-            "args.a",
-            "p = argparse.ArgumentParser()\np.add_argument('--a'), p.add_argument('--b')\nargs = p.parse_args(@@)",
-        ),
-        "['--a', '1', '--b', '2']",
-        "['--b', '2', '--a', '1']",
-    ),
-    Pair("argument that is not read", "", data("args.size", "args = argparse.Namespace(size=1, lr=@@)")),
-    Pair(
-        "abstract classes",
-        "",
-        data(
-            "K()",
-            "class P(abc.ABC):\n    f = abc.abstractmethod(lambda s: 1)\nclass K(P):\n    f = 2\nisinstance(K(), P)",
-        ),
-    ),
-    Pair("pydantic", "", data("K()", "import pydantic\nclass K(pydantic.BaseModel):\n    scale: int = 1")),
-    Pair(
-        "generators",
-        "",
-        data("V.random() + self.g.random()", "V = random.Random(@@)", "self.g = np.random.default_rng()"),
-    ),
-    Pair("logger", "", data("V.debug('x')", "V = logging.getLogger('@@')")),
-    Pair("lru_cache", "", data("f(i)", "@functools.lru_cache\ndef f(i): return i", after=PEEK), "0", "1"),
-    Pair(
-        "cached property",
-        "",
-        data("self.s", inside="s = functools.cached_property(lambda self: object())", after=PEEK),
-        "0",
-        "1",
-    ),
-    Pair(
-        "look at an own module's computed cache",
-        "",
-        data("lib.f(i)", "import lib", after=PEEK),
-        "0",
-        "1",
-        {"lib.py": "class C(dict): pass\nkept = C()\ndef f(i):\n    kept[i] = i\n    return i\n"},
-    ),
-    # Named, with the word that admits them.
-    Pair("cache of the script", "[__main__.C]", data("C.setdefault(i, i)", "C = {}", after=PEEK), "0", "1"),
-    Pair(
-        "cache of an own module",
-        "[lib.C]",
-        data("lib.C.setdefault(i, i)", "import lib", after=PEEK),
-        "0",
-        "1",
-        {"lib.py": "C = {}"},
-    ),
-    Pair(
-        "counter of a class",
-        "[__main__.D.n]",
-        data("f(i)", "def f(i):\n    D.n += 1", inside="n = 0", after=PEEK),
-        "0",
-        "1",
-    ),
-    Pair(
-        "counter of a closure",
-        "[__main__.f[n]]",
-        data(
-            "f()",
-            "def make(n):\n    def f():\n        nonlocal n\n        n += 1\n    return f\nf = make(0)",
-            after=PEEK,
-        ),
-        "0",
-        "1",
-    ),
-    Pair(
-        "default as a cache",
-        "[__main__.f(k)]",
-        data("f(i)", "def f(i, k={}): return k.setdefault(i, i)", after=PEEK),
-        "0",
-        "1",
-    ),
-    Pair("counter of a function", "[__main__.f.n]", data("f()", "def f(): f.n += 1\nf.n = 0", after=PEEK), "0", "1"),
-    Pair("flag", "[__main__.W]", data("f()", "W = False\ndef f():\n    global W\n    W = True", after=PEEK), "0", "1"),
-    Pair("recent ones", "[__main__.L]", data("L.append(i)", "L = collections.deque(maxlen=4)", after=PEEK), "0", "1"),
-    Pair(
-        "counts in an array", "[__main__.N]", data("f(i)", "N = np.zeros(8)\ndef f(i): N[i] += 1", after=PEEK), "0", "1"
-    ),
-    Pair("annotations", "[__main__.f.__annotations__]", data("f(i)", "def f(i@@): return i"), "", ": int"),
-    Pair(
-        "another function of an own module",
-        "[cfg.other]",
-        data("cfg.f(i)", "import cfg"),
-        files={"cfg.py": "def f(i): return i\ndef other(): return @@\n"},
     ),
 ]

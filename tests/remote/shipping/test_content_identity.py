@@ -20,7 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.new_process import ROOT, interpreter
-from tests.remote.shipping.identity_pairs import DIFFER, SAME, Pair
+from tests.remote.shipping.changed_module_pairs import CHANGED, UNREAD
+from tests.remote.shipping.hostile_pairs import HOSTILE
+from tests.remote.shipping.identity_pairs import DIFFER, Pair
+from tests.remote.shipping.same_pairs import SAME
 from torch_dpflow.cluster.messages.coordinator import FlowSpec
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.content_parts import MAX_PARTS, PartDigest, differences, is_ignored
@@ -30,24 +33,57 @@ from torch_dpflow.remote.shipping.content_pack import pack, unpack
 Parts = dict[str, PartDigest]
 
 
+ALL = [*DIFFER, *CHANGED, *HOSTILE, *UNREAD, *SAME]
+PROGRAM = "from tests.remote.shipping.identity_sides import main; main()"
+
+
 @pytest.fixture(scope="module")
-def sides() -> list[dict[str, Parts]]:
-    """The parts of each script, from two processes that differ in hash seed, folder, imports and how they started."""
-    program = "from tests.remote.shipping.identity_sides import main; main()"
-    found: list[dict[str, Parts]] = []
+def ran() -> list[dict[str, Any]]:
+    """What each script sends, from two processes that differ in hash seed, folder, imports and how they started."""
+    found: list[dict[str, Any]] = []
     with (
-        interpreter(program, "0", "__main__", env={"PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)}) as first,
-        interpreter(program, "1", "__mp_main__", env={"PYTHONHASHSEED": "2", "PYTHONPATH": str(ROOT)}) as second,
+        interpreter(PROGRAM, "0", "__main__", env={"PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)}) as first,
+        interpreter(PROGRAM, "1", "__mp_main__", env={"PYTHONHASHSEED": "2", "PYTHONPATH": str(ROOT)}) as second,
     ):
         for process in (first, second):
             out, errors = process.communicate()
             assert process.returncode == 0, errors
-            parts = json.loads(out)
-            found.append({name: {path: PartDigest(*part) for path, part in of.items()} for name, of in parts.items()})
+            found.append(json.loads(out))
     return found
 
 
-@pytest.mark.parametrize("pair", DIFFER, ids=lambda pair: pair.name)
+@pytest.fixture(scope="module")
+def sides(ran: list[dict[str, Any]]) -> list[dict[str, Parts]]:
+    """The parts of each script."""
+    return [
+        {name: {path: PartDigest(*part) for path, part in of["parts"].items()} for name, of in side.items()}
+        for side in ran
+    ]
+
+
+@pytest.fixture(scope="module")
+def loaded(ran: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The samples of the second script of each pair that is run, from workers."""
+    cases = tmp_path_factory.mktemp("cases") / "cases.json"
+    cases.write_text(json.dumps({name: of for name, of in ran[1].items() if "packed" in of}))
+    with interpreter(PROGRAM, "worker", str(cases), env={"PYTHONPATH": str(ROOT)}) as process:
+        out, errors = process.communicate()
+        assert process.returncode == 0, errors
+    found: dict[str, list[str]] = json.loads(out)
+    return found
+
+
+@pytest.mark.parametrize("pair", [one for one in ALL if one.is_run], ids=lambda pair: pair.name)
+def test_a_worker_has_the_samples_of_the_script_or_raises(
+    ran: list[dict[str, Any]], loaded: dict[str, list[str]], pair: Pair
+) -> None:
+    if pair.loads:
+        assert pair.loads in loaded[pair.name][0]
+    else:
+        assert loaded[pair.name] == ran[1][pair.name]["samples"]
+
+
+@pytest.mark.parametrize("pair", [*DIFFER, *CHANGED, *HOSTILE], ids=lambda pair: pair.name)
 def test_what_differs_is_named(sides: list[dict[str, Parts]], pair: Pair) -> None:
     here, there = sides[0][pair.name], sides[1][pair.name]
     for found in (differences(here, there, ()), differences(there, here, ())):
@@ -138,7 +174,7 @@ HOLDERS: list[Callable[[Any], Any]] = [
 ]
 
 
-KNOWN = identify({"dataset": Held(0)})
+KNOWN = identify({"dataset": Held(0)}, code=None)
 
 
 def digest(obj: Any) -> dict[str, PartDigest]:

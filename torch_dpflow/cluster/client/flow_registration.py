@@ -26,7 +26,7 @@ from torch_dpflow.errors import (
     RemoteCallError,
     UsageError,
 )
-from torch_dpflow.ipc.messages.content_parts import differences
+from torch_dpflow.ipc.messages.content_parts import RANDOM_STATE, differences
 from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.options import Code
@@ -42,6 +42,8 @@ PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5
 MIN_CALL_S = 0.5
 #: Longest timeout of a registration, seconds; then the job looks for a cluster that has replaced this one.
 LONGEST_CALL_S = 6.0
+#: Parts of the dataset itself, and of what is given with it.
+_OWN = re.compile(r"(dataset|transform|stand_in|worker_init_fn)\b")
 #: Timeout of one piece of an upload, seconds. A repeated piece is ignored, so a busy coordinator loses nothing.
 PIECE_S = 15.0
 
@@ -231,8 +233,8 @@ def changes(now: FlowContent, then: FlowContent) -> tuple[dict[str, str], dict[s
     """Return how a content has changed: the dataset's own state, and everything else that it refers to."""
     names = dict.fromkeys([*now.labels, *then.labels])
     own = {name: "other" for name in names if now.labels.get(name) != then.labels.get(name)}
-    found = differences(now.identity.parts, then.identity.sent_from_process(), then.identity.ignore)
-    is_own = {path: re.match(r"(dataset|transform|stand_in|worker_init_fn)\b", path) is not None for path in found}
+    found = differences(now.identity.parts, then.identity.parts, then.identity.ignore)
+    is_own = {path: _OWN.match(path) is not None and text != f"other {RANDOM_STATE}" for path, text in found.items()}
     own |= {path: text for path, text in found.items() if is_own[path]}
     return own, {path: text for path, text in found.items() if not is_own[path]}
 

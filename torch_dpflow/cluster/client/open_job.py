@@ -35,6 +35,7 @@ from torch_dpflow.cluster.messages.router import JobRank
 from torch_dpflow.cluster.security.connection_file import Cluster, find_cluster
 from torch_dpflow.cluster.shard.sample_source import SampleAssignment
 from torch_dpflow.errors import OptionError
+from torch_dpflow.log import LOADER
 from torch_dpflow.remote.shipping.content_identity import ContentIdentity
 from torch_dpflow.remote.shipping.content_pack import join_content
 from torch_dpflow.samplers.indices import IndexArray, check_indices
@@ -73,12 +74,18 @@ def open_job(
     indices = _samples_read(reading, source, size)
     settings = ScriptSettings.capture()
     known = content or content_of(source.dataset, flow.worker_init_fn, options, settings, code=flow.code)
+    if unknown := known.identity.state.unknown():
+        LOADER.warning(
+            "flow %r: variables that can be neither compared nor sent are in workers what their modules make: %s",
+            flow.name,
+            ", ".join(unknown),
+        )
     assignment = SampleAssignment(
         dataset=source.dataset,
         worker_init_fn=flow.worker_init_fn,
         keeps_layout=reading.collate_fn is collate_channels_last,
         settings=settings,
-        variables=known.identity.variables,
+        own_state=known.identity.state,
     )
     registration = _Registration(flow, source, assignment, known, size, options, address)
     cluster = await_cluster(address, outages)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,8 @@ from torch_dpflow.ipc.serialization.pickling import explain_loading
 from torch_dpflow.log import SERVICE
 from torch_dpflow.lookahead import announce_order, takes_orders
 from torch_dpflow.remote.shipping.content_pack import pack, unpack
-from torch_dpflow.remote.shipping.own_modules import set_variable
+from torch_dpflow.remote.shipping.own_check import check_modules
+from torch_dpflow.remote.shipping.own_state import OwnState
 from torch_dpflow.workers.batches import failure
 from torch_dpflow.workers.process_control import keep_freed_memory
 from torch_dpflow.workers.script_settings import ScriptSettings
@@ -76,8 +76,8 @@ class SampleAssignment:
     keeps_layout: bool = False
     #: Of the script that started the flow.
     settings: ScriptSettings = field(default_factory=ScriptSettings)
-    #: Variables of the user's own modules that the script has set: module, name and value.
-    variables: tuple[tuple[str, str, Any], ...] = ()
+    #: What the script has set in the user's own modules.
+    own_state: OwnState = field(default_factory=OwnState)
 
     def pack(self, sent_arguments: Collection[str] | None = None) -> bytes:
         """Pickle it, with the code of whatever a worker cannot import, such as functions of a script.
@@ -174,8 +174,7 @@ def _unpack(packed: IO[bytes]) -> SampleAssignment:
 def _become_worker(assignment: SampleAssignment, worker: int, workers: int) -> None:
     torch.set_num_threads(1)
     assignment.settings.apply()
-    for module, name, value in assignment.variables:
-        set_variable(importlib.import_module(module), name, value)
+    check_modules(assignment.own_state)
     keep_freed_memory()
     # Every sample is seeded by itself; this is for `worker_init_fn`.
     random.seed(worker)

@@ -16,6 +16,8 @@ MAX_IGNORED = 64
 _MAX_NAMED = 6
 #: The script's module, as parts are named.
 SCRIPT_PART = "__main__"
+#: The text of a random generator, whose state changes with each number that is drawn.
+RANDOM_STATE = "state of a generator"
 
 
 class PartDigest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):

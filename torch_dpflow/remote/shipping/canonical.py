@@ -7,7 +7,6 @@ two equal strings are one object. An object that cannot be reduced is unknown, a
 
 from __future__ import annotations
 
-import functools
 import pickle
 import sys
 import types
@@ -18,14 +17,25 @@ from typing import Any, TypeAlias
 
 from cloudpickle import cloudpickle
 
+from torch_dpflow.ipc.messages.content_parts import RANDOM_STATE
 from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.remote.shipping.code_digest import ADDRESS, code_digest
 from torch_dpflow.remote.shipping.modules import is_own_class
 from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, entries, hidden, text_of, unknown
-from torch_dpflow.remote.shipping.reducers import NO_VARIABLES, is_arguments
+from torch_dpflow.remote.shipping.pickled_parts import (
+    CLASS_ARGUMENTS,
+    NO_MEMBERS,
+    cached_properties,
+    content_of_cell,
+    is_split,
+    root_of,
+)
+from torch_dpflow.remote.shipping.reducers import NO_VARIABLES, is_arguments, reads_all_variables
 from torch_dpflow.remote.shipping.values import (
     ATOMS,
+    GENERATORS,
     HARMLESS,
+    TORCH_GENERATOR,
     Bulk,
     Column,
     Columns,
@@ -35,25 +45,6 @@ from torch_dpflow.remote.shipping.values import (
     sorted_plain,
 )
 
-#: Members of a class that do not affect what it does, or that are added when it is used: `copyreg` adds
-#: `__slotnames__`. pydantic derives its three from the rest of the class.
-_NO_MEMBERS = frozenset(
-    [
-        "__dict__",
-        "__weakref__",
-        "__doc__",
-        "__module__",
-        "__firstlineno__",
-        "__static_attributes__",
-        "__slotnames__",
-        "__annotations_cache__",
-        "__pydantic_core_schema__",
-        "__pydantic_validator__",
-        "__pydantic_serializer__",
-        "__classcell__",
-        "__annotate_func__",
-    ]
-)
 #: Marks what counts by its type.
 _BY_NAME = "harmless"
 #: Most elements of a list, and of a mapping, whose differences are named one by one.
@@ -80,8 +71,8 @@ class Walk:
         self._queued: dict[str, Any] = {}
         #: The variables of the script, by its name: a spawned process has them twice.
         self._script: dict[str, Any] | None = None
-        #: Finished objects by id, with the objects, so that no id is used again.
-        self._known: dict[int, tuple[Any, PartNode]] = {}
+        #: Finished objects by id, with the objects, so that no id is used again, and whether they can be compared.
+        self._known: dict[int, tuple[Any, PartNode, bool]] = {}
         #: Modules and names that what is sent refers to.
         self.modules: set[str] = set()
         self.names: set[str] = set()
@@ -90,8 +81,10 @@ class Walk:
         #: Whether an object of an installed class has one, whose code is not looked at.
         self.lends_arguments = False
         self._addresses: set[str] = set()
-        #: How many objects could not be reduced.
-        self._unknown = 0
+        #: The folder of the module that is read: it is another one in workers and other jobs, which have its files.
+        self.folder = ""
+        #: Whether all that was digested last can be compared.
+        self._is_known = True
 
     def add(self, path: str, obj: Any) -> bool:
         """Have an object compared under this name; return False if another object has it."""
@@ -106,12 +99,19 @@ class Walk:
             path, obj = self._waiting.popleft()
             self.roots[path] = hidden(path.rpartition(".")[2], self._digest(obj, path))
 
-    def digest_apart(self, obj: Any) -> PartNode | None:
-        """Digest an object, and what it refers to; return None if a part of it cannot be compared."""
-        before = self._unknown
+    def digest_apart(self, obj: Any) -> PartNode:
+        """Digest an object; `run` digests the roots that it refers to."""
         part = self._digest(obj, "")
-        self.run()
-        return part if self._unknown == before else None
+        part.is_known = self._is_known
+        return part
+
+    def is_same(self, one: Any, other: Any) -> bool:
+        """Return whether two objects have one value; 1 is not 1.0."""
+        if type(one) is not type(other):
+            return False
+        if type(one) in ATOMS and not self.folder:
+            return repr(one) == repr(other)
+        return self.digest_apart(one).digest == self.digest_apart(other).digest
 
     def _digest(self, obj: Any, path: str) -> PartNode:
         """Digest one object, without recursion.
@@ -123,6 +123,7 @@ class Walk:
         open_: dict[int, int] = {}
         members: list[Any] = []
         frames: list[list[Any]] = []
+        self._is_known = True
         if type(obj) in ATOMS:
             return self._atom(obj)
         found: Any = self._start(obj, path, open_, members, frames)
@@ -134,12 +135,12 @@ class Walk:
             except StopIteration as finished:
                 found = finished.value
             except Exception:  # code of the object's own runs
-                found = unknown(current)
-                self._unknown += 1
+                found, frame[4] = unknown(current), False
             else:
                 known = self._atom_or_known(child)
                 if known is not None:
-                    found = known
+                    found = known[0]
+                    frame[4] &= known[1]
                 elif (at := open_.get(id(child))) is not None:
                     frame[3] = min(frame[3], at)
                     found = PartNode(digest_of(b"again", str(position - at).encode()), "itself")
@@ -148,12 +149,14 @@ class Walk:
                 continue
             frames.pop()
             if not frames:  # a root is known by its name
+                self._is_known = frame[4]
                 break
+            frames[-1][4] &= frame[4]
             if frame[3] == position:
                 for member in members[position:]:
                     del open_[id(member)]
                 del members[position:]
-                self._known[id(current)] = (current, found)
+                self._known[id(current)] = (current, found, frame[4])
             else:
                 frames[-1][3] = min(frames[-1][3], frame[3])
         result: PartNode = found
@@ -164,18 +167,20 @@ class Walk:
         position = len(members)
         open_[id(obj)] = position
         members.append(obj)
-        frames.append([self._steps(obj, path), obj, position, position])
+        frames.append([self._steps(obj, path), obj, position, position, True])
         return None
 
-    def _atom_or_known(self, obj: Any) -> PartNode | None:
+    def _atom_or_known(self, obj: Any) -> tuple[PartNode, bool] | None:
         if type(obj) in ATOMS:
-            return self._atom(obj)
+            return self._atom(obj), True
         known = self._known.get(id(obj))
-        return None if known is None else known[1]
+        return None if known is None else known[1:]
 
     def _atom(self, obj: Any) -> PartNode:
         if type(obj) is str and self._addresses and ADDRESS.search(obj):
             obj = self._without_addresses(obj)
+        if self.folder and type(obj) is str and obj.startswith(self.folder):
+            obj = f"\0own{obj[len(self.folder) :]}"
         return PartNode(digest_of(b"plain", pickle.dumps(obj, 4)), text_of(obj))
 
     def _without_addresses(self, name: str) -> str:
@@ -195,17 +200,25 @@ class Walk:
             return self._columns(obj)
         if isinstance(obj, types.ModuleType):
             return self._module(obj)
+        if self.folder and isinstance(obj, PurePath):
+            return self._path(obj)
+        if isinstance(obj, GENERATORS) or (kind.__module__, kind.__qualname__) == TORCH_GENERATOR:
+            return self._generator(obj)
         if is_arguments(obj):
             return self._arguments(obj)
-        if kind in HARMLESS or (kind.__module__, kind.__qualname__) in HARMLESS:
+        if kind in HARMLESS:
             obj = _BY_NAME, kind.__qualname__
         return self._other(obj, path)
 
     # ---- containers
 
+    def _plain(self, obj: Any) -> bytes | None:
+        """Return the digest of a container of plain values; small ones of a module may hold the names of its files."""
+        return None if self.folder and len(obj) <= _MAX_KEYS else self._bulk.of(obj)
+
     def _sequence(self, obj: Any, level: int) -> Steps:
         kind, text = type(obj).__name__, text_of(obj)
-        plain = self._bulk.of(obj)
+        plain = self._plain(obj)
         if plain is not None:
             return PartNode(digest_of(kind.encode(), plain), text)
         if (columns := columns_of(obj, level)) is not None:
@@ -227,7 +240,7 @@ class Walk:
     def _mapping(self, obj: dict[Any, Any]) -> Steps:
         text = text_of(obj)
         if len(obj) > _MAX_KEYS or not all(type(key) is str for key in obj):
-            plain = self._bulk.of(obj)
+            plain = self._plain(obj)
             if plain is not None:
                 return PartNode(digest_of(b"dict", plain), text)
             keys = yield list(obj)
@@ -252,7 +265,17 @@ class Walk:
         for name, value in sorted(vars(obj).items()):
             if sent is None or sent(name):
                 parts[f".{name}"] = hidden(name, (yield value))
+        if len(parts) == len(vars(obj)):  # else they cannot be listed in workers
+            parts |= _order_of(vars(obj))
         return PartNode(digest_of(b"argparse.Namespace"), "arguments", parts)
+
+    def _path(self, obj: PurePath) -> Steps:
+        found = yield str(obj)
+        return PartNode(digest_of(b"path", type(obj).__qualname__.encode(), found.digest), f"{obj}")
+
+    def _generator(self, obj: Any) -> Steps:
+        found = yield from self._other(obj, "")
+        return PartNode(found.digest, RANDOM_STATE)
 
     # ---- what pickle names
 
@@ -262,6 +285,7 @@ class Walk:
             return self._named(obj.__name__, "")
         variables = {f".{name}": value for name, value in reduced[1][1].items() if name not in NO_VARIABLES}
         parts = yield from _parts(variables)
+        parts |= _order_of(variables)
         return PartNode(digest_of(b"module", obj.__name__.encode()), "module", parts)
 
     def _named(self, module: str, name: str) -> PartNode:
@@ -292,7 +316,7 @@ class Walk:
         function = reduced[0]
         is_code = getattr(function, "__module__", "") == cloudpickle.__name__
         if is_code and isinstance(obj, type | types.FunctionType):
-            if (root := _root_of(obj)) is not None and root != path and self.add(root, obj):
+            if (root := root_of(obj)) is not None and root != path and self.add(root, obj):
                 return PartNode(digest_of(b"root", root.encode()), root)
             if isinstance(obj, types.FunctionType):
                 return (yield from self._function(obj, reduced))
@@ -313,11 +337,11 @@ class Walk:
         held = [[*(rest or ())] for rest in (items, pairs)]
         own = yield from _digests((function, *arguments, *held, setter))
         parts: dict[str, PartNode] = {}
-        derived = _cached_properties(type(obj))
-        for number, each in enumerate(state if _is_split(obj, state) else (state,)):
+        derived = cached_properties(type(obj)) | {"__module__", "__doc__"}  # two by `functools.update_wrapper`
+        for number, each in enumerate(state if is_split(obj, state) else (state,)):
             if type(each) is dict and all(type(name) is str for name in each):
                 for name, value in sorted(each.items()):
-                    if name in ("__module__", "__doc__"):  # by `functools.update_wrapper`
+                    if name in ("__module__", "__doc__"):
                         continue
                     self.lends_arguments |= is_arguments(value) and not is_own_class(type(obj))
                     part = hidden(name, (yield value))
@@ -327,6 +351,7 @@ class Walk:
                         own.append(digest_of(b"again", name.encode(errors="replace"), part.digest))
                     else:
                         parts[f".{name}"] = part
+                parts |= {} if number else _order_of(name for name in each if name not in derived)
             elif each is not None:
                 own.append(digest_of(b"state", str(number).encode(), (yield each).digest))
         text = f"{obj}" if isinstance(obj, PurePath) else type(obj).__qualname__
@@ -345,9 +370,10 @@ class Walk:
         given |= obj.__kwdefaults__ or {}
         self._addresses |= {str(id(value)) for value in (*given.values(), *variables.values())}
         inner = {f"({self._without_addresses(name)})": value for name, value in given.items()}
-        inner |= {f"[{name}]": _cell(cell) for name, cell in cells.items()}
+        inner |= {f"[{name}]": content_of_cell(cell) for name, cell in cells.items()}
         inner |= {f".{name}": value for name, value in attributes.items()}
         parts |= yield from _parts(inner)
+        parts |= _order_of(attributes)
         if slots["__annotations__"]:
             parts[".__annotations__"] = yield dict(slots["__annotations__"])
         is_shared = vars(sys.modules.get(module, object)) is obj.__globals__
@@ -360,20 +386,21 @@ class Walk:
             if not is_shared or not self.add(f"{module}.{name}", value):
                 parts[f"({name})"] = hidden(name, (yield value))
         own = [code_digest(code, self.names, self._without_addresses), obj.__name__.encode(), module.encode()]
-        own += [digest_of(self._without_addresses(name).encode()) for name in sorted(variables)]
+        names = variables if reads_all_variables(code) else sorted(variables)
+        own += [digest_of(self._without_addresses(name).encode()) for name in names]
         own += yield from _digests(slots["_cloudpickle_submodules"])
         return PartNode(digest_of(b"function", *own), "code", parts)
 
     def _class(self, obj: type, reduced: tuple[Any, ...], path: str) -> Steps:
         self._addresses.add(str(id(obj)))
-        arguments = dict(zip(_ARGUMENTS[reduced[0].__name__], reduced[1], strict=False))
+        arguments = dict(zip(CLASS_ARGUMENTS[reduced[0].__name__], reduced[1], strict=False))
         own = [obj.__qualname__.encode()]
         given = {name: value for name, value in arguments.get("type_kwargs", {}).items() if name != "__module__"}
         made_of = [arguments[name] for name in ("type_constructor", "bases", "members") if name in arguments]
         own += yield from _digests((*made_of, dict(sorted(given.items()))))
-        parts = {}
+        parts = _order_of(name for name in reduced[2][0] if name not in (*NO_MEMBERS, "__annotations__", "_abc_impl"))
         for name, value in sorted(reduced[2][0].items()):
-            if name in _NO_MEMBERS or (name in ("__annotations__", "_abc_impl") and not value):
+            if name in NO_MEMBERS or (name in ("__annotations__", "_abc_impl") and not value):
                 continue
             part = yield set(value) if name == "_abc_impl" else value
             if part.text != f"{path}.{name}" or not path:  # else it is a root by itself
@@ -389,49 +416,15 @@ def _parts(named: Mapping[str, Any]) -> Generator[Any, PartNode, dict[str, PartN
     return found
 
 
+def _order_of(names: Iterable[str]) -> dict[str, PartNode]:
+    """Return the part of the order of attributes, which code can follow."""
+    order = repr([*names]).encode(errors="replace")
+    return {".(order)": PartNode(digest_of(order), "order of attributes")} if b"," in order else {}
+
+
 def _digests(objects: Iterable[Any]) -> Generator[Any, PartNode, list[bytes]]:
     found: list[bytes] = []
     for one in objects:
         part = yield one
         found.append(part.digest)
     return found
-
-
-#: Names of the arguments by which cloudpickle makes a class.
-_ARGUMENTS = {
-    "_make_skeleton_class": ("type_constructor", "name", "bases", "type_kwargs"),
-    "_make_skeleton_enum": ("bases", "name", "qualname", "members"),
-}
-
-
-def _is_split(obj: Any, state: Any) -> bool:
-    """Return whether this is the state of an object with slots, which pickle sets by itself."""
-    if hasattr(type(obj), "__setstate__"):
-        return False
-    return type(state) is tuple and len(state) == 2 and all(type(one) in (dict, types.NoneType) for one in state)
-
-
-def _cached_properties(kind: type) -> set[str]:
-    return {
-        name
-        for base in kind.__mro__
-        for name, value in vars(base).items()
-        if isinstance(value, functools.cached_property)
-    }
-
-
-def _cell(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing is in it yet
-        return types.CellType
-
-
-def _root_of(obj: Any) -> str | None:
-    """Return the name of a class, or by which the script's module, or another that was loaded, has a function."""
-    holder: Any = sys.modules.get(str(obj.__module__))
-    for name in obj.__qualname__.split("."):
-        holder = getattr(holder, "__dict__", {}).get(name)
-    if holder is not obj and not isinstance(obj, type):  # a class inside a function has its name too
-        return None
-    return f"{SCRIPT[0] if obj.__module__ in SCRIPT else obj.__module__}.{obj.__qualname__}"

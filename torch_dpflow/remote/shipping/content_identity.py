@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch_dpflow.ipc.messages.content_parts import (
     MAX_PARTS,
@@ -19,18 +19,19 @@ from torch_dpflow.ipc.messages.content_parts import (
     MAX_SHOWN,
     SCRIPT_PART,
     PartDigest,
-    above_of,
     is_ignored,
 )
 from torch_dpflow.options import Code
 from torch_dpflow.remote.shipping.canonical import Walk
 from torch_dpflow.remote.shipping.code_bundle import CodeBundle, bundle_of
 from torch_dpflow.remote.shipping.content_pack import ScriptPickler, script_by_value
-from torch_dpflow.remote.shipping.own_modules import OwnCode, SetVariable, merged, own_code, set_variables
-from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, flatten
+from torch_dpflow.remote.shipping.own_source import OwnCode, own_code
+from torch_dpflow.remote.shipping.own_state import OwnState, own_state, set_members
+from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, flatten, merged
 from torch_dpflow.remote.shipping.values import Bulk
 
 _THIS = __name__.partition(".")[0]
+Members: TypeAlias = dict[str, dict[str, tuple[PartNode, Any]]]
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,12 @@ class ContentIdentity:
     bundle: CodeBundle | None = field(default=None, repr=False)
     #: Names of the attributes of `argparse.Namespace` that are sent; None: all.
     sent_arguments: frozenset[str] | None = None
-    #: Variables of own modules that the script has set: module, name and value.
-    variables: tuple[tuple[str, str, Any], ...] = ()
-    #: Names of the parts that files and installed packages have.
-    from_files: frozenset[str] = frozenset()
-
-    def sent_from_process(self) -> dict[str, PartDigest]:
-        """Return the parts that the process holds, without the parts of files and installed packages."""
-        return {
-            path: part
-            for path, part in self.parts.items()
-            if path not in self.from_files and not any(above in self.from_files for above in above_of(path))
-        }
+    #: What workers are sent of own modules, in addition to their files.
+    state: OwnState = field(default_factory=OwnState, repr=False)
+    #: Own modules as files, the modules that workers can import, and the parts of files and packages.
+    own: OwnCode = field(default=OwnCode({}, {}), repr=False)
+    reached: frozenset[str] = frozenset()
+    packages: Mapping[str, PartNode] = field(default_factory=dict, repr=False)
 
 
 def identify(
@@ -89,35 +84,58 @@ def _identify(
     patterns = tuple(map(_canonical, ignore or ()))
     if like is not None:
         walk = _walk(roots, bulk, like.sent_arguments)
-        return replace(like, parts=_listed(walk.roots, patterns))
+        members = set_members(walk, like.own, like.reached)
+        return replace(like, parts=_listed(walk, like.own, like.reached, members, like.packages, patterns))
     walk = _walk(roots, bulk, None)
-    bundle = None
-    if code is not None:
-        names = walk.names - {script_name()}  # a word in code is not the script
-        bundle = bundle_of(walk.modules, names, () if code == "auto" else code)
-    own = own_code(bundle.data) if bundle else OwnCode({}, frozenset(), frozenset(), {})
+    bundle, own, reached, members = _own_modules(walk, code)
     sent: frozenset[str] | None = None
     if walk.has_arguments and (ignore is None or len(ignore)) and code is not None and not walk.lends_arguments:
-        sent = frozenset(walk.names) | own.names
+        sent = frozenset(walk.names).union(*(own.sources[name].names for name in reached))
         walk = _walk(roots, bulk, sent)
-    found = dict(walk.roots)
-    set_here = [one for one in set_variables(own) if not is_ignored(f"{one.module}.{one.name}", patterns)]
-    for name, part in own.parts.items():
-        live = _live(walk, [one for one in set_here if one.module == name])
-        found[name] = merged(part, live) if live else part
-    packages = _distributions(walk.modules, walk.names, own)
+        members = set_members(walk, own, reached)
+    packages = _distributions(walk, own, reached)
     return ContentIdentity(
-        _listed({**found, **packages}, patterns),
+        _listed(walk, own, reached, members, packages, patterns),
         patterns,
         bundle,
         sent,
-        tuple((one.module, one.name, one.value) for one in set_here if one.is_plain),
-        frozenset((*own.parts, *packages)),
+        own_state(members, frozenset(own.sources) - reached, patterns, sent),
+        own,
+        reached,
+        packages,
     )
 
 
-def _listed(roots: Mapping[str, PartNode], patterns: Sequence[str]) -> dict[str, PartDigest]:
-    listed = flatten(_nested(roots), MAX_PARTS, lambda path: is_ignored(path, patterns), MAX_PATH)
+def _own_modules(walk: Walk, code: Code) -> tuple[CodeBundle | None, OwnCode, frozenset[str], Members]:
+    """Return the user's own modules: files, which of them workers can import, and what they have set."""
+    paths = () if code == "auto" or code is None else code
+    own = OwnCode({}, {})
+    if code is None:
+        return None, own, frozenset(), {}
+    while True:
+        before = len(walk.modules) + len(walk.names)
+        names = walk.names - {script_name()}  # a word in code is not the script
+        bundle = bundle_of(walk.modules, names, paths)
+        own = OwnCode({}, {}) if bundle is None else own_code(bundle.data)
+        reached = frozenset(own.sources) if paths else own.reached(walk.modules, names)
+        members = set_members(walk, own, reached)
+        if len(walk.modules) + len(walk.names) == before:  # else their values refer to other modules
+            return bundle, own, reached, members
+
+
+def _listed(
+    walk: Walk,
+    own: OwnCode,
+    reached: frozenset[str],
+    members: Members,
+    packages: Mapping[str, PartNode],
+    patterns: Sequence[str],
+) -> dict[str, PartDigest]:
+    files = {name: part for name, part in own.parts.items() if name in reached or name not in own.sources}
+    set_here = {name: {path: part for path, (part, _) in of.items()} for name, of in members.items() if of}
+    files |= {name: merged(files[name], parts) for name, parts in set_here.items()}
+    roots = _nested({**walk.roots, **files, **packages})
+    listed = flatten(roots, MAX_PARTS, lambda path: is_ignored(path, patterns), MAX_PATH)
     return {path: _digest(part) for path, part in listed.items()}
 
 
@@ -133,16 +151,6 @@ def _keys_left_out() -> AbstractContextManager[None]:
     """Leave keys of storages out: they differ between jobs that read the same. Not imported, there are none."""
     module = sys.modules.get("torch_dpflow.datasets.storage.credentials")
     return nullcontext() if module is None else module.leave_out_keys()
-
-
-def _live(walk: Walk, variables: Iterable[SetVariable]) -> dict[str, PartNode]:
-    """Return the parts of variables that were set. Variables that cannot be compared are neither sent nor counted."""
-    found: dict[str, PartNode] = {}
-    for one in variables:
-        part = walk.digest_apart(one.value)
-        if part is not None:
-            found[one.name] = part
-    return found
 
 
 def _digest(part: PartNode) -> PartDigest:
@@ -188,11 +196,12 @@ def _above(path: str) -> Iterable[str]:
     return (path[:at] for at in range(len(path) - 1, 0, -1) if path[at] == ".")
 
 
-def _distributions(modules: Iterable[str], names: Iterable[str], code: OwnCode) -> dict[str, PartNode]:
+def _distributions(walk: Walk, own: OwnCode, reached: Iterable[str]) -> dict[str, PartNode]:
     """Return the versions of the installed packages that code names."""
     owners = _owners()
-    tops = {module.partition(".")[0] for module in modules} | code.imports | owners.keys() & set(names)
-    tops -= {*code.parts, _THIS, SCRIPT_PART, *sys.stdlib_module_names}
+    imported = {name.partition(".")[0] for module in reached for name in own.sources[module].imports}
+    tops = {module.partition(".")[0] for module in walk.modules} | imported | owners.keys() & walk.names
+    tops -= {*own.sources, _THIS, SCRIPT_PART, *sys.stdlib_module_names}
     found = {one for top in tops for one in owners.get(top, ())}
     versions = {name: metadata.version(name) for name in sorted(found)}
     return {

@@ -26,7 +26,7 @@ import torch
 from torch_dpflow.errors import MessageError, OptionError
 from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.ipc.serialization.pickling import explain_loading, parts_of
-from torch_dpflow.remote.shipping.reducers import reduce_by_value, with_class_bodies
+from torch_dpflow.remote.shipping.reducers import in_order, reduce_by_value, with_class_bodies
 
 
 def pack(obj: Any, *, sent_arguments: Collection[str] | None = None) -> bytes:
@@ -92,6 +92,8 @@ class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
         reduced = super().reducer_override(obj)
         if reduced is not NotImplemented and isinstance(obj, types.FunctionType):
             return with_class_bodies(obj, reduced)
+        if isinstance(reduced, tuple) and isinstance(obj, type) and len(reduced) > 2:
+            return in_order(obj, reduced)
         return reduced
 
 

@@ -107,7 +107,7 @@ def imports_of(source: bytes, package: str) -> Iterator[str]:
     for start, names, modules in _IMPORTS.findall(source):
         for module in modules.replace(b"\\", b"").split(b","):
             yield from [word.decode(errors="replace") for word in module.split()[:1]]
-        base = _absolute(start.decode(errors="replace"), package)
+        base = resolve(start.decode(errors="replace"), package)
         if base:
             yield base
             yield from (f"{base}.{one.decode(errors='replace')}" for one in re.findall(rb"\w+", names))
@@ -119,7 +119,7 @@ def own_names(names: Iterable[str]) -> set[str]:
     return {name for name in names if name.partition(".")[0] in tops}
 
 
-def _absolute(name: str, package: str) -> str:
+def resolve(name: str, package: str) -> str:
     """Resolve a name with leading dots inside of a package; empty if it is meaningless."""
     level = len(name) - len(name.lstrip("."))
     if not level:

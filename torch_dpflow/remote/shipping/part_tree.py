@@ -13,6 +13,8 @@ from torch_dpflow.remote.shipping.values import ATOMS
 
 #: Longest text of a value.
 _MAX_TEXT = 60
+#: The first name of a path.
+_NAME = re.compile(r"[.\[(][^.\[(]*")
 #: Variables whose values are not shown.
 _SECRET = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
 
@@ -20,7 +22,7 @@ _SECRET = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
 class PartNode:
     """Digest of an object, and of its parts by the suffix that names them, as `.lr`."""
 
-    __slots__ = ("digest", "optional", "own", "parts", "text")
+    __slots__ = ("digest", "is_known", "optional", "own", "parts", "text")
 
     def __init__(
         self, own: bytes, text: str = "", parts: Mapping[str, PartNode] | None = None, *, optional: bool = False
@@ -30,6 +32,8 @@ class PartNode:
         self.text = text
         self.parts = parts
         self.optional = optional
+        #: Whether another object can have this digest; set for whole values only.
+        self.is_known = True
         self.digest = own if not parts else joined(own, parts)
 
 
@@ -121,3 +125,20 @@ def flatten(
         kept = {name[len(path) :]: listed[name] for name in inside}
         listed[path] = PartNode(part.own, part.text, kept, optional=part.optional)
     return listed
+
+
+def merged(part: PartNode, inside: Mapping[str, PartNode]) -> PartNode:
+    """Return a part with others in it, by paths such as `.Crops.resize(size)`; of two with one path, both count."""
+    parts = dict(part.parts or {})
+    below: dict[str, dict[str, PartNode]] = {}
+    for path, one in inside.items():
+        name = _NAME.match(path)
+        first = path if name is None else name[0]
+        below.setdefault(first, {})[path[len(first) :]] = one
+    for first, of in below.items():
+        before, here = parts.get(first), of.pop("", None)
+        if here is not None and before is not None:
+            here = PartNode(digest_of(before.own, here.own), here.text, {**(before.parts or {}), **(here.parts or {})})
+        both = here or before or PartNode(b"", "code")
+        parts[first] = merged(both, of) if of else both
+    return PartNode(part.own, part.text, parts, optional=part.optional)

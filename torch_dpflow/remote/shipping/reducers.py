@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import threading
 import types
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -30,21 +32,26 @@ NO_VARIABLES = frozenset(
 )
 #: Names by which code reads variables by texts, so that it does not have their names.
 _ALL_VARIABLES = frozenset(["globals", "__globals__", "f_globals"])
-_LruCache: Any = type(functools.lru_cache(len))
+LruCache: Any = type(functools.lru_cache(len))
 
 
 def reduce_by_value(obj: Any, sent_arguments: Collection[str] | None) -> Any:
     """Return how an object is sent; NotImplemented for most.
 
-    A `functools.lru_cache` of the script is sent empty, and a `functools.cached_property` without its lock.
+    A `functools.lru_cache` of the script is sent empty, a `functools.cached_property` without its lock, and a
+    `threading.local` with the values of this thread.
     """
     kind = type(obj)
-    if kind is _LruCache and (obj.__module__ in SCRIPT or "<" in obj.__qualname__):
+    if kind is LruCache and (obj.__module__ in SCRIPT or "<" in obj.__qualname__):
         kept = vars(obj).keys() - {"__wrapped__", *functools.WRAPPER_ASSIGNMENTS}
         attributes = {name: vars(obj)[name] for name in sorted(kept)}
         return _lru_cache, (obj.__wrapped__, obj.cache_parameters(), attributes)
     if kind is functools.cached_property:
         return _cached_property, (obj.func, obj.attrname)
+    if kind in (weakref.WeakKeyDictionary, weakref.WeakValueDictionary):
+        return kind, (dict(obj),)
+    if kind is threading.local:
+        return threading.local, (), vars(obj)
     if is_arguments(obj) and sent_arguments is not None:
         unsent = sorted(vars(obj).keys() - {*sent_arguments})
         if unsent:
@@ -60,11 +67,26 @@ def with_class_bodies(function: types.FunctionType, reduced: Any) -> Any:
     texts.
     """
     names = set(_names_in_class_bodies(function.__code__)) & function.__globals__.keys()
-    if names_in_code(function.__code__) & _ALL_VARIABLES:
-        names |= function.__globals__.keys() - NO_VARIABLES
-    variables = reduced[2][1]["__globals__"]
-    variables.update((name, function.__globals__[name]) for name in sorted(names - variables.keys()))
+    variables, given = reduced[2][1]["__globals__"], function.__globals__
+    if reads_all_variables(function.__code__):
+        sent = {name: value for name, value in given.items() if name not in NO_VARIABLES}
+        variables.clear()
+        variables.update(sent)
+    else:
+        variables.update((name, given[name]) for name in sorted(names - variables.keys()))
     return reduced
+
+
+def in_order(kind: type, reduced: Any) -> Any:
+    """Have attributes of a class sent in the order in which it has them, which cloudpickle sorts."""
+    attributes, *rest = reduced[2]
+    ordered = {name: attributes[name] for name in vars(kind) if name in attributes}
+    return (*reduced[:2], ({**ordered, **attributes}, *rest), *reduced[3:])
+
+
+def reads_all_variables(code: types.CodeType) -> bool:
+    """Return whether code reads variables by texts, or all of them in their order."""
+    return not _ALL_VARIABLES.isdisjoint(names_in_code(code))
 
 
 def _names_in_class_bodies(code: types.CodeType) -> Iterator[str]:

@@ -19,22 +19,13 @@ import numpy as np
 
 #: Types whose pickle follows from their value.
 ATOMS = frozenset((types.NoneType, bool, int, float, complex, str, bytes, bytearray, type(...), type(NotImplemented)))
-#: Types that count by their name: generators change with each number that is drawn, loggers are named after modules,
-#: and locks differ by who holds them. Others, by module and name, may not be imported.
+#: Types that count by their name: loggers are named after modules, and locks differ by who holds them.
 HARMLESS: frozenset[Any] = frozenset(
-    (
-        random.Random,
-        np.random.Generator,
-        np.random.RandomState,
-        logging.Logger,
-        logging.RootLogger,
-        type(threading.Lock()),
-        type(threading.RLock()),
-        ("torch._C", "Generator"),
-        ("numpy.random._pcg64", "PCG64"),
-        ("numpy.random._mt19937", "MT19937"),
-    )
+    (logging.Logger, logging.RootLogger, random.SystemRandom, type(threading.Lock()), type(threading.RLock()))
 )
+#: Types of random generators, and of torch's by name, as it may not be imported.
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
+TORCH_GENERATOR = "torch._C", "Generator"
 _CONTAINERS = frozenset((list, tuple, dict))
 #: From so many elements on a container is digested as a whole.
 _MIN_BULK = 17
@@ -159,22 +150,20 @@ def columns_of(obj: Any, level: int = 0) -> Columns | None:
             f"{kind.__name__} {width}".encode(), None, [Column(list(one), level + 1) for one in zip(*obj, strict=True)]
         )
     if kind is dict:
-        return _by_name(b"dict", None, obj, obj, level)
+        return _by_name(b"dict", None, obj, level)
     if not _is_simple(kind):
         return None
     states = [vars(one) for one in obj]
-    return _by_name(b"object", kind, states, [dict(sorted(state.items())) for state in states[:1]], level)
+    if any(isinstance(value, GENERATORS) for value in states[0].values()):
+        return None
+    return _by_name(b"object", kind, states, level)
 
 
-def _by_name(label: bytes, kind: type | None, states: Any, first: Any, level: int) -> Columns | None:
-    names = list(first[0])
+def _by_name(label: bytes, kind: type | None, states: Any, level: int) -> Columns | None:
+    names = list(states[0])
     if not names or len(names) > 64 or not all(type(name) is str for name in names):
         return None
-    expected = states[0].keys() if kind is not None else names
-    if kind is None:
-        if not all(list(state) == expected for state in states):
-            return None
-    elif not all(state.keys() == expected for state in states):
+    if not all(list(state) == names for state in states):
         return None
     columns = [Column([state[name] for state in states], level + 1) for name in names]
     return Columns(label + b" " + repr(names).encode(errors="replace"), kind, columns)

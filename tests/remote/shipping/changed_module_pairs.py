@@ -1,0 +1,197 @@
+"""Pairs of scripts that change their own modules, and scripts whose reads raise in workers."""
+
+from __future__ import annotations
+
+from tests.remote.shipping.identity_pairs import VALUE, Pair, data
+
+CHANGED = [
+    Pair("computed variable set", "cfg.S", data("cfg.S", "import cfg\ncfg.S = @@"), files={"cfg.py": "S = 2**5"}),
+    Pair(
+        "attribute of its object set",
+        "cfg.c",
+        data("cfg.f()", "import cfg\ncfg.c.s = @@"),
+        files={"cfg.py": "class C:\n    s = 0\nc = C()\ndef f(): return c.s"},
+    ),
+    Pair(
+        "attribute of its namespace set, read by another module",
+        "cfg.c",
+        data("b.f()", "import b, cfg\ncfg.c.s = @@"),
+        files={
+            "cfg.py": "import types\nc = types.SimpleNamespace(s=0)",
+            "b.py": "from cfg import c\ndef f(): return c.s",
+        },
+    ),
+    Pair(
+        "None set to a tensor",
+        "cfg.W",
+        data("cfg.f()", "import cfg\ncfg.W = torch.ones(2) * @@"),
+        files={"cfg.py": "W = None\ndef f(): return W"},
+    ),
+    Pair(
+        "its function replaced",
+        "cfg.f",
+        data("cfg.g()", "import cfg\ncfg.f = lambda: @@"),
+        files={"cfg.py": "def f(): return 0\ndef g(): return f()"},
+    ),
+    Pair(
+        "its function wrapped",
+        "cfg.f",
+        data("cfg.g()", "import cfg\ncfg.f = functools.partial(cfg.f, @@)"),
+        files={"cfg.py": "def f(i=0): return i\ndef g(): return f()"},
+    ),
+    Pair(
+        "its method replaced",
+        "cfg.K.f",
+        data("cfg.K().f()", "import cfg\ncfg.K.f = lambda self: @@"),
+        files={"cfg.py": "class K:\n    def f(self, by=1): return 0"},
+    ),
+    Pair(
+        "its class replaced",
+        "__main__.L.f",
+        data("cfg.g()", "import cfg\nclass L(cfg.K):\n    def f(self): return @@\ncfg.K = L"),
+        files={"cfg.py": "class K:\n    def f(self): return 0\ndef g(): return K().f()"},
+    ),
+    Pair(
+        "its defaults set",
+        "cfg.f(i)",
+        data("cfg.f(), cfg.g()", "import cfg\ncfg.f.__defaults__ = (@@,)\ncfg.g.__kwdefaults__['j'] = @@"),
+        files={"cfg.py": "def f(i=0): return i\ndef g(*, j=0): return j"},
+    ),
+    Pair(
+        "its default filled",
+        "cfg.f(k)",
+        data("cfg.f()", "import cfg\ncfg.f(@@)"),
+        files={"cfg.py": "def f(i=None, k=[0]):\n    if i: k.append(i)\n    return k[-1]"},
+    ),
+    Pair(
+        "its closure set",
+        "cfg.f[n]",
+        data("cfg.f()", "import cfg\ncfg.s(@@)"),
+        files={
+            "cfg.py": "def m():\n    n = 0\n    def f(): return n\n    def s(v):\n        nonlocal n\n        n = v\n"
+            "    return f, s\nf, s = m()\nf.__qualname__, s.__qualname__ = 'f', 's'"
+        },
+        loads="",
+    ),
+    Pair(
+        "attribute of its function set",
+        "cfg.f.p",
+        data("cfg.f.p", "import cfg\ncfg.f.p = @@"),
+        files={"cfg.py": "def f(): return 0\nf.p = 0"},
+    ),
+    Pair(
+        "its code set",
+        "cfg.f",
+        data("cfg.f()", "import cfg\ncfg.f.__code__ = (lambda: @@).__code__"),
+        files={"cfg.py": "def f(): return 0"},
+        loads="cfg.f has another value in the script",
+    ),
+    Pair(
+        "its property replaced",
+        "cfg.K.p",
+        data("cfg.K().p", "import cfg\ncfg.K.p = property(lambda self: @@)"),
+        files={"cfg.py": "class K:\n    @property\n    def p(self): return 0\n    @p.setter\n    def p(self, v): pass"},
+    ),
+    Pair(
+        "its variable deleted",
+        "cfg.S",
+        data("getattr(cfg, 'S', 7)", "import cfg\nif @@: del cfg.S"),
+        "0",
+        "1",
+        files={"cfg.py": "S = 3"},
+    ),
+    Pair(
+        "its import replaced",
+        "cfg.math",
+        data("cfg.f()", "import cfg\ncfg.math = types.SimpleNamespace(pi=@@)"),
+        files={"cfg.py": "import math\ndef f(): return math.pi"},
+    ),
+    Pair(
+        "its imported function replaced",
+        "cfg.g",
+        data("cfg.f()", "import cfg\ncfg.g = lambda: @@"),
+        files={"cfg.py": "from b import g\ndef f(): return g()", "b.py": "def g(): return 0"},
+    ),
+    Pair(
+        "computed from the environment at its import",
+        "cfg.S",
+        data("cfg.S", "os.environ['FACTOR_OF_PAIR'] = '@@'\nimport cfg\ndel os.environ['FACTOR_OF_PAIR']"),
+        files={"cfg.py": "import os\nS = float(os.environ.get('FACTOR_OF_PAIR', 7))"},
+    ),
+    Pair(
+        "function by the environment at its import",
+        "cfg.f",
+        data("cfg.f()", "os.environ['FAST_OF_PAIR'] = '@@'\nimport cfg\ndel os.environ['FAST_OF_PAIR']"),
+        files={
+            "cfg.py": "import os\nif os.environ.get('FAST_OF_PAIR', '1') == '1':\n    def f(): return 1\n"
+            "else:\n    def f(): return 2"
+        },
+        loads="has another value in the script",
+    ),
+    Pair(
+        "late import, changed before",
+        "pkg.sub.K",
+        data("pkg.f(i)", "import pkg, pkg.sub\npkg.sub.K = @@"),
+        files={"pkg/__init__.py": "def f(i):\n    from .sub import K\n    return K", "pkg/sub.py": "K = len('abc')"},
+    ),
+    Pair(
+        "modules that import each other",
+        "a_of_two.S",
+        data("b_of_two.f()", "import a_of_two, b_of_two\na_of_two.S = b_of_two.K(@@)"),
+        files={
+            "a_of_two.py": "import b_of_two\nS = b_of_two.K(0)",
+            "b_of_two.py": "class K:\n    def __init__(self, s): self.s = s\n"
+            "import a_of_two\ndef f(): return a_of_two.S.s",
+        },
+    ),
+    Pair(
+        "module by a computed name",
+        "pkg.plug_b.S",
+        data("pkg.load('b')", "import pkg\nimport pkg.plug_b as other\nother.S = @@"),
+        files={
+            "pkg/__init__.py": "import importlib\ndef load(n): return importlib.import_module('pkg.plug_' + n).S",
+            "pkg/plug_b.py": "S = 0",
+        },
+    ),
+    Pair(
+        "its registry filled",
+        "__main__.k",
+        data("cfg.R['k'](i)", "import cfg\n@cfg.register\ndef k(i): return i * @@"),
+        files={"cfg.py": "R = {}\ndef register(f):\n    R[f.__name__] = f\n    return f"},
+    ),
+    Pair(
+        "set in a thread's variables",
+        "cfg.T.s",
+        data("getattr(cfg.T, 's', 7)", "import cfg\ncfg.T.s = @@"),
+        files={"cfg.py": "import threading\nT = threading.local()"},
+    ),
+]
+#: What is not compared raises where it is read in a worker.
+UNREAD = [
+    Pair(
+        "sys.modules of the script",
+        "",
+        data("getattr(sys.modules['__main__'], 'V', 7)", VALUE),
+        "1",
+        "2",
+        loads="was read from its module in a worker",
+    ),
+    Pair("vars of the script", "", data("vars(sys.modules[__name__]).get('V', 7)", VALUE), loads="was read from its"),
+    Pair(
+        "import of the script",
+        "",
+        data("f()", VALUE + "\ndef f():\n    import __main__\n    return getattr(__main__, 'V', 7)"),
+        loads="was read from its",
+    ),
+    Pair("all of the script", "", data("sorted(sys.modules[D.__module__].__dict__)", VALUE), loads="was read from its"),
+    Pair(
+        "module by a computed name, in another way",
+        "",
+        data("pkg.load('b')", "import pkg\nimport pkg.plug_b as other\nother.S = @@"),
+        files={
+            "pkg/__init__.py": "import pydoc\ndef load(n): return pydoc.locate('pkg.plug_' + n).S",
+            "pkg/plug_b.py": "S = 0",
+        },
+        loads="no code that was sent imports it",
+    ),
+]

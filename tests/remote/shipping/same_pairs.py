@@ -1,0 +1,197 @@
+"""Pairs of scripts that send the same, or whose differences a word admits."""
+
+from __future__ import annotations
+
+from tests.remote.shipping.identity_pairs import Pair, data
+
+#: What the scripts do before: look at samples, or make the same in another way.
+PEEK = "if @@: dataset[0]; dataset[1]"
+LABELS = "def make(k):\n    x = ['cat', 'dog'] * 20\n    return {}\n"
+SAME = [
+    Pair("comments and lines", "", "@@" + data("i"), "", "# a comment\n\n\n"),
+    Pair("docstring of the class", "", data("i", inside="@@"), "'a'", "'b'"),
+    Pair("docstring of a function", "", data("f(i)", "def f(i):\n    '''@@'''\n    return i")),
+    Pair(
+        "docstring of an own module",
+        "",
+        data("cfg.f(i)", "import cfg"),
+        "a",
+        "b",
+        {"cfg.py": "'''@@'''\ndef f(i):\n    '''@@'''\n    return i\n"},
+    ),
+    Pair(
+        "lines of an own module",
+        "",
+        data("cfg.f(i)", "import cfg"),
+        "",
+        "\n# comment\n",
+        {"cfg.py": "@@class K:\n    pass\ndef f(i): return i\n"},
+    ),
+    Pair(
+        "order of own imports",
+        "[cfg.(order)]",
+        data("cfg.f(i)", "import cfg"),
+        "import json\nimport math",
+        "import math\nimport json",
+        {"cfg.py": "@@\ndef f(i): return math.pi, json\n"},
+    ),
+    Pair("another global", "", "LR = @@\n" + data("i")),
+    Pair(
+        "order of definitions",
+        "",
+        "@@" + data("f(g(i))"),
+        "def f(i): return i\ndef g(i): return i\n",
+        "def g(i): return i\ndef f(i): return i\n",
+    ),
+    Pair(
+        "order of attributes",
+        "[dataset.(order)]",
+        data("i", "A = @@", after="vars(dataset).update(A)"),
+        "dict(a=1, b=2)",
+        "dict(b=2, a=1)",
+    ),
+    Pair("sets", "", data("V", "V = {'a', 'b', 'c'}, frozenset([('x', 'y'), ('z',)]), {frozenset('abc'): 1}")),
+    Pair("subclass of set", "", data("V", "class K(set): pass\nV = K(['a', 'b', 'c', 'd'])")),
+    Pair("set in code", "", data("str(i) in {'1', '2', '3', '4'}")),
+    Pair("Fortran order", "", data("V", "V = np.array(np.arange(6).reshape(2, 3), order='@@')"), "C", "F"),
+    Pair(
+        "equal strings, not one",
+        "",
+        data("V", LABELS.format("json.loads(json.dumps(x)) if k else x") + "V = make(@@)"),
+        "0",
+        "1",
+    ),
+    Pair(
+        "tuples through pickle",
+        "",
+        data("V", LABELS.format("[pickle.loads(pickle.dumps((s, 1))) if k else (s, 1) for s in x]") + "V = make(@@)"),
+        "0",
+        "1",
+    ),
+    Pair(
+        "arrays through pickle",
+        "",
+        data("V", "V = [np.arange(3.0)] * 3\nif @@: V = [pickle.loads(pickle.dumps(a)) for a in V]"),
+        "0",
+        "1",
+    ),
+    Pair(
+        "copied dataset",
+        "",
+        data("i", "class T: pass", "self.t = T()", after="if @@: dataset = copy.deepcopy(dataset)"),
+        "0",
+        "1",
+    ),
+    Pair(
+        "set-up by pickle",
+        "",
+        data("i", "class T: pass", "self.t = T()", after="if @@: pickle.dumps(dataset)"),
+        "0",
+        "1",
+    ),
+    Pair(
+        "order of options",
+        "",
+        data(
+            "args.a",
+            "p = argparse.ArgumentParser()\np.add_argument('--a'), p.add_argument('--b')\nargs = p.parse_args(@@)",
+        ),
+        "['--a', '1', '--b', '2']",
+        "['--b', '2', '--a', '1']",
+    ),
+    Pair("argument that is not read", "", data("args.size", "args = argparse.Namespace(size=1, lr=@@)")),
+    Pair(
+        "abstract classes",
+        "",
+        data(
+            "K()",
+            "class P(abc.ABC):\n    f = abc.abstractmethod(lambda s: 1)\nclass K(P):\n    f = 2\nisinstance(K(), P)",
+        ),
+    ),
+    Pair("pydantic", "", data("K()", "import pydantic\nclass K(pydantic.BaseModel):\n    scale: int = 1")),
+    Pair(
+        "generators",
+        "",
+        data(
+            "V.random() + self.g.random()",
+            "V = random.Random(1), np.random.RandomState(2), torch.Generator().manual_seed(3)",
+            "self.g = np.random.default_rng(4)",
+        ),
+    ),
+    Pair(
+        "locks",
+        "",
+        data("cfg.f()", "import cfg\nif @@: cfg.V[0].acquire()"),
+        "0",
+        "1",
+        {
+            "cfg.py": "import threading\nV = threading.Lock(), threading.RLock(), threading.Event()\n"
+            "def f(): return len(V)"
+        },
+    ),
+    Pair("logger", "", data("V.debug('x')", "V = logging.getLogger('@@')")),
+    Pair("lru_cache", "", data("f(i)", "@functools.lru_cache\ndef f(i): return i", after=PEEK), "0", "1"),
+    Pair(
+        "cached property",
+        "",
+        data("self.s", inside="s = functools.cached_property(lambda self: object())", after=PEEK),
+        "0",
+        "1",
+    ),
+    Pair(
+        "look at an own module's computed cache",
+        "[lib.kept]",
+        data("lib.f(i)", "import lib", after=PEEK),
+        "0",
+        "1",
+        {"lib.py": "class C(dict): pass\nkept = C()\ndef f(i):\n    kept[i] = i\n    return i\n"},
+    ),
+    # Named, with the word that admits them.
+    Pair("cache of the script", "[__main__.C]", data("C.setdefault(i, i)", "C = {}", after=PEEK), "0", "1"),
+    Pair(
+        "cache of an own module",
+        "[lib.C]",
+        data("lib.C.setdefault(i, i)", "import lib", after=PEEK),
+        "0",
+        "1",
+        {"lib.py": "C = {}"},
+    ),
+    Pair(
+        "counter of a class",
+        "[__main__.D.n]",
+        data("f(i)", "def f(i):\n    D.n += 1", inside="n = 0", after=PEEK),
+        "0",
+        "1",
+    ),
+    Pair(
+        "counter of a closure",
+        "[__main__.f[n]]",
+        data(
+            "f()",
+            "def make(n):\n    def f():\n        nonlocal n\n        n += 1\n    return f\nf = make(0)",
+            after=PEEK,
+        ),
+        "0",
+        "1",
+    ),
+    Pair(
+        "default as a cache",
+        "[__main__.f(k)]",
+        data("f(i)", "def f(i, k={}): return k.setdefault(i, i)", after=PEEK),
+        "0",
+        "1",
+    ),
+    Pair("counter of a function", "[__main__.f.n]", data("f()", "def f(): f.n += 1\nf.n = 0", after=PEEK), "0", "1"),
+    Pair("flag", "[__main__.W]", data("f()", "W = False\ndef f():\n    global W\n    W = True", after=PEEK), "0", "1"),
+    Pair("recent ones", "[__main__.L]", data("L.append(i)", "L = collections.deque(maxlen=4)", after=PEEK), "0", "1"),
+    Pair(
+        "counts in an array", "[__main__.N]", data("f(i)", "N = np.zeros(8)\ndef f(i): N[i] += 1", after=PEEK), "0", "1"
+    ),
+    Pair("annotations", "[__main__.f.__annotations__]", data("f(i)", "def f(i@@): return i"), "", ": int"),
+    Pair(
+        "another function of an own module",
+        "[cfg.other]",
+        data("cfg.f(i)", "import cfg"),
+        files={"cfg.py": "def f(i): return i\ndef other(): return @@\n"},
+    ),
+]

@@ -1,0 +1,193 @@
+"""What a worker does so that its modules have what the script's process has, or raise."""
+
+from __future__ import annotations
+
+import functools
+import io
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from typing import Any
+
+from torch_dpflow.errors import UsageError
+from torch_dpflow.ipc.messages.content_parts import is_ignored
+from torch_dpflow.remote.shipping.canonical import Walk
+from torch_dpflow.remote.shipping.content_pack import ScriptPickler
+from torch_dpflow.remote.shipping.own_source import OwnSource, parsed
+from torch_dpflow.remote.shipping.own_state import (
+    Member,
+    NotSent,
+    OwnState,
+    members_not_as_file,
+    members_of,
+    set_attribute,
+)
+from torch_dpflow.remote.shipping.values import Bulk
+
+
+def check_modules(state: OwnState) -> None:
+    """Set what the script has set in own modules: in loaded ones now, in all others after their import.
+
+    A variable of the script that code reads from its module, and not by its name, raises UsageError: it was not sent.
+
+    Raises UsageError if a module has another value that was not sent, or was not compared between jobs.
+    """
+    finder = _Checked(state)
+    finder.check([name for name in (*state.others, *state.members) if name in sys.modules])
+    sys.meta_path[:] = [finder, *(one for one in sys.meta_path if not isinstance(one, _Checked))]
+    script = sys.modules["__main__"]
+    if type(script) in (types.ModuleType, ScriptModule):
+        vars(script)["__unsent__"] = state.script
+        script.__class__ = ScriptModule
+
+
+class ScriptModule(types.ModuleType):
+    """The script's module in a worker, which has the classes and functions that were sent. All others raise."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__dict__":
+            return _ScriptVariables(super().__getattribute__(name))
+        return super().__getattribute__(name)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") and name in super().__getattribute__("__unsent__"):
+            raise _unsent(name)
+        raise AttributeError(f"the script's module has no attribute {name!r}")
+
+
+class _ScriptVariables(dict[str, Any]):
+    """Copy of the variables of a script's module, in which those that were not sent raise UsageError."""
+
+    def __missing__(self, name: str) -> Any:
+        if name in dict.get(self, "__unsent__", ()):
+            raise _unsent(name)
+        raise KeyError(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def __contains__(self, name: object) -> bool:
+        return self.get(name, self) is not self  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[str]:
+        raise _unsent("all variables")
+
+    keys = values = items = copy = __iter__  # type: ignore[assignment]
+
+
+def _unsent(name: str) -> UsageError:
+    return UsageError(
+        f"{name!r} of the script was read from its module in a worker, which has only what the dataset's code reads by "
+        "name, as V and not as sys.modules['__main__'].V: read it by its name, or put it into the dataset"
+    )
+
+
+class _Checked(MetaPathFinder):
+    """Finds own modules, and checks each after its import."""
+
+    def __init__(self, state: OwnState) -> None:
+        self._state = state
+        self._depth = 0
+        self._imported: list[str] = []
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return where an own module is; None for all others."""
+        if fullname not in self._state.members and fullname not in self._state.others:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None and fullname not in sys.modules:
+            run: Any = spec.loader.exec_module
+            vars(spec.loader)["exec_module"] = functools.partial(self._run, run)
+        return spec
+
+    def _run(self, run: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:
+        """Run a module. It is checked after the outermost import, as modules can import each other."""
+        self._depth += 1
+        try:
+            run(module)
+            self._imported.append(module.__name__)
+        finally:
+            self._depth -= 1
+        if not self._depth:
+            imported, self._imported = self._imported, []
+            self.check(imported)
+
+    def check(self, names: Sequence[str]) -> None:
+        """Compare loaded modules with what the script has, and set what differs."""
+        before = {name: dict(vars(sys.modules[name])) for name in names}
+        for name in names:
+            self._check(name)
+        replaced = {
+            id(old): new
+            for name, variables in before.items()
+            for variable, old in variables.items()
+            if (new := vars(sys.modules[name]).get(variable, old)) is not old
+        }
+        for name in self._state.members.keys() & sys.modules.keys() if replaced else ():  # that have imported them
+            for variable, value in [*vars(sys.modules[name]).items()]:
+                if id(value) in replaced and f".{variable}" not in self._state.members[name]:
+                    setattr(sys.modules[name], variable, replaced[id(value)])
+
+    def _check(self, name: str) -> None:
+        state = self._state
+        if name in state.others:
+            if not is_ignored(name, state.ignore):
+                raise UsageError(
+                    f"the module {name!r} was imported in a worker of a flow, and no code that was sent imports it by "
+                    "its name: its variables were not compared between jobs. Import it in the module of the dataset, "
+                    f"or give JobOptions(ignore=[{name!r}])"
+                )
+            return
+        module, sent = sys.modules[name], state.members[name]
+        walk = Walk(ScriptPickler(io.BytesIO()), bulk=Bulk())
+        here = members_not_as_file(walk, name, module, _source_of(module))
+        members = dict(members_of(name, module))
+        replaced: list[str] = []
+        for path in sorted({*here, *sent}):
+            wanted = sent.get(path)
+            if wanted is not None and (not wanted.digest or (path in here and here[path][0].digest == wanted.digest)):
+                continue
+            if any(path.startswith(one) and path[len(one)] in ".([" for one in replaced):
+                continue
+            put = members[path].put if path in members else _putter(members, module, path)
+            if wanted is None or wanted.value is NotSent or put is None:
+                if not is_ignored(f"{name}{path}", state.ignore):
+                    raise _other(f"{name}{path}")
+            else:
+                put(wanted.value)
+                replaced.append(path)
+
+
+def _putter(members: Mapping[str, Member], module: types.ModuleType, path: str) -> Callable[[Any], object] | None:
+    """Return what sets a member that a module lacks."""
+    outer, _, name = path.rpartition(".")
+    if "(" in path or "[" in path or (outer and outer not in members):
+        return None
+    holder: Any = module
+    for one in outer.split(".")[1:]:
+        holder = vars(holder)[one]
+    return functools.partial(set_attribute, holder, name)
+
+
+def _other(name: str) -> UsageError:
+    return UsageError(
+        f"{name} has another value in the script than after an import in a worker, and cannot be sent: the script has "
+        "set it, its file has changed since the script imported it, or it depends on the process. Put it into the "
+        f"dataset, restart the script, or give JobOptions(ignore=[{name!r}]) if it does not affect samples"
+    )
+
+
+def _source_of(module: types.ModuleType) -> OwnSource:
+    file = module.__file__ or ""
+    if not file.endswith(".py"):
+        return OwnSource()
+    package = module.__name__ if hasattr(module, "__path__") else module.__name__.rpartition(".")[0]
+    with open(file, "rb") as source:
+        return parsed(source.read(), package)

@@ -1,0 +1,278 @@
+"""What the user's own modules have in memory, where it is not provably what their files define.
+
+Workers import the files. A variable, a default or a function that the script has set, or that the file computes, is
+sent by value and counts. A worker compares what it has after an import with what the script has: a value that differs
+is set, and if it was not sent, the worker raises.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import os
+import sys
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch_dpflow.remote.shipping.canonical import Walk
+from torch_dpflow.remote.shipping.code_digest import code_digest
+from torch_dpflow.remote.shipping.content_pack import pack
+from torch_dpflow.remote.shipping.own_source import COMPUTED, OwnCode, OwnSource
+from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of
+from torch_dpflow.remote.shipping.pickled_parts import NO_MEMBERS, content_of_cell
+from torch_dpflow.remote.shipping.reducers import NO_VARIABLES, LruCache
+
+#: Maximum bytes of a value that is sent.
+_MAX_SENT = 4 << 20
+_WRAPPERS = (staticmethod, classmethod, property, functools.cached_property, LruCache)
+
+
+class Deleted:
+    """Value of a variable that the file defines and the process lacks."""
+
+
+class NotSent:
+    """Value of a variable that is too large, or that cannot be pickled."""
+
+
+class Member(NamedTuple):
+    """Something that a module has, and what sets it. kind: of a definition, whose value describes it."""
+
+    value: Any
+    put: Callable[[Any], object] | None
+    kind: str = ""
+
+
+class SetMember(NamedTuple):
+    """A member that counts by its value. digest: empty if it cannot be compared."""
+
+    digest: bytes
+    value: Any
+
+
+@dataclass(frozen=True)
+class OwnState:
+    """What workers are sent of own modules, in addition to their files."""
+
+    #: By module and path.
+    members: Mapping[str, Mapping[str, SetMember]] = field(default_factory=dict)
+    #: Own modules that were not compared.
+    others: frozenset[str] = frozenset()
+    #: Variables of the script.
+    script: frozenset[str] = frozenset()
+    ignore: Sequence[str] = ()
+
+    def unknown(self) -> list[str]:
+        """Return the members that cannot be compared: workers have what their import makes."""
+        return [f"{name}{path}" for name, of in self.members.items() for path, one in of.items() if not one.digest]
+
+
+def set_members(walk: Walk, code: OwnCode, modules: Collection[str]) -> dict[str, dict[str, tuple[PartNode, Any]]]:
+    """Return the members of loaded modules that are not provably what the files define, with their values."""
+    found = {}
+    for name in sorted(modules):
+        if (module := sys.modules.get(name)) is not None:
+            found[name] = members_not_as_file(walk, name, module, code.sources[name])
+    walk.run()
+    return found
+
+
+def own_state(
+    members: Mapping[str, Mapping[str, tuple[PartNode, Any]]],
+    others: frozenset[str],
+    ignore: Sequence[str],
+    sent_arguments: Collection[str] | None,
+) -> OwnState:
+    """Return what workers are sent."""
+    sent = {}
+    for name, of in members.items():
+        sent[name] = {
+            path: SetMember(part.digest if part.is_known else b"", _sent(value, sent_arguments))
+            for path, (part, value) in of.items()
+        }
+    script = frozenset(name for name in vars(sys.modules["__main__"]) if not name.startswith("__"))
+    return OwnState(sent, others, script, ignore)
+
+
+def _sent(value: Any, sent_arguments: Collection[str] | None) -> Any:
+    try:
+        return value if len(pack(value, sent_arguments=sent_arguments)) <= _MAX_SENT else NotSent
+    except Exception:  # code of the value's own runs
+        return NotSent
+
+
+def members_not_as_file(
+    walk: Walk, name: str, module: types.ModuleType, source: OwnSource
+) -> dict[str, tuple[PartNode, Any]]:
+    members = dict(members_of(name, module))
+    found = {}
+    walk.folder = _folder_of(name, module)
+    for path, member in members.items():
+        if not _is_as_file(walk, path, member, module, source):
+            found[path] = (walk.digest_apart(member.value), NotSent if member.kind else member.value)
+    for path in {*source.literals, *source.imported, *source.kinds, *source.bases} - members.keys():
+        outer = path.rpartition(".")[0]
+        if "(" not in path and (not outer or (outer in members and members[outer].kind == "class")):
+            found[path] = (PartNode(digest_of(b"deleted"), "deleted"), Deleted)
+    walk.folder = ""
+    return found
+
+
+def _folder_of(name: str, module: types.ModuleType) -> str:
+    """Return the folder from which a module is imported: it is another one in workers."""
+    folder = os.path.dirname(getattr(module, "__file__", None) or "")
+    depth = name.count(".") + hasattr(module, "__path__")
+    for _ in range(depth):
+        folder = os.path.dirname(folder)
+    return folder
+
+
+# ---- what a module has
+
+
+def members_of(name: str, module: Any) -> Iterator[tuple[str, Member]]:
+    """Yield what a module has, by path: variables, and what its functions and classes consist of."""
+    if not isinstance(module, types.ModuleType):  # an object in the place of the module
+        yield "", Member(module, None, "object")
+        return
+    for variable, value in sorted(vars(module).items()):
+        if variable in NO_VARIABLES or value is sys.modules.get(f"{name}.{variable}"):
+            continue
+        yield from _members(name, f".{variable}", value, functools.partial(set_attribute, module, variable))
+
+
+def _members(module: str, path: str, value: Any, put: Callable[[Any], object]) -> Iterator[tuple[str, Member]]:
+    functions = _functions_of(value)
+    if isinstance(value, type) and (value.__module__, f".{value.__qualname__}") == (module, path):
+        yield path, Member((type(value), *value.__bases__), put, "class")
+        for name, inner in sorted(vars(value).items()):
+            if isinstance(inner, value):  # a member of an enumeration is pickled by its name
+                for attribute, inside in vars(inner).items():
+                    if not attribute.startswith("_"):
+                        put = functools.partial(setattr, inner, attribute)
+                        yield f"{path}.{name}.{attribute}", Member(inside, put)
+            if not isinstance(inner, _SLOTS) and name not in _DERIVED and not name.startswith("_abc_"):
+                yield from _members(module, f"{path}.{name}", inner, functools.partial(set_attribute, value, name))
+    elif functions and all(_is_here(one, module, path) for one in functions):
+        kind = "function" if isinstance(value, types.FunctionType) else type(value).__name__
+        if isinstance(value, LruCache):
+            kind = f"{kind} {value.cache_parameters()}"
+        yield path, Member((kind, *(one.__code__ for one in functions)), put, "function")
+        for one in functions:
+            yield from _parts_of_function(path, one)
+    else:
+        yield path, Member(value, put)
+
+
+#: Members of classes that follow from others, and annotations, which count as the files have them.
+_DERIVED = NO_MEMBERS | {"__abstractmethods__", "__annotations__", "__parameters__"}
+_SLOTS = types.MemberDescriptorType | types.GetSetDescriptorType
+
+
+def _functions_of(value: Any) -> list[Any]:
+    """Return the functions that a function, a method's wrapper or a property consists of; none for other objects."""
+    inside: list[Any] = [getattr(value, "__wrapped__", value) if isinstance(value, _WRAPPERS) else value]
+    if isinstance(value, property):
+        inside = [one for one in (value.fget, value.fset, value.fdel) if one is not None]
+    elif isinstance(value, functools.cached_property):
+        inside = [value.func]
+    return inside if all(isinstance(one, types.FunctionType) for one in inside) else []
+
+
+def _is_here(function: types.FunctionType, module: str, path: str) -> bool:
+    outer, _, name = path.rpartition(".")
+    own = function.__qualname__.rpartition(".")
+    return function.__module__ == module and (f".{own[0]}" if own[0] else "", own[2]) in (
+        (outer, name),
+        (outer, name.removeprefix(f"_{outer.rpartition('.')[2].lstrip('_')}")),
+    )
+
+
+def _parts_of_function(path: str, function: types.FunctionType) -> Iterator[tuple[str, Member]]:
+    code, defaults = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    for number, (name, value) in enumerate(zip(names, defaults, strict=True)):
+        yield f"{path}({name})", Member(value, functools.partial(_set_default, function, number))
+    for name, value in (function.__kwdefaults__ or {}).items():
+        yield f"{path}({name})", Member(value, functools.partial(_set_keyword_default, function, name))
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        if name != "__class__":
+            yield f"{path}[{name}]", Member(content_of_cell(cell), functools.partial(setattr, cell, "cell_contents"))
+    for name, value in vars(function).items():
+        if name != "__wrapped__":
+            yield f"{path}.{name}", Member(value, functools.partial(setattr, function, name))
+
+
+def set_attribute(holder: Any, name: str, value: Any) -> None:
+    """Set a variable; a container or a plain object is filled in place, as others may refer to it."""
+    present = vars(holder).get(name)
+    if value is Deleted:
+        delattr(holder, name)
+    elif type(present) is type(value) and isinstance(present, dict | set):
+        present.clear()
+        present.update(value)
+    elif type(present) is type(value) is list:
+        present[:] = value
+    elif type(present) is type(value) and type(value).__module__ != "builtins" and _is_its_dict(value):
+        vars(present).clear()
+        vars(present).update(vars(value))
+    else:
+        setattr(holder, name, value)
+
+
+def _is_its_dict(value: Any) -> bool:
+    """Return whether an object is pickled as its `__dict__`, and nothing else."""
+    try:
+        _, arguments, *state = value.__reduce_ex__(4)[:3]
+        return bool(vars(value)) and len(arguments) == 1 and state == [vars(value)] and not isinstance(value, type)
+    except Exception:
+        return False
+
+
+def _set_default(function: types.FunctionType, number: int, value: Any) -> None:
+    defaults = [*(function.__defaults__ or ())]
+    defaults[number] = value
+    function.__defaults__ = tuple(defaults)
+
+
+def _set_keyword_default(function: types.FunctionType, name: str, value: Any) -> None:
+    function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), name: value}
+
+
+# ---- whether it is what the file defines
+
+
+def _is_as_file(walk: Walk, path: str, member: Member, module: types.ModuleType, source: OwnSource) -> bool:
+    value = member.value
+    if member.kind == "function":
+        kind, *codes = value
+        digests = [code_digest(one, set()) for one in codes]
+        defined = source.codes.get(path, [])
+        return source.kinds.get(path) == kind and digests == (defined if kind == "property" else defined[-1:])
+    if member.kind == "class":
+        names = source.bases.get(path)
+        bases = [_resolved(module, one) for one in names or ()] or [object]
+        return names is not None and [*value[1:]] == bases and any(value[0] is type(one) for one in (int, *bases))
+    if (literal := source.literals.get(path, COMPUTED)) is not COMPUTED:
+        return walk.is_same(literal, value)
+    if path in source.imported:
+        outer, name = source.imported[path]
+        return _imported(outer, name) is value
+    return path.count(".") == 1 and any(_imported(outer, path[1:]) is value for outer in source.stars)
+
+
+def _imported(module: str, name: str) -> Any:
+    loaded = sys.modules.get(module)
+    if not name:
+        return loaded
+    return vars(loaded).get(name, sys.modules.get(f"{module}.{name}", COMPUTED)) if loaded is not None else COMPUTED
+
+
+def _resolved(module: types.ModuleType, dotted: str | None) -> Any:
+    first, *rest = (dotted or "?").split(".")
+    found = vars(module).get(first, getattr(builtins, first, None))
+    for name in rest:
+        found = getattr(found, name, None)
+    return found
