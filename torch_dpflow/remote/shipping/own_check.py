@@ -17,7 +17,7 @@ from torch_dpflow.remote.shipping.canonical import Walk
 from torch_dpflow.remote.shipping.content_pack import ScriptPickler
 from torch_dpflow.remote.shipping.own_source import OwnSource, parsed
 from torch_dpflow.remote.shipping.own_state import (
-    Member,
+    ModuleMember,
     NotSent,
     OwnState,
     members_not_as_file,
@@ -165,7 +165,7 @@ class _Checked(MetaPathFinder):
                 replaced.append(path)
 
 
-def _putter(members: Mapping[str, Member], module: types.ModuleType, path: str) -> Callable[[Any], object] | None:
+def _putter(members: Mapping[str, ModuleMember], module: types.ModuleType, path: str) -> Callable[[Any], object] | None:
     """Return what sets a member that a module lacks."""
     outer, _, name = path.rpartition(".")
     if "(" in path or "[" in path or (outer and outer not in members):

@@ -37,7 +37,7 @@ class NotSent:
     """Value of a variable that is too large, or that cannot be pickled."""
 
 
-class Member(NamedTuple):
+class ModuleMember(NamedTuple):
     """Something that a module has, and what sets it. kind: of a definition, whose value describes it."""
 
     value: Any
@@ -132,10 +132,10 @@ def _folder_of(name: str, module: types.ModuleType) -> str:
 # ---- what a module has
 
 
-def members_of(name: str, module: Any) -> Iterator[tuple[str, Member]]:
+def members_of(name: str, module: Any) -> Iterator[tuple[str, ModuleMember]]:
     """Yield what a module has, by path: variables, and what its functions and classes consist of."""
     if not isinstance(module, types.ModuleType):  # an object in the place of the module
-        yield "", Member(module, None, "object")
+        yield "", ModuleMember(module, None, "object")
         return
     for variable, value in sorted(vars(module).items()):
         if variable in NO_VARIABLES or value is sys.modules.get(f"{name}.{variable}"):
@@ -143,27 +143,27 @@ def members_of(name: str, module: Any) -> Iterator[tuple[str, Member]]:
         yield from _members(name, f".{variable}", value, functools.partial(set_attribute, module, variable))
 
 
-def _members(module: str, path: str, value: Any, put: Callable[[Any], object]) -> Iterator[tuple[str, Member]]:
+def _members(module: str, path: str, value: Any, put: Callable[[Any], object]) -> Iterator[tuple[str, ModuleMember]]:
     functions = _functions_of(value)
     if isinstance(value, type) and (value.__module__, f".{value.__qualname__}") == (module, path):
-        yield path, Member((type(value), *value.__bases__), put, "class")
+        yield path, ModuleMember((type(value), *value.__bases__), put, "class")
         for name, inner in sorted(vars(value).items()):
             if isinstance(inner, value):  # a member of an enumeration is pickled by its name
                 for attribute, inside in vars(inner).items():
                     if not attribute.startswith("_"):
                         put = functools.partial(setattr, inner, attribute)
-                        yield f"{path}.{name}.{attribute}", Member(inside, put)
+                        yield f"{path}.{name}.{attribute}", ModuleMember(inside, put)
             if not isinstance(inner, _SLOTS) and name not in _DERIVED and not name.startswith("_abc_"):
                 yield from _members(module, f"{path}.{name}", inner, functools.partial(set_attribute, value, name))
     elif functions and all(_is_here(one, module, path) for one in functions):
         kind = "function" if isinstance(value, types.FunctionType) else type(value).__name__
         if isinstance(value, LruCache):
             kind = f"{kind} {value.cache_parameters()}"
-        yield path, Member((kind, *(one.__code__ for one in functions)), put, "function")
+        yield path, ModuleMember((kind, *(one.__code__ for one in functions)), put, "function")
         for one in functions:
             yield from _parts_of_function(path, one)
     else:
-        yield path, Member(value, put)
+        yield path, ModuleMember(value, put)
 
 
 #: Members of classes that follow from others, and annotations, which count as the files have them.
@@ -190,19 +190,22 @@ def _is_here(function: types.FunctionType, module: str, path: str) -> bool:
     )
 
 
-def _parts_of_function(path: str, function: types.FunctionType) -> Iterator[tuple[str, Member]]:
+def _parts_of_function(path: str, function: types.FunctionType) -> Iterator[tuple[str, ModuleMember]]:
     code, defaults = function.__code__, function.__defaults__ or ()
     names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     for number, (name, value) in enumerate(zip(names, defaults, strict=True)):
-        yield f"{path}({name})", Member(value, functools.partial(_set_default, function, number))
+        yield f"{path}({name})", ModuleMember(value, functools.partial(_set_default, function, number))
     for name, value in (function.__kwdefaults__ or {}).items():
-        yield f"{path}({name})", Member(value, functools.partial(_set_keyword_default, function, name))
+        yield f"{path}({name})", ModuleMember(value, functools.partial(_set_keyword_default, function, name))
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         if name != "__class__":
-            yield f"{path}[{name}]", Member(content_of_cell(cell), functools.partial(setattr, cell, "cell_contents"))
+            yield (
+                f"{path}[{name}]",
+                ModuleMember(content_of_cell(cell), functools.partial(setattr, cell, "cell_contents")),
+            )
     for name, value in vars(function).items():
         if name != "__wrapped__":
-            yield f"{path}.{name}", Member(value, functools.partial(setattr, function, name))
+            yield f"{path}.{name}", ModuleMember(value, functools.partial(setattr, function, name))
 
 
 def set_attribute(holder: Any, name: str, value: Any) -> None:
@@ -244,7 +247,7 @@ def _set_keyword_default(function: types.FunctionType, name: str, value: Any) ->
 # ---- whether it is what the file defines
 
 
-def _is_as_file(walk: Walk, path: str, member: Member, module: types.ModuleType, source: OwnSource) -> bool:
+def _is_as_file(walk: Walk, path: str, member: ModuleMember, module: types.ModuleType, source: OwnSource) -> bool:
     value = member.value
     if member.kind == "function":
         kind, *codes = value
