@@ -11,6 +11,7 @@ import json
 import pickle
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.new_process import ROOT, interpreter
+from tests.new_process import ROOT, interpreter, run_interpreter
 from tests.remote.shipping.changed_module_pairs import CHANGED, UNREAD
 from tests.remote.shipping.hostile_pairs import HOSTILE
 from tests.remote.shipping.identity_pairs import DIFFER, Pair
@@ -311,3 +312,31 @@ def test_the_printed_word_admits_a_job_and_what_the_first_job_ignored_is_refused
 def test_the_printed_word_names_every_part_that_differs() -> None:
     specs = [flow_spec(identify({f"p{at}": at + more for at in range(20)})) for more in (0, 1)]
     assert all(f"'p{at}'" in specs[0].difference(specs[1]) for at in range(20))
+
+
+def test_another_version_of_an_installed_package_is_named(tmp_path: Path) -> None:
+    program = (
+        "import json, sys; sys.path.insert(0, sys.argv[1]); import tinypack, tinymods.part\n"
+        "from torch_dpflow.remote.shipping.content_identity import identify\n"
+        "parts = identify({'dataset': [tinypack.f, tinymods.part.g]}).parts\n"
+        "print(json.dumps({path: [part.digest, part.own, part.text, part.optional] for path, part in parts.items()}))"
+    )
+    found: list[Parts] = []
+    for version in ("1.0", "1.1"):
+        folder = tmp_path / version / "site-packages"
+        for top, file in (("tinypack", "tinypack.py"), ("tinymods", "tinymods/part.py")):
+            place = folder / file
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text("def f(): return 0\ndef g(): return 0\n")
+            info = folder / f"tiny_{top}-{version}.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: tiny-{top}\nVersion: {version}\n")
+            (info / "RECORD").write_text(f"{file},,\n")
+            (info / "top_level.txt").write_text(f"{top}\n")
+        done = run_interpreter(program, str(folder))
+        assert done.returncode == 0, done.stderr
+        found.append({path: PartDigest(*part) for path, part in json.loads(done.stdout).items()})
+    assert differences(*found, ()) == {
+        "package:tiny-tinymods": "1.0 here, 1.1 in the flow",
+        "package:tiny-tinypack": "1.0 here, 1.1 in the flow",
+    }

@@ -92,7 +92,7 @@ def parsed(content: bytes, package: str) -> OwnSource:
     """Return what a module's source defines. package: that relative imports start from."""
     found = OwnSource(imports=frozenset(imports_of(content, package)))
     try:
-        found.part = _Reader(found, package).body(_without_lines(ast.parse(content)).body, "")
+        found.part = _SourceReader(found, package).body(_without_lines(ast.parse(content)).body, "")
         _add_codes(compile(content, "", "exec", dont_inherit=True), "", found)
     except (SyntaxError, ValueError, RecursionError):
         found.part = PartNode(digest_of(content), "code")
@@ -123,7 +123,7 @@ def _without_lines(tree: ast.Module) -> ast.Module:
     return tree
 
 
-class _Reader:
+class _SourceReader:
     """Reads the body of a module, and of its classes."""
 
     def __init__(self, found: OwnSource, package: str) -> None:
