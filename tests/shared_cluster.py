@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.new_process import ROOT, interpreter
 from tests.worker_cases import has_ended
 from torch_dpflow.cluster.client import open_job as client
@@ -22,6 +24,7 @@ from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.security.connection_file import find_cluster
 from torch_dpflow.errors import ErrorKind, RemoteCallError
 from torch_dpflow.ipc.rpc import ClientOptions, RpcClient
+from torch_dpflow.workers.process_control import FORK_SERVER_NAME
 
 #: How long what must happen may take, seconds: as long as a test may, nearly. It is waited out only by tests that fail,
 #: and a machine with other work takes its time.
@@ -162,6 +165,11 @@ class TestCluster:
 
         wait(listed, what=f"a process {part!r}")
         return found[0]
+
+    def fork_server(self) -> int:
+        """Return the fork server's pid. It is found by its name: it was forked early, and has another command line."""
+        children = psutil.Process(self.pid).children()
+        return next(int(child.pid) for child in children if child.name().startswith(FORK_SERVER_NAME))
 
     def kill(self, part: str, number: int = signal.SIGKILL) -> int:
         """Send a signal to the first process whose id has `part` in it; its pid."""

@@ -7,22 +7,12 @@ import resource
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.chaos.chaos_jobs import ChaosJob, Nursery
 from tests.shared_cluster import TestCluster, wait
 from tests.worker_cases import has_ended
 from torch_dpflow.cluster.messages.node import ProcessView
-
-
-def fork_server_of(cluster: TestCluster) -> int:
-    (found,) = [
-        child.pid
-        for child in psutil.Process(cluster.pid).children()
-        if "multiprocessing.forkserver" in " ".join(child.cmdline())
-    ]
-    return int(found)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
@@ -35,7 +25,7 @@ def test_a_fork_server_that_is_killed_or_hangs_takes_nobody_along(
     wait(lambda: job.batches() >= 5, what="the first batches")
     wait(lambda: len(cluster.processes()) == 5, what="the second worker")
     before = {view.id: view for view in cluster.processes()}
-    os.kill(fork_server_of(cluster), number)
+    os.kill(cluster.fork_server(), number)
     killed = cluster.kill("/worker-0")
     wait(lambda: has_ended(killed), what="the worker's end")
     wait(

@@ -10,7 +10,6 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.chaos.chaos_jobs import ChaosJob, Nursery
@@ -27,8 +26,7 @@ FORK_SERVER = "fork server"
 def find(cluster: TestCluster, role: str) -> tuple[int, str]:
     """A process of this role, and its id."""
     if role == FORK_SERVER:
-        servers = [one for one in psutil.Process(cluster.pid).children() if "forkserver" in str(one.cmdline())]
-        return servers[0].pid, role
+        return cluster.fork_server(), role
     view = next(view for view in cluster.running() if view.role == role)
     return view.pid, view.id
 

@@ -209,9 +209,7 @@ def test_a_second_cluster_does_not_take_the_place_of_the_first_which_ends_its_fo
 ) -> None:
     first = CommandedCluster.up(tmp_path, "--state", str(tmp_path / "state"))
     try:
-        threads = Path(f"/proc/{first.pid}/task").glob("*/children")
-        children = [int(child) for thread in threads for child in thread.read_text().split()]
-        (fork_server,) = (pid for pid in children if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        fork_server = first.fork_server()
         state = ["--state", str(tmp_path / "state"), "--address", str(tmp_path / "other")]
         refused(run("up", *state), "another cluster stores its flows there")
         assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o600
