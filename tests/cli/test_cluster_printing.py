@@ -9,8 +9,8 @@ from contextlib import redirect_stdout
 
 import pytest
 
-from torch_dpflow.cli.cluster_views import print_missing, print_processes, print_sharing, print_top
-from torch_dpflow.cluster.messages.coordinator import FlowSpec, FlowView, Part
+from torch_dpflow.cli.cluster_views import print_ended, print_missing, print_processes, print_sharing, print_top
+from torch_dpflow.cluster.messages.coordinator import EndedJob, FlowSpec, FlowView, Part
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.monitoring.cluster_figures import ClusterFigures, JobRow, figures_of
 
@@ -82,6 +82,16 @@ def test_a_narrow_terminal_folds_what_it_has_no_room_for(monkeypatch: pytest.Mon
     assert "".join(row[:ends].strip() for row in rows) == PROCESS.id
     begins = heading.index("address")
     assert "".join(row[begins:].strip() for row in rows) == PROCESS.address
+
+
+def test_jobs_that_have_ended_are_listed_with_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = [EndedJob("a:v1", f"job-{by}", 0, 1_234, 2.0, 4.0, by) for by in ("processors", "job", "")]
+    print_ended(jobs)
+    out = capsys.readouterr().out
+    assert re.findall(r"job-\w*", out) == ["job-", "job-job", "job-processors"]
+    assert out.count("50%") == 3
+    assert "processors: limited by the processors of the workers' host" in out
+    assert "run workers on other hosts" in out
 
 
 def test_what_is_missing_and_since_when_is_counted_is_told(capsys: pytest.CaptureFixture[str]) -> None:

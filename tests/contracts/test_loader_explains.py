@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from tests.loader_cases import Indices
 from torch_dpflow import LoaderOptions, LoaderStats
+from torch_dpflow._core.processor_time import taken_by
 from torch_dpflow.loader.explanation import (
     MAX_THREADS,
     MIN_BATCHES,
@@ -25,7 +26,6 @@ from torch_dpflow.loader.explanation import (
     Observed,
     explain,
 )
-from torch_dpflow.loader.runtime import taken_by
 
 MANY = 100_000
 seconds = st.floats(0, 1e5)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import RandomSampler
+from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from tests.loader_cases import Indices, StatefulSampler, StatefulStream, Stream
 from tests.new_process import run_interpreter
@@ -278,3 +278,47 @@ def test_a_sampler_with_other_generators_than_the_states_is_refused(OurLoader: A
     with pytest.raises(StateError, match="with 1 generators in the loader's samplers, and there are 0"):
         iter(other)
     assert len(list(other)) == 8
+
+
+DRAWING: dict[str, Callable[..., Any]] = {
+    "without replacement": lambda **given: RandomSampler(range(12), **given),
+    "with replacement": lambda **given: RandomSampler(range(12), replacement=True, **given),
+    "equal weights": lambda **given: WeightedRandomSampler([1.0] * 12, 12, **given),
+    "other weights": lambda **given: WeightedRandomSampler([1.0] * 11 + [2.0], 12, **given),
+    "weights without replacement": lambda **given: WeightedRandomSampler([1.0] * 12, 12, replacement=False, **given),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWING)
+def test_a_sampler_that_draws_otherwise_than_the_states_is_refused(OurLoader: Any, kind: str) -> None:
+    def make(other: str) -> Any:
+        return OurLoader(range(12), batch_size=2, sampler=DRAWING[other](generator=torch.Generator().manual_seed(1)))
+
+    held = make(kind)
+    batches = iter(held)
+    next(batches)
+    state, rest = held.state_dict(), [batch.tolist() for batch in batches]
+    for other in DRAWING:
+        loader = make(other)
+        if other == kind:
+            loader.load_state_dict(state)
+            assert [batch.tolist() for batch in loader] == rest
+        else:
+            with pytest.raises(
+                StateError, match=r"sampler is \w+RandomSampler|sampler is RandomS|sampler's drawing is"
+            ):
+                loader.load_state_dict(state)
+            loader.load_state_dict(held.state_dict())  # between epochs it may be another one
+
+
+def test_one_device_and_several_of_lightning_resume_each_other_between_epochs_only(OurLoader: Any) -> None:
+    one = OurLoader(range(12), batch_size=2, shuffle=True)
+    several = OurLoader(range(12), batch_size=2, sampler=DistributedSampler(range(12), 2, 0))
+    for before, after in [(one, several), (several, one)]:
+        batches = iter(before)
+        next(batches)
+        with pytest.raises(StateError, match="change the number of devices between epochs"):
+            after.load_state_dict(before.state_dict())
+        assert len([*batches]) == len(before) - 1
+        after.load_state_dict(before.state_dict())
+        assert len([*after]) == len(after)

@@ -1,8 +1,12 @@
-"""Pages are written in short sentences, and the how-to pages have one shape: see "Writing" in CONTRIBUTING.md."""
+"""Pages, docstrings and comments are written as "Writing" in CONTRIBUTING.md says, and name what exists."""
 
 from __future__ import annotations
 
+import ast
+import builtins
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,3 +67,56 @@ def test_a_how_to_page_has_the_shape_of_all(page: Path) -> None:
     shaped = [one for one in headings if one in SECTIONS]
     assert shaped[0] == "You need"
     assert shaped[1] == "Example"
+
+
+PACKAGE = ROOT / "torch_dpflow"
+#: Words that the project does not use for programs, or that readers stumble over.
+AVOIDED = re.compile(
+    r"\b(whoever|nobody|somebody|(is|are) told|has come|knocks?|strangers?|parcels?|anew|patience)\b"
+    r"|\bas ever\b(?! \w+ed\b)|\b(MOST|LEAST)_[A-Z]"
+)
+#: Names of other libraries, of variables of the environment, and of examples.
+ELSEWHERE = re.compile(
+    r"DPFLOW_\w+|a/0001.*|mydata.*|ps|R|x\.conj|save_to_disk|sched_setattr|authkey|key_filename|AsyncTask|Batcher|"
+    r"Feature|Function|Loader|PinMemory|Prefetcher|RandomResizedCrop|(torch|functools|pickletools)\..*"
+)
+
+
+def written(path: Path) -> tuple[list[tuple[int, str]], set[str]]:
+    """Return the docstrings and comments of a module with their lines, and the names that its code has."""
+    source, texts, names = path.read_text("utf-8"), [], {*path.with_suffix("").parts, *path.parts}
+    for node in ast.walk(ast.parse(source)):
+        has_docstring = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if has_docstring and (text := ast.get_docstring(node, clean=False)) is not None:
+            texts.append((node.body[0].lineno, text))
+    docstrings = {line for line, _ in texts}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            texts.append((token.start[0], token.string))
+        elif token.type == tokenize.NAME:
+            names.add(token.string)
+        elif token.type == tokenize.STRING and token.start[0] not in docstrings:
+            names.update(re.findall(r"\w+", token.string))
+    return texts, names
+
+
+def test_docstrings_and_comments_name_what_exists_in_plain_words() -> None:
+    modules = {path: written(path) for path in PACKAGE.rglob("*.py")}
+    known = {*dir(builtins)}.union(*(names for _, names in modules.values()))
+    others = [path for name in ("tests", "docs", "tools", "benchmarks") for path in (ROOT / name).rglob("*")]
+    known.update(part for path in others for part in (*path.parts, path.stem))
+    gone, avoided = [], []
+    for path, (texts, _) in modules.items():
+        place = str(path.relative_to(ROOT))
+        for line, text in texts:
+            names = re.findall(r"(?<!`)`([A-Za-z_][\w./]*)(?:\(\))?`(?!`)", text)
+            unknown = [name for name in names if not {*filter(None, re.split(r"[./]", name))} <= known]
+            gone += [(place, line, name) for name in unknown if not ELSEWHERE.fullmatch(name)]
+            avoided += [(place, line, found[0]) for found in AVOIDED.finditer(text)]
+    assert not gone
+    assert not avoided
+
+
+def test_a_name_that_is_gone_and_a_word_that_is_avoided_are_found() -> None:
+    text = "Whoever calls `nothing.like_this` is told anew."
+    assert [found[0] for found in AVOIDED.finditer(text.lower())] == ["whoever", "is told", "anew"]

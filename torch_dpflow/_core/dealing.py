@@ -175,7 +175,7 @@ class RankPosition:
     ) -> RankPosition:
         """Return the position of `replicas` ranks after what `as_dict` has described.
 
-        What is left is dealt anew if the number of ranks is another one, or if ranks were out of step.
+        What is left is dealt again if the number of ranks is another one, or if ranks were out of step.
 
         Args:
             state: that of one rank, if all have read as many samples; else a list of those of all ranks of one run,

@@ -197,7 +197,7 @@ class ALSDCache(Dataset[Any]):
             copies=self.copy,
             before_read=None if poller is None else poller.poll,
         )
-        self._length = length  # last: until then other threads open anew too
+        self._length = length  # last: until then other threads open again too
 
     def _locate(self, index: Any) -> _Place:
         if self._length is not None and _length_of(self.dataset) != self._length:

@@ -70,7 +70,7 @@ class PolicyStatistics:
 class Policy(ABC):
     """Decides which keys stay, within a budget of items, of bytes, or of both.
 
-    Every call costs O(log n) or better, amortised over calls; the `_many` forms are numpy forms of the same.
+    Every call costs O(log n) or better, amortised over calls; methods whose names end in `many` do the same for arrays.
 
     Args:
         max_items: how many keys may be resident; None for any number.

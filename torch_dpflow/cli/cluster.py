@@ -17,6 +17,7 @@ from torch_dpflow.cli.cluster_views import (
     ask_views,
     connect,
     end_cluster,
+    print_ended,
     print_flow,
     print_flows,
     print_jobs,
@@ -28,7 +29,7 @@ from torch_dpflow.cli.cluster_views import (
     print_top,
 )
 from torch_dpflow.cli.common import Command, json_option, seconds_of, to_json
-from torch_dpflow.cluster.messages.coordinator import MAX_SHARDS, FlowView, Scale
+from torch_dpflow.cluster.messages.coordinator import MAX_SHARDS, EndedJob, FlowView, Scale
 from torch_dpflow.cluster.messages.node import NodeView
 from torch_dpflow.cluster.monitoring.cluster_figures import ClusterFigures, figures_of
 from torch_dpflow.errors import OptionError, UsageError
@@ -53,9 +54,14 @@ def down(address: str, as_json: bool) -> None:
 @click.command()
 @address_option
 @json_option
-def status(address: str, as_json: bool) -> None:
+@click.option("--ended", is_flag=True, help="List the jobs that have ended, and what limited them last.")
+def status(address: str, as_json: bool, ended: bool) -> None:
     """List the flows, jobs, joined nodes and processes of a cluster."""
     with connect(address) as coordinator:
+        if ended:
+            jobs: list[EndedJob] = ask(coordinator, "ended", list[EndedJob])
+            click.echo(to_json({"ended": jobs})) if as_json else print_ended(jobs)
+            return
         flows, processes = ask_views(coordinator)
         nodes: list[NodeView] = ask(coordinator, "nodes", list[NodeView])
     figures = figures_of(flows, processes)

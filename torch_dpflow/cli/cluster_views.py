@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from rich.table import Table
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.cli.common import cell, stdout_console
 from torch_dpflow.cluster.control.flow_registry import FlowState
-from torch_dpflow.cluster.messages.coordinator import FlowView
+from torch_dpflow.cluster.messages.coordinator import EndedJob, FlowView
 from torch_dpflow.cluster.messages.node import NodeView, ProcessView
 from torch_dpflow.cluster.monitoring.cluster_figures import ClusterFigures, JobRow, ShardFigures, state_words
+from torch_dpflow.cluster.monitoring.page_figures import limit_of
 from torch_dpflow.cluster.security.connection_file import NODE_SOCKET, find_cluster, keys_hint
 from torch_dpflow.errors import DeadlineError, DPFlowError, ErrorKind, RemoteCallError, UsageError
 from torch_dpflow.ipc.messages.remote_worker import RemoteWorkerView
@@ -121,6 +123,19 @@ def print_flows(flows: Sequence[FlowView]) -> None:
             flow.limited_by or "-",
         )
     stdout_console().print(table)
+
+
+def print_ended(jobs: Sequence[EndedJob]) -> None:
+    """Print one row for each job that has ended, the latest first, and what to change about the limits."""
+    table = _table("ended jobs", "job", "flow", "ended", "samples", "waited", "limited by")
+    for job in reversed(jobs):
+        ended = datetime.fromtimestamp(job.at).isoformat(" ", "seconds")
+        waited = f"{job.stall_s / job.reading_s:.0%}" if job.reading_s else "-"
+        table.add_row(cell(job.job), job.flow, ended, f"{job.samples:,}", waited, job.limited_by or "-")
+    stdout_console().print(table)
+    for by in sorted({job.limited_by for job in jobs} - {"", "job"}):
+        limit = limit_of(by)
+        stdout_console(highlight=False).print(escape(f"{by}: limited by {limit.meaning}. To change: {limit.change}"))
 
 
 def print_missing(flows: Sequence[FlowView], figures: ClusterFigures) -> None:

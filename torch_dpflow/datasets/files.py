@@ -155,7 +155,12 @@ class Files:
 
     @contextmanager
     def open(self, path: str) -> Iterator[IO[bytes]]:
-        """Open a file to read it as a stream. Raises FileNotFoundError."""
+        """Open a file to read it as a stream.
+
+        Raises:
+            FileNotFoundError: there is none.
+            StorageError: it is a directory, pipe, socket or device; or reading fails.
+        """
         with self._storage_errors(path):
             self.check_regular(path)
             full = self._full(path)

@@ -30,7 +30,7 @@ from torch_dpflow.errors import (
 _INDEXED = ("imagefolder", "litdata", "mds", "tfrecord", "webdataset")
 #: All formats. Tables have no index: their footers say where rows are.
 FORMATS = (*_INDEXED, "table")
-#: The number of what importers write into an index. A release that writes something else builds indexes anew.
+#: The number of what importers write into an index. A release that writes something else builds indexes again.
 _INDEX = 2
 _VARIANT = "all"
 #: Seconds between updates of the line on a terminal.

@@ -158,7 +158,7 @@ class SampleMeta(SpecStruct, frozen=True, kw_only=True, gc=False):
             raise ValueError("a sample with an offset needs a length")
 
     def fields(self) -> dict[str, Any]:
-        """Decode the annotations, anew at each call, so that callers may change the result.
+        """Decode the annotations, again at each call, so that callers may change the result.
 
         Raises:
             DamagedStoreError: they are no JSON object.

@@ -74,6 +74,12 @@ def is_drawn_at_start(index_sampler: Any) -> bool:
     return check is not None and check(index_sampler)
 
 
+def draws_at_end(index_sampler: Any) -> bool:
+    """Return whether the end of an epoch draws from the user's generator: a RandomSampler begins another pass."""
+    sampler = index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
+    return type(sampler) is RandomSampler and sampler.generator is not None
+
+
 def settled_length(index_sampler: Any, end: int | None = None) -> int:
     """Return how many batches of an epoch are fixed at its first one, and can be drawn then without other draws.
 
@@ -83,10 +89,11 @@ def settled_length(index_sampler: Any, end: int | None = None) -> int:
     length = usual if end is None else end
     if length is None or not is_drawn_at_start(index_sampler):
         return 0
-    if type(index_sampler) is BatchSampler and type(sampler := index_sampler.sampler) is RandomSampler:
-        # At its end it draws once more, for the rest of a further pass; to find that a batch is short is to get there.
-        is_short = length != usual or len(sampler) % index_sampler.batch_size
-        return length - 1 if is_short and not index_sampler.drop_last and sampler.generator is not None else length
+    if type(index_sampler) is BatchSampler and draws_at_end(index_sampler):
+        # To find that a batch is short is to get to the end.
+        inner: Any = index_sampler.sampler
+        is_short = length != usual or len(inner) % index_sampler.batch_size
+        return length - 1 if is_short and not index_sampler.drop_last else length
     return length
 
 

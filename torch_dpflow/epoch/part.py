@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, Subset, SubsetRandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, Subset, SubsetRandomSampler, WeightedRandomSampler
 
 from torch_dpflow._core.checks import working
 from torch_dpflow._core.sample_numbers import describe_numbers
@@ -40,6 +41,20 @@ def part_of_sampler(index_sampler: Any) -> str | None:
         indices = working(index_sampler, "indices")
         return None if indices is None else _described(indices)
     return None
+
+
+def drawing_of(index_sampler: Any) -> str | None:
+    """Return how torch's RandomSampler or WeightedRandomSampler draws; None for any other sampler."""
+    while type(index_sampler) is BatchSampler:
+        index_sampler = index_sampler.sampler
+    weights = ""
+    if isinstance(index_sampler, WeightedRandomSampler):
+        numbers = np.ascontiguousarray(torch.as_tensor(index_sampler.weights).double().numpy(force=True))
+        weights = f", by weights of digest {hashlib.blake2b(numbers.tobytes(), digest_size=8).hexdigest()}"
+    elif not isinstance(index_sampler, RandomSampler):
+        return None
+    has_replacement = working(index_sampler, "replacement", False)
+    return f"{'with' if has_replacement else 'without'} replacement{weights}"
 
 
 def _levels(dataset: Any) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from torch_dpflow._core.torch_private import DatasetKind
 from torch_dpflow.epoch.epoch_end import length_or_none
 from torch_dpflow.epoch.index_order import is_drawn_at_start
 from torch_dpflow.epoch.own_state import Unsaved, ended, opened
-from torch_dpflow.epoch.part import part_of_dataset, part_of_sampler
+from torch_dpflow.epoch.part import drawing_of, part_of_dataset, part_of_sampler
 from torch_dpflow.epoch.plan import (
     TAKEN,
     Plan,
@@ -62,6 +62,16 @@ class LoaderShape:
         self._indices: dict[str, str | None] | None = None
         #: The epoch that `set_epoch` of a sampler has set when the iteration began.
         self._epoch = epoch_of(self._sampler, self._index_sampler)
+        self._counted: int | None = None
+
+    def note_end(self) -> None:
+        """Record which epoch the sampler has counted to by itself, as accelerate's SeedableRandomSampler does."""
+        now = epoch_of(self._sampler, self._index_sampler)
+        self._counted = None if now == self._epoch else now
+
+    def generators(self, generator: torch.Generator | None) -> list[str]:
+        """Return the states of the samplers' generators, without the loader's. Some samplers make one when iterated."""
+        return [*map(encode_generator, sampler_generators(self._index_sampler, self._sampler, generator))]
 
     def length(self) -> int | None:
         """Return the number of batches of an epoch; None if the sampler has no length."""
@@ -108,6 +118,7 @@ class LoaderShape:
             "num_replicas": replicas,
             RANK: rank,
             EPOCH: self._epoch,
+            COUNTED: self._counted,
             **self._parts_read(),
         }
 
@@ -116,6 +127,7 @@ class LoaderShape:
             self._indices = {
                 "part of the dataset": part_of_dataset(self._dataset),
                 "sampler's part": part_of_sampler(self._index_sampler),
+                "sampler's drawing": drawing_of(self._index_sampler),
             }
         return self._indices
 
@@ -124,15 +136,23 @@ class LoaderShape:
 RANK = "rank"
 #: The epoch of a sampler without a state: its order is drawn again, and may be that of the epoch.
 EPOCH = "sampler's epoch"
+#: The epoch after it, of a sampler without a state that counts its iterations.
+COUNTED = "sampler's next epoch"
 #: What a loader may have another value of than the state that it resumes.
 SIZES = ("batch_size", "num_replicas")
 
 
 def epoch_of(*samplers: Any) -> int | None:
     """Return the epoch of the first of these samplers, or those within, that has `set_epoch`; None if none has."""
+    part = epoch_setter(*samplers)
+    return None if part is None else int(part.epoch)
+
+
+def epoch_setter(*samplers: Any) -> Any:
+    """Return the first of these samplers, or those within, that has an epoch and `set_epoch`; None if none has."""
     for part in nested_samplers(*samplers):
-        if callable(working(part, "set_epoch")) and type(epoch := working(part, "epoch")) is int:
-            return epoch
+        if callable(working(part, "set_epoch")) and type(working(part, "epoch")) is int:
+            return part
     return None
 
 
@@ -175,7 +195,6 @@ class EpochProgress:
         start: how the epoch began.
         plan: its index batches, from the first that is not delivered.
         generator: the loader's.
-        held: the generators of its samplers.
         streams: the position of each worker's own stream; empty if batches are not bound to workers.
         resumed: the state in mid-epoch that the iteration resumes; None at the beginning of an epoch.
     """
@@ -187,7 +206,6 @@ class EpochProgress:
         plan: Plan,
         *,
         generator: torch.Generator | None,
-        held: Sequence[torch.Generator],
         streams: Sequence[StreamState] = (),
         resumed: LoaderState | None = None,
     ) -> None:
@@ -220,7 +238,6 @@ class EpochProgress:
         self._shape = shape
         self._start = start
         self._generator = generator
-        self._held = held
 
     @classmethod
     def resumed(
@@ -267,8 +284,7 @@ class EpochProgress:
             generators=GeneratorStates(state.plan_rng, state.plan_generator, state.plan_sampler_generators),
             began=state.began,
         )
-        held = sampler_generators(index_sampler, sampler, generator)  # it may have made one
-        return cls(shape, start, plan, generator=generator, held=held, streams=state.streams, resumed=state)
+        return cls(shape, start, plan, generator=generator, streams=state.streams, resumed=state)
 
     def was_delivered(self, position: int) -> bool:
         """Return whether the batch at this position was delivered."""
@@ -303,6 +319,7 @@ class EpochProgress:
     def finish(self) -> None:
         """Record that the epoch is over."""
         self.finished = True
+        self._shape.note_end()
         if self.is_restored and not self.position:
             LOADER.warning(
                 "the dataset's own state, which was taken at the end of an epoch, was restored, and the dataset yields "
@@ -338,7 +355,7 @@ class EpochProgress:
             plan_generator=self._start.generators.loader,
             plan_sampler_generators=list(self._start.generators.samplers),
             generator=generator_state(self._generator),
-            sampler_generators=[*map(encode_generator, self._held)],
+            sampler_generators=self._shape.generators(self._generator),
             sampler=sampler,
             ended=self.plan.ended_at == self.position or self._shape.ends_at(self.position, self.plan.end),
             length=length,
@@ -367,7 +384,7 @@ class EpochProgress:
             began=self._start.began,
             draw_rng=self.draw_rng,
             generator=generator_state(self._generator),
-            sampler_generators=[*map(encode_generator, self._held)],
+            sampler_generators=self._shape.generators(self._generator),
             sampler=self.plan.sampler_at_rest(),
             dataset=self._dataset_of_next(),
             length=self._shape.length(),

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from torch_dpflow._core.processor_time import MIN_PROCESSOR_SHARE, QUEUED_SHARE, are_processors_short
 from torch_dpflow.cluster.monitoring.page_figures import limit_of
 
 if TYPE_CHECKING:
@@ -13,16 +14,12 @@ if TYPE_CHECKING:
 
 #: An explanation needs so many batches, without the first ones of epochs, and so many seconds.
 MIN_BATCHES, MIN_S = 10, 0.2
-#: A training that waits for a smaller share of the time is not limited by loading.
+#: A training loop that waits for a smaller share of the time is not limited by loading.
 MAX_WAIT_SHARE = 0.05
 #: The share of the time at the start and end of epochs from which these are the limit.
 TURN_SHARE = 0.5
 #: The share of it from which a single start explains it.
 ONE_START_SHARE = 0.75
-#: Workers that run or wait for a processor for a smaller share of the time wait for storage.
-MIN_PROCESSOR_SHARE = 0.5
-#: Processors are the limit if workers need such a share of them, or wait so long for each second on one.
-FULL_SHARE, QUEUED_SHARE = 0.8, 0.5
 #: Most read threads of a recommendation.
 MAX_THREADS = 16
 
@@ -199,18 +196,18 @@ def _of_local_workers(seen: Observed) -> _Verdict:
         )
     used, wanted = seen.cpu_s / seen.watched_s, (seen.cpu_s + seen.queued_s) / seen.watched_s
     has = f"{workers} used {used:.1f} of {_counted(seen.processors, 'processor')}"
-    share, is_full = wanted / seen.num_workers, wanted >= FULL_SHARE * seen.processors
-    if share < MIN_PROCESSOR_SHARE and not is_full:
-        return _of_storage(seen, f"{has}; {1 - share:.0%} of their time they waited, as for reads")
-    if is_full or seen.queued_s > QUEUED_SHARE * seen.cpu_s:
+    share, processors = wanted / seen.num_workers, seen.processors
+    if are_processors_short(seen.cpu_s, seen.queued_s, seen.watched_s, workers=seen.num_workers, processors=processors):
         if seen.queued_s > QUEUED_SHARE * seen.cpu_s:
             has += f" and waited for one {seen.queued_s / seen.cpu_s:.1f} s for each second on it"
         return (
             "processors",
             f"Limit: processors; {has}.",
-            "Change: decode faster (images: torch_dpflow.vision), share one loading among jobs (flow=), or use other "
-            "hosts' processors (platform=).",
+            "Change: decode faster (images: torch_dpflow.vision), or use other hosts' processors (platform=); if "
+            "several jobs read this data, share one loading among them (flow=).",
         )
+    if share < MIN_PROCESSOR_SHARE:
+        return _of_storage(seen, f"{has}; {1 - share:.0%} of their time they waited, as for reads")
     more = min(4 * seen.num_workers, max(seen.num_workers + 1, math.ceil(seen.processors / share)))
     return "workers", f"Limit: too few workers; {has}.", f"Change: num_workers={more}."
 

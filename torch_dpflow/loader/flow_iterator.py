@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from torch_dpflow._core.torch_private import BaseDataLoaderIter
 from torch_dpflow.cluster.client.collate import PlanFeed, ReadyBatch
+from torch_dpflow.cluster.client.options import JobOptions
 from torch_dpflow.cluster.control.lookaheads import MAX_WHOLE
-from torch_dpflow.epoch.index_order import is_drawn_at_start, settled_length
+from torch_dpflow.epoch.index_order import draws_at_end, is_drawn_at_start, settled_length
 from torch_dpflow.epoch.plan import TAKEN, Plan
 from torch_dpflow.epoch.progress import OPENING_ALONE, EpochProgress, LoaderShape
 from torch_dpflow.epoch.rng import generator_state, restore_generator
@@ -52,7 +53,7 @@ class SharedLoaderIterator(BaseDataLoaderIter):
         self._planner: FlowPlanner | None = None
         epoch, pending, progress = self._runtime.epoch, self._runtime.pending, self._runtime.progress
         try:
-            order = routed_order(loader)
+            order = _order_of(loader, pending)
             self._batches = self._begin_plan(loader) if order is None else self._begin_traversal(loader, order)
         except StateError:
             self._runtime.epoch = epoch
@@ -98,14 +99,19 @@ class SharedLoaderIterator(BaseDataLoaderIter):
         # The plan must not refer to this iterator, whose end stops the reader.
         batched = self._auto_collation
         plan: Any
-        order = None
-        if is_drawn_at_start(loader._index_sampler):
-            order = _settled_order(loader, progress.plan)
+        is_fixed = is_drawn_at_start(loader._index_sampler)
+        order = _settled_order(loader, progress.plan) if is_fixed else None
+        if is_fixed and not draws_at_end(loader._index_sampler):
             positions: dict[int, int] = {}
             plan = _drawn_by_reader(progress, positions, batched=batched)
         else:
-            ahead = (loader.prefetch_factor or 0) * int(loader.num_workers)
-            self._planner = FlowPlanner(progress, ahead=ahead, batched=batched)
+            self._planner = FlowPlanner(
+                progress,
+                ahead=(loader.prefetch_factor or 0) * int(loader.num_workers),
+                settled=settled_length(loader._index_sampler, progress.plan.end) - progress.plan.drawn,
+                settled_ahead=(loader.job or JobOptions()).requested,
+                batched=batched,
+            )
             plan, positions = self._planner.feed, self._planner.positions
 
         def passed(number: int, samples: int) -> None:
@@ -141,6 +147,16 @@ class SharedLoaderIterator(BaseDataLoaderIter):
             self._runtime.meter.delivered(len(ready.keys), 0)
             self._counted = ready.number + 1
         return ready.value if self._pin is None else self._pin(ready.value)
+
+
+def _order_of(loader: Any, pending: LoaderState | None) -> RoutedOrder | None:
+    """Return the order of the next epoch as `routed_order`; None too for the rest of an epoch of the sampler's order.
+
+    Ranks may have had peers that read the same, so that the sampler decided, and have none now.
+    """
+    order = routed_order(loader)
+    is_planned = pending is not None and not pending.fresh and pending.shared is None
+    return None if order is None or (is_planned and not order.advances) else order
 
 
 def _drawn_by_reader(progress: EpochProgress, positions: dict[int, int], *, batched: bool) -> Iterator[Any]:
@@ -256,12 +272,15 @@ class FlowPlanner:
     Args:
         progress: of the epoch.
         ahead: batches that are drawn beyond those that were taken.
+        settled: how many batches are fixed now, so that so many as `settled_ahead` of them may be drawn ahead.
         batched: whether the sampler returns batches, and not single keys.
     """
 
-    def __init__(self, progress: EpochProgress, *, ahead: int, batched: bool) -> None:
+    def __init__(
+        self, progress: EpochProgress, *, ahead: int, batched: bool, settled: int = 0, settled_ahead: int = 0
+    ) -> None:
         self._progress = progress
-        self._ahead = ahead
+        self._ahead, self._settled, self._settled_ahead = ahead, settled, settled_ahead
         self._batched = batched
         self._drawn = 0
         self._has_ended = False
@@ -272,14 +291,14 @@ class FlowPlanner:
 
     def draw_due(self, taken: int) -> None:
         """Draw the batch that follows the first `taken`, unless it was drawn."""
-        self._draw_to(taken + max(1, self._ahead))
+        self._draw(taken, max(1, self._ahead))
 
     def draw_beyond(self, taken: int) -> None:
         """Draw batches beyond the first `taken` ones. Raises what the sampler raises."""
-        self._draw_to(taken + self._ahead)
+        self._draw(taken, self._ahead)
 
-    def _draw_to(self, goal: int) -> None:
-        plan = self._progress.plan
+    def _draw(self, taken: int, ahead: int) -> None:
+        plan, goal = self._progress.plan, max(taken + ahead, min(taken + self._settled_ahead, self._settled))
         while self._drawn < goal and not self._has_ended:
             if plan.is_torn:  # what was drawn before is delivered
                 self._end()

@@ -8,9 +8,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -38,8 +40,12 @@ if TYPE_CHECKING:
 
 #: Counts the jobs of each flow in this process: ranks open them in the same order, as they run the same script.
 _opened: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-#: The store that carries the names of those jobs: another process group counts anew.
+#: The store that carries the names of those jobs: another process group counts from 0.
 _counted_by: Any = None
+
+
+#: By job of this process, its flow, address and rank, and the process group in which it was opened.
+_readers: weakref.WeakKeyDictionary[SharedJob, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -168,7 +174,7 @@ def job_of(loader: Any, seed: int, order: RoutedOrder | None = None, resumed_see
     Args:
         seed: of the order, if it is the loader's first job.
         order: the order that the router decides; None where the sampler decides it.
-        resumed_seed: the seed of the run that is resumed; a job with another seed is opened anew.
+        resumed_seed: the seed of the run that is resumed; a job with another seed is opened.
 
     Raises:
         as `open_job`.
@@ -181,7 +187,9 @@ def job_of(loader: Any, seed: int, order: RoutedOrder | None = None, resumed_see
     elif jobs:
         seed = next(reversed(jobs.values())).seed
     for number, job in list(jobs.items()):
-        if not job.is_read:
+        if job.is_closed:
+            del jobs[number]
+        elif not job.is_read:
             if job.seed == seed:
                 job.collate_with(_collate_fn_of(loader))
                 return job
@@ -246,15 +254,19 @@ def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> Sha
     ranks = process_ranks()
     if ranks.num_replicas == 1:
         ranks = ranks_of(loader.sampler, loader.batch_sampler, dataset=loader.dataset) or ranks
-    if order is None and options.name is not None and ranks.num_replicas > 1:
+    name, group = options.name, _group_here()
+    if order is None and name is not None and ranks.num_replicas > 1:
         # All processes of a job may have its name; where the sampler decides, each of them is a job to the flow.
-        options = replace(options, name=f"{options.name:.{MAX_NAME - 12}}~rank{ranks.rank}")
-    if replica is not None and loader._runtime.jobs:
-        options = replace(options, name=next(iter(loader._runtime.jobs.values())).name)
-    elif options.name is not None and number > 1 and replica is None:
-        options = replace(options, name=f"{options.name:.{MAX_NAME - 5}}~{number}")
-    elif replica is not None and options.name is None:
-        options = replace(options, name=common_name(loader.flow, seed))
+        name = f"{name:.{MAX_NAME - 12}}~rank{ranks.rank}"
+    rank = None if replica is None else replica.rank
+    alike = [job for job in loader._runtime.jobs.values() if _readers[job][-1] == group]
+    if replica is not None and alike and alike[0].replicas == replica.num_replicas:
+        name = alike[0].name
+    elif name is not None:
+        name = _free_name(loader, name, rank, group)
+    elif replica is not None:
+        name = common_name(loader.flow, seed)
+    options = replace(options, name=name)
     flow = _definition(loader)
     reading = JobReading(
         batch_size=loader.batch_size or 1,
@@ -268,7 +280,32 @@ def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> Sha
     )
     job = open_job(flow, reading, address=loader.address, options=options, content=loader._runtime.content)
     loader._runtime.content = job.content
+    _readers[job] = (loader.flow, loader.address, rank, group)
     return job
+
+
+def _group_here() -> Any:
+    """Return a weak reference to the process group of torch.distributed; None without one."""
+    return weakref.ref(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
+
+
+def _free_name(loader: Any, name: str, rank: int | None, group: Any) -> str:
+    """Return the name, with "~2" and so on appended if other iterations of this process have it.
+
+    Ranks open their jobs in the same order, as they run the same script. Jobs that a former process group has read
+    under the name are closed: their ranks are not there any more to read the rest of the epoch.
+    """
+    for free in chain([name], (f"{name:.{MAX_NAME - 5}}~{number}" for number in itertools.count(2))):
+        is_used = False
+        for job, (*read, rank_then, group_then) in list(_readers.items()):
+            if job.is_closed or [*read, job.name] != [loader.flow, loader.address, free]:
+                continue
+            if group_then != group:
+                job.close()
+            is_used |= group_then == group and rank_then == rank
+        if not is_used:
+            break
+    return free
 
 
 def _definition(loader: Any) -> FlowDefinition:

@@ -20,8 +20,8 @@ from torch_dpflow.epoch.plan import (
     new_plan,
     open_order,
     repeat_draws,
+    return_generators,
     return_sampler,
-    sampler_generators,
 )
 from torch_dpflow.epoch.progress import (
     OPENING_AGAIN,
@@ -29,12 +29,12 @@ from torch_dpflow.epoch.progress import (
     EpochStart,
     GeneratorStates,
     LoaderShape,
+    epoch_setter,
 )
 from torch_dpflow.epoch.rng import (
     fingerprints,
     preserved_rng_except,
     restore_generator,
-    restore_generators,
     unchanged_generators,
 )
 from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
@@ -54,16 +54,16 @@ class LoaderView:
 
 
 def begin(iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]) -> EpochProgress:
-    """Begin an iteration from the loader's pending state, or anew if there is none.
+    """Begin an iteration from the loader's pending state, or a whole epoch if there is none.
 
     Args:
         iterator: torch's base iterator, which is being constructed or reset; its index sampler and base seed are set.
         loader: the `DPFlowDataLoader`.
-        opening: the steps in which `start` begins an epoch anew.
+        opening: the steps in which `start` begins a whole epoch.
         start: torch's own constructor or reset.
 
     Raises:
-        StateError: the pending state does not fit. It is dropped; the next iteration begins anew.
+        StateError: the pending state does not fit. It is dropped; the next iteration reads a whole epoch.
     """
     runtime = loader._runtime
     epoch, pending = runtime.epoch, runtime.pending
@@ -104,12 +104,17 @@ def _return_to_rest(loader: Any, state: LoaderState) -> None:
     """Restore generators, sampler and dataset to their states between the epochs."""
     if state.plan_rng is not None and (names := unchanged_generators(state.plan_rng, state.began)):
         # The script was restarted with the same seed: the next epoch must not repeat the order of the first.
+        counted, epoch = epoch_setter(loader._index_sampler, loader.sampler), None
+        if counted is not None:
+            epoch = counted.epoch
         with preserved_rng_except(names):
             repeat_draws(state, loader._index_sampler, loader.generator)
+        if counted is not None and counted.epoch != epoch:  # it counts its iterations
+            counted.set_epoch(epoch)
     if state.generator is not None and loader.generator is not None:
         restore_generator(loader.generator, state.generator)
-    held = sampler_generators(loader._index_sampler, loader.sampler, loader.generator)
-    restore_generators(state.sampler_generators, held)
+    if state.sampler_generators:  # else a sampler may have made one since, as accelerate's do
+        return_generators(state.sampler_generators, loader._index_sampler, loader.sampler, loader.generator)
     if state.sampler is not None:
         return_sampler(state, loader._index_sampler, loader.sampler)
     if state.dataset is not None:
@@ -168,9 +173,7 @@ def _progress(
         began=runtime.began,
     )
     plan = new_plan(batches, loader._index_sampler, loader.sampler)
-    held = sampler_generators(loader._index_sampler, loader.sampler, loader.generator)
-    shape = LoaderShape(loader)
-    return EpochProgress(shape, start, plan, generator=loader.generator, held=held, streams=streams)
+    return EpochProgress(LoaderShape(loader), start, plan, generator=loader.generator, streams=streams)
 
 
 def _resumed(loader: Any, state: LoaderState) -> EpochProgress:

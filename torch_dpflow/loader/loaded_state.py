@@ -11,7 +11,7 @@ import numpy as np
 
 from torch_dpflow._core.dealing import RankPosition
 from torch_dpflow.epoch.epoch_end import end_of
-from torch_dpflow.epoch.progress import EPOCH, RANK, SIZES, LoaderShape
+from torch_dpflow.epoch.progress import COUNTED, EPOCH, RANK, SIZES, LoaderShape, epoch_setter
 from torch_dpflow.epoch.shards import ShardedIterableDataset, is_of_shards, merged_shards
 from torch_dpflow.epoch.state import LoaderState, StreamState
 from torch_dpflow.errors import StateError
@@ -206,6 +206,13 @@ def _check_alike(states: Sequence[LoaderState]) -> None:
             )
 
 
+def set_counted_epoch(loader: Any, state: LoaderState) -> None:
+    """Set a sampler without a state that counts its iterations to the next epoch, which `set_epoch` may change."""
+    sampler, counted = epoch_setter(loader._index_sampler, loader.sampler), state.made_of.get(COUNTED)
+    if state.fresh and state.sampler is None and sampler is not None and type(counted) is int:
+        sampler.set_epoch(counted)
+
+
 def _epochs_of(states: Sequence[LoaderState]) -> list[Any]:
     """Return the epochs of states: their samplers' where all have one, else how many iterations were begun.
 
@@ -244,7 +251,7 @@ def check_fits(loader: Any, state: LoaderState) -> None:
         must_equal = name == "dataset's length" if state.fresh else name not in SIZES or kind == "iterable"
         if (
             must_equal
-            and name not in (RANK, EPOCH)
+            and name not in (RANK, EPOCH, COUNTED)
             and None not in (was, mine.get(name))
             and was != mine[name]
             and (resized or not state.fresh)
@@ -252,6 +259,7 @@ def check_fits(loader: Any, state: LoaderState) -> None:
             raise StateError(
                 f"the state is of a loader whose {name} is {was}, this one's is {mine[name]}; resume with the "
                 "dataset and the arguments that it was taken with, or begin an epoch anew"
+                + _of_devices(was, mine[name])
             )
     if not state.fresh and state.shared is None and kind == "map":
         _check_size(state, mine, resized, shape.rank())
@@ -260,6 +268,13 @@ def check_fits(loader: Any, state: LoaderState) -> None:
 
         check_resumable(state.shared, int(mine.get("num_replicas") or 1))
     _check_workers(loader, state)
+
+
+def _of_devices(*samplers: Any) -> str:
+    """Return what to do where a framework has another sampler for one device than for several."""
+    is_shuffled = {*samplers} in ({"RandomSampler", "DistributedSampler"}, {"SequentialSampler", "DistributedSampler"})
+    text = ". Lightning and others read by one on one device and by the other on several: change the number of devices"
+    return f"{text} between epochs, or give the loader a sampler with ranks" if is_shuffled else ""
 
 
 #: The end of an epoch of which the number of batches is not known.
@@ -292,7 +307,7 @@ def end_of_epoch(loader: Any, state: LoaderState) -> int | None:
 
 
 def _check_size(state: LoaderState, mine: dict[str, Any], resized: list[str], rank: int) -> None:
-    """Raise StateError if the rest of the epoch cannot be divided anew."""
+    """Raise StateError if the rest of the epoch cannot be divided again."""
     own = None if state.sampler is None else state.sampler["sampler"]
     of_ranks = isinstance(own, list) or (isinstance(own, dict) and "num_replicas" in own)
     if state.ahead and (resized or state.made_of.get(RANK) not in (None, rank)):

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from torch_dpflow.epoch.own_state import Unsaved, at_rest, copied
-from torch_dpflow.epoch.plan import sampler_before, sampler_generators
+from torch_dpflow.epoch.plan import sampler_before
 from torch_dpflow.epoch.progress import LoaderShape
-from torch_dpflow.epoch.rng import encode_generator, generator_state
+from torch_dpflow.epoch.rng import generator_state
 from torch_dpflow.epoch.state import LoaderState
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.loader.arguments import (
@@ -29,7 +29,14 @@ from torch_dpflow.loader.arguments import (
     undivided,
 )
 from torch_dpflow.loader.inline_iterator import SingleProcessIterator
-from torch_dpflow.loader.loaded_state import as_own, check_fits, end_of_epoch, read_states, with_seed_of
+from torch_dpflow.loader.loaded_state import (
+    as_own,
+    check_fits,
+    end_of_epoch,
+    read_states,
+    set_counted_epoch,
+    with_seed_of,
+)
 from torch_dpflow.loader.prepared_loaders import keep_class_when_prepared
 from torch_dpflow.loader.runtime import LoaderRuntime
 from torch_dpflow.loader.worker_iterator import WorkerIterator
@@ -60,7 +67,7 @@ class DPFlowDataLoader(DataLoader[T]):
       number of workers or ranks, or in another batch size.
     - `stats()` returns how long the training loop waited; `explain()` returns the cause, and what to change.
 
-    Not thread-safe: iterate, save and load in one thread. A forked child can iterate the loader anew.
+    Not thread-safe: iterate, save and load in one thread. A forked child can iterate the loader again.
 
     With `flow`, jobs that read the same data share one loading of it: the workers of a cluster (`dpflow up`) load each
     sample once for all jobs, and this process collates batches. See `JobOptions`.
@@ -217,11 +224,10 @@ class DPFlowDataLoader(DataLoader[T]):
         if runtime.progress is not None:
             return runtime.progress.state().as_dict()
         shape = LoaderShape(self)
-        held = sampler_generators(self._index_sampler, self.sampler, self.generator)
         state = LoaderState(
             kind=shape.kind,
             generator=generator_state(self.generator),
-            sampler_generators=[*map(encode_generator, held)],
+            sampler_generators=shape.generators(self.generator),
             length=shape.length(),
             made_of=shape.parts(),
             sampler=None if self.flow is not None else sampler_before(self._index_sampler, self.sampler),
@@ -257,6 +263,7 @@ class DPFlowDataLoader(DataLoader[T]):
         check_fits(self, state)
         self._runtime.resumed_end = end_of_epoch(self, state)
         self._runtime.pending = with_seed_of(state, rank)
+        set_counted_epoch(self, state)
         self._iterator = None  # persistent workers have read ahead, and begin epochs in another way than new ones
 
     def stats(self) -> LoaderStats:

@@ -1,8 +1,8 @@
-"""Lets accelerate prepare a loader as one of our class, with its options and its state.
+"""Lets accelerate and Fabric prepare a loader as one of our class, with its options and its state.
 
 accelerate makes a loader of torch's class with torch's arguments from the one that it is given, and has no hook. Its
-two functions that do so are wrapped where it is imported. Fabric, Ray Train and Ignite have other ways, which
-`docs/howto/libraries.md` lists.
+two functions that do so are wrapped where it is imported. Both libraries' wrappers count epochs from 0 and set them, so
+they count from the loaded state. Ray Train and Ignite have other ways, which `docs/howto/libraries.md` lists.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
@@ -21,7 +21,8 @@ from torch_dpflow._core.checks import working
 from torch_dpflow._core.ranks import named_ranks
 from torch_dpflow.errors import OptionError
 
-_MODULE = "accelerate.data_loader"
+_ACCELERATE = "accelerate.data_loader"
+_FABRIC = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
 _FUNCTIONS = ("prepare_data_loader", "skip_first_batches")
 #: The arguments that torch's loader does not have.
 _OURS = ("options", "flow", "address", "job", "platform")
@@ -30,14 +31,31 @@ _PREPARED: ContextVar[Any] = ContextVar("prepared", default=None)
 
 
 def keep_class_when_prepared(ours: type[Any]) -> None:
-    """Let accelerate prepare loaders of class `ours` as such, now or once it is imported."""
-    if _MODULE in sys.modules:
-        _amend(ours, sys.modules[_MODULE])
-    else:
-        sys.meta_path.insert(0, _WhenImported(functools.partial(_amend, ours)))
+    """Let accelerate and Fabric prepare loaders of class `ours` as such, now or once they are imported."""
+    amend_by_module = {_ACCELERATE: _amend_accelerate, **dict.fromkeys(_FABRIC, _amend_fabric)}
+    for name, amend in amend_by_module.items():
+        if name in sys.modules:
+            amend(ours, sys.modules[name])
+        else:
+            sys.meta_path.insert(0, _WhenImported(name, functools.partial(amend, ours)))
 
 
-def _amend(ours: type[Any], module: ModuleType) -> None:
+def _amend_fabric(ours: type[Any], module: ModuleType) -> None:
+    wrapper: Any = vars(module).get("_FabricDataLoader")
+    if wrapper is None:
+        return
+    iterate = wrapper.__iter__
+
+    @functools.wraps(iterate)
+    def iterate_from_state(self: Any) -> Iterator[Any]:
+        if isinstance(self._dataloader, ours) and (pending := self._dataloader._runtime.pending) is not None:
+            self._num_iter_calls = pending.epoch
+        yield from iterate(self)
+
+    wrapper.__iter__ = iterate_from_state
+
+
+def _amend_accelerate(ours: type[Any], module: ModuleType) -> None:
     names = vars(module)
     if not {*_FUNCTIONS, "DataLoader", "DataLoaderAdapter"} <= names.keys():
         return
@@ -59,7 +77,13 @@ def _amend(ours: type[Any], module: ModuleType) -> None:
         begin(self, dataset, use_stateful_dataloader and _PREPARED.get() is None, *args, **kwargs)
         self.use_stateful_dataloader = use_stateful_dataloader
 
+    def load_and_count(self: Any, state_dict: Any) -> None:
+        self.base_dataloader.load_state_dict(state_dict)
+        if isinstance(self.base_dataloader, ours):
+            self.iteration = self.base_dataloader._runtime.pending.epoch
+
     names["DataLoader"], names["DataLoaderAdapter"].__init__ = make_loader, begin_with_ours
+    names["DataLoaderAdapter"].load_state_dict = load_and_count
     for name in _FUNCTIONS:
         before = names[name]
         noted = _noting(ours, before)
@@ -91,9 +115,10 @@ def _noting(ours: type[Any], function: Callable[..., Any]) -> Callable[..., Any]
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """An import hook that calls a function with accelerate's module once it has been imported."""
+    """An import hook that calls a function with a module once it has been imported."""
 
-    def __init__(self, then: Callable[[ModuleType], None]) -> None:
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name = name
         self._then = then
         self._is_asking = False
 
@@ -101,7 +126,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Find the module by the other finders, and extend its loader."""
-        if fullname != _MODULE or self._is_asking:
+        if fullname != self._name or self._is_asking:
             return None
         self._is_asking = True
         try:

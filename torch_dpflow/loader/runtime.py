@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torch_dpflow._core.processor_time import taken_by
 from torch_dpflow.epoch.state import LoaderState
 from torch_dpflow.metrics import LoaderMeter
 
@@ -15,8 +14,6 @@ if TYPE_CHECKING:
     from torch_dpflow.cluster.client.flow_registration import FlowContent
     from torch_dpflow.cluster.client.shared_job import SharedJob
     from torch_dpflow.loader.private_shard import PrivateShard
-
-_TICKS_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Workload:
@@ -62,19 +59,6 @@ class Workload:
         """Add the workers' processor time a last time, as they are about to end."""
         self.look()
         self._shard = None
-
-
-def taken_by(pid: int) -> tuple[float, float]:
-    """Return the seconds that a process has run, and its present threads have waited for a processor; 0 if it ended."""
-    cpu_s = queued_s = 0.0
-    with suppress(OSError, ValueError, IndexError):
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        cpu_s = (int(fields[11]) + int(fields[12])) * _TICKS_S
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
-                queued_s += int(file.read().split()[1]) / 1e9
-    return cpu_s, queued_s
 
 
 class IterationProgress(Protocol):

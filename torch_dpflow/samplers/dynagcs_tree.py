@@ -92,7 +92,7 @@ class DynaGCSGroup(BufferedGroup):
     are served in turns diverge, and many samples are loaded for few jobs.
 
     Cost: O(jobs² * cells) for a round, which gives the drawing job at least one sample; O(size) for the
-    start of an epoch. The tree has up to jobs² nodes, all of which the start of an epoch weighs anew: with 64 jobs that
+    start of an epoch. The tree has up to jobs² nodes, all of which the start of an epoch weighs. With 64 jobs that
     takes 0.4 s, and eight times as long with twice as many. Hence at most 64 jobs.
     """
 

@@ -206,7 +206,10 @@ class SharedPass(Pass):
             self._record.append(part)
 
     def shared_state(self, consumed: int) -> dict[str, Any] | None:
-        """Return the samples that the job has drawn, and those of them that this rank has not consumed."""
+        """Return the samples that the job has drawn, and those of them that this rank has not consumed.
+
+        Raises StateError if `consumed` lies before the position at which the pass was resumed.
+        """
         if consumed < self._recorded_from:
             raise StateError(
                 f"consumed={consumed} is before sample {self._recorded_from}, at which this pass was resumed"

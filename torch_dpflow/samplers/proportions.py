@@ -136,7 +136,7 @@ _turns = lru_cache(maxsize=8)(Turns)
 
 
 class Schedule:
-    """The sources of a run's draws, phase by phase; each phase begins its turns anew.
+    """The sources of a run's draws, phase by phase; each phase begins its turns again.
 
     Args:
         weights: one a source, or phases in the order of their starts.

@@ -136,7 +136,10 @@ class BatchSource:
         return Begun(generation=epoch.generation, stream=self._beginning(), failure=self._broken)
 
     def load(self, position: int, index: Any) -> LoadedBatch:
-        """Load the batch of these indices, at this position in the plan. Raises no Exception."""
+        """Load the batch of these indices, at this position in the plan, or its failure.
+
+        Raises MessageError if no epoch has begun.
+        """
         if self._broken is not None:
             return LoadedBatch(FAILURE, self._broken, None)
         if self._epoch is None:

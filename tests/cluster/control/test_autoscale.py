@@ -56,6 +56,10 @@ class Flow:
     stall_s: float = 0.0
     late_s: float = 0.0
     reading_s: float = 0.0
+    #: Seconds a second that each worker runs on a processor and waits for one; and the processors of its host.
+    cpu: float = 0.0
+    queued: float = 0.0
+    processors: int = 0
 
     def second(self) -> None:
         self.now += 1.0
@@ -72,6 +76,9 @@ class Flow:
             away_s=self.away_s,
             late_s=self.late_s,
             link_s=0.0 if self.by_loading or not self.by_link else self.stall_s,
+            cpu_s=self.worker_s * self.cpu,
+            queued_s=self.worker_s * self.queued,
+            processors=self.processors,
             working=self.working,
             coming=len(self.coming),
             refused=self.refused,
@@ -267,6 +274,25 @@ def test_what_limits_a_flow_is_named() -> None:
     slow.by_link = False
     slow.run(60)
     assert slow.latest == Target(slow.targets[0], "job")
+
+
+@pytest.mark.parametrize(
+    ("cpu", "queued", "processors", "limit"),
+    [
+        (0.4, 0.5, 1000, "processors"),  # they wait for one longer than half as long as they run
+        (0.9, 0.1, 70, "processors"),  # they use them all
+        (0.9, 0.1, 1000, "budget"),
+        (0.1, 0.1, 1000, "budget"),  # they wait for storage most of the time
+        (0.0, 0.0, 0, "budget"),  # not measured
+    ],
+)
+def test_workers_that_wait_for_processors_are_limited_by_them(
+    cpu: float, queued: float, processors: int, limit: str
+) -> None:
+    one = flow(5000.0)
+    one.cpu, one.queued, one.processors = cpu, queued, processors
+    one.run(60)
+    assert one.latest == Target(MOST, limit)
 
 
 def test_workers_whose_link_is_full_get_no_others_beside_them() -> None:

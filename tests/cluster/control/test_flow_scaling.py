@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from torch_dpflow.cluster.control.ended_jobs import EndedJobs
 from torch_dpflow.cluster.control.flow_scaling import LINGER_S, FlowScaling
 from torch_dpflow.cluster.control.placement import launches_of, parts_of
 from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits, ClusterLimits, FlowSpec, Part
@@ -77,6 +79,39 @@ def test_worker_seconds_are_divided_by_what_jobs_read_and_outlive_a_shard() -> N
     observe(scaling, running, processes({"a": 40, "b": 10}, 3.0, incarnation=2), 2.0)
     taken = scaling.worker_seconds(flow.instance)
     assert (taken.total, taken.by_job) == (11.0, {"a": 9.0, "b": 2.0})
+
+
+def test_jobs_that_have_ended_are_kept_with_what_limited_them_last() -> None:
+    wall = iter(range(1_800_000_000, 1_800_001_000))
+    scaling, flow = FlowScaling(replace(LIMITS, autoscale=None), wall_clock=lambda: float(next(wall))), spec(workers=2)
+    running = {flow.instance: flow}
+
+    def read(jobs: dict[str, tuple[int, float]], second: int) -> None:
+        readings = {
+            name: {"samples": many, "stall_s": share * second, "reading_s": second}
+            for name, (many, share) in jobs.items()
+        }
+        shard = view("flow:v1/shard-000", "shard", worker_s=2.0 * second, working=2, late_s=1.0 * second)
+        views = [view("flow:v1/router", "router", jobs=len(jobs), readings=readings), shard]
+        observe(scaling, running, views, float(second))
+
+    for second in range(1, 9):
+        read({"waits": (second * 9, 0.5), "trains": (second * 9, 0.0), "looks": (0, 0.0)}, second)
+    assert (scaling.limited_by(flow.instance), scaling.ended.views) == ("workers", [])
+    read({"waits": (90, 0.5)}, 9)
+    assert [(one.job, one.samples, one.limited_by) for one in scaling.ended.views] == [("trains", 72, "job")]
+    for second in range(10, 13):
+        read({}, second)
+    assert [(one.job, one.limited_by) for one in scaling.ended.views] == [("trains", "job"), ("waits", "workers")]
+    packed = scaling.ended.take_packed()
+    assert packed is not None
+    assert scaling.ended.take_packed() is None
+    assert EndedJobs(packed).views == scaling.ended.views
+    assert EndedJobs(b"of another release").views == []
+    read({"waits": (9, 0.5)}, 13)
+    assert [one.job for one in scaling.ended.views] == ["trains"]
+    scaling.keep({})  # its services have ended, and the job with them
+    assert [one.job for one in scaling.ended.views] == ["trains", "waits"]
 
 
 def test_the_least_number_is_one_for_all_flows() -> None:

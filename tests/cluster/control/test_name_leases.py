@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import NameBusyError, StaleJobError
-from torch_dpflow.ipc.rpc.leases import NameLeases
+from torch_dpflow.ipc.rpc.leases import LEAVING_S, NameLeases
 
 LEASE_S = 10.0
 
@@ -35,9 +35,12 @@ def test_another_is_put_off_and_refused_once_the_holder_is_heard_of() -> None:
     names = make()
     with pytest.raises(NameBusyError, match=r"renewed its lease 3.0 s ago"):
         names.admit("a", 5, holder=8, now=3.0)
-    names.renew("a", 1, now=4.0)
+    names.renew("a", 1, now=3.0 + LEAVING_S)  # it may be about to leave
+    with pytest.raises(NameBusyError):
+        names.admit("a", 5, holder=8, now=3.0 + LEAVING_S)
+    names.renew("a", 1, now=3.1 + LEAVING_S)
     with pytest.raises(UsageError, match="being read by another process"):
-        names.admit("a", 5, holder=8, now=5.0)
+        names.admit("a", 5, holder=8, now=3.1 + LEAVING_S)
     assert names.members == {"a": 1}
 
 

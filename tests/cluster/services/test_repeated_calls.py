@@ -276,7 +276,7 @@ def coordinator(folder: Path) -> Iterator[Service]:
             Step("node_fleet", NodeFleet(place.token, "other", [], [])),
             Step("delete", "f:v2"),
             Step("delete", "none:v1"),
-            *(Step(method) for method in ("flows", "nodes", "processes")),
+            *(Step(method) for method in ("flows", "ended", "nodes", "processes")),
             Step("cost", CostRequest("f:v1", "a")),
             Step("report_node", lambda said: NodeReport("n", said[6][0], place.token, "leaving", [])),
         ]

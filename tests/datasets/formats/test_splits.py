@@ -204,6 +204,9 @@ def test_parts_of_tables_with_a_log_are_refused(
     files.write(log, b"{}")
     first, slash, rest = folder.partition("/")
     sources = [root, f"{root}/{folder}", f"{root}/{first[:-1]}*{slash}{rest}/*.parquet", f"{root}/{folder}/*.parquet"]
+    if is_local:
+        (tmp_path / "link").symlink_to(tmp_path / "t" / folder)
+        sources.insert(0, f"{tmp_path}/link")
     for source in sources:
         with pytest.raises(SourceError, match=rf"/t is an? {kind}.*may be of other versions"):
             open_dataset(source)

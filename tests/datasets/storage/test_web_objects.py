@@ -8,16 +8,18 @@ import threading
 from collections.abc import Iterator
 from email.utils import formatdate
 from functools import partial
-from http.server import BaseHTTPRequestHandler
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import quote
 
 import fsspec.asyn
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.contracts.storages import Put, StorageContract
 from tests.datasets.storage.web_server import Answer, WebServer, raw, reply, serve_ranges, then
-from torch_dpflow.datasets import DatasetStore, Draft
+from torch_dpflow.datasets import DatasetStore, Draft, open_dataset
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.folders import ImageFolderImporter
@@ -31,6 +33,7 @@ from torch_dpflow.errors import (
     ChecksumError,
     ObjectMissingError,
     OptionError,
+    SourceError,
     StorageError,
     StorageUnavailableError,
     TruncatedObjectError,
@@ -427,3 +430,22 @@ def test_other_answers_are_errors(web: WebServer, reader: ObjectReader, status: 
 def test_options_that_nobody_knows_are_refused() -> None:
     with pytest.raises(OptionError, match=r"no option \['secret'\]; give headers"):
         open_storage("https", {"secret": "s"}, ReadOptions())
+
+
+def test_pythons_own_server_gives_files_by_their_addresses_and_no_sizes_of_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "served").mkdir()
+    for number in range(2):
+        pq.write_table(pa.table({"value": [number, number + 10]}), tmp_path / "served" / f"part-{number}.parquet")
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "served"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}"
+            read = open_dataset(f"{url}/part-{{0..1}}.parquet", index_dir=str(tmp_path))
+            assert [row["value"] for row in (read[number] for number in range(4))] == [0, 10, 1, 11]
+            with pytest.raises(SourceError, match=r"does not report its size.*give the addresses of the files"):
+                open_dataset(f"{url}/", index_dir=str(tmp_path))
+        finally:
+            server.shutdown()
+            thread.join()

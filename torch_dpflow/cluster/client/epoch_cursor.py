@@ -9,7 +9,7 @@ instead of `done` while its order follows from seed and epoch: always with the s
 - `earlier`: samples that had been read when the rest was dealt to the present ranks.
 
 A run with as many ranks resumes each rank from its own `done`. With another number of ranks, or from the states of
-ranks that were out of step, the samples that were read become `earlier`, and the rest is dealt anew. The samples that
+ranks that were out of step, the samples that were read become `earlier`, and the rest is dealt again. The samples that
 were read are `together` of one state where the ranks were in step, else `done` of the states of all ranks.
 """
 

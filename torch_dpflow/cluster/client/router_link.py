@@ -206,6 +206,7 @@ class RouterLink:
 
         reads: whether the job is in the middle of an epoch. Between two epochs its services may be stopped in favour of
             another flow, so a missing answer is not logged.
+        Raises PeerLostError, DeadlineError or RemoteCallError: the router is not connected, silent, or fails.
         """
         router = self._router
         if router is None:

@@ -96,6 +96,16 @@ class SharedJob:
         return self._job.name
 
     @property
+    def replicas(self) -> int:
+        """Number of the job's ranks."""
+        return 1 if self._job.rank is None else self._job.rank.replicas
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has left the flow, or is about to."""
+        return self._closed.is_set()
+
+    @property
     def length(self) -> int:
         """Samples of one epoch, of this rank's part of it where the job has several."""
         return self._router.length

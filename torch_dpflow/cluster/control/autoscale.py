@@ -29,6 +29,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from torch_dpflow._core.processor_time import are_processors_short
+
 
 class JobCounts(msgspec.Struct, frozen=True):
     """Counts of a job's reads since it was opened: see `JobFigures`."""
@@ -57,6 +59,10 @@ class FlowCounts(msgspec.Struct, frozen=True, kw_only=True):
     late_s: float = 0.0
     #: Seconds in which samples were on their way from shards to jobs.
     link_s: float = 0.0
+    #: Seconds that workers of these hosts ran on a processor, and waited for one; and these hosts' processors.
+    cpu_s: float = 0.0
+    queued_s: float = 0.0
+    processors: int = 0
     #: Workers that are ready to work, and workers that have been started and are not ready yet.
     working: int = 0
     coming: int = 0
@@ -65,16 +71,16 @@ class FlowCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 #: The fields that are counters: they only grow, unless a service restarts.
-_COUNTED = ("requested", "due", "loads", "busy_s", "worker_s", "away_s", "late_s", "link_s")
+_COUNTED = ("requested", "due", "loads", "busy_s", "worker_s", "away_s", "late_s", "link_s", "cpu_s", "queued_s")
 
 
 def between(first: FlowCounts, last: FlowCounts) -> tuple[FlowCounts, float, float]:
     """Return the growth of all counters from `first` to `last`, and the jobs' stall and reading time, seconds."""
     readings = [(one, first.readings.get(name, JobCounts(0, 0.0, 0.0))) for name, one in last.readings.items()]
     counted = {name: getattr(last, name) - getattr(first, name) for name in _COUNTED}
-    passed = FlowCounts(jobs=last.jobs, **counted)
+    grown = FlowCounts(jobs=last.jobs, **counted)
     stall_s = sum(max(0.0, one.stall_s - then.stall_s) for one, then in readings)
-    return passed, stall_s, sum(max(0.0, one.reading_s - then.reading_s) for one, then in readings)
+    return grown, stall_s, sum(max(0.0, one.reading_s - then.reading_s) for one, then in readings)
 
 
 #: Length of the window over which rates are measured, seconds.
@@ -99,10 +105,8 @@ SATURATED_S, TRIAL = 300.0, 1.25
 DOWN_S, DOWN_STARTS, DOWN = 20.0, 1.0, 0.95
 #: Weight of the latest need in the moving average for scaling down; a fraction of a worker that is rounded off.
 SMOOTHING, NEGLIGIBLE = 0.3, 0.05
-#: How long one worker stays after the last load of a flow whose samples are cached, seconds.
-SELDOM_S = 60.0
-#: How long workers stay after the last job has left, seconds.
-EMPTY_S = 5.0
+#: How long one worker stays after the last load of a cached flow, and all after the last job has left, seconds.
+SELDOM_S, EMPTY_S = 60.0, 5.0
 #: A job that pauses keeps its workers for at least this many cold starts; the assumed time of a cold start before the
 #: first is measured, seconds.
 HOLD_STARTS, COLD_S = 6.0, 3.0
@@ -112,8 +116,8 @@ class Target(msgspec.Struct, frozen=True):
     """Number of workers that a flow should have, and what keeps its jobs from reading faster."""
 
     workers: int
-    #: "workers", "cold start", "storage", "network", "job", "budget", what a platform reports, as "quota"; empty if no
-    #: job reads, or if that is not known yet.
+    #: "workers", "processors", "cold start", "storage", "network", "job", "budget", what a platform reports, as
+    #: "quota"; empty if no job reads, or if that is not known yet.
     limited_by: str
 
 
@@ -164,6 +168,7 @@ class _Measured:
     rate: float = math.nan
     each: float = math.nan
     per_sample: float = 1.0
+    processors: bool = False
 
 
 @dataclass(slots=True)
@@ -230,7 +235,7 @@ class Autoscaler:
         self._wake(now)
 
     def forget_limit(self) -> None:
-        """Measure anew what limits the flow: its shards change."""
+        """Measure again what limits the flow: its shards change."""
         self._step, self._saturation = None, _Saturation()
 
     def step(self, counts: FlowCounts, now: float) -> Target:
@@ -255,7 +260,7 @@ class Autoscaler:
         """Record these counts, and measure the changes over the window."""
         history = self._history
         if history and (counts.loads < history[-1][1].loads or counts.requested < history[-1][1].requested):
-            history.clear()  # a service has restarted, and counts anew
+            history.clear()  # a service has restarted, and counts from 0
         before = history[-1][1] if history else None
         if before is None or counts.due > before.due:
             self._due_at = now
@@ -263,7 +268,7 @@ class Autoscaler:
         while len(history) > 2 and history[1][0] <= now - WINDOW_S:
             history.popleft()
         self._note_jobs(before, counts, now)
-        self._measure(*between(history[0][1], counts))
+        self._measure(*between(history[0][1], counts), now - history[0][0], counts)
 
     def _note_jobs(self, before: FlowCounts | None, counts: FlowCounts, now: float) -> None:
         jobs, base = self._known.jobs, self._history[0][1]
@@ -284,20 +289,23 @@ class Autoscaler:
         if late or (counts.jobs and not counts.readings):
             self._requested_at = now
 
-    def _measure(self, passed: FlowCounts, stall_s: float, reading_s: float) -> None:
+    def _measure(self, grown: FlowCounts, stall_s: float, reading_s: float, passed_s: float, now: FlowCounts) -> None:
         known, measured = self._known, _Measured()
+        measured.processors = are_processors_short(
+            grown.cpu_s, grown.queued_s, passed_s, workers=now.working, processors=now.processors
+        )
         if reading_s > 0:
             measured.stall = min(1.0, stall_s / reading_s)
-            measured.late = min(1.0, passed.late_s / reading_s)
-            measured.link = passed.link_s / reading_s
-        if passed.worker_s > 0:
-            measured.busy = passed.busy_s / passed.worker_s
-            measured.each = passed.loads / passed.worker_s
-        if passed.busy_s > 0:
-            measured.away = passed.away_s / passed.busy_s
-            known.rate = passed.loads / passed.busy_s if passed.loads > 0 else known.rate
-        if passed.requested > 0:
-            known.per_sample = max(0.0, passed.due / passed.requested)
+            measured.late = min(1.0, grown.late_s / reading_s)
+            measured.link = grown.link_s / reading_s
+        if grown.worker_s > 0:
+            measured.busy = grown.busy_s / grown.worker_s
+            measured.each = grown.loads / grown.worker_s
+        if grown.busy_s > 0:
+            measured.away = grown.away_s / grown.busy_s
+            known.rate = grown.loads / grown.busy_s if grown.loads > 0 else known.rate
+        if grown.requested > 0:
+            known.per_sample = max(0.0, grown.due / grown.requested)
         measured.rate, measured.per_sample = known.rate, known.per_sample
         self._measured = measured
 
@@ -429,6 +437,8 @@ class Autoscaler:
             return "network" if measured.link >= LATE * measured.stall else "job"
         if counts.refused:
             return counts.refused
+        if measured.processors:
+            return "processors"
         if self._history[-1][0] < self._saturation.until:
             return self._saturation.by
         if counts.working < THERE * self._target:

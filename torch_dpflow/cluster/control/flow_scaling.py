@@ -7,13 +7,14 @@ services.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds, FlowCounts, JobCounts
+from torch_dpflow.cluster.control.ended_jobs import EndedJobs
 from torch_dpflow.cluster.control.placement import max_min, parts_of, spread
 from torch_dpflow.cluster.control.shard_scaling import ShardCounts, Shards, ShardScaler
 from torch_dpflow.cluster.messages.coordinator import (
@@ -62,9 +63,19 @@ class FlowScaling:
     Args:
         limits: of all flows together. Without `autoscale`, each flow has as many workers as it requests.
         price_per_hour: of a worker, for reports.
+        ended: the record of jobs that have left.
+        wall_clock: returns the time, seconds since 1970.
     """
 
-    def __init__(self, limits: ClusterLimits, *, price_per_hour: float = 0.0) -> None:
+    def __init__(
+        self,
+        limits: ClusterLimits,
+        *,
+        price_per_hour: float = 0.0,
+        ended: EndedJobs | None = None,
+        wall_clock: Callable[[], float] = float,
+    ) -> None:
+        self.ended, self._wall_clock = ended or EndedJobs(), wall_clock
         self._limits, self._autoscale = limits, limits.autoscale
         self._price = price_per_hour
         self._flows: dict[str, _ScaledFlow] = {}
@@ -77,6 +88,7 @@ class FlowScaling:
         """Forget flows that do not run any more."""
         for instance in self._flows.keys() - running.keys():
             del self._flows[instance]
+            self.ended.forget(instance, self._wall_clock())
 
     def parts(self, running: Mapping[str, FlowSpec], hosts: int, unread: Collection[str]) -> dict[str, Part | None]:
         """Return the part of the cluster of each running flow; None if nothing is left for it.
@@ -174,8 +186,9 @@ class FlowScaling:
         if router is None:
             return False  # no job can read
         flow.stepped_at = now
-        counts = counts_of(router, own, target=flow.law.target)
+        counts = counts_of(router, own, target=flow.law.target, processors=sum(hosts.values()))
         self._count(flow, own, counts)
+        self.ended.observe(spec.instance, counts.readings, flow.limited_by, self._wall_clock())
         before = (flow.law.target, flow.shards.target, flow.limited_by)
         part = parts.get(spec.instance)
         if part is not None:
@@ -274,8 +287,12 @@ def _serving(own: Sequence[ProcessView]) -> Shards:
     }
 
 
-def counts_of(router: ProcessView, own: Sequence[ProcessView], *, target: int) -> FlowCounts:
-    """Return the figures of a flow, from the status of its processes. target: the intended number of workers."""
+def counts_of(router: ProcessView, own: Sequence[ProcessView], *, target: int, processors: int) -> FlowCounts:
+    """Return the figures of a flow, from the status of its processes.
+
+    target: the intended number of workers. processors: of the hosts that run shards.
+    """
+    workers = [view.status for view in own if view.role == "worker"]
     shards = [view.status for view in own if view.role == "shard"]
     readings = router.status.get("readings")
     known = readings if isinstance(readings, Mapping) else {}
@@ -298,6 +315,9 @@ def counts_of(router: ProcessView, own: Sequence[ProcessView], *, target: int) -
         away_s=_sum(shards, "away_s"),
         late_s=_sum(shards, "late_s"),
         link_s=_sum(shards, "link_s"),
+        cpu_s=_sum(workers, "cpu_s"),
+        queued_s=_sum(workers, "queued_s"),
+        processors=processors if workers else 0,
         working=working,
         coming=sum(one.state in _COMING for one in members) if has_platform else max(0, target - working),
         refused=next((str(one["limited_by"]) for one in shards if one.get("limited_by")), ""),

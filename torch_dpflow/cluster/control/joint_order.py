@@ -12,7 +12,7 @@ others. Epochs are kept until every rank has passed them, at most `MAX_EPOCHS`.
 
 Only a rank itself knows for certain what it has read. So every rank reports its epoch and its samples before the first
 draw. It does so again if a rank's report contradicts what it was given, as after loading another checkpoint. Then the
-open slots are filled anew, and no sample that a rank has is drawn again. A rank that begins its first epoch has
+open slots are filled again, and no sample that a rank has is drawn again. A rank that begins its first epoch has
 nothing, so it need not wait for ranks that have not reported: `draw` with `alone`.
 """
 
@@ -225,7 +225,7 @@ class JointOrder:
         return True
 
     def _refill(self, latest: int) -> None:
-        """Fill the open slots anew, once every rank has reported; `latest` is the rank that reported last."""
+        """Fill the open slots again, once every rank has reported; `latest` is the rank that reported last."""
         current = [next(iter(self._reported[rank].values())).epoch for rank in range(self._shares.replicas)]
         epochs = sorted(set(current))
         try:

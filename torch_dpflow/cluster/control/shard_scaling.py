@@ -160,7 +160,7 @@ class ShardScaler:
         self._settle(now)
 
     def _settle(self, now: float) -> None:
-        """Measure anew: the shards, or their processes, have changed."""
+        """Measure again: the shards, or their processes, have changed."""
         self._history.clear()
         self._settled_at, self._low_since = now + SETTLE_S, math.inf
 

@@ -147,6 +147,8 @@ def check_flow_name(name: str) -> None:
 MAX_CONTENT_BYTES, CONTENT_PIECE_BYTES = 1 << 30, 4 << 20
 #: Most states in the history of a flow.
 MAX_LIFE = 32
+#: Most jobs that have ended of which a cluster keeps a record.
+MAX_ENDED = 256
 
 Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
@@ -233,6 +235,23 @@ class Cost(Body):
 
     flow_s: Seconds
     job_s: Seconds
+
+
+class EndedJob(Body):
+    """A job that has left its flow."""
+
+    #: Name and version.
+    flow: Name
+    #: The process that read.
+    job: Name
+    #: When it left, seconds since 1970.
+    at: Count
+    samples: Count
+    #: How long it waited for batches, and how long it read in all, seconds.
+    stall_s: Seconds
+    reading_s: Seconds
+    #: What limited it last, as of `FlowView`; "job" if it hardly waited.
+    limited_by: Text
 
 
 class FlowView(Body):

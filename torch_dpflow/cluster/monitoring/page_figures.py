@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from torch_dpflow.cluster.control.ended_jobs import LITTLE_STALL
 from torch_dpflow.cluster.control.supervision import UP
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.node import ProcessView
@@ -207,10 +208,6 @@ def _remote_workers_of(status: dict[str, Any]) -> list[RemoteWorkerView]:
         return []  # a figure for display: that of a later release is no error
 
 
-#: A job that waits less than this share of its time is limited by its training, whatever limits its flow.
-LITTLE_STALL = 0.05
-
-
 class Limit(NamedTuple):
     """A limit in two or three words, in a clause, and what to change. NAME stands for the name of the flow."""
 
@@ -252,6 +249,12 @@ FLOW_LIMITS = {
         "let it have more shards, each of which needs a worker: `dpflow flow scale NAME --shards auto --workers N`",
         "add processors (a larger host, or others by `dpflow node`), or read fewer and larger samples",
     ),
+    "processors": Limit(
+        "the processors",
+        "the processors of the workers' host, which they use up or wait for",
+        "decode faster (images: torch_dpflow.vision), cache what is decoded (ALSDCache), or run workers on other hosts "
+        "(`dpflow up --platform`, `dpflow node`); more workers here would not help",
+    ),
     "storage": Limit(
         "the storage",
         "the storage or the processors of the workers' host; more workers brought nothing",
@@ -265,7 +268,7 @@ FLOW_LIMITS = {
     ),
 }
 #: Limits of a private loader only; its figures decide what to change.
-_LOADER_WORDS = {"processors": "the processors", "start": "the start of epochs", "loading": "loading"}
+_LOADER_WORDS = {"start": "the start of epochs", "loading": "loading"}
 #: Advice for a job that waits although its batches arrived in time.
 _OWN_PROCESS = "look at what else runs on the job's host, and at its collate_fn: its batches arrived in time"
 
@@ -276,7 +279,7 @@ def limit_of(by: str) -> Limit:
     return found or Limit(
         _LOADER_WORDS.get(by, f"the platform: {by}"),
         f"its workers' platform: {by}",
-        "ask the platform for more, or share more",
+        "ask the platform for more",
     )
 
 

@@ -9,10 +9,10 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
 from torch_dpflow._version import __version__
+from torch_dpflow.cluster.control.ended_jobs import LITTLE_STALL
 from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, state_words
 from torch_dpflow.cluster.monitoring.page_figures import (
     DOWN,
-    LITTLE_STALL,
     MAX_JOBS,
     MAX_PROCESSES,
     RUNNING,

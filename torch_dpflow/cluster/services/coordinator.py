@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from torch_dpflow.cluster.control.ended_jobs import EndedJobs
 from torch_dpflow.cluster.control.flow_registry import (
     Flow,
     FlowInstruction,
@@ -60,6 +61,7 @@ METHODS: dict[str, Any] = {
     "delete": str,
     "cost": CostRequest,
     "flows": None,
+    "ended": None,
     "processes": None,
 }
 #: How long a job's call waits for the router of its flow, seconds. Shorter than a job's timeout, so that a job can
@@ -116,7 +118,8 @@ class Coordinator:
         )
         self._clock = clock
         self._registry = FlowRegistry()
-        self._scaling = FlowScaling(self._limits, price_per_hour=price_per_hour)
+        ended = EndedJobs(store.get("ended") or b"")
+        self._scaling = FlowScaling(self._limits, price_per_hour=price_per_hour, ended=ended, wall_clock=time.time)
         #: By instance: flows whose services are to run, and addresses of running routers.
         self._running: dict[str, FlowSpec] = {}
         self._routers: dict[str, str] = {}
@@ -189,6 +192,8 @@ class Coordinator:
         self._launches = None
         if self._scaling.observe(self._running, self._processes, self._parts(), self._hosts, now):
             self._changed()
+        if (packed := self._scaling.ended.take_packed()) is not None:
+            self._store.put("ended", packed)
         self._answer_waiting(now)
 
     def views(self) -> tuple[list[FlowView], list[ProcessView]]:
@@ -197,12 +202,9 @@ class Coordinator:
         return [self._view(flow, parts, now) for flow in self._registry.flows], self._processes
 
     def _view(self, flow: Flow, parts: Mapping[str, Part | None], now: float) -> FlowView:
-        instance = flow.spec.instance
-        return msgspec.structs.replace(
-            flow.view(parts.get(instance), now),
-            limited_by=self._scaling.limited_by(instance),
-            workers_s=self._scaling.worker_seconds(instance),
-        )
+        name = flow.spec.instance
+        limit, taken = self._scaling.limited_by(name), self._scaling.worker_seconds(name)
+        return msgspec.structs.replace(flow.view(parts.get(name), now), limited_by=limit, workers_s=taken)
 
     @property
     def _processes(self) -> list[ProcessView]:
@@ -228,9 +230,8 @@ class Coordinator:
         if is_up and isinstance(jobs, int):
             before = self._registry.find(instance)
             if not jobs and before is not None and before.jobs:
-                taken_s = self._scaling.worker_seconds(instance).total
                 text = "no job reads the flow now; its workers have run %.0f worker-seconds"
-                SERVICE.info(text, taken_s, extra={"flow": instance})
+                SERVICE.info(text, self._scaling.worker_seconds(instance).total, extra={"flow": instance})
             reading = view.status.get("reading")
             reading = reading if isinstance(reading, int) else None
             self._apply(self._registry.report(instance, jobs, now, reading=reading))
@@ -243,8 +244,7 @@ class Coordinator:
     def _answer_waiting(self, now: float) -> None:
         still: list[_WaitingCall] = []
         for waiting in self._waiting:
-            address = self._routers.get(waiting.instance)
-            if address is not None:
+            if (address := self._routers.get(waiting.instance)) is not None:
                 waiting.call.answer(address)
             elif now < waiting.until:
                 still.append(waiting)
@@ -403,10 +403,12 @@ class Coordinator:
     def _on_flows(self, call: IncomingCall) -> Result:
         return Result(self.views()[0])
 
+    def _on_ended(self, call: IncomingCall) -> Result:
+        return Result(self._scaling.ended.views)
+
     def _on_cost(self, call: IncomingCall) -> Result:
-        request: CostRequest = call.body
-        taken = self._scaling.worker_seconds(request.flow)
-        return Result(Cost(taken.total, taken.by_job.get(request.job, 0.0)))
+        taken = self._scaling.worker_seconds(call.body.flow)
+        return Result(Cost(taken.total, taken.by_job.get(call.body.job, 0.0)))
 
     def _on_processes(self, call: IncomingCall) -> Result:
         return Result(self._processes)

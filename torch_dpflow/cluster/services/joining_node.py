@@ -106,7 +106,7 @@ class Joining:
 class CoordinatorLink:
     """Thread that reports to the coordinator, and makes the local node run the processes that it assigns.
 
-    If the cluster has expired the node, or was started anew, the link joins again once nothing runs here.
+    If the cluster has expired the node, or was started again, the link joins again once nothing runs here.
 
     Args:
         joining: joins the cluster.

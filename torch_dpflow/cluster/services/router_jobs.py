@@ -16,6 +16,7 @@ from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import NameBusyError, OverloadedError
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result
 from torch_dpflow.ipc.rpc.call_service import Handler
+from torch_dpflow.ipc.rpc.leases import LEAVING_S
 from torch_dpflow.samplers.indices import IndexArray
 from torch_dpflow.samplers.passes import RankShares
 
@@ -51,7 +52,7 @@ class FlowJob:
         """Check that a rank describes the job as its other ranks do.
 
         The others may be those of an earlier run that was killed, and that this one continues at another size. Then
-        they renew no lease after the first request.
+        they renew no lease `LEAVING_S` after the first request.
 
         Args:
             renewed: when one of the other ranks renewed its lease last.
@@ -63,7 +64,7 @@ class FlowJob:
         problem = next(self._differences(join, rank, indices), None)
         if problem is None:
             return
-        if renewed > self.rivals.setdefault(join.holder, now):
+        if renewed > self.rivals.setdefault(join.holder, now) + LEAVING_S:
             del self.rivals[join.holder]
             raise UsageError(problem)
         raise NameBusyError(

@@ -171,6 +171,7 @@ class HeartbeatSender:
         address: at which the process listens; empty if it does not listen.
         apply_settings: called in this thread with settings that have changed.
         status: the first figures for display.
+        figures: returns figures that are gathered with each heartbeat, in this thread.
         leave: called in this thread before the process ends because the node does not desire it.
         stuck_s: no heartbeat is sent once an iteration of the main loop takes this long, seconds.
     """
@@ -182,10 +183,11 @@ class HeartbeatSender:
         *,
         apply_settings: Callable[[bytes], None] = lambda _: None,
         status: dict[str, Any] | None = None,
+        figures: Callable[[], dict[str, Any]] = dict,
         leave: Callable[[], None] = lambda: None,
         stuck_s: float = STUCK_S,
     ) -> None:
-        self._leave = leave
+        self._leave, self._figures = leave, figures
         self._service = service
         self._address = address
         self._apply_settings = apply_settings
@@ -211,7 +213,8 @@ class HeartbeatSender:
     def _send(self) -> None:
         if time.monotonic() - self._iterated_at >= self._stuck_s:
             return
-        heartbeat = Heartbeat(self._service.id, self._service.incarnation, self._address, self.status)
+        status = self.status | self._figures()
+        heartbeat = Heartbeat(self._service.id, self._service.incarnation, self._address, status)
         try:
             reply: HeartbeatReply = self._node.call(
                 "heartbeat", heartbeat, reply_type=HeartbeatReply, timeout_s=HEARTBEAT_S

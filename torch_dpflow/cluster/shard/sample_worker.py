@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import IO, Any
 
 import msgspec
 
+from torch_dpflow._core.processor_time import taken_by
 from torch_dpflow._core.torch_private import set_worker_signal_handlers
 from torch_dpflow.cluster.control.supervision import UP
 from torch_dpflow.cluster.messages.shard import FAILED, GREETING, WorkerArguments
@@ -163,10 +165,15 @@ class SampleWorker(TaskWorker):
         self._outbox.add(task, kind, table, frames, started, hold=hold)
 
 
+def _processor_time() -> dict[str, float]:
+    cpu_s, queued_s = taken_by(os.getpid())
+    return {"cpu_s": cpu_s, "queued_s": queued_s}
+
+
 def run(service: ServiceSpec) -> None:
     """Run a worker until it ends: the role of a node's process."""
     arguments = msgspec.msgpack.decode(service.arguments, type=WorkerArguments)
-    heartbeats = HeartbeatSender(service, "", stuck_s=float("inf"))
+    heartbeats = HeartbeatSender(service, "", figures=_processor_time, stuck_s=float("inf"))
     address = locate(service.place, arguments.shard)
     connection = connect(
         address,

@@ -357,7 +357,10 @@ def _measured(
 
 
 def _matching(pattern: str, options: Mapping[str, Any], read_options: ReadOptions | None) -> list[SourceFile]:
-    """Return the objects whose names match a pattern, sorted. Raises SourceError if there are none."""
+    """Return the objects whose names match a pattern, sorted.
+
+    Raises SourceError if there are none, and OptionError for a pattern that no storage lists.
+    """
     first = _MAGIC.search(pattern)
     assert first is not None
     base, _, rest = pattern[: first.start()].rpartition("/")
@@ -418,7 +421,10 @@ def is_changed(file: SourceFile) -> bool:
 
 def _checked_file(url: str, size: int | None, state: str | None) -> SourceFile:
     if size is None:
-        raise SourceError(f"{printable_url(url)}: the storage does not report its size, so it cannot be indexed")
+        raise SourceError(
+            f"{printable_url(url)}: the storage does not report its size, so it cannot be indexed. Listings of "
+            "web servers have no sizes: give the addresses of the files, as in http://HOST/train-{000..099}.tar"
+        )
     if state is None:
         warn_without_state(url)
     return SourceFile(url, size, state)

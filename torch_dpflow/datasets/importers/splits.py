@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.storage.urls import printable_url, split_chain, split_name
@@ -63,7 +64,10 @@ def check_no_log_above(files: Files) -> None:
     Other storages than the local disk are listed only above partitions (`day=1`) and `data`. A directory that cannot
     be listed is left out.
     """
-    for url, child in _above(files.url):
+    given = {files.url}
+    if files.url.startswith("file://"):  # a link may lead into a table
+        given.add(f"file://{os.path.realpath(files.url[7:])}")
+    for url, child in chain.from_iterable(map(_above, sorted(given))):
         above = Files(url, files.options, files.read_options)
         names: Collection[str] = ()
         if url.startswith("file://"):  # may be a large directory

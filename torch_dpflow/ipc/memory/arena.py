@@ -110,7 +110,10 @@ class Arena:
             return None if segment is None else self._lend(segment, nbytes)
 
     def publish(self, block: Block) -> BlockRef:
-        """Return a reference by which the reader opens `block`. Once for each loan, as one byte records the release."""
+        """Return a reference by which the reader opens `block`. Once for each loan, as one byte records the release.
+
+        Raises OptionError if it was published before.
+        """
         segment = block.segment
         if segment.published:
             raise OptionError(f"block of segment {segment.number} was published before; publish a copy")

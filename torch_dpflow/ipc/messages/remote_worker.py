@@ -91,7 +91,7 @@ class RemoteWorkerView(Body):
     name: Name
     #: Its place among the workers of the shard.
     number: Count
-    #: As of `RemoteWorkerState`.
+    #: As of `fleet.worker_states.WorkerState`.
     state: Name
     #: Seconds since its start was requested.
     age_s: Seconds

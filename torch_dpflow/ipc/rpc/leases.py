@@ -5,8 +5,9 @@ generation. A generation is a member at most once: after its loss it stays lost 
 work has been given to others. It is then `STALE`; the peer rejoins under a new generation.
 
 A name belongs to the process that joined under it until its lease expires or it leaves. Another process that requests
-it has to repeat the request, because the holder may have ended. If the holder renews its lease after the first request,
-the other process is refused for good; otherwise the lease expires, and the next process that requests the name gets it.
+it has to repeat the request, because the holder may have ended or be about to leave. If the holder renews its lease
+`LEAVING_S` after the first request, the other process is refused for good; otherwise the lease expires, and the next
+process that requests the name gets it.
 A holder that is known to have ended is replaced at once.
 """
 
@@ -27,6 +28,9 @@ K = TypeVar("K", bound=Hashable)
 #: Maximum lost peers whose generation is remembered, and for how long, seconds. A forgotten peer may rejoin under its
 #: old generation.
 MAX_REMEMBERED, REMEMBER_S = 1 << 14, 3600.0
+#: How long a holder may renew its lease of a name that another process has requested, seconds: ranks of a changed group
+#: leave their former job one after the other.
+LEAVING_S = 3.0
 
 
 class Expiry(Generic[K]):
@@ -259,7 +263,7 @@ class NameLeases:
 
 def _refuse(name: str, current: _Holder, renewed: float, rival: int, now: float) -> None:
     asked = current.rivals.setdefault(rival, now)
-    if renewed > asked:
+    if renewed > asked + LEAVING_S:
         del current.rivals[rival]
         raise UsageError(
             f"job {name!r} is being read by another process; give this one a name of its own, as in "

@@ -122,7 +122,7 @@ class RemoteWorkers:
         # Not `random`'s own generator, which is the user's.
         draw = SystemRandom().random
         self._fleet = Fleet(prefix, self._platform.limits, draw=draw)
-        #: As of `private_shard.Workers`: there are none.
+        #: Processes of this host, as `WorkerProcesses` has: there are none.
         self.local = None
         #: The shard, which gets their messages, and its owner.
         self.shard: Shard
@@ -156,7 +156,7 @@ class RemoteWorkers:
         self._has_events = True
 
     def resume(self) -> None:
-        """Start them anew, after `rest` or when no worker could be started."""
+        """Start them again, after `rest` or when no worker could be started."""
         self._fleet.retry()
         self.start_all()
 

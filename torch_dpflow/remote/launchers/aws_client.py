@@ -65,7 +65,7 @@ _CHECK = "`aws sts get-caller-identity` says whose they are"
 class AwsClient:
     """A client of one of AWS's services. Thread-safe. No call is tried twice.
 
-    It is created anew, with credentials looked up again, once they were rejected.
+    It is created again, with credentials looked up again, once they were rejected.
 
     Args:
         service: as boto3 names it.

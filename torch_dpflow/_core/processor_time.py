@@ -1,0 +1,40 @@
+"""How long processes run and wait for a processor, and whether processors are what limits workers."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+_TICKS_S = 1 / os.sysconf("SC_CLK_TCK")
+#: Workers that run or wait for a processor for a smaller share of the time wait for storage.
+MIN_PROCESSOR_SHARE = 0.5
+#: Processors are the limit if workers need such a share of them, or wait so long for each second on one.
+FULL_SHARE, QUEUED_SHARE = 0.8, 0.5
+
+
+def taken_by(pid: int) -> tuple[float, float]:
+    """Return the seconds that a process has run, and its present threads have waited for a processor; 0 if it ended."""
+    cpu_s = queued_s = 0.0
+    with suppress(OSError, ValueError, IndexError):
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        cpu_s = (int(fields[11]) + int(fields[12])) * _TICKS_S
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
+                queued_s += int(file.read().split()[1]) / 1e9
+    return cpu_s, queued_s
+
+
+def are_processors_short(cpu_s: float, queued_s: float, watched_s: float, *, workers: int, processors: int) -> bool:
+    """Return whether processors limit workers that ran and waited for one so long while they were watched.
+
+    Args:
+        cpu_s, queued_s: of all workers together, seconds.
+        watched_s: of each worker, seconds.
+        processors: of the workers' hosts.
+    """
+    if not (watched_s and workers and processors):
+        return False
+    wanted = (cpu_s + queued_s) / watched_s
+    is_waiting = wanted / workers >= MIN_PROCESSOR_SHARE and queued_s > QUEUED_SHARE * cpu_s
+    return is_waiting or wanted >= FULL_SHARE * processors
