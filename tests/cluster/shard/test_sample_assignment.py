@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import threading
@@ -103,6 +104,11 @@ UNPICKLABLE: dict[str, tuple[TwoStageDataset, Any, str]] = {
         TwoStageDataset([1]),
         taking(threading.Lock()),
         r"^worker_init_fn of type builtins.function .* make inside the function what it takes along",
+    ),
+    "chain": (
+        TwoStageDataset(functools.reduce(lambda inner, _: [inner], range(5_000), [0])),
+        None,
+        "^dataset.* a chain that is too long for pickle",
     ),
     "nothing": (
         TwoStageDataset(Refusing()),

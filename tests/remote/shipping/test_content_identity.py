@@ -28,6 +28,7 @@ from tests.remote.shipping.same_pairs import SAME
 from torch_dpflow.cluster.messages.coordinator import FlowSpec
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.content_parts import MAX_PARTS, PartDigest, differences, is_ignored
+from torch_dpflow.ipc.messages.fields import MAX_TEXT
 from torch_dpflow.remote.shipping.content_identity import ContentIdentity, fingerprint, identify
 from torch_dpflow.remote.shipping.content_pack import pack, unpack
 
@@ -312,6 +313,8 @@ def test_the_printed_word_admits_a_job_and_what_the_first_job_ignored_is_refused
 def test_the_printed_word_names_every_part_that_differs() -> None:
     specs = [flow_spec(identify({f"p{at}": at + more for at in range(20)})) for more in (0, 1)]
     assert all(f"'p{at}'" in specs[0].difference(specs[1]) for at in range(20))
+    long = [flow_spec(identify({f"{at:0300}": at + more for at in range(100)}, code=None)) for more in (0, 1)]
+    assert len(long[0].difference(long[1])) < MAX_TEXT, "the message travels whole"
 
 
 def test_another_version_of_an_installed_package_is_named(tmp_path: Path) -> None:

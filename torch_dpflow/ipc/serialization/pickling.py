@@ -299,8 +299,8 @@ def explain_loading(
         failure = _failure_of(obj, dump)
         if failure is not None:
             path, culprit, reason = _find_culprit(obj, failure, name, dump)
-            return _error_of(path, culprit, reason, _loading_advice(culprit, workers))
-    return _error_of(" and ".join(loads), loads, error, _loading_advice(loads, workers))
+            return _error_of(path, culprit, reason, _loading_advice(culprit, workers, reason))
+    return _error_of(" and ".join(loads), loads, error, _loading_advice(loads, workers, error))
 
 
 def _error_of(path: str, culprit: Any, reason: Exception, advice: str) -> NotPicklableError:
@@ -366,8 +366,14 @@ def _advice(culprit: Any) -> str:
     )
 
 
-def _loading_advice(culprit: Any, workers: str) -> str:
+def _loading_advice(culprit: Any, workers: str, reason: Exception) -> str:
     where = f"The workers of {workers} are not forked from this process"
+    if isinstance(reason, RecursionError) or isinstance(reason.__cause__, RecursionError):
+        return (
+            f"{where}: its classes, functions or objects refer to each other in a chain that is too long for pickle; "
+            "define the classes and functions in a module next to the script, which is sent as a file, or raise "
+            "sys.setrecursionlimit"
+        )
     if isinstance(culprit, types.FunctionType | types.MethodType):
         return f"{where}: make inside the function what it takes along from where it is defined"
     return f"{where}: make it where the first sample is read, and give the class a __getstate__ that leaves it out"

@@ -173,6 +173,8 @@ _SLOTS = types.MemberDescriptorType | types.GetSetDescriptorType
 
 def _functions_of(value: Any) -> list[Any]:
     """Return the functions that a function, a method's wrapper or a property consists of; none for other objects."""
+    if type(value) is types.FunctionType:
+        return [value]
     inside: list[Any] = [getattr(value, "__wrapped__", value) if isinstance(value, _WRAPPERS) else value]
     if isinstance(value, property):
         inside = [one for one in (value.fget, value.fset, value.fdel) if one is not None]
@@ -182,6 +184,8 @@ def _functions_of(value: Any) -> list[Any]:
 
 
 def _is_here(function: types.FunctionType, module: str, path: str) -> bool:
+    if f".{function.__qualname__}" == path:
+        return function.__module__ == module
     outer, _, name = path.rpartition(".")
     own = function.__qualname__.rpartition(".")
     return function.__module__ == module and (f".{own[0]}" if own[0] else "", own[2]) in (
