@@ -194,4 +194,11 @@ UNREAD = [
         },
         loads="no code that was sent imports it",
     ),
+    Pair(
+        "too large to be sent",
+        "",
+        data("len(cfg.T)", "import cfg\ncfg.T = bytes(5_000_000)"),
+        files={"cfg.py": "T = b'a'"},
+        loads="cfg.T has another value in the script",
+    ),
 ]

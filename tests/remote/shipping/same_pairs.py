@@ -129,6 +129,12 @@ SAME = [
             "def f(): return len(V)"
         },
     ),
+    Pair(
+        "too large to be sent, as the file computes it",
+        "",
+        data("len(cfg.T)", "import cfg"),
+        files={"cfg.py": "T = bytes(int('5_000_000'))"},
+    ),
     Pair("logger", "", data("V.debug('x')", "V = logging.getLogger('@@')")),
     Pair("lru_cache", "", data("f(i)", "@functools.lru_cache\ndef f(i): return i", after=PEEK), "0", "1"),
     Pair(

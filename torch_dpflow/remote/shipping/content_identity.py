@@ -99,7 +99,7 @@ def _identify(
         patterns,
         bundle,
         sent,
-        own_state(members, frozenset(own.sources) - reached, patterns, sent),
+        own_state(members, frozenset(own.sources) - reached, patterns),
         own,
         reached,
         packages,

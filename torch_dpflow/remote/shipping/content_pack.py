@@ -167,6 +167,15 @@ def pack_load_spec(spec: Any, *, limit: int = MAX_CONTENT_BYTES) -> bytes:
     return out.getvalue()
 
 
+def can_pack(obj: Any, limit: int) -> bool:
+    """Return whether an object can be pickled, in at most `limit` bytes."""
+    try:
+        _BoundedPickler(_Bounded(None, limit), limit).pack(obj)
+    except Exception:  # code of the object's own runs
+        return False
+    return True
+
+
 def unpack_load_spec(packed: bytes | memoryview) -> Any:
     """Unpickle a `LoadSpec`; the script's classes and functions are in this process's `__main__` afterwards.
 

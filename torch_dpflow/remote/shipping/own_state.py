@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch_dpflow.remote.shipping.canonical import Walk
 from torch_dpflow.remote.shipping.code_digest import code_digest
-from torch_dpflow.remote.shipping.content_pack import pack
+from torch_dpflow.remote.shipping.content_pack import can_pack
 from torch_dpflow.remote.shipping.own_source import COMPUTED, OwnCode, OwnSource
 from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of
 from torch_dpflow.remote.shipping.pickled_parts import NO_MEMBERS, content_of_cell
@@ -83,24 +83,16 @@ def own_state(
     members: Mapping[str, Mapping[str, tuple[PartNode, Any]]],
     others: frozenset[str],
     ignore: Sequence[str],
-    sent_arguments: Collection[str] | None,
 ) -> OwnState:
     """Return what workers are sent."""
     sent = {}
     for name, of in members.items():
         sent[name] = {
-            path: SetMember(part.digest if part.is_known else b"", _sent(value, sent_arguments))
+            path: SetMember(part.digest if part.is_known else b"", value if can_pack(value, _MAX_SENT) else NotSent)
             for path, (part, value) in of.items()
         }
     script = frozenset(name for name in vars(sys.modules["__main__"]) if not name.startswith("__"))
     return OwnState(sent, others, script, ignore)
-
-
-def _sent(value: Any, sent_arguments: Collection[str] | None) -> Any:
-    try:
-        return value if len(pack(value, sent_arguments=sent_arguments)) <= _MAX_SENT else NotSent
-    except Exception:  # code of the value's own runs
-        return NotSent
 
 
 def members_not_as_file(
