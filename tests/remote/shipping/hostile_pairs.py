@@ -353,4 +353,14 @@ HOSTILE = [
         "import cfg\nobject.__setattr__(cfg.C,'s',@@)",
         files={"cfg.py": "import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass E:\n    s: int=0\nC=E()"},
     ),
+    hostile(
+        "own protocol with a value",
+        "cfg.P.s, cfg.K().f(), cfg.W.s",
+        "import cfg\ncfg.P.s = @@",
+        files={
+            "cfg.py": "import typing\nclass P(typing.Protocol):\n    s: int = 0\n    def f(self): ...\n"
+            "class M(type):\n    def __instancecheck__(cls, o): raise TypeError(o)\nclass W(metaclass=M):\n    s = 1\n"
+            "class T(typing.TypedDict):\n    a: int\nclass K(P):\n    def f(self): return self.s\n"
+        },
+    ),
 ]

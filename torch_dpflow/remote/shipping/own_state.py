@@ -140,7 +140,7 @@ def _members(module: str, path: str, value: Any, put: Callable[[Any], object]) -
     if isinstance(value, type) and (value.__module__, f".{value.__qualname__}") == (module, path):
         yield path, ModuleMember((type(value), *value.__bases__), put, "class")
         for name, inner in sorted(vars(value).items()):
-            if isinstance(inner, value):  # a member of an enumeration is pickled by its name
+            if type(inner) is value:  # a member of an enumeration is pickled by its name
                 for attribute, inside in vars(inner).items():
                     if not attribute.startswith("_"):
                         put = functools.partial(setattr, inner, attribute)
