@@ -72,6 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
     shared = os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     own = tempfile.mkdtemp(prefix="t-", dir=shared)
     os.environ["TMPDIR"] = tempfile.tempdir = own
+    os.environ["DPFLOW_INDEX_DIR"] = tempfile.mkdtemp(prefix="index-")
     starts_workers = config.option.dist != "no" and not hasattr(config, "workerinput")
     config.pluginmanager.register(EndsOfWorkers() if starts_workers else TimeOuts(config))
     # Until the tests are collected: what is made until then stays.

@@ -16,6 +16,14 @@ from torch_dpflow.datasets.spec import Dataset
 _names = itertools.count()
 
 
+@pytest.fixture(autouse=True)
+def index_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of indexes and of rows, which is empty."""
+    monkeypatch.setenv("DPFLOW_INDEX_DIR", str(tmp_path / "index"))
+    monkeypatch.delenv("DPFLOW_STORE", raising=False)
+    return tmp_path / "index"
+
+
 @pytest.fixture(params=["file", "memory"])
 def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The URL of a directory that does not exist yet."""

@@ -9,15 +9,12 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from torch_dpflow.datasets.import_progress import json_schemas
 from torch_dpflow.datasets.spec import (
     Dataset,
     DatasetShardMeta,
     SampleMeta,
-    SamplePlace,
     ShardEntry,
     StoreRecord,
     Variant,
@@ -113,19 +110,6 @@ def test_a_shard_must_be_what_its_version_says() -> None:
     longer = encode_file(_shard(3))
     with pytest.raises(DamagedStoreError, match=r"samples=3.*instead of.*samples=2"):
         _dataset(longer).decode_shard("train", 0, longer)
-
-
-@given(st.integers(1, 50), st.integers(1, 20))
-def test_each_sample_has_one_place(samples: int, shard_size: int) -> None:
-    count = -(-samples // shard_size)
-    entry = ShardEntry(version="v1", bytes=0, sha256="0" * 64)
-    variant = Variant(data="data", samples=samples, shard_size=shard_size, shards=[entry] * count)
-    places = [variant.locate(index) for index in range(samples)]
-    shards = [variant.shard_samples(number) for number in range(count)]
-    assert places == [SamplePlace(shard, n) for shard, held in enumerate(shards) for n in range(held)]
-    for outside in (-1, samples):
-        with pytest.raises(IndexError, match=f"there are {samples}"):
-            variant.locate(outside)
 
 
 def test_variants_by_name() -> None:

@@ -205,7 +205,6 @@ def _flow() -> DataLoadFlow:
         (lambda: LocalDataLoadFlowReader(5), OptionTypeError, "store=5"),
         (lambda: LocalDataLoadFlowReader(read_options=5), OptionTypeError, "read_options=5"),
         (lambda: LocalDataLoadFlowReader(storage_options=5), OptionTypeError, "storage_options=5"),
-        (lambda: LocalDataLoadFlowReader(metadata_cache=0), OptionError, "metadata_cache=0"),
         (lambda: LocalDataLoadFlowReader(check="no"), OptionTypeError, "check='no'"),  # type: ignore[arg-type]
         (lambda: LocalDataLoadFlowReader(cache="x"), OptionError, "^cache='x' is no size"),
         (lambda: LocalDataLoadFlowReader(cache=1.5), OptionTypeError, "^cache=1.5 is of type float"),

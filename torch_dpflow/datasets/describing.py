@@ -125,9 +125,9 @@ class Describer:
         self._root = data_url(dataset_url, data, "")
         self._own_root = data if importer.root is None else importer.root
         self._checksum = checksum
-        self._has_looked = False
         #: Whether the samples are an index of objects where they are, and not a dataset that may be copied with them.
         self._is_in_place = getattr(importer, "is_in_place", False)
+        self._has_looked = self._is_in_place
         self._given_urls: Mapping[str, str] = getattr(importer, "given_urls", {})
 
     def describe(self, items: Iterable[Item], packs: ShardPacks) -> list[SampleMeta]:

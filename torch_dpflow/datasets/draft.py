@@ -36,10 +36,6 @@ MAX_SHARD_SIZE = 2**53
 _IMPORTER = ("root", "options", "source", "extend", "items", "total", "info")
 
 
-class OvertakenError(SourceError):
-    """Another import has written or removed files of the same version meanwhile."""
-
-
 class Draft:
     """A version that is being written: add variants, then publish. Until then it cannot be read.
 
@@ -247,7 +243,7 @@ class Draft:
         """Return the error for a file of this draft that is missing or exists already."""
         if self._files.exists(self._manifest):
             return self._published()
-        return OvertakenError(
+        return SourceError(
             f"{ref} was written by another import at the same time, or by an earlier one of other samples: {error}; "
             "let one import run at a time, and discard what is left of an earlier one (--restart)"
         )

@@ -149,9 +149,9 @@ class Files:
         """Return the directory `path` below this one."""
         return Files(self._url(path), self.options, self.read_options)
 
-    def read(self, path: str) -> bytes:
-        """Return all bytes of a file. Raises ObjectMissingError, which is a FileNotFoundError."""
-        return self._reader.read(self._url(path))
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return the bytes of a file. Raises ObjectMissingError, which is a FileNotFoundError."""
+        return self._reader.read(self._url(path), start, stop)
 
     @contextmanager
     def open(self, path: str) -> Iterator[IO[bytes]]:

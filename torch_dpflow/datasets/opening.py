@@ -12,8 +12,9 @@ from torch_dpflow.datasets.importers import importer_class
 from torch_dpflow.datasets.importers.shards import ShardImporter
 from torch_dpflow.datasets.importers.sources import Source, SourceFiles, find_sources
 from torch_dpflow.datasets.importers.splits import check_no_split_folders
-from torch_dpflow.datasets.index import Index, index_directory
+from torch_dpflow.datasets.index_builder import open_index
 from torch_dpflow.datasets.opened import OpenedDataset
+from torch_dpflow.datasets.row_files import index_directory
 from torch_dpflow.datasets.spec import ID_PATTERN
 from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, ReadOptions
 from torch_dpflow.datasets.store import DatasetStore
@@ -21,20 +22,12 @@ from torch_dpflow.datasets.table_files import are_tables
 from torch_dpflow.datasets.tables import TableDataset
 from torch_dpflow.datasets.views import Decode, decoder_of
 from torch_dpflow.datasets.writer import ProgressCallback
-from torch_dpflow.errors import (
-    OptionError,
-    SourceError,
-)
+from torch_dpflow.errors import OptionError, SourceError
 
 #: Formats whose samples an importer describes in an index.
 _INDEXED = ("imagefolder", "litdata", "mds", "tfrecord", "webdataset")
 #: All formats. Tables have no index: their footers say where rows are.
 FORMATS = (*_INDEXED, "table")
-#: The number of what importers write into an index. A release that writes something else builds indexes again.
-_INDEX = 2
-_VARIANT = "all"
-#: Seconds between updates of the line on a terminal.
-_UPDATE_S = 0.2
 
 
 def open_dataset(
@@ -53,10 +46,10 @@ def open_dataset(
 ) -> OpenedDataset | TableDataset:
     """Open data where it is, as a map-style dataset that is read in any order. No sample is copied.
 
-    The index, which says where each sample is, is built when a source is first opened, and again after one of its
-    objects was written: it is kept by names, sizes, and ETags or times of change. A build that was killed is continued.
-    If several processes open the same source, one of them builds the index. Objects whose storage reports neither ETag
-    nor time of change are indexed at each opening.
+    The index, which says where each sample is, is built when a source is first opened. Each object has a part of it, by
+    name, size, and ETag or time of change; a new object, or one that was written again, is read alone. Processes that
+    open the same source share the work. Objects whose storage reports neither ETag nor time of change are indexed at
+    each opening.
 
     Args:
         source: a path or URL of an object or a directory; `{000..146}` and `{a,b}` are expanded, `*`, `?` and `[…]`
@@ -75,8 +68,7 @@ def open_dataset(
         checksum: "crc32" or "sha256" of each sample, which reads all data once and compares it at each read.
         settings: further arguments of the format's importer, such as `main` of webdataset, or of `TableDataset`.
         progress: called with the number of indexed samples; None: a line on a terminal.
-        reading: `read_options`, `metadata_cache`, `check`, `on_error` and `through` of `DatasetReader`; for a table
-            `read_options` alone.
+        reading: `read_options`, `check`, `on_error` and `through` of `DatasetReader`; for a table `read_options` alone.
 
     Raises:
         OptionError, OptionTypeError: an argument is not allowed, or the format cannot be found; there is no such split.
@@ -113,10 +105,8 @@ def open_dataset(
     if isinstance(importer, ShardImporter):
         # Checksums are computed later, and the cache finds samples by them.
         importer.fills_cache = checksum is None
-    stored = Index(index_dir, name, importer, checksum).open(progress)
-    return OpenedDataset(
-        stored, decode=decode, storage_options=files.options, is_index=True, given_urls=files.given_urls(), **reading
-    )
+    index = open_index(index_dir, importer, checksum, progress)
+    return OpenedDataset(index, decode=decode, storage_options=files.options, given_urls=files.given_urls(), **reading)
 
 
 def found_format(files: SourceFiles) -> str:

@@ -11,16 +11,14 @@ from torch_dpflow.lookahead import Order, announce_order
 class DatasetReader(SampleReader, Dataset[Sample]):
     """A stored dataset as a map-style dataset of `(bytes, annotations)`.
 
-    A metadata shard is read when one of its samples is first read, and kept within a budget of bytes: the latest shards
-    decoded, all others compressed, a million samples in some 30 MB, for this process and its forks together. The reads
-    of a batch (`__getitems__`, as loaders call it) overlap. Thread-safe. A forked child opens its own connections,
-    threads and cache; a pickle carries none of them.
+    A metadata shard is read when one of its samples is first read, and kept as rows in a file that all processes of the
+    host map (`DPFLOW_INDEX_DIR`, else `~/.cache/torch_dpflow/index`). The reads of a batch (`__getitems__`, as loaders
+    call it) overlap. Thread-safe. A forked child opens its own connections and threads; a pickle carries none of them.
 
     Args:
         stored: a variant from `DatasetStore.open`.
         storage_options: fsspec's options for the data; None: the store's options.
         read_options: timeouts, retries, concurrency.
-        metadata_cache: bytes of metadata that each process keeps, and that all forked from one keep together.
         check: whether to compare each sample with its checksum, if the dataset has one. None: only samples that come
             from storage, as `through` has compared its own. False: no sample; objects of S3 and OSS that were written
             again after their import are read too. Lengths are always compared.

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import operator
-import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
-from torch_dpflow._core.checks import check_int, check_type
+from torch_dpflow._core.checks import check_type
 from torch_dpflow._core.processes import PerProcess
-from torch_dpflow.datasets.shard_cache import CompactShards, LoadedShard, ShardCache, shard_cost
-from torch_dpflow.datasets.spec import SampleMeta, SamplePlace, url_below
+from torch_dpflow.datasets.index import Index
+from torch_dpflow.datasets.rows import Place, Rows
+from torch_dpflow.datasets.spec import decode_fields
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.base import matches
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
-from torch_dpflow.datasets.storage.urls import join_url
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import (
     ChecksumError,
-    DamagedStoreError,
     DPFlowError,
-    ObjectMissingError,
     OptionError,
     OptionTypeError,
     TruncatedObjectError,
@@ -33,8 +30,12 @@ from torch_dpflow.log import DATASETS
 Sample = tuple[bytes, dict[str, Any]]
 OnError = Literal["raise", "skip"]
 
+#: Datasets whose samples a reader finds.
+SampleTable = StoredDataset | Index
+#: A sample that is to be read: range, annotations, and ranges of further parts by name.
+Plan = tuple[ByteRange, dict[str, Any], dict[str, ByteRange]]
 #: Attributes that a pickle does not carry.
-_OF_PROCESS = ("_opened", "_compact")
+_OF_PROCESS = ("_skips", "_metadata", "_data", "_rows")
 
 
 def check_storage_options(options: object) -> None:
@@ -46,12 +47,11 @@ def check_storage_options(options: object) -> None:
             raise OptionTypeError(f"storage_options={options!r:.80} has keys that are no strings; give {allowed}")
 
 
-def check_how_to_read(storage_options: object, read_options: object, metadata_cache: object, check: object) -> None:
+def check_how_to_read(storage_options: object, read_options: object, check: object) -> None:
     """Check the arguments of readers of stored datasets. Raises OptionError, OptionTypeError."""
     check_storage_options(storage_options)
     if read_options is not None:
         check_type("read_options", read_options, ReadOptions, "a ReadOptions, or None")
-    check_int("metadata_cache", metadata_cache, minimum=1)
     if check is not None:
         check_type("check", check, bool, "True, False or None")
 
@@ -70,7 +70,7 @@ class Through(Protocol):
             lengths: bytes of each sample; None if unknown.
         """
 
-    def is_of(self, stored: StoredDataset) -> bool:
+    def is_of(self, stored: SampleTable) -> bool:
         """Return whether the source has samples of this dataset."""
 
     def close(self) -> None:
@@ -82,17 +82,16 @@ class SampleReader:
 
     def __init__(
         self,
-        stored: StoredDataset,
+        stored: SampleTable,
         *,
         storage_options: Mapping[str, Any] | None = None,
         read_options: ReadOptions | None = None,
-        metadata_cache: int = 64 << 20,
         check: bool | None = None,
         on_error: OnError = "raise",
         through: Through | None = None,
     ) -> None:
-        check_type("stored", stored, StoredDataset, "the result of DatasetStore.open")
-        check_how_to_read(storage_options, read_options, metadata_cache, check)
+        check_type("stored", stored, get_args(SampleTable), "the result of DatasetStore.open")
+        check_how_to_read(storage_options, read_options, check)
         if on_error not in get_args(OnError):
             raise OptionError(f"on_error={on_error!r}: give one of {get_args(OnError)}")
         if through is not None:
@@ -104,16 +103,17 @@ class SampleReader:
         self.stored = stored
         self._storage_options = None if storage_options is None else dict(storage_options)
         self._read_options = read_options if read_options is not None else ReadOptions()
-        self._metadata_cache = metadata_cache
         self._check = check
         self._on_error = on_error
         self._through = through
         #: Given URLs of objects by their URLs in the metadata, where the two differ
         self._given_urls: dict[str, str] = {}
         self._prepare()
+        if isinstance(stored, StoredDataset):
+            self._rows  # noqa: B018  # not on first use, so that forked children share them
 
     def __len__(self) -> int:
-        return self.stored.variant.samples
+        return len(self.stored)
 
     def __getitem__(self, index: int) -> Sample:
         return self.read(index)
@@ -129,7 +129,7 @@ class SampleReader:
             if self._on_error == "raise":
                 raise sample
             failure = sample
-            self._opened.get().skip(self.stored, index, sample)
+            self._skip(index, sample)
         if failure is not None and not samples:
             raise failure
         return samples
@@ -149,78 +149,81 @@ class SampleReader:
 
     def read_each(self, indices: Sequence[int]) -> list[Sample | DPFlowError]:
         """Return each sample, or its error. Raises IndexError."""
-        opened = self._opened.get()
         numbers = self._wrapped(indices)
-        described = self._describe(opened, numbers)
-        wanted = [(number, what.span) for number, what in zip(numbers, described) if isinstance(what, Described)]
-        contents = iter(self._contents(opened.data, wanted))
-        return [what.sample(*next(contents)) if isinstance(what, Described) else what for what in described]
+        places = self._rows.places(numbers, is_checked=self._check is not False)
+        plans = [place if isinstance(place, DPFlowError) else self._planned(place) for place in places]
+        wanted = [(number, plan) for number, plan in zip(numbers, plans) if not isinstance(plan, DPFlowError)]
+        spans = [part for _, plan in wanted for part in plan[2].values()]
+        if self._through is None:  # in one call, so that neighbouring ranges become one request
+            contents = self._data.read_each([*(plan[0] for _, plan in wanted), *spans])
+            found = [(content, False) for content in contents[: len(wanted)]]
+            rest = iter(contents[len(wanted) :])
+        else:
+            found = self._from_source(self._through, [(number, plan[0]) for number, plan in wanted])
+            rest = iter(self._data.read_each(spans) if spans else ())
+        finished = iter([self._finished(plan, *one, dict(zip(plan[2], rest))) for (_, plan), one in zip(wanted, found)])
+        return [plan if isinstance(plan, DPFlowError) else next(finished) for plan in plans]
 
-    def _contents(
-        self, data: ObjectReader, wanted: Sequence[tuple[int, ByteRange]]
+    def _from_source(
+        self, through: Through, wanted: Sequence[tuple[int, ByteRange]]
     ) -> list[tuple[bytes | DPFlowError, bool]]:
         """Return the bytes of these samples, or the error of each, and whether they need no further check."""
-        if self._through is None:
-            return [(one, False) for one in data.read_each([span for _, span in wanted])]
-        found = self._through.read([number for number, _ in wanted], [span.length for _, span in wanted])
+        found = through.read([number for number, _ in wanted], [length_of(span) for _, span in wanted])
         missing = [span for content, (_, span) in zip(found, wanted) if content is None]
-        rest = iter(data.read_each(missing) if missing else ())
+        rest = iter(self._data.read_each(missing) if missing else ())
         # The source has compared them with their checksums when they came from storage.
         is_checked = not self._check
         return [(next(rest), False) if content is None else (content, is_checked) for content in found]
 
+    def _planned(self, place: Place) -> Plan | DPFlowError:
+        """Return what to read for a sample, or its error."""
+        span, meta = place
+        try:
+            return span, decode_fields(meta, span.url), {}
+        except DPFlowError as error:
+            return error
+
+    def _finished(
+        self, plan: Plan, content: bytes | DPFlowError, is_checked: bool, parts: Mapping[str, bytes | DPFlowError]
+    ) -> Any:
+        """Return a sample from its bytes and those of its further parts, or an error."""
+        error = wrong(plan[0], content, is_checked)
+        return (content, plan[1]) if error is None else error
+
     @property
     def skipped(self) -> dict[str, int]:
         """The number of samples that this process has left out, by the error's class."""
-        return dict(self._opened.get().skipped)
+        return dict(Counter(self._skips.get()))
+
+    def _skip(self, index: int, error: DPFlowError) -> None:
+        self._skips.get().append(type(error).__name__)
+        # As text, because a handler that keeps records would keep the frames of the error alive.
+        DATASETS.warning("%s, sample %d is left out: %s: %s", self.stored.ref, index, type(error).__name__, str(error))
 
     def close(self) -> None:
         """Close this process's connections and end its threads. The reader may be used again."""
         if self._through is not None:
             self._through.close()
-        opened = self._opened.drop()
-        if opened is not None:
-            opened.close()
+        self._data.close()
+        self._metadata.close()
 
     def _wrapped(self, indices: Sequence[int]) -> list[int]:
-        count = self.stored.variant.samples
+        count = len(self.stored)
         numbers = [operator.index(index) for index in indices]
         for number in numbers:
             if not -count <= number < count:
                 raise IndexError(f"sample {number} is out of range; {self.stored.ref} has {count} samples")
         return [number % count for number in numbers]
 
-    def _describe(self, opened: _OpenedVariant, indices: Sequence[int]) -> list[Described | DPFlowError]:
-        """Describe each sample. Each shard is looked up once."""
-        locate = self.stored.variant.locate
-        places = [locate(index) for index in indices]
-        described: list[Described | DPFlowError | None] = [None] * len(indices)
-        for position, meta in opened.metas(places):
-            described[position] = self._described(opened, meta)
-        return [what for what in described if what is not None]
-
-    def _described(self, opened: _OpenedVariant, meta: SampleMeta | DPFlowError) -> Described | DPFlowError:
-        if isinstance(meta, DPFlowError):
-            return meta
-        try:
-            url = opened.data_url(meta)
-            span = _span(self._given_urls.get(url, url), meta, is_checked=self._check is not False)
-            # A CRC of 100 kB takes 35 µs, a hundredth of decoding such an image; few disks have checksums of their own.
-            checksum = None if self._check is False else meta.checksum
-            return Described(span, meta.length, checksum, meta.fields())
-        except DPFlowError as error:
-            return error
-
-    def _open(self) -> _OpenedVariant:
-        return _OpenedVariant(
-            self.stored, self._storage_options, self._read_options, self._metadata_cache, self._compact
-        )
-
     def _prepare(self) -> None:
-        self._opened = PerProcess(self._open)
-        shards = self.stored.variant.shards
-        # Not on first use, so that forked children share it.
-        self._compact = CompactShards(len(shards), min(self._metadata_cache, sum(shard.bytes for shard in shards)))
+        self._skips = PerProcess(list[str])
+        self._metadata = ObjectReader(self.stored.options, options=self._read_options)
+        is_same = self._storage_options is None or self._storage_options == self.stored.options
+        self._data = self._metadata if is_same else ObjectReader(self._storage_options, options=self._read_options)
+
+    @cached_property
+    def _rows(self) -> Rows:
+        return self.stored.open_rows(self._metadata, self._given_urls)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in _OF_PROCESS}
@@ -235,114 +238,20 @@ class SampleReader:
         return f"{type(self).__name__}({self.stored.ref}, {len(self)} samples)"
 
 
-@dataclass(slots=True)
-class Described:
-    """A sample's place, expected length and checksum, and annotations. It refers to no shard."""
-
-    span: ByteRange
-    length: int | None
-    #: None: not checked
-    checksum: str | None
-    fields: dict[str, Any]
-
-    def sample(self, content: bytes | DPFlowError, is_checked: bool) -> Sample | DPFlowError:
-        """Return the sample with these bytes, or their error. `is_checked`: they match the checksum."""
-        if isinstance(content, DPFlowError):
-            return content
-        if self.length is not None and len(content) != self.length:
-            text = f"{self.span}: the object has {len(content)} bytes, its dataset says {self.length}"
-            kind = TruncatedObjectError if len(content) < self.length else ChecksumError
-            return kind(f"{text}; it was replaced or cut short: restore it, or publish a new version")
-        if self.checksum is not None and not is_checked and not matches(content, self.checksum):
-            return ChecksumError(f"{self.span}: the bytes do not match {self.checksum}; the object was altered")
-        return content, self.fields
+def length_of(span: ByteRange) -> int | None:
+    """Return the bytes of a sample; None if unknown."""
+    return span.size if span.stop is None else span.stop - span.start
 
 
-def _sample_of(shard: LoadedShard, offset: int) -> SampleMeta | DPFlowError:
-    return shard if isinstance(shard, DPFlowError) else shard.samples[offset]
-
-
-def _span(url: str, meta: SampleMeta, *, is_checked: bool) -> ByteRange:
-    state = meta.revision if is_checked else None
-    if meta.offset is None:
-        return ByteRange(url, size=meta.length, state=state, checksum=meta.checksum)
-    assert meta.length is not None
-    return ByteRange(url, meta.offset, meta.offset + meta.length, state=state, checksum=meta.checksum)
-
-
-class _OpenedVariant:
-    """A reader's connections and caches in one process."""
-
-    def __init__(
-        self,
-        stored: StoredDataset,
-        storage_options: Mapping[str, Any] | None,
-        read_options: ReadOptions,
-        metadata_cache: int,
-        compact: CompactShards,
-    ) -> None:
-        self._stored = stored
-        self._compact = compact
-        self._metadata = ObjectReader(stored.options, options=read_options)
-        is_same = storage_options is None or storage_options == stored.options
-        self.data = self._metadata if is_same else ObjectReader(storage_options, options=read_options)
-        self.shards = ShardCache(self._load, lambda number: shard_cost(stored.variant, number), metadata_cache)
-        self.skipped: Counter[str] = Counter()
-        self._lock = threading.Lock()
-        self._root: str | None = None
-
-    def metas(self, places: Sequence[SamplePlace]) -> Iterator[tuple[int, SampleMeta | DPFlowError]]:
-        """Yield the metadata of the sample at each place, with the place's position."""
-        if len(places) == 1:
-            decoded = self.shards.kept(places[0].shard)
-            if decoded is not None:
-                yield 0, decoded.samples[places[0].offset]
-                return
-        by_shard: dict[int, list[int]] = {}
-        for position, place in enumerate(places):
-            by_shard.setdefault(place.shard, []).append(position)
-        for number in [number for number in by_shard if number not in self.shards]:
-            kept = self._compact.get(number, [places[position].offset for position in by_shard[number]])
-            if kept is not None:
-                yield from zip(by_shard.pop(number), kept, strict=True)
-        for portion in self.shards.portions(list(by_shard)):
-            for number, shard in portion.items():
-                for position in by_shard[number]:
-                    yield position, _sample_of(shard, places[position].offset)
-
-    def data_url(self, meta: SampleMeta) -> str:
-        """Like `StoredDataset.data_url`, but several times as fast. Raises DamagedStoreError."""
-        if self._root is None:
-            self._root = url_below(self._stored.url, self._stored.variant.data)
-        return url_below(self._root, meta.path)
-
-    def _load(self, numbers: Sequence[int]) -> list[LoadedShard]:
-        dataset, name = self._stored.dataset, self._stored.variant_name
-        urls = [join_url(self._stored.url, dataset.shard_path(name, number)) for number in numbers]
-        entries = [self._stored.variant.shards[number] for number in numbers]
-        contents = self._metadata.read_each(
-            [ByteRange(url, checksum=f"sha256:{entry.sha256}") for url, entry in zip(urls, entries, strict=True)]
-        )
-        return [self._decode(number, url, data) for number, url, data in zip(numbers, urls, contents)]
-
-    def _decode(self, number: int, url: str, data: bytes | DPFlowError) -> LoadedShard:
-        if isinstance(data, ObjectMissingError):
-            return DamagedStoreError(f"{url} is missing; restore it from a copy")
-        if isinstance(data, DPFlowError):
-            return data
-        try:
-            shard = self._stored.dataset.decode_shard(self._stored.variant_name, number, data, url=url)
-        except DPFlowError as error:
-            return error
-        self._compact.put(number, shard.samples)
-        return shard
-
-    def skip(self, stored: StoredDataset, index: int, error: DPFlowError) -> None:
-        with self._lock:
-            self.skipped[type(error).__name__] += 1
-        # As text, because a handler that keeps records would keep the frames of the error alive.
-        DATASETS.warning("%s, sample %d is left out: %s: %s", stored.ref, index, type(error).__name__, str(error))
-
-    def close(self) -> None:
-        self.data.close()
-        self._metadata.close()
+def wrong(span: ByteRange, content: bytes | DPFlowError, is_checked: bool) -> DPFlowError | None:
+    """Return the error of a sample with these bytes; None if they are right. `is_checked`: they match the checksum."""
+    if isinstance(content, DPFlowError):
+        return content
+    length = length_of(span)
+    if length is not None and len(content) != length:
+        text = f"{span}: the object has {len(content)} bytes, its dataset says {length}"
+        kind = TruncatedObjectError if len(content) < length else ChecksumError
+        return kind(f"{text}; it was replaced or cut short: restore it, or publish a new version")
+    if span.checksum is not None and not is_checked and not matches(content, span.checksum):
+        return ChecksumError(f"{span}: the bytes do not match {span.checksum}; the object was altered")
+    return None

@@ -163,13 +163,18 @@ class SampleMeta(SpecStruct, frozen=True, kw_only=True, gc=False):
         Raises:
             DamagedStoreError: they are no JSON object.
         """
-        try:
-            fields = _FIELDS.decode(self.meta)
-            if may_be_too_deep(memoryview(self.meta)) and is_too_deep(fields):
-                raise RecursionError(TOO_DEEP)
-            return fields
-        except _UNREADABLE as error:
-            raise DamagedStoreError(f"the annotations of {self.path} are no JSON object: {error}") from error
+        return decode_fields(self.meta, self.path)
+
+
+def decode_fields(meta: bytes | msgspec.Raw, name: str) -> dict[str, Any]:
+    """Decode annotations; `name` names the sample in errors. Raises DamagedStoreError if they are no JSON object."""
+    try:
+        fields = _FIELDS.decode(meta)
+        if may_be_too_deep(memoryview(meta)) and is_too_deep(fields):
+            raise RecursionError(TOO_DEEP)
+        return fields
+    except _UNREADABLE as error:
+        raise DamagedStoreError(f"the annotations of {name} are no JSON object: {error}") from error
 
 
 class DatasetShardMeta(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-shard"):
@@ -204,13 +209,6 @@ class ShardEntry(SpecStruct, frozen=True, kw_only=True, gc=False):
     sha256: Sha256
 
 
-class SamplePlace(NamedTuple):
-    """The place of a sample's metadata: the shard's number, and the sample's number in it."""
-
-    shard: int
-    offset: int
-
-
 class Variant(SpecStruct, frozen=True, kw_only=True):
     """A named part of a version, such as "train"."""
 
@@ -224,12 +222,6 @@ class Variant(SpecStruct, frozen=True, kw_only=True):
     info: dict[str, Any] = {}
     #: The source of the samples: the importer and its arguments.
     source: dict[str, Any] = {}
-
-    def locate(self, index: int) -> SamplePlace:
-        """Return the place of the metadata of sample `index` (0 to samples - 1). Raises IndexError."""
-        if not 0 <= index < self.samples:
-            raise IndexError(f"sample {index} is out of range; there are {self.samples}, from 0")
-        return SamplePlace(*divmod(index, self.shard_size))
 
     def shard_samples(self, number: int) -> int:
         """Return the number of samples in shard `number`."""

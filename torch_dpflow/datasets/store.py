@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
 from torch_dpflow.datasets.files import Files
+from torch_dpflow.datasets.row_files import stored_rows
+from torch_dpflow.datasets.rows import Rows
 from torch_dpflow.datasets.spec import (
     Dataset,
     DatasetRef,
@@ -23,7 +25,7 @@ from torch_dpflow.datasets.spec import (
     encode_file,
     version_order,
 )
-from torch_dpflow.datasets.storage import ReadOptions
+from torch_dpflow.datasets.storage import ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.urls import join_url
 from torch_dpflow.errors import AccessDeniedError, DamagedStoreError, DatasetNotFoundError
 
@@ -203,6 +205,16 @@ class StoredDataset:
         return self.dataset.variants[self.variant_name]
 
     @property
+    def importer(self) -> str | None:
+        """The name of the importer that has described the samples."""
+        return self.variant.source.get("importer")
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """Information for all samples, such as the names of classes."""
+        return self.variant.info
+
+    @property
     def url(self) -> str:
         """The URL of the dataset's directory."""
         return self.files.url
@@ -226,8 +238,9 @@ class StoredDataset:
 
     def sample(self, index: int) -> SampleMeta:
         """Read the metadata of one sample, with its shard. Raises IndexError."""
-        place = self.variant.locate(index)
-        return self.shard(place.shard).samples[place.offset]
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} is out of range; there are {len(self)}, from 0")
+        return next(self.part(index, index + 1))
 
     def samples(self) -> Iterator[SampleMeta]:
         """Yield the metadata of all samples, in order. One shard is in memory at a time."""
@@ -236,10 +249,14 @@ class StoredDataset:
     def part(self, start: int, stop: int) -> Iterator[SampleMeta]:
         """Yield the metadata of samples `start` to `stop`, in order. One shard is in memory at a time."""
         while start < stop:
-            place = self.variant.locate(start)
-            samples = self.shard(place.shard).samples[place.offset : place.offset + stop - start]
+            shard, offset = divmod(start, self.variant.shard_size)
+            samples = self.shard(shard).samples[offset : offset + stop - start]
             yield from samples
             start += len(samples)
+
+    def open_rows(self, reader: ObjectReader, given_urls: Mapping[str, str]) -> Rows:
+        """Return the rows of the samples, which `reader` reads when they are needed. See `stored_rows`."""
+        return stored_rows(self, reader, given_urls)
 
     def data_url(self, sample: SampleMeta) -> str:
         """Return the URL of a sample's object."""

@@ -34,7 +34,6 @@ class LocalDataLoadFlowReader:
         read_options: timeouts, retries and concurrency of reads.
         check: compare samples with their checksums, if the dataset has them; None: only samples from storage, as a
             pool has compared its own; False: no samples.
-        metadata_cache: bytes of metadata that a process and its forks keep.
         pool: the pool to read from, as for `PooledDataset`: "auto" or an address. None: storage, and "auto" for
             datasets named pool://...
 
@@ -52,12 +51,11 @@ class LocalDataLoadFlowReader:
         storage_options: Mapping[str, Any] | None = None,
         read_options: ReadOptions | None = None,
         check: bool | None = None,
-        metadata_cache: int = 64 << 20,
         pool: AddressLike | None = None,
     ) -> None:
         if cache is not None:
             parse_capacity(cache, "cache")
-        check_how_to_read(storage_options, read_options, metadata_cache, check)
+        check_how_to_read(storage_options, read_options, check)
         if store is not None:
             check_type("store", store, (DatasetStore, str, os.PathLike), "a DatasetStore, its path or URL, or None")
         self._pool = None if pool is None else find_address(pool)
@@ -68,7 +66,6 @@ class LocalDataLoadFlowReader:
             "storage_options": storage_options,
             "read_options": read_options,
             "check": check,
-            "metadata_cache": metadata_cache,
         }
 
     def read(self, flow: DataLoadFlow) -> DataLoadFlowRead:

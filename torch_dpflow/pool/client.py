@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_dpflow._core.checks import check_seconds
-from torch_dpflow.datasets.sample_reader import Sample, SampleReader, check_storage_options
-from torch_dpflow.datasets.store import StoredDataset
+from torch_dpflow.datasets.index import Index
+from torch_dpflow.datasets.sample_reader import Sample, SampleReader, SampleTable, check_storage_options
 from torch_dpflow.errors import OptionError, StorageError, UsageError
 from torch_dpflow.pool.array import PooledArray, Rows
 from torch_dpflow.pool.array_files import array_layout
@@ -61,7 +61,7 @@ class DataClient:
 
     def preload(
         self,
-        stored: StoredDataset | ArraySource,
+        stored: SampleTable | ArraySource,
         *,
         fit: Literal["all", "part"] = "all",
         on_error: Literal["raise", "skip"] = "raise",
@@ -181,17 +181,17 @@ class DataClient:
         with PoolConnection(self._address) as connection:
             return connection.contents().datasets
 
-    def unload(self, stored: StoredDataset | ArraySource) -> None:
+    def unload(self, stored: SampleTable | ArraySource) -> None:
         """Unload a dataset; its readers continue from storage. Raises UsageError if it is not cached; PeerLostError."""
         with PoolConnection(self._address) as connection:
             connection.unload(identity_of(stored))
 
     @overload
-    def dataset(self, stored: StoredDataset) -> PooledDataset: ...
+    def dataset(self, stored: SampleTable) -> PooledDataset: ...
     @overload
     def dataset(self, stored: ArraySource) -> PooledArray: ...
 
-    def dataset(self, stored: StoredDataset | ArraySource) -> PooledDataset | PooledArray:
+    def dataset(self, stored: SampleTable | ArraySource) -> PooledDataset | PooledArray:
         """Return a dataset for reading and for loaders; the same one at each call."""
         identity = identity_of(stored)
         if identity not in self._datasets:
@@ -204,7 +204,7 @@ class DataClient:
             )
         return self._datasets[identity]
 
-    def samples(self, stored: StoredDataset) -> PoolSamples:
+    def samples(self, stored: SampleTable) -> PoolSamples:
         """Return the source for `DatasetReader(stored, through=...)`, which is read before storage.
 
         Raises OptionTypeError as `preload`.
@@ -212,11 +212,11 @@ class DataClient:
         return PoolSamples(stored, self._address, self._silence_s, self._storage_options)
 
     @overload
-    def read(self, stored: StoredDataset, index: int | str) -> Sample: ...
+    def read(self, stored: SampleTable, index: int | str) -> Sample: ...
     @overload
     def read(self, stored: ArraySource, index: int) -> Rows: ...
 
-    def read(self, stored: StoredDataset | ArraySource, index: int | str) -> Sample | Rows:
+    def read(self, stored: SampleTable | ArraySource, index: int | str) -> Sample | Rows:
         """Return one sample, or a row of an array, from memory or from storage.
 
         index: its number, or for a stored dataset its path in the metadata.
@@ -229,12 +229,12 @@ class DataClient:
         return self.dataset(stored).read(self._number(stored, index))
 
     @overload
-    def read_batch(self, stored: StoredDataset, indices: Sequence[int | str]) -> list[Sample]: ...
+    def read_batch(self, stored: SampleTable, indices: Sequence[int | str]) -> list[Sample]: ...
     @overload
     def read_batch(self, stored: ArraySource, indices: Sequence[int]) -> Rows: ...
 
     def read_batch(
-        self, stored: StoredDataset | ArraySource, indices: Sequence[int] | Sequence[int | str]
+        self, stored: SampleTable | ArraySource, indices: Sequence[int] | Sequence[int | str]
     ) -> list[Sample] | Rows:
         """Return samples in order; for an array one tensor. Raises as `read`."""
         if isinstance(stored, ArraySource):
@@ -247,9 +247,11 @@ class DataClient:
             dataset.close()
         self._datasets = {}
 
-    def _number(self, stored: StoredDataset, index: int | str) -> int:
+    def _number(self, stored: SampleTable, index: int | str) -> int:
         if not isinstance(index, str):
             return index
+        if isinstance(stored, Index):
+            raise OptionError(f"{stored.ref} is an index, whose samples are read by number; {index!r} is a path")
         identity = identity_of(stored)
         if identity not in self._paths:
             self._paths[identity] = RecordPaths(stored)

@@ -6,14 +6,13 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from torch_dpflow._core.checks import check_flag, check_seconds, check_type
 from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.datasets.reader import DatasetReader
-from torch_dpflow.datasets.sample_reader import OnError, check_how_to_read
+from torch_dpflow.datasets.sample_reader import OnError, SampleTable, check_how_to_read
 from torch_dpflow.datasets.storage import ReadOptions
-from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.lookahead import Order
 from torch_dpflow.pool.reader.lookup import check_directory
 from torch_dpflow.pool.reader.pool_reader import PoolReader
@@ -32,7 +31,7 @@ class PoolSamples:
 
     def __init__(
         self,
-        stored: StoredDataset,
+        stored: SampleTable,
         address: PoolAddress,
         silence_s: float,
         storage_options: Mapping[str, Any] | None,
@@ -46,7 +45,7 @@ class PoolSamples:
         self._plan: str | None = None
         self._announcer = 0
 
-    def is_of(self, stored: StoredDataset) -> bool:
+    def is_of(self, stored: SampleTable) -> bool:
         """Return whether these are samples of this dataset."""
         return identity_of(stored) == self._identity
 
@@ -96,14 +95,14 @@ class PooledDataset(DatasetReader):
         copy: False returns the pool's memory itself on this host, and receive buffers for large samples of other hosts:
             read-only `memoryview` objects that stay valid while referenced, for decoders that accept them, such as
             `torch_dpflow.vision`. Other samples are bytes.
-        storage_options, read_options, metadata_cache, check, on_error: as for `DatasetReader`.
+        storage_options, read_options, check, on_error: as for `DatasetReader`.
 
     Raises OptionError, OptionTypeError.
     """
 
     def __init__(
         self,
-        stored: StoredDataset,
+        stored: SampleTable,
         address: AddressLike = "auto",
         *,
         connection: str | os.PathLike[str] | None = None,
@@ -112,15 +111,14 @@ class PooledDataset(DatasetReader):
         copy: bool = True,
         storage_options: Mapping[str, Any] | None = None,
         read_options: ReadOptions | None = None,
-        metadata_cache: int = 64 << 20,
         check: bool | None = None,
         on_error: OnError = "raise",
     ) -> None:
         pool = find_address(address, connection, trust_network=trust_network)
         check_keys(pool)
         check_directory(pool)
-        check_type("stored", stored, StoredDataset, "what DatasetStore.open returns")
-        check_how_to_read(storage_options, read_options, metadata_cache, check)
+        check_type("stored", stored, get_args(SampleTable), "what DatasetStore.open returns")
+        check_how_to_read(storage_options, read_options, check)
         self._pool = PoolSamples(
             stored,
             pool,
@@ -132,7 +130,6 @@ class PooledDataset(DatasetReader):
             stored,
             storage_options=storage_options,
             read_options=read_options,
-            metadata_cache=metadata_cache,
             check=check,
             on_error=on_error,
             through=self._pool,

@@ -13,11 +13,13 @@ from torch_dpflow.errors import DPFlowError
 class DatasetSource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Stored dataset to cache."""
 
-    #: Directory of the dataset store, and fsspec's options for it.
+    #: Directory of the dataset store, or of indexes, and fsspec's options for it.
     store: str
     options: dict[str, Any]
     #: Full name of the variant.
     ref: str
+    #: Whether it is an index of `open_dataset`.
+    is_index: bool = False
     #: fsspec's options for the data; None for those of the store.
     data_options: dict[str, Any] | None = None
 

@@ -18,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_dpflow._core.checks import check_int
-from torch_dpflow.datasets.sample_reader import SampleReader
+from torch_dpflow.datasets.sample_reader import SampleReader, SampleTable
 from torch_dpflow.datasets.spec import DatasetRef, next_version
-from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import DPFlowError, OptionError, OptionTypeError, PoolFullError
 from torch_dpflow.pool.array_files import array_identity, array_layout
 from torch_dpflow.pool.messages import (
@@ -164,7 +163,7 @@ _Pixels: TypeAlias = npt.NDArray[Any]
 
 def push_decoded(
     address: AddressLike,
-    stored: StoredDataset,
+    stored: SampleTable,
     transform: Transform,
     reader: SampleReader,
     *,

@@ -14,8 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_dpflow._core.checks import check_type
-from torch_dpflow.datasets.sample_reader import Sample, SampleReader
-from torch_dpflow.datasets.spec import SampleMeta, ShardEntry
+from torch_dpflow.datasets.files import Files
+from torch_dpflow.datasets.index import Index
+from torch_dpflow.datasets.sample_reader import Sample, SampleReader, SampleTable
+from torch_dpflow.datasets.spec import DatasetRef, SampleMeta, ShardEntry
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
@@ -37,6 +39,8 @@ from torch_dpflow.pool.transport.control_connection import PoolConnection
 
 #: Metadata shards read at the same time.
 _READ_THREADS = 16
+#: Samples of an index in a stripe.
+_INDEX_STRIPE = 1000
 #: Samples of a dataset that a server reads at the same time.
 _CONCURRENCY = 64
 #: Attempts of a read before its samples count as failed and are read again later.
@@ -75,15 +79,17 @@ class OpenedSource(NamedTuple):
     parts: Sequence[StripePart] = ()
 
 
-def identity_of(stored: StoredDataset | ArraySource) -> bytes:
+def identity_of(stored: SampleTable | ArraySource) -> bytes:
     """Return the identity of a variant, which never changes once published, or of an array."""
     _check_kind(stored)
     if isinstance(stored, ArraySource):
         return array_identity(stored)
+    if isinstance(stored, Index):
+        return identity("index", {"name": stored.name})
     return identity("files", {"url": stored.url, "digest": stored.dataset.digest, "variant": stored.variant_name})
 
 
-def source_of(stored: StoredDataset | ArraySource, data_options: Mapping[str, Any] | None) -> AnySource:
+def source_of(stored: SampleTable | ArraySource, data_options: Mapping[str, Any] | None) -> AnySource:
     """Return what a server needs to read it.
 
     Raises OptionTypeError for options that are not text, numbers or lists of such.
@@ -93,9 +99,10 @@ def source_of(stored: StoredDataset | ArraySource, data_options: Mapping[str, An
         stored
         if isinstance(stored, ArraySource)
         else DatasetSource(
-            store=stored.url.removesuffix(f"/{stored.dataset.id}"),
+            store=stored.url.removesuffix(f"/{stored.ref.id}"),
             options=stored.options,
             ref=str(stored.ref),
+            is_index=isinstance(stored, Index),
             data_options=None if data_options is None else dict(data_options),
         )
     )
@@ -115,15 +122,25 @@ def open_source(source: AnySource, wanted: bytes) -> OpenedSource:
         known = np.ones(blocks.records, dtype=bool)
         where = "memory of a client" if source.is_pushed else without_login(source.url)
         return OpenedSource(where, blocks, known, None if source.is_pushed else ArrayReader(source))
-    stored = DatasetStore(source.store, **source.options).open(source.ref)
+    stored = _open_table(source)
     _check_name(identity_of(stored), wanted, f"{source.ref} in {source.store}")
     records, known = sample_layout(stored)
     # Waiting clients read from storage themselves, up to their deadline, if it does not answer.
     limits = ReadOptions(concurrency=_CONCURRENCY, attempts=_ATTEMPTS)
     reader = SampleReader(stored, storage_options=source.data_options, read_options=limits)
+    if isinstance(stored, Index):
+        return OpenedSource(stored.url, records, known, reader)
     variant = stored.variant
     parts = [StripePart(stored.url, variant.data, one) for one in variant.shards]
     return OpenedSource(stored.url, records, known, reader, parts)
+
+
+def _open_table(source: DatasetSource) -> SampleTable:
+    if not source.is_index:
+        return DatasetStore(source.store, **source.options).open(source.ref)
+    version = DatasetRef.parse(source.ref).version
+    assert version is not None
+    return Index.open(Files(source.store, source.options), version)
 
 
 def samples_in(source: AnySource, records: int) -> int:
@@ -135,7 +152,7 @@ def samples_in(source: AnySource, records: int) -> int:
 
 def _check_kind(stored: object) -> None:
     allowed = "what DatasetStore.open, open_array or DataClient.push has returned"
-    check_type("stored", stored, (StoredDataset, ArraySource), allowed)
+    check_type("stored", stored, (StoredDataset, Index, ArraySource), allowed)
 
 
 def _check_name(found: bytes, wanted: bytes, what: str) -> None:
@@ -150,14 +167,17 @@ def all_samples(stored: StoredDataset) -> Iterator[SampleMeta]:
             yield from shard.samples
 
 
-def sample_layout(stored: StoredDataset) -> tuple[SampleLayout, npt.NDArray[np.bool_]]:
+def sample_layout(stored: SampleTable) -> tuple[SampleLayout, npt.NDArray[np.bool_]]:
     """Return the layout of the samples, and whether each length is known.
 
-    Reads all metadata; raises as `StoredDataset.shard`.
+    Reads all metadata of a store, and a column of an index; raises as `StoredDataset.shard`.
     """
-    lengths = [-1 if one.length is None else one.length for one in all_samples(stored)]
-    known = np.array(lengths, dtype=np.int64)
-    return SampleLayout(identity_of(stored), np.maximum(known, 0), stored.variant.shard_size), known >= 0
+    if isinstance(stored, Index):
+        lengths, size = stored.open_rows().lengths(), _INDEX_STRIPE
+    else:
+        found = [-1 if one.length is None else one.length for one in all_samples(stored)]
+        lengths, size = np.array(found, dtype=np.int64), stored.variant.shard_size
+    return SampleLayout(identity_of(stored), np.maximum(lengths, 0), size), lengths >= 0
 
 
 class RecordPaths:
@@ -209,13 +229,13 @@ class PoolComparison:
     in_storage: int = 0
 
 
-def samples_of(stored: StoredDataset | ArraySource) -> int:
+def samples_of(stored: SampleTable | ArraySource) -> int:
     """Return the number of samples or rows."""
     return stored.shape[0] if isinstance(stored, ArraySource) else len(stored)
 
 
 def verify_pool(
-    stored: StoredDataset | ArraySource,
+    stored: SampleTable | ArraySource,
     address: AddressLike = "auto",
     *,
     progress: Callable[[int], None] = lambda samples: None,
@@ -253,7 +273,7 @@ def verify_pool(
             progress(min(numbers.stop * per_record, samples))
 
 
-def _past_the_pool(stored: StoredDataset | ArraySource) -> tuple[RecordReader, int, int]:
+def _past_the_pool(stored: SampleTable | ArraySource) -> tuple[RecordReader, int, int]:
     """Return a reader of records from storage, the number of samples of each record, and of records per read."""
     if not isinstance(stored, ArraySource):
         return SampleReader(stored, check=True), 1, _AT_ONCE

@@ -103,7 +103,7 @@ def test_chunks_whose_samples_have_no_place_are_refused(
     tmp_path: Path, chunk: Any, changes: dict[str, Any], says: str
 ) -> None:
     rewrite(tmp_path / "data", chunk, **changes)
-    with pytest.raises(SourceError, match=rf"chunk-0-0\.bin {says}"):
+    with pytest.raises(SourceError, match=rf"chunk-0-\d\.bin {says}"):
         open_dataset(tmp_path / "data")
 
 

@@ -6,7 +6,9 @@ import multiprocessing
 import os
 import pickle
 import re
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.shards import ForwardReader
 from torch_dpflow.datasets.importers.sources import SourceFile, expand_braces, find_sources
 from torch_dpflow.datasets.importers.webdataset import WebDatasetImporter
-from torch_dpflow.datasets.index import Index
+from torch_dpflow.datasets.index_builder import _Builder
 from torch_dpflow.errors import DamagedStoreError, OptionError, OptionTypeError, SourceError, StorageError
 
 PIL = Later("PIL.Image")
@@ -158,7 +160,7 @@ def test_a_shard_that_grows_while_it_is_indexed_is_an_error(tmp_path: Path, monk
     assert len(open_dataset(path)) == 4
 
 
-def test_a_build_that_was_killed_is_continued(tmp_path: Path, scans: Path) -> None:
+def test_a_build_that_was_killed_is_continued(tmp_path: Path, scans: Path, index_dir: Path) -> None:
     samples = write_shards(tmp_path / "data", 12, 250)
 
     class Killed(BaseException):
@@ -170,11 +172,13 @@ def test_a_build_that_was_killed_is_continued(tmp_path: Path, scans: Path) -> No
 
     with pytest.raises(Killed):
         open_dataset(tmp_path / "data", progress=kill)
-    before = len(scans.read_text().split())
-    counts: list[int] = []
-    dataset = open_dataset(tmp_path / "data", progress=counts.append)
-    assert counts[0] == 2000
-    assert sorted(scans.read_text().split()[before:]) == [f"train-{number:03d}.tar" for number in range(7, 12)]
+    built = {path.name: path.stat().st_ino for path in index_dir.rglob("parts/*/*")}
+    assert len(built) == 8
+    scans.write_text("")
+    dataset = open_dataset(tmp_path / "data")
+    assert len(scans.read_text().split()) == 4
+    after = {path.name: path.stat().st_ino for path in index_dir.rglob("parts/*/*")}
+    assert built.items() < after.items()
     assert dataset.__getitems__(list(range(0, 3000, 99))) == samples[::99]
 
 
@@ -192,7 +196,7 @@ def test_a_shard_that_is_named_twice_is_counted_twice_after_a_kill_too(
         if count >= stop:
             raise Killed
 
-    with pytest.raises(Killed):
+    with suppress(Killed):
         open_dataset(source, progress=kill)
     dataset = open_dataset(source)
     assert len(dataset) == 2400
@@ -207,7 +211,7 @@ def _open(folder: Path, found: Any) -> None:
     found.put(open_dataset(folder)[30])
 
 
-def test_of_processes_that_open_at_once_one_builds(tmp_path: Path, scans: Path) -> None:
+def test_processes_that_open_at_once_build_one_index(tmp_path: Path, index_dir: Path) -> None:
     samples = write_shards(tmp_path / "data", 3, 20)
     context = multiprocessing.get_context("fork")
     found = context.Queue()
@@ -217,7 +221,8 @@ def test_of_processes_that_open_at_once_one_builds(tmp_path: Path, scans: Path) 
     assert [found.get(timeout=120) for _ in processes] == [samples[30]] * 4
     for process in processes:
         process.join()
-    assert len(scans.read_text().split()) == 3
+    assert sorted(path.parent.name for path in index_dir.glob("joined/*")) == ["joined"]
+    assert len([*index_dir.glob("parts/*/*")]) == 3
 
 
 def _scanned(scans: Path) -> list[str]:
@@ -259,31 +264,6 @@ def test_one_more_shard_reads_one_shard(tmp_path: Path, scans: Path, index_dir: 
     check([], 0, 2, 0, source=[data / "0.tar", data / "2.tar", data / "0.tar"])
 
 
-@pytest.mark.parametrize("is_killed", [False, True])
-def test_one_more_shard_reads_no_metadata_of_the_others(
-    tmp_path: Path, metadata_reads: list[int], is_killed: bool
-) -> None:
-    samples = write_shards(tmp_path / "data", 3, 700)
-
-    class Killed(BaseException):
-        pass
-
-    def kill(count: int) -> None:
-        if count >= 1000:
-            raise Killed
-
-    if is_killed:
-        with pytest.raises(Killed):
-            open_dataset(tmp_path / "data", progress=kill)
-    open_dataset(tmp_path / "data")
-    assert metadata_reads == []
-    (tmp_path / "data" / "train-003.tar").write_bytes((tmp_path / "data" / "train-000.tar").read_bytes())
-    dataset = open_dataset(tmp_path / "data")
-    # Only of the object that ends after the last full shard. After a kill the counts are unknown, and all are read.
-    assert metadata_reads == ([0, 1, 2] if is_killed else []) + [1, 2]
-    assert dataset.__getitems__(list(range(2800))) == [*samples, *samples[:700]]
-
-
 def test_the_index_of_a_source_that_grows_does(tmp_path: Path, index_dir: Path) -> None:
     """The index grows by the new samples only; each state once stored a whole index."""
     (shard,) = [write_tar(tmp_path / "a.tar", members_of(samples_of(0, 1000))).read_bytes()]
@@ -292,37 +272,50 @@ def test_the_index_of_a_source_that_grows_does(tmp_path: Path, index_dir: Path) 
         (tmp_path / "data").mkdir(exist_ok=True)
         (tmp_path / "data" / f"{number}.tar").write_bytes(shard)
         assert len(open_dataset(tmp_path / "data")) == 1000 * (number + 1)
-        sizes.append(sum(path.stat().st_size for path in index_dir.rglob("ms-*.json")))
+        sizes.append(sum(path.stat().st_size for path in index_dir.rglob("parts/*/*")))
     assert sizes[-1] < 2.5 * 8 * sizes[0]
 
 
-def test_an_index_that_was_not_opened_for_long_is_removed(tmp_path: Path, index_dir: Path) -> None:
+def test_an_index_that_was_not_opened_for_long_is_removed(tmp_path: Path, scans: Path, index_dir: Path) -> None:
+    """With parts that no other index has, and indexes of earlier releases."""
     samples = write_shards(tmp_path / "data", 3, 700)
     other = open_dataset(f"{tmp_path}/data/train-000.tar")
     whole = open_dataset(tmp_path / "data")
-    for path in index_dir.rglob("versions/*.json"):
-        os.utime(path, (0, 0))
+    for age, release in ((0, "old"), (time.time(), "recent")):
+        path = index_dir / "webdataset" / release / "versions" / "a.json"
+        path.parent.mkdir(parents=True)
+        path.touch()
+        os.utime(path, (age, age))
+    for path in index_dir.rglob("*"):
+        if path.is_file() and path.parent.name != "versions":
+            os.utime(path, (0, 0))
     kept = open_dataset(tmp_path / "data")  # is in use from now on
-    (tmp_path / "data" / "train-003.tar").write_bytes((tmp_path / "data" / "train-000.tar").read_bytes())
+    (tmp_path / "data" / "train-002.tar").write_bytes((tmp_path / "data" / "train-000.tar").read_bytes())
     open_dataset(tmp_path / "data")
-    versions = {path.stem for path in index_dir.rglob("versions/*.json")}
-    assert other.stored.ref.version not in versions
-    assert kept.stored.ref.version in versions
-    assert whole.__getitems__(list(range(2100))) == samples
-    os.utime(index_dir / kept.stored.ref.id / "versions" / f"{kept.stored.ref.version}.json", (0, 0))
-    (tmp_path / "data" / "train-004.tar").write_bytes((tmp_path / "data" / "train-000.tar").read_bytes())
-    grown = open_dataset(tmp_path / "data")
-    assert kept.stored.ref.version not in {path.stem for path in index_dir.rglob("versions/*.json")}
-    assert grown.__getitems__(list(range(2100))) == samples  # parts that it shares stay
-    assert {path.stem for path in index_dir.rglob("versions/*.json")} >= {grown.stored.ref.version}
+    names = {path.name for path in index_dir.glob("joined/*")}
+    assert other.stored.name not in names
+    assert kept.stored.name in names
+    assert len([*index_dir.glob("parts/*/*")]) == 4
+    assert [path.name for path in index_dir.glob("webdataset/*")] == ["recent"]
+    assert whole.__getitems__(list(range(1400))) == samples[:1400]
+    for path in index_dir.rglob("*"):
+        os.utime(path, (0, 0))
+    open_dataset(f"{tmp_path}/data/train-001.tar")
+    assert len([*index_dir.glob("joined/*")]) == len([*index_dir.glob("parts/*/*")]) == 1
+    scans.write_text("")
+    assert len(open_dataset(tmp_path / "data")) == 2100
+    assert _scanned(scans) == ["train-000.tar", "train-002.tar"]
+    assert whole.__getitems__(list(range(1400))) == samples[:1400]  # stays mapped
 
 
-@pytest.mark.parametrize("moment", ["_remove_damaged", "_write", "_draft", "publish"])
-def test_processes_without_a_lock_build_one_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    """As on an object store: another one publishes the index at any moment of a build."""
+@pytest.mark.parametrize("moment", ["build", "_write_parts", "_write_part", "_put", "_join"])
+def test_processes_build_one_index_on_an_object_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Another one builds the same index at any moment of a build."""
     samples = write_shards(tmp_path / "data", 3, 700)
     url = f"memory://{tmp_path.name}-{moment}"
-    owner: Any = Draft if moment == "publish" else Index
+    owner: Any = _Builder
     own = getattr(owner, moment)
     runs = []
 
@@ -342,42 +335,32 @@ def test_processes_without_a_lock_build_one_index(tmp_path: Path, monkeypatch: p
         fsspec.filesystem("memory").rm(url, recursive=True)
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"no JSON"])
-def test_a_damaged_record_of_the_directory_of_indexes_is_written_again(
-    tmp_path: Path, index_dir: Path, content: bytes
-) -> None:
-    write_shards(tmp_path / "data", 1, 5)
-    index_dir.mkdir()
-    (index_dir / "store.json").write_bytes(content)
-    for _ in range(2):
-        assert len(open_dataset(tmp_path / "data")) == 5
-
-
 def _flipped(data: bytes) -> bytes:
     return data[:100] + bytes([data[100] ^ 1]) + data[101:]
 
 
+@pytest.mark.parametrize("parts", ["whole", "damaged", "missing"])
 @pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("versions/*.json", lambda data: data[:100]),
-        ("meta/**/ms-0.json", lambda data: data[:100]),
-        ("meta/**/ms-0.json", lambda data: None),
-        ("meta/**/ms-0.json", _flipped),
-    ],
-    ids=["version", "cut", "missing", "flipped"],
+    "change",
+    [lambda data: data[:100], lambda data: b"", lambda data: None, _flipped],
+    ids=["cut", "empty", "missing", "flipped"],
 )
-def test_a_damaged_index_is_built_anew(tmp_path: Path, index_dir: Path, name: str, change: Any) -> None:
+def test_a_damaged_index_is_built_again(tmp_path: Path, index_dir: Path, change: Any, parts: str) -> None:
     samples = write_shards(tmp_path / "data", 1, 5)
     open_dataset(tmp_path / "data")
-    (path,) = index_dir.rglob(name)
+    (path,), (part,) = index_dir.glob("joined/*"), index_dir.glob("parts/*/*")
     changed = change(path.read_bytes())
     path.unlink()
     if changed is not None:
         path.write_bytes(changed)
+    if parts != "whole":
+        content = _flipped(part.read_bytes())
+        part.unlink()
+        if parts == "damaged":
+            part.write_bytes(content)
     if change is _flipped:  # no size shows it
-        with pytest.raises(DamagedStoreError, match="open the data again, which builds it anew"):
-            open_dataset(tmp_path / "data")[4]
+        with pytest.raises(DamagedStoreError, match="open the data again, which builds it again"):
+            open_dataset(tmp_path / "data").__getitems__(range(5))
     assert open_dataset(tmp_path / "data").__getitems__(range(5)) == samples
 
 
@@ -386,15 +369,6 @@ def test_a_directory_of_indexes_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="give index_dir=, or set DPFLOW_INDEX_DIR"):
         open_dataset(tmp_path / "data", index_dir=tmp_path / "file")
-    (tmp_path / "index").mkdir()
-    open_dataset(tmp_path / "data", index_dir=tmp_path / "index")
-    (lock,) = (tmp_path / "index").glob(".*.lock")
-    for version in (tmp_path / "index").rglob("versions/*.json"):
-        version.unlink()
-    lock.unlink()
-    lock.mkdir()
-    with pytest.raises(StorageError, match="give index_dir=, or set DPFLOW_INDEX_DIR"):
-        open_dataset(tmp_path / "data", index_dir=tmp_path / "index")
 
 
 def test_errors_of_a_source_are_not_kept(tmp_path: Path) -> None:

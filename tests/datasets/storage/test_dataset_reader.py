@@ -143,16 +143,6 @@ def test_a_sample_costs_at_most_one_metadata_shard(images: StoredDataset, metada
     reader.close()
 
 
-def test_metadata_stays_within_its_bytes(images: StoredDataset, metadata_reads: list[int]) -> None:
-    """With room for one shard, a batch over all of them is right, and no more than one is kept."""
-    reader = DatasetReader(images, metadata_cache=1)
-    assert [fields["number"] for _, fields in reader.__getitems__([5, 0, 3, 1])] == [5, 0, 3, 1]
-    assert len(metadata_reads) == 3
-    reader.__getitems__([5, 0, 3, 1])
-    assert len(metadata_reads) >= 5
-    reader.close()
-
-
 def test_a_local_sample_takes_few_calls(images: StoredDataset) -> None:
     """They are most of what a sample costs that the page cache holds."""
     with closing(DatasetReader(images)) as reader:
@@ -319,8 +309,6 @@ def test_a_fault_of_the_server_ends_in_an_error(
     "wrong",
     [
         {"on_error": "ignore"},
-        {"metadata_cache": 0},
-        {"metadata_cache": "x"},
         {"check": "no"},
         {"storage_options": 5},
         {"read_options": 5},

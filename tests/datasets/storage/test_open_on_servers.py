@@ -25,7 +25,10 @@ from tests.datasets.storage.servers import BUCKET, S3_KEYS, s3_client
 from tests.datasets.storage.web_server import WebServer, serve_ranges
 from tests.later import Later
 from torch_dpflow.datasets import open_dataset
+from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.sources import find_sources
+from torch_dpflow.datasets.index import Index
+from torch_dpflow.datasets.opened import OpenedDataset
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.storage.file_systems import fsspec_options
 from torch_dpflow.datasets.tables import TableDataset
@@ -88,9 +91,9 @@ def test_building_the_index_fills_the_disk_cache(
     for number in range(2):
         client.delete_object(Bucket=BUCKET, Key=f"{folder}/a-{number}.tar")
     client.close()
-    (version,) = (tmp_path / "index").rglob("versions/*.json")
-    name = f"{version.parent.parent.parent.name}/{version.parent.parent.name}:{version.stem}:all"
-    reads_nothing = open_dataset(name, store=str(tmp_path / "index"), storage_options=options, read_options=reading)
+    (name,) = (path.name for path in tmp_path.glob("index/joined/*"))
+    index = Index.open(Files(tmp_path / "index"), name)
+    reads_nothing = OpenedDataset(index, storage_options=options, read_options=reading)
     assert reads_nothing.__getitems__(range(20)) == samples_of(0, 10) + samples_of(10, 10)
     reads_nothing.close()
 
@@ -178,8 +181,7 @@ def test_an_object_without_a_state_is_indexed_at_each_opening(tmp_path: Path, ki
             answers["/none"] = serve_ranges(made[letter][0])
             before = len(web.requests)
             if letter in opened:  # an old index that is found again is not swept
-                (version,) = tmp_path.rglob(f"versions/{opened[letter].stored.ref.version}.json")
-                os.utime(version, (0, 0))
+                os.utime(tmp_path / "index" / "joined" / opened[letter].stored.name, (0, 0))
             dataset = open_dataset([f"{web.url}/none", f"{web.url}/stated"], **how)
             looks = [request for request in web.requests[before:] if request["path"] == "/stated"]
             assert len(looks) <= 3 if not opened else len(looks) == 1
@@ -188,7 +190,8 @@ def test_an_object_without_a_state_is_indexed_at_each_opening(tmp_path: Path, ki
             for one in (dataset, first, pickle.loads(pickle.dumps(first))):
                 assert one.__getitems__([0, 1]) == [made[letter][1], made[b"S"][1]]
                 one.close()
-    assert len([*tmp_path.rglob("versions/*.json")]) == len([*tmp_path.rglob("ms-*.json")]) == 2
+    assert len([*tmp_path.rglob("joined/*")]) == 2
+    assert len([*tmp_path.rglob("parts/*/*")]) == 3
 
 
 @pytest.mark.parametrize("compression", [None, "gz"])
@@ -208,7 +211,8 @@ def test_shards_of_mds_without_a_state_are_indexed_at_each_opening(tmp_path: Pat
             ftp.files[f"/mds/{name}"] = gzip.compress(raw, mtime=0) if compression else raw
             with closing(open_dataset(f"ftp://me:secret@{ftp.host}/mds", index_dir=tmp_path / "index")) as dataset:
                 assert dataset.__getitems__([0, 1]) == [{"x": value} for value in values]
-    assert len([*tmp_path.rglob("versions/*.json")]) == len([*tmp_path.rglob("ms-*.json")]) == 2
+    assert len([*tmp_path.rglob("joined/*")]) == len([*tmp_path.rglob("parts/*/*")]) == 2
+    assert len([*tmp_path.rglob("packs/*/*")]) == (2 if compression else 0)
 
 
 def test_images_without_a_state_are_indexed_at_each_opening(tmp_path: Path) -> None:
@@ -218,27 +222,6 @@ def test_images_without_a_state_are_indexed_at_each_opening(tmp_path: Path) -> N
             url = f"ftp://me:secret@{ftp.host}/images"
             with closing(open_dataset(url, index_dir=tmp_path / "index", checksum="crc32")) as dataset:
                 assert letter * 100 in dataset[0].values()
-
-
-def test_a_killed_build_of_objects_without_a_state_leaves_nothing(tmp_path: Path) -> None:
-    content = write_tar(tmp_path / "a.tar", [(f"{number}.cls", b"1") for number in range(1500)]).read_bytes()
-
-    class Killed(BaseException):
-        pass
-
-    def kill(count: int) -> None:
-        if count >= 1000:
-            raise Killed
-
-    with WebServer(serve_ranges(content)) as web:
-        for _ in range(2):
-            with pytest.raises(Killed):
-                open_dataset(f"{web.url}/a.tar", index_dir=tmp_path / "index", progress=kill)
-        assert len([*tmp_path.rglob("drafts/*")]) == len([*tmp_path.rglob("meta/*")]) == 1
-        assert len(open_dataset(f"{web.url}/a.tar", index_dir=tmp_path / "index")) == 1500
-    assert len([*tmp_path.rglob("versions/*.json")]) == 1
-    assert len([*tmp_path.rglob("ms-*.json")]) == 2
-    assert not [*tmp_path.rglob("drafts/*")]
 
 
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])
@@ -305,7 +288,7 @@ def test_signatures_are_not_stored_and_may_be_renewed(tmp_path: Path, first: str
                 assert len(web.requests) - before <= 4
         files = [path for path in tmp_path.rglob("*") if path.is_file()]
         assert not any(b"SECRET" in path.read_bytes() for path in files)
-        assert all(b"v=3" in path.read_bytes() for path in (tmp_path / "index").rglob("ms-*.json"))
+        assert all(b"v=3" in path.read_bytes() for path in (tmp_path / "index").glob("parts/*/*"))
 
 
 def test_a_signed_object_is_looked_up_as_it_was_given(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

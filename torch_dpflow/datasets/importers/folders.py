@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -95,6 +95,8 @@ class ImageFolderImporter:
         options: fsspec's options for `root`.
     """
 
+    name = "imagefolder"
+
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -109,18 +111,20 @@ class ImageFolderImporter:
         self._known = list(classes or [])
         self._labels: dict[str, int] = {}
         self.root: str | None = self._files.url
-        #: Whether all images have a state, by the last call of `state`.
-        self.has_states = False
 
     @property
     def source(self) -> Mapping[str, Any]:
         """See `Importer`."""
-        return {
-            "importer": "imagefolder",
-            "root": self.root,
-            "endings": list(self._endings),
-            "classes": self._known,
-        }
+        return {"importer": self.name, "root": self.root, **self.settings()}
+
+    def settings(self) -> Mapping[str, Any]:
+        """Return the settings that decide what the samples are."""
+        return {"endings": list(self._endings), "classes": self._known}
+
+    def scanned(self, numbers: Iterable[int]) -> Generator[tuple[int, Iterator[Item]]]:
+        """Yield all images as those of one object, if `numbers` has it. See `ShardImporter`."""
+        for number in numbers:
+            yield number, self.items()
 
     @staticmethod
     def finds(files: SourceFiles) -> bool:
@@ -130,15 +134,15 @@ class ImageFolderImporter:
         children = Files(files.given, files.options).children(files.folders[0])
         return any(child.name.lower().endswith(IMAGE_ENDINGS) for child in children)
 
-    def state(self) -> str:
-        """Return a digest of the names, sizes and times of all images; lists the whole tree."""
+    def objects(self) -> list[tuple[str | None]]:
+        """Return a digest of the names, sizes and states of all images, or None if one has no state; lists the tree."""
         digest = hashlib.sha256()
-        self.has_states = True
+        has_states = True
         for folder in self._find_classes().values():
             for path, size, state in self._images(folder):
-                self.has_states &= state is not None
+                has_states &= state is not None
                 digest.update(f"{path}\0{size}\0{state}\0".encode(errors="surrogatepass"))
-        return digest.hexdigest()
+        return [(digest.hexdigest() if has_states else None,)]
 
     def extend(self, info: Mapping[str, Any]) -> None:
         """Keep the labels of the classes in `info`."""

@@ -18,7 +18,6 @@ from torch_dpflow.datasets.importers.columns import lit_decoder, mds_decoder
 from torch_dpflow.datasets.importers.shards import ForwardReader, ShardImporter
 from torch_dpflow.datasets.importers.sources import Source, SourceFile, SourceFiles, files_in, find_sources
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
-from torch_dpflow.datasets.storage.base import sha256_of
 from torch_dpflow.errors import MissingExtraError, SourceError
 
 _INDEX = "index.json"
@@ -108,12 +107,8 @@ class PackedImporter(ShardImporter):
     def settings(self) -> Mapping[str, Any]:
         return self._info
 
-    def state(self) -> str:
-        return sha256_of(json.dumps([super().state(), self.shards]).encode())
-
-    def _object(self, file: SourceFile) -> tuple[Any, ...]:
-        """Return what identifies the state of an object, and what the index.json says of it."""
-        return *super()._object(file), *self._by_url[file.url][2:]
+    def objects(self) -> list[tuple[Any, ...]]:
+        return [(*one, *self._by_url[file.url][2:]) for one, file in zip(super().objects(), self.files.files)]
 
     def total(self) -> int | None:
         return sum(shard.samples for shard in self.shards)

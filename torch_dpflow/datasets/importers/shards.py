@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import re
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from itertools import chain, islice
 from typing import Any, ClassVar
 
 from torch_dpflow.datasets.importers.base import Item
-from torch_dpflow.datasets.importers.sources import Source, SourceFile, SourceFiles, find_sources
+from torch_dpflow.datasets.importers.sources import Source, SourceFile, SourceFiles, find_sources, is_changed
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
+from torch_dpflow.datasets.storage.base import sha256_of
 from torch_dpflow.datasets.storage.urls import stored_url
-from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import SourceError
 
 #: Objects that are scanned at a time.
@@ -27,8 +28,6 @@ _BATCH, _BATCHES = 500, 4
 _REMOTE_BLOCK, _REMOTE_AHEAD = 4 << 20, 2
 #: Blocks of one object that are held for the samples in them, at most.
 _MAX_HELD = 4
-#: Objects up to which an index names each, so that a later one reads only new ones.
-_MAX_NAMED = 50_000
 #: Seconds after which a scan whose samples are not read looks whether it should end.
 _POLL_S = 0.2
 
@@ -136,13 +135,6 @@ class ShardImporter:
         self._split = split
         #: Whether samples become an index of `open_dataset`, which names each object.
         self.is_in_place = False
-        #: An earlier index, places of its objects in it, and the number of samples that are not described again.
-        self._earlier: StoredDataset | None = None
-        self._places: dict[tuple[Any, ...], tuple[int, int]] = {}
-        self._passed = 0
-        #: samples of each object that was described here, by its number
-        self._counts: dict[int, int] = {}
-        self._objects: list[list[Any]] = []
         self.options = self.files.options
         #: Given URLs of objects by the URLs that samples get, where the two differ
         self.given_urls = self.files.given_urls()
@@ -160,56 +152,17 @@ class ShardImporter:
         """Return whether the first KiB of an object is one of this format."""
         return False
 
-    def state(self) -> str:
-        """Return a digest of the objects that changes when one of them is written."""
-        return self.files.state()
-
-    @property
-    def has_states(self) -> bool:
-        """Whether all objects have a state."""
-        return all(file.state is not None for file in self.files.files)
-
     @property
     def source(self) -> Mapping[str, Any]:
         """See `Importer`. `state` changes with every object's size and time of change."""
         chosen = {} if self._split is None else {"split": self._split}
         described = {"importer": self.name, "source": stored_url(self.files.given), **chosen, **self.settings()}
-        count = len(self.files.files)
-        if self.is_in_place and count <= _MAX_NAMED:
-            self._objects = self._objects or [[*self._object(file)] for file in self.files.files]
-            return {**described, "objects": self._objects}
-        return {**described, "files": count, "state": self.state()}
+        state = sha256_of(json.dumps(self.objects()).encode())
+        return {**described, "files": len(self.files.files), "state": state}
 
-    def _object(self, file: SourceFile) -> tuple[Any, ...]:
-        """Return what identifies the state of an object: path, size, state."""
-        return self.files.path_of(file), file.size, file.state
-
-    def reuse(self, stored: StoredDataset, multiple: int) -> int:
-        """Take the samples of unchanged objects from an earlier index of the same root and settings.
-
-        Returns:
-            The number of first samples that the earlier index contains, a multiple of `multiple`. They are left out.
-        """
-        before = [tuple(one) for one in stored.variant.source["objects"]]
-        if len({path for path, *_ in before}) < len(before):
-            return 0  # a sample's path would not say of which of them it is
-        counts = stored.variant.info.get("counts")
-        if counts is None:  # it was continued after a kill
-            by_path = Counter(sample.path for sample in stored.samples())
-            counts = [by_path[path] for path, *_ in before]
-        self._places = {}
-        first = same = 0
-        is_same = True
-        files = self.files.files
-        for number, (one, count) in enumerate(zip(before, counts, strict=True)):
-            is_same = is_same and number < len(files) and self._object(files[number]) == one and one[2] is not None
-            if one[2] is not None:
-                self._places[one] = first, count
-            first += count
-            same += count if is_same else 0
-        self._earlier = stored
-        self._passed = max(0, same - 1) // multiple * multiple  # one stays, as no import may be empty
-        return self._passed
+    def objects(self) -> list[tuple[Any, ...]]:
+        """Return what identifies each object: state or None, path, size, and what an index says of it."""
+        return [(file.state, self.files.path_of(file), file.size) for file in self.files.files]
 
     def settings(self) -> Mapping[str, Any]:
         """Return the settings that decide what the samples are."""
@@ -231,13 +184,10 @@ class ShardImporter:
         """Do nothing: samples of this kind do not depend on those before them."""
 
     def items(self, start: int = 0) -> Iterator[Item]:
-        first, start = 0, start + self._passed
-        for file in self.files.files:
-            count = self._places.get(self._object(file), (0, start + 1))[1]
-            if count > start:
-                break
-            first, start = first + 1, start - count
-        return islice(self._scanned(first), start, None)
+        return islice(self._from(0), start, None)
+
+    def _from(self, first: int) -> Iterator[Item]:
+        return chain.from_iterable(items for _, items in self.scanned(range(first, len(self.files.files))))
 
     def items_at(self, path: str, offset: int | None) -> Iterator[Item] | None:
         """Yield the samples from that one on which begins at `offset` of `path`; none if there is no such sample.
@@ -248,7 +198,7 @@ class ShardImporter:
         numbers = [number for number, file in enumerate(self.files.files) if self.files.path_of(file) == path]
         if len(numbers) > 1 or self.may_copy:
             return None
-        items = self._scanned(numbers[0]) if numbers else iter(())
+        items = self._from(numbers[0]) if numbers else iter(())
         found = next((item for item in items if item.offset == offset), None)
         return iter(()) if found is None else chain([found], items)
 
@@ -256,21 +206,10 @@ class ShardImporter:
         return None
 
     def info(self) -> Mapping[str, Any]:
-        """Return of an index the samples of each object; None if some were described before a kill."""
-        if not self.is_in_place or len(self.files.files) > _MAX_NAMED:
-            return {}
-        known = [self._places.get(self._object(file), (0, None))[1] for file in self.files.files]
-        counts = [self._counts.get(number, count) for number, count in enumerate(known)]
-        return {"counts": None if None in counts else counts}
+        return {}
 
-    def _counted(self, number: int, items: Iterator[Item]) -> Iterator[Item]:
-        self._counts[number] = 0
-        for item in items:
-            self._counts[number] += 1
-            yield item
-
-    def _scanned(self, first: int) -> Iterator[Item]:
-        """Yield the samples of all objects from number `first` on, scanned in threads, in order."""
+    def scanned(self, numbers: Iterable[int]) -> Generator[tuple[int, Iterator[Item]]]:
+        """Yield these objects with the samples of each, in order. The next ones are scanned in threads meanwhile."""
         if self.given_urls and not self.is_in_place:
             raise SourceError(
                 f"a store would name {next(iter(self.given_urls))!r}, which cannot be read later: links with a "
@@ -282,35 +221,20 @@ class ShardImporter:
             ThreadPoolExecutor(_SCANNERS * (1 + _REMOTE_AHEAD), "dpflow-blocks") as blocks,
             ThreadPoolExecutor(_SCANNERS, "dpflow-scan") as scanners,
         ):
-            waiting: deque[Iterator[Item]] = deque()
+            waiting: deque[tuple[int, _Batches]] = deque()
             try:
-                for number, file in enumerate(self.files.files[first:], first):
-                    place = self._places.get(self._object(file))
-                    if place is None:
-                        batches: _Batches = queue.Queue(_BATCHES)
-                        scanners.submit(self._scan_into, batches, file, reader, blocks, stop)
-                    items = _taken(batches) if place is None else self._taken_before(*place)
-                    waiting.append(self._counted(number, items))
+                for number in numbers:
+                    waiting.append((number, queue.Queue(_BATCHES)))
+                    scanners.submit(self._scan_into, waiting[-1][1], self.files.files[number], reader, blocks, stop)
                     if len(waiting) > _SCANNERS:
-                        yield from waiting.popleft()
+                        number, batches = waiting.popleft()
+                        yield number, _taken(batches)
                 while waiting:
-                    yield from waiting.popleft()
+                    number, batches = waiting.popleft()
+                    yield number, _taken(batches)
             finally:
                 stop.set()
                 blocks.shutdown(wait=False, cancel_futures=True)
-
-    def _taken_before(self, first: int, count: int) -> Iterator[Item]:
-        """Yield samples of the earlier index."""
-        assert self._earlier is not None
-        for sample in self._earlier.part(first, first + count):
-            yield Item(
-                path=sample.path,
-                offset=sample.offset,
-                length=sample.length,
-                checksum=sample.checksum,
-                revision=sample.revision,
-                meta=sample.fields(),
-            )
 
     def _scan_into(
         self,
@@ -341,7 +265,8 @@ class ShardImporter:
                 while batch := list(islice(items, _BATCH)):
                     if not _put(batches, batch, stop):
                         return
-            self.files.check_unchanged(file)
+            if is_changed(file):  # a local one; other storages compare at each read
+                raise SourceError(f"{file.printable} was written while it was read; open it again when it is complete")
             _put(batches, None, stop)
         except BaseException as error:
             _put(batches, error, stop)

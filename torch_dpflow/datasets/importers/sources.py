@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -155,23 +154,11 @@ class SourceFiles:
         name = split_name(url)[1]
         return name if join_url(self.root, name) == url else url
 
-    def state(self) -> str:
-        """Return a digest of names, sizes and times of all objects: another one after any of them was written."""
-        digest = hashlib.sha256()
-        for file in self.files:
-            digest.update(f"{stored_url(file.url)}\0{file.size}\0{file.state}\0".encode(errors="surrogatepass"))
-        return digest.hexdigest()
-
     def head(self, number: int = 0, length: int = 1024) -> bytes:
         """Return the first bytes of an object, at most `length`."""
         file = self.files[number]
         with ObjectReader(self.options, options=self.read_options) as reader:
             return reader.read(file.url, 0, min(length, file.size))
-
-    def check_unchanged(self, file: SourceFile) -> None:
-        """Raise SourceError if a local file was written since it was listed. Other storages compare at each read."""
-        if is_changed(file):
-            raise SourceError(f"{file.printable} was written while it was read; import it again when it is complete")
 
 
 def find_sources(

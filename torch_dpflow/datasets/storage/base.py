@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
+import msgspec
+
 from torch_dpflow._core.checks import check_fields, check_int, check_path, check_seconds, check_type, parse_bytes
 from torch_dpflow.datasets.storage.states import ObjectState
 from torch_dpflow.datasets.storage.urls import printable_url
@@ -50,8 +52,7 @@ def matches(data: bytes | memoryview, checksum: str) -> bool:
     return _ALGORITHMS[algorithm](data) == digest
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRange:
+class ByteRange(msgspec.Struct, frozen=True):
     """The bytes `start` to `stop` (excluded; None: the end) of the object at `url`.
 
     Raises OptionError for a negative start or a stop before it.

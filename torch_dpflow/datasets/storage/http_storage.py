@@ -15,10 +15,12 @@ import re
 import ssl
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
+
+import msgspec
 
 from torch_dpflow.datasets.storage.base import MAX_WAIT_S, ByteRange, ReadOptions
 from torch_dpflow.datasets.storage.credentials import Credentials
@@ -151,9 +153,9 @@ class HttpStorage:
 
     def look(self, span: ByteRange, deadline: float) -> ObjectState:
         # A GET, as presigned URLs allow no HEAD; of one byte, so that the answer has the size of the whole object.
-        found = self._get(replace(span, start=0, stop=1), deadline, _state)
+        found = self._get(msgspec.structs.replace(span, start=0, stop=1), deadline, _state)
         if isinstance(found, ErrorResponse) and found.status == 416:  # an empty object has no first byte
-            found = self._get(replace(span, start=0, stop=None), deadline, _state)
+            found = self._get(msgspec.structs.replace(span, start=0, stop=None), deadline, _state)
         if isinstance(found, ErrorResponse):
             raise found.error(span)
         return found
