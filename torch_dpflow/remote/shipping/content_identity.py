@@ -203,11 +203,15 @@ def _distributions(walk: Walk, own: OwnCode, reached: Iterable[str]) -> dict[str
     tops = {module.partition(".")[0] for module in walk.modules} | imported | owners.keys() & walk.names
     tops -= {*own.sources, _THIS, SCRIPT_PART, *sys.stdlib_module_names}
     found = {one for top in tops for one in owners.get(top, ())}
-    versions = {name: metadata.version(name) for name in sorted(found)}
+    versions = {name: _version(name) for name in sorted(found)}
     return {
         f"package:{name}": PartNode(digest_of(name.encode(), version.encode()), version)
         for name, version in versions.items()
     }
+
+
+#: The installed version of a distribution.
+_version = functools.lru_cache(maxsize=1024)(metadata.version)
 
 
 @functools.lru_cache(maxsize=1)
