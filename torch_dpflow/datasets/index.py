@@ -5,7 +5,7 @@
     <directory>/parts/<settings>/<object>      the samples of one object, by its URL, size, state, and the settings
     <directory>/packs/<settings>/<object>/     samples that were copied out of a compressed object
     <directory>/joined/<source>                all parts of a source in order, which readers map
-    <directory>/stored/<version>               rows of a stored dataset that were read, see `StoredRows`
+    <directory>/stored/<version>               rows of a stored dataset that were read, by `row_files`
 
 A file is written under another name and renamed, or put whole, and never changes. Its name says what is in it, so
 processes that build the same index write equal files, and none has to wait: each scans the objects that no other one

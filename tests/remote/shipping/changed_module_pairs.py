@@ -84,7 +84,18 @@ CHANGED = [
         "cfg.f",
         data("cfg.f()", "import cfg\ncfg.f.__code__ = (lambda: @@).__code__"),
         files={"cfg.py": "def f(): return 0"},
-        loads="cfg.f has another value in the script",
+    ),
+    Pair(
+        "its code set, and a default",
+        "cfg.f",
+        data("cfg.f()", "import cfg\ncfg.f.__code__ = (lambda i: i * @@).__code__\ncfg.f.__defaults__ = (3,)"),
+        files={"cfg.py": "def f(i=0): return i"},
+    ),
+    Pair(
+        "code of its method set",
+        "cfg.K.f",
+        data("cfg.K().f()", "import cfg\ncfg.K.f.__code__ = (lambda self: @@).__code__"),
+        files={"cfg.py": "class K:\n    def f(self): return 0"},
     ),
     Pair(
         "its property replaced",
@@ -126,7 +137,6 @@ CHANGED = [
             "cfg.py": "import os\nif os.environ.get('FAST_OF_PAIR', '1') == '1':\n    def f(): return 1\n"
             "else:\n    def f(): return 2"
         },
-        loads="has another value in the script",
     ),
     Pair(
         "late import, changed before",

@@ -17,6 +17,7 @@ from torch_dpflow.remote.shipping.canonical import Walk
 from torch_dpflow.remote.shipping.content_pack import ScriptPickler
 from torch_dpflow.remote.shipping.own_source import OwnSource, parsed
 from torch_dpflow.remote.shipping.own_state import (
+    Codes,
     ModuleMember,
     NotSent,
     OwnState,
@@ -157,12 +158,27 @@ class _Checked(MetaPathFinder):
             if any(path.startswith(one) and path[len(one)] in ".([" for one in replaced):
                 continue
             put = members[path].put if path in members else _putter(members, module, path)
+            if (
+                wanted is not None
+                and isinstance(wanted.value, Codes)
+                and not _has_codes(members.get(path), wanted.value)
+            ):
+                put = None
             if wanted is None or wanted.value is NotSent or put is None:
                 if not is_ignored(f"{name}{path}", state.ignore):
                     raise _other(f"{name}{path}")
-            else:
+                continue
+            try:
                 put(wanted.value)
+            except ValueError as error:  # code with other variables of outer functions
+                raise _other(f"{name}{path}") from error
+            if not isinstance(wanted.value, Codes):  # defaults, variables of outer functions and attributes count alone
                 replaced.append(path)
+
+
+def _has_codes(member: ModuleMember | None, sent: Codes) -> bool:
+    """Return whether a member consists of functions that can get this code."""
+    return member is not None and member.kind == "function" and member.value[0] == sent.kind
 
 
 def _putter(members: Mapping[str, ModuleMember], module: types.ModuleType, path: str) -> Callable[[Any], object] | None:

@@ -37,6 +37,14 @@ class NotSent:
     """Value of a variable that is too large, or that cannot be pickled."""
 
 
+class Codes(NamedTuple):
+    """Code of the functions of a member whose code is not the file's: set by the script, or rewritten as by pytest."""
+
+    #: As of `ModuleMember.value`.
+    kind: str
+    codes: tuple[types.CodeType, ...]
+
+
 class ModuleMember(NamedTuple):
     """Something that a module has, and what sets it. kind: of a definition, whose value describes it."""
 
@@ -103,7 +111,10 @@ def members_not_as_file(
     walk.folder = _folder_of(name, module)
     for path, member in members.items():
         if not _is_as_file(walk, path, member, module, source):
-            found[path] = (walk.digest_apart(member.value), NotSent if member.kind else member.value)
+            sent: Any = NotSent if member.kind else member.value
+            if member.kind == "function":
+                sent = Codes(member.value[0], member.value[1:])
+            found[path] = (walk.digest_apart(member.value), sent)
     for path in {*source.literals, *source.imported, *source.kinds, *source.bases} - members.keys():
         outer = path.rpartition(".")[0]
         if "(" not in path and (not outer or (outer in members and members[outer].kind == "class")):
@@ -151,7 +162,8 @@ def _members(module: str, path: str, value: Any, put: Callable[[Any], object]) -
         kind = "function" if isinstance(value, types.FunctionType) else type(value).__name__
         if isinstance(value, LruCache):
             kind = f"{kind} {value.cache_parameters()}"
-        yield path, ModuleMember((kind, *(one.__code__ for one in functions)), put, "function")
+        replace = functools.partial(_set_function, functions, put)
+        yield path, ModuleMember((kind, *(one.__code__ for one in functions)), replace, "function")
         for one in functions:
             yield from _parts_of_function(path, one)
     else:
@@ -228,6 +240,14 @@ def _is_its_dict(value: Any) -> bool:
         return bool(vars(value)) and len(arguments) == 1 and state == [vars(value)] and not isinstance(value, type)
     except Exception:
         return False
+
+
+def _set_function(functions: Sequence[types.FunctionType], put: Callable[[Any], object], value: Any) -> None:
+    if not isinstance(value, Codes):
+        put(value)
+        return
+    for function, code in zip(functions, value.codes, strict=True):
+        function.__code__ = code
 
 
 def _set_default(function: types.FunctionType, number: int, value: Any) -> None:
