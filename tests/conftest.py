@@ -15,8 +15,8 @@ from multiprocessing import util
 from typing import Any
 
 import pytest
-import zmq
 import torch
+import zmq
 from hypothesis import HealthCheck, settings
 
 from tests import huge_pages, missing_parts
