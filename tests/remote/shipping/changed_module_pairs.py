@@ -175,9 +175,56 @@ CHANGED = [
         data("getattr(cfg.T, 's', 7)", "import cfg\ncfg.T.s = @@"),
         files={"cfg.py": "import threading\nT = threading.local()"},
     ),
+    Pair(
+        "others of the same value are left alone",
+        "cfg.S",
+        data("cfg.S, cfg.T, cfg.f(), b.A, b.B", "import b, cfg\ncfg.S = @@\ncfg.A = True"),
+        files={
+            "cfg.py": "S = len('abc')\nT = 3\nA = False\nB = False\ndef f(n=3): return n, B",
+            "b.py": "A, B = 3, False",
+        },
+    ),
+    Pair(
+        "imports of what was set before",
+        "a_set.S",
+        data(
+            "a_set.S, b_set.S, b_set.f(), c_set.S, c_set.g()",
+            "import a_set\na_set.S = @@\na_set.g = lambda: @@\nimport b_set, c_set",
+        ),
+        files={
+            "a_set.py": "S = 0\ndef f(): return 1\ndef g(): return 0",
+            "b_set.py": "from a_set import *\ndef f(): return 2",
+            "c_set.py": "from b_set import S, g",
+        },
+    ),
+    Pair(
+        "base of a class by what was set before",
+        "a_set.A",
+        data("z_set.K.s", "import a_set\na_set.A = a_set.@@\nimport z_set"),
+        "B",
+        "C",
+        files={
+            "a_set.py": "class A:\n    s = 1\nclass B:\n    s = 2\nclass C:\n    s = 3",
+            "z_set.py": "import a_set\nclass K(a_set.A): pass",
+        },
+        loads="z_set.K has another value in the script",
+    ),
+    Pair(
+        "private attribute of a member of its enumeration",
+        "cfg.E.A._s",
+        data("cfg.E.A._s", "import cfg\ncfg.E.A._s = @@"),
+        files={"cfg.py": "import enum\nclass E(enum.Enum):\n    A = 1\nE.A._s = 0"},
+    ),
 ]
 #: What is not compared raises where it is read in a worker.
 UNREAD = [
+    Pair(
+        "its function with variables of its own",
+        "",
+        data("cfg.f()", "import cfg\ncfg.f = types.FunctionType(cfg.f.__code__, {**vars(cfg), 'S': @@}, 'f')"),
+        files={"cfg.py": "S = 0\ndef f(): return S"},
+        loads="cfg.f has another value in the script",
+    ),
     Pair(
         "sys.modules of the script",
         "",

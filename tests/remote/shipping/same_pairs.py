@@ -8,6 +8,15 @@ from tests.remote.shipping.identity_pairs import Pair, data
 PEEK = "if @@: dataset[0]; dataset[1]"
 LABELS = "def make(k):\n    x = ['cat', 'dog'] * 20\n    return {}\n"
 SAME = [
+    Pair(
+        "classes that refuse instance checks",
+        "",
+        data("cfg.f()", "import cfg\n# @@"),
+        files={
+            "cfg.py": "import typing\nclass A(typing.TypedDict):\n    a: int\n"
+            "class B(typing.Protocol):\n    b: int = 0\ndef f(): return 1"
+        },
+    ),
     Pair("comments and lines", "", "@@" + data("i"), "", "# a comment\n\n\n"),
     Pair("docstring of the class", "", data("i", inside="@@"), "'a'", "'b'"),
     Pair("docstring of a function", "", data("f(i)", "def f(i):\n    '''@@'''\n    return i")),

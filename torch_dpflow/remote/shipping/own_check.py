@@ -15,14 +15,16 @@ from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.content_parts import is_ignored
 from torch_dpflow.remote.shipping.canonical import Walk
 from torch_dpflow.remote.shipping.content_pack import ScriptPickler
-from torch_dpflow.remote.shipping.own_source import OwnSource, parsed
+from torch_dpflow.remote.shipping.own_source import COMPUTED, OwnSource, parsed
 from torch_dpflow.remote.shipping.own_state import (
     Codes,
     ModuleMember,
     NotSent,
     OwnState,
+    imported,
     members_not_as_file,
     members_of,
+    origins,
     set_attribute,
 )
 from torch_dpflow.remote.shipping.values import Bulk
@@ -95,6 +97,7 @@ class _Checked(MetaPathFinder):
         self._state = state
         self._depth = 0
         self._imported: list[str] = []
+        self._has_other_imports = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -122,21 +125,36 @@ class _Checked(MetaPathFinder):
 
     def check(self, names: Sequence[str]) -> None:
         """Compare loaded modules with what the script has, and set what differs."""
-        before = {name: dict(vars(sys.modules[name])) for name in names}
-        for name in names:
-            self._check(name)
-        replaced = {
-            id(old): new
-            for name, variables in before.items()
-            for variable, old in variables.items()
-            if (new := vars(sys.modules[name]).get(variable, old)) is not old
-        }
-        for name in self._state.members.keys() & sys.modules.keys() if replaced else ():  # that have imported them
-            for variable, value in [*vars(sys.modules[name]).items()]:
-                if id(value) in replaced and f".{variable}" not in self._state.members[name]:
-                    setattr(sys.modules[name], variable, replaced[id(value)])
+        self._has_other_imports = False
+        replaced = {name: self._set(name) for name in names}
+        if not self._has_other_imports and not any(replaced.values()):
+            return
+        loaded = [name for name in self._state.members if name in sys.modules]
+        for _ in loaded:  # a module can import from one that imports
+            if not [name for name in loaded if self._import_again(name)]:
+                break
+        for name in loaded:
+            self._set(name, replaced.setdefault(name, []))
 
-    def _check(self, name: str) -> None:
+    def _import_again(self, name: str) -> bool:
+        """Have a module's imports refer to what has been set where they come from; return whether one did not."""
+        module: Any = sys.modules[name]
+        changed = False
+        if not isinstance(module, types.ModuleType):
+            return False
+        source = _source_of(module)
+        for variable, value in [*vars(module).items()]:
+            path = f".{variable}"
+            skipped = variable.startswith("__") or path in self._state.members[name]
+            places = [] if skipped else origins(path, source)
+            found = [one for one in (imported(*place) for place in places) if one is not COMPUTED]
+            if found and not any(one is value for one in found):
+                setattr(module, variable, found[-1])
+                changed = True
+        return changed
+
+    def _set(self, name: str, done: Sequence[str] | None = None) -> list[str]:
+        """Set what differs, and return the paths. done: those that are set already; None: imports may differ still."""
         state = self._state
         if name in state.others:
             if not is_ignored(name, state.ignore):
@@ -145,17 +163,20 @@ class _Checked(MetaPathFinder):
                     "its name: its variables were not compared between jobs. Import it in the module of the dataset, "
                     f"or give JobOptions(ignore=[{name!r}])"
                 )
-            return
+            return []
         module, sent = sys.modules[name], state.members[name]
-        walk = Walk(ScriptPickler(io.BytesIO()), bulk=Bulk())
-        here = members_not_as_file(walk, name, module, _source_of(module))
+        walk, source = Walk(ScriptPickler(io.BytesIO()), bulk=Bulk()), _source_of(module)
+        here = members_not_as_file(walk, name, module, source)
         members = dict(members_of(name, module))
-        replaced: list[str] = []
+        replaced = [*(done or ())]
         for path in sorted({*here, *sent}):
             wanted = sent.get(path)
             if wanted is not None and (not wanted.digest or (path in here and here[path][0].digest == wanted.digest)):
                 continue
-            if any(path.startswith(one) and path[len(one)] in ".([" for one in replaced):
+            if any(path == one or (path.startswith(one) and path[len(one)] in ".([") for one in replaced):
+                continue
+            if wanted is None and done is None and path in members and origins(path, source):
+                self._has_other_imports = True  # of what has been set, or is about to be
                 continue
             put = members[path].put if path in members else _putter(members, module, path)
             if (
@@ -174,6 +195,7 @@ class _Checked(MetaPathFinder):
                 raise _other(f"{name}{path}") from error
             if not isinstance(wanted.value, Codes):  # defaults, variables of outer functions and attributes count alone
                 replaced.append(path)
+        return replaced
 
 
 def _has_codes(member: ModuleMember | None, sent: Codes) -> bool:

@@ -153,7 +153,7 @@ def _members(module: str, path: str, value: Any, put: Callable[[Any], object]) -
         for name, inner in sorted(vars(value).items()):
             if type(inner) is value:  # a member of an enumeration is pickled by its name
                 for attribute, inside in vars(inner).items():
-                    if not attribute.startswith("_"):
+                    if not (attribute.startswith("_") and attribute.endswith("_")):
                         put = functools.partial(setattr, inner, attribute)
                         yield f"{path}.{name}.{attribute}", ModuleMember(inside, put)
             if not isinstance(inner, _SLOTS) and name not in _DERIVED and not name.startswith("_abc_"):
@@ -162,6 +162,9 @@ def _members(module: str, path: str, value: Any, put: Callable[[Any], object]) -
         kind = "function" if isinstance(value, types.FunctionType) else type(value).__name__
         if isinstance(value, LruCache):
             kind = f"{kind} {value.cache_parameters()}"
+        variables = vars(sys.modules.get(module, types.ModuleType("")))
+        if any(one.__globals__ is not variables for one in functions):  # pickled by its name, so without them
+            kind = f"{kind} with other variables"
         replace = functools.partial(_set_function, functions, put)
         yield path, ModuleMember((kind, *(one.__code__ for one in functions)), replace, "function")
         for one in functions:
@@ -276,13 +279,20 @@ def _is_as_file(walk: Walk, path: str, member: ModuleMember, module: types.Modul
         return names is not None and [*value[1:]] == bases and any(value[0] is type(one) for one in (int, *bases))
     if (literal := source.literals.get(path, COMPUTED)) is not COMPUTED:
         return walk.is_same(literal, value)
+    return any(imported(outer, name) is value for outer, name in origins(path, source))
+
+
+def origins(path: str, source: OwnSource) -> list[tuple[str, str]]:
+    """Return the modules and names that a variable is imported from; none if the file also defines it."""
+    if path in source.literals or path in source.kinds or path in source.bases:
+        return []
     if path in source.imported:
-        outer, name = source.imported[path]
-        return _imported(outer, name) is value
-    return path.count(".") == 1 and any(_imported(outer, path[1:]) is value for outer in source.stars)
+        return [source.imported[path]]
+    return [(outer, path[1:]) for outer in source.stars] if path.count(".") == 1 else []
 
 
-def _imported(module: str, name: str) -> Any:
+def imported(module: str, name: str) -> Any:
+    """Return what an import has; `COMPUTED` if there is no such module or name."""
     loaded = sys.modules.get(module)
     if not name:
         return loaded
