@@ -9,6 +9,14 @@ PEEK = "if @@: dataset[0]; dataset[1]"
 LABELS = "def make(k):\n    x = ['cat', 'dog'] * 20\n    return {}\n"
 SAME = [
     Pair(
+        "function compiled by torch",
+        "",
+        data("cfg.f(@@)", "import cfg"),
+        "1",
+        "1",
+        files={"cfg.py": "import torch\n@torch.compile\ndef step(x): return x\ndef f(x): return x"},
+    ),
+    Pair(
         "classes that refuse instance checks",
         "",
         data("cfg.f()", "import cfg\n# @@"),

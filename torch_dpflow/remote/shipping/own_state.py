@@ -181,7 +181,8 @@ _SLOTS = types.MemberDescriptorType | types.GetSetDescriptorType
 def _functions_of(value: Any) -> list[Any]:
     """Return the functions that a function, a method's wrapper or a property consists of; none for other objects."""
     if type(value) is types.FunctionType:
-        return [value]
+        # A function of `torch.compile` computes what the original one does, and has parts that differ by process.
+        return [getattr(value, "_torchdynamo_orig_callable", value)]
     inside: list[Any] = [getattr(value, "__wrapped__", value) if isinstance(value, _WRAPPERS) else value]
     if isinstance(value, property):
         inside = [one for one in (value.fget, value.fset, value.fdel) if one is not None]
