@@ -34,7 +34,8 @@ class Holdings:
     @classmethod
     def now(cls) -> Holdings:
         return cls(
-            threads=frozenset(threading.enumerate()),
+            # Without threads of libraries such as pyarrow, which stay and have once called Python.
+            threads=frozenset(one for one in threading.enumerate() if not isinstance(one, threading._DummyThread)),
             descriptors=frozenset(_descriptors()),
             processes=frozenset(descendants()),
             shared_memory=frozenset(_shared_memory()),

@@ -201,7 +201,8 @@ class SampleReader:
         DATASETS.warning("%s, sample %d is left out: %s: %s", self.stored.ref, index, type(error).__name__, str(error))
 
     def close(self) -> None:
-        """Close this process's connections and end its threads. The reader may be used again."""
+        """Close this process's connections and mapped rows, and end its threads. The reader may be used again."""
+        vars(self).pop("_rows", None)
         if self._through is not None:
             self._through.close()
         self._data.close()

@@ -274,12 +274,13 @@ def test_who_only_reads_needs_no_client_of_the_vendors(address: Address, monkeyp
     url, options = address
     publish(DatasetStore.create(url, **options), Numbered(3))
     scheme = url.partition(":")[0]
-    monkeypatch.setitem(sys.modules, {"s3": "s3fs", "oss": "ossfs"}[scheme], None)
-    monkeypatch.delitem(_registry, scheme)
-    stored = DatasetStore(url, **options).open("core/numbers:v1")
-    assert [data for data, _ in contents(stored)] == [content(number) for number in range(3)]
-    with pytest.raises(MissingExtraError, match=rf"torch_dpflow\[{scheme}\]"):
-        stored.files.write("more", b"")
+    with monkeypatch.context() as without:  # undone before the server's fixture closes its clients
+        without.setitem(sys.modules, {"s3": "s3fs", "oss": "ossfs"}[scheme], None)
+        without.delitem(_registry, scheme)
+        stored = DatasetStore(url, **options).open("core/numbers:v1")
+        assert [data for data, _ in contents(stored)] == [content(number) for number in range(3)]
+        with pytest.raises(MissingExtraError, match=rf"torch_dpflow\[{scheme}\]"):
+            stored.files.write("more", b"")
 
 
 def test_wrong_credentials_are_told(oss_address: Address) -> None:

@@ -313,7 +313,7 @@ class DiskCache:
         """Log once a process. A full disk is the cache's usual end, and needs no warning."""
         if not self._warned and not (isinstance(why, OSError) and why.errno in (errno.ENOSPC, errno.EDQUOT)):
             self._warned = True
-            DATASETS.warning("the disk cache %s: %s. Samples are read from storage instead.", self.directory, why)
+            DATASETS.warning("the disk cache %s: %s. Samples are read from storage instead.", self.directory, str(why))
 
 
 class _DirectoryBytes:
