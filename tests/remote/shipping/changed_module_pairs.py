@@ -235,6 +235,13 @@ UNREAD = [
     ),
     Pair("vars of the script", "", data("vars(sys.modules[__name__]).get('V', 7)", VALUE), loads="was read from its"),
     Pair(
+        "default of a variable of the script",
+        "",
+        data("vars(sys.modules['__main__']).setdefault('V', 7)", VALUE),
+        loads="was read from its",
+    ),
+    Pair("names of the script", "", data("'V' in dir(sys.modules['__main__'])", VALUE), loads="was read from its"),
+    Pair(
         "import of the script",
         "",
         data("f()", VALUE + "\ndef f():\n    import __main__\n    return getattr(__main__, 'V', 7)"),

@@ -54,6 +54,9 @@ class ScriptModule(types.ModuleType):
             return _ScriptVariables(super().__getattribute__(name))
         return super().__getattribute__(name)
 
+    def __dir__(self) -> list[str]:
+        raise _unsent("all variables")
+
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__") and name in super().__getattribute__("__unsent__"):
             raise _unsent(name)
@@ -73,6 +76,9 @@ class _ScriptVariables(dict[str, Any]):
             return self[name]
         except KeyError:
             return default
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else super().setdefault(name, default)
 
     def __contains__(self, name: object) -> bool:
         return self.get(name, self) is not self  # type: ignore[arg-type]
