@@ -8,19 +8,16 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import accumulate
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.datasets.rows import OBJECT, ROW, PartRows, Rows
-from torch_dpflow.datasets.spec import url_below
+from torch_dpflow.datasets.spec import Dataset, url_below
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
 from torch_dpflow.datasets.storage.base import sha256_of
 from torch_dpflow.datasets.storage.local import beside_name
 from torch_dpflow.datasets.storage.urls import join_url
 from torch_dpflow.errors import DamagedStoreError, DPFlowError, ObjectMissingError, StorageError
-
-if TYPE_CHECKING:
-    from torch_dpflow.datasets.store import StoredDataset
 
 #: Locks of a process, of which each is for some of the metadata shards, and shards that are read together.
 _LOCKS, _TOGETHER = 64, 32
@@ -60,22 +57,26 @@ def written(path: str) -> Iterator[IO[bytes]]:
         raise
 
 
-def stored_rows(stored: StoredDataset, reader: ObjectReader, given_urls: Mapping[str, str]) -> Rows:
-    """Return the rows of a stored dataset. A metadata shard is read when one of its samples is first needed.
+def stored_rows(
+    url: str, dataset: Dataset, variant_name: str, reader: ObjectReader, given_urls: Mapping[str, str]
+) -> Rows:
+    """Return the rows of a stored dataset, whose directory is `url`.
+
+    A metadata shard is read when one of its samples is first needed.
 
     The rows go into a file that all processes of this host map, whose name says what is in it. Two processes that
     write the same part write the same bytes, so they need no lock. Without space on a disk for it, the rows are in
     memory that forked processes share.
     """
-    variant = stored.variant
+    variant = dataset.variants[variant_name]
     size, count = variant.shard_size, len(variant.shards)
     spaces = [one.bytes + variant.shard_samples(n) * (ROW + OBJECT) for n, one in enumerate(variant.shards)]
     bases = [0, *accumulate(spaces)]
     name = sha256_of("".join(one.sha256 for one in variant.shards).encode())[:32]
     data = _shared(f"{index_directory(is_local=True)}/stored/{name}", bases[-1])
-    load = _ShardLoad(stored, reader, data, bases)
+    load = _ShardLoad(url, dataset, variant_name, reader, data, bases)
     firsts = [*range(0, size * count, size), variant.samples]
-    return Rows(data, firsts, bases, url_below(stored.url, variant.data), given_urls, load)
+    return Rows(data, firsts, bases, url_below(url, variant.data), given_urls, load)
 
 
 def _shared(path: str, size: int) -> mmap.mmap:
@@ -94,8 +95,16 @@ def _shared(path: str, size: int) -> mmap.mmap:
 class _ShardLoad:
     """Reads metadata shards into rows."""
 
-    def __init__(self, stored: StoredDataset, reader: ObjectReader, data: mmap.mmap, bases: Sequence[int]) -> None:
-        self._stored = stored
+    def __init__(
+        self,
+        url: str,
+        dataset: Dataset,
+        variant_name: str,
+        reader: ObjectReader,
+        data: mmap.mmap,
+        bases: Sequence[int],
+    ) -> None:
+        self._root, self._dataset, self._variant_name = url, dataset, variant_name
         self._reader = reader
         self._data = data
         self._bases = bases
@@ -121,7 +130,7 @@ class _ShardLoad:
         return errors
 
     def _url(self, part: int) -> str:
-        return join_url(self._stored.url, self._stored.dataset.shard_path(self._stored.variant_name, part))
+        return join_url(self._root, self._dataset.shard_path(self._variant_name, part))
 
     def _keep(self, part: int, content: bytes | DPFlowError) -> None:
         url = self._url(part)
@@ -129,7 +138,7 @@ class _ShardLoad:
             raise DamagedStoreError(f"{url} is missing; restore it from a copy")
         if isinstance(content, DPFlowError):
             raise content
-        shard = self._stored.dataset.decode_shard(self._stored.variant_name, part, content, url=url)
+        shard = self._dataset.decode_shard(self._variant_name, part, content, url=url)
         rows, base = PartRows().add(shard.samples).encoded(), self._bases[part]
         self._data[base : base + len(rows)] = rows
         self._kept.add(part)

@@ -256,7 +256,7 @@ class StoredDataset:
 
     def open_rows(self, reader: ObjectReader, given_urls: Mapping[str, str]) -> Rows:
         """Return the rows of the samples, which `reader` reads when they are needed. See `stored_rows`."""
-        return stored_rows(self, reader, given_urls)
+        return stored_rows(self.url, self.dataset, self.variant_name, reader, given_urls)
 
     def data_url(self, sample: SampleMeta) -> str:
         """Return the URL of a sample's object."""
