@@ -51,7 +51,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(?!torch_dpflow\.).*"),
     ("py:.*", r"torch_dpflow\.(.+\.)?(T|Read_co|SpecStruct|LookaheadSampler|Files|SamplePlace|Compared)"),
     ("py:.*", r"torch_dpflow\.(.+\.)?(FlowSource|StagedDataset|Skips|FlowRecord|FunctionControl)"),
-    ("py:.*", r"torch_dpflow\.(.+\.)?(EpochSampler|HasBlocks|Permutation|RankPart)"),
+    ("py:.*", r"torch_dpflow\.(.+\.)?(EpochSampler|HasBlocks|Permutation|RankPart|Index|Rows|ObjectReader)"),
     # Contracts that a suite or an option names: their modules have no page.
     ("py:.*", r"torch_dpflow\.((ipc|cluster|workers)\..+|samplers\.(group|STRATEGIES)|caches\.policy)"),
     ("py:.*", r"torch_dpflow\.(datasets\.storage\.base\.Storage|remote\.launchers\.contract)"),
