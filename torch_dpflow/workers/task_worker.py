@@ -169,7 +169,7 @@ class ResultOutbox:
 
     A single result costs a shard three times the processor time of one in a group: on a busy machine it begins with
     cold caches, and so does the decoder afterwards. The code of shard, job and worker around a sample takes some 100 µs
-    alone; beside decoders, on two cores, it took 700 µs. One thread at a time uses the connection.
+    alone; with decoders on the same two cores, it took 700 µs. One thread at a time uses the connection.
 
     `add` and `flush` are for the worker's thread; a thread of the outbox sends results that have waited too long. That
     thread is no `PeriodicCall`, as it must not wake up during decoding while no result waits.

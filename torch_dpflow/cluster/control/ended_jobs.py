@@ -36,7 +36,7 @@ class EndedJobs:
         return list(self._ended.values())
 
     def observe(self, flow: str, readings: Mapping[str, JobCounts], limited_by: str, at: float) -> None:
-        """Record the counts of a flow's jobs; those that are there no longer have ended.
+        """Record the counts of a flow's jobs. Jobs that were recorded before and are missing now have ended.
 
         limited_by: the flow's limit before these counts. at: the time, seconds since 1970.
         """

@@ -200,7 +200,7 @@ def _meanings(text: str) -> list[str]:
 
 
 def _named(labels: Sequence[str], split: str) -> list[str]:
-    """Return the labels that are equal to a split's name; else those with the same word; else those that mean it."""
+    """Return the labels equal to a split's name; else labels with the same word; else synonyms of it."""
     word, meanings = _word(split), _meanings(split)
     return (
         [label for label in labels if label == split]

@@ -246,7 +246,7 @@ class CallService:
             finish(outcome)
 
     def on_inquiry(self, session: Session, header: messages.Inquiry, *_: object) -> None:
-        """Name the calls that do not run, of those that a client waits for."""
+        """Send a `Missing` for each call that the client waits for and that does not run."""
         for call in header.calls:
             if call not in session.running:
                 session.send(messages.Missing(call))

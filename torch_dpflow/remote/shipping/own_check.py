@@ -64,7 +64,7 @@ class ScriptModule(types.ModuleType):
 
 
 class _ScriptVariables(dict[str, Any]):
-    """Copy of the variables of a script's module, in which those that were not sent raise UsageError."""
+    """Copy of the variables of a script's module, in which variables that were not sent raise UsageError."""
 
     def __missing__(self, name: str) -> Any:
         if name in dict.get(self, "__unsent__", ()):
@@ -160,7 +160,7 @@ class _Checked(MetaPathFinder):
         return changed
 
     def _set(self, name: str, done: Sequence[str] | None = None) -> list[str]:
-        """Set what differs, and return the paths. done: those that are set already; None: imports may differ still."""
+        """Set what differs, and return the paths. done: paths that are set already; None: imports can differ still."""
         state = self._state
         if name in state.others:
             if not is_ignored(name, state.ignore):
