@@ -43,7 +43,7 @@ def test_what_is_refused_does_not_count_as_asked_for(cluster: TestCluster, join:
 
     def want(count: int, draw: int | None) -> None:
         asked = list(itertools.islice(tickets, count))
-        shard.call("want", Ask(JobId("other", 1, f"{flow}:v1"), 2**40, 0, draw, asked, [0] * count, []))
+        shard.call("want", Ask(JobId("other", 1, f"{flow}:v1"), 2**62, 0, draw, asked, [0] * count, []))
 
     with find_cluster(cluster.address).connect(address) as shard:
         want(1, 0)
