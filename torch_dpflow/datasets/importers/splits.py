@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
 
@@ -33,8 +34,10 @@ _LOGS = {
     ".hoodie_partition_metadata": "a Hudi table",
     "_spark_metadata": "a table of a Spark stream",
 }
-#: Levels above a local directory whose names show no partition, such as "2026/11", where a log is looked for.
+#: Levels above a directory whose names show no partition, such as "2026/11", where a log is looked for.
 _LEVELS = 3
+#: Requests that overlap.
+_LOOKS = 8
 _MAX_NAMES = 5
 
 
@@ -61,32 +64,36 @@ def check_no_log(files: Files, names: Collection[str], folder: str = "") -> None
 def check_no_log_above(files: Files) -> None:
     """Raise SourceError if a directory is a part of a table with a log: see `check_no_log`.
 
-    Other storages than the local disk are listed only above partitions (`day=1`) and `data`. A directory that cannot
-    be listed is left out.
+    A directory that cannot be looked into is left out.
     """
     given = {files.url}
     if files.url.startswith("file://"):  # a link may lead into a table
         given.add(f"file://{os.path.realpath(files.url[7:])}")
-    for url, child in chain.from_iterable(map(_above, sorted(given))):
-        above = Files(url, files.options, files.read_options)
-        names: Collection[str] = ()
-        if url.startswith("file://"):  # may be a large directory
-            names = [name for name in (*_LOGS, "data", "metadata") if os.path.lexists(f"{url[7:]}/{name}")]
-        else:
-            with suppress(StorageError, OSError):
-                names = [entry.name for entry in above.children(hidden=True)]
-        # An Iceberg table's files are in `data`, and not in other directories there.
-        check_no_log(above, names if child == "data" else [name for name in names if name in _LOGS])
+    # An Iceberg table's files are in `data`, and not in other directories there.
+    wanted = [
+        (Files(url, files.options, files.read_options), (*_LOGS, "data", "metadata") if child == "data" else (*_LOGS,))
+        for url, child in chain.from_iterable(map(_above, sorted(given)))
+    ]
+    with ThreadPoolExecutor(_LOOKS) as pool:
+        for (above, _), names in zip(wanted, pool.map(lambda one: _present(*one), wanted), strict=True):
+            check_no_log(above, names)
+
+
+def _present(files: Files, names: Collection[str]) -> Collection[str]:
+    """Return which names a directory has. It may be large, so only web servers list it: they may answer any name."""
+    with suppress(StorageError, OSError):
+        if files.url.startswith(("http://", "https://")):
+            return {*names} & {entry.name for entry in files.children(hidden=True)}
+        return [name for name in names if files.exists(name)]
+    return ()
 
 
 def _above(url: str) -> Iterator[tuple[str, str]]:
     """Yield the directories above a directory, and the name below each, nearest first, up to the bucket's root."""
-    left = _LEVELS if url.startswith("file://") else 0
+    left = _LEVELS
     while "/" in split_chain(url).inner.partition("://")[2].strip("/"):
         url, name = split_name(url)
-        if "=" in name:
-            left = max(left, 1)
-        elif name != "data":
+        if "=" not in name and name != "data":
             left -= 1
         if left < 0:
             return
