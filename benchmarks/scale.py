@@ -26,6 +26,8 @@ from examples.cluster import started
 
 SLEEP_MS = 50.0
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
+#: Rounds of a part, and of `--samples`.
+ROUNDS, SAMPLE_ROUNDS = 3, 1
 #: How long a throughput is measured, seconds; until it is, jobs read as long.
 MEASURED_S = 5.0
 #: Lengths of data sets between which nobody's memory is to grow.
@@ -224,7 +226,9 @@ def main() -> None:
     parser.add_argument("--part", type=parts, default=list(PARTS), help="default: all")
     parser.add_argument("--workers", type=numbers, default=list(WORKERS), help="of throughput (default: 1 to 64)")
     parser.add_argument("--samples", type=numbers, help="measure loaders with so many samples, and no part")
-    add_arguments(parser, rounds=3)
+    add_arguments(parser, rounds=ROUNDS)
+    if parser.parse_known_args()[0].samples:
+        parser.set_defaults(rounds=SAMPLE_ROUNDS)  # a round takes ten minutes
     arguments = parser.parse_args()
     if arguments.samples:
         rounds, batches = (1, 20) if arguments.quick else (arguments.rounds, BATCHES)

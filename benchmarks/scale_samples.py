@@ -1,6 +1,8 @@
 """How loaders behave with many samples: `python -m benchmarks.scale --samples 1e6,1e7,1e8`.
 
-Run as a module, this file is one job, which reads the beginning of two epochs and prints time and memory.
+Run as a module, this file is one job, which reads the beginning of two epochs and prints time and memory. Jobs of one
+flow begin together, once all have imported what they need; the first batch includes the start of the flow's services
+and workers.
 """
 
 import argparse
@@ -13,8 +15,10 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from threading import Timer
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch.utils.data import DataLoader
@@ -23,26 +27,30 @@ from benchmarks.cluster import use_by_role
 from benchmarks.report import Comparison, Figures, Metric, alternate
 from benchmarks.scale_job import ReadyRows
 from examples.cluster import processes, started
-from torch_dpflow import DPFlowDataLoader, JobOptions
+from torch_dpflow import DPFlowDataLoader, JobOptions, LoaderOptions
 from torch_dpflow.samplers import DynaGCSSampler
 
 BATCH, BATCHES, JOBS = 256, 300, 4
-PRIVATE = ("torch", "private", "dynagcs")
+#: How long the jobs of one row may take, seconds; then they are killed, and the row has no figures.
+ROW_S = 240.0
+#: numpy draws a permutation, and no loader reads anything: what first batches are compared with.
+PRIVATE = ("numpy", "torch", "private", "dynagcs")
 FLOWS = tuple((strategy, jobs) for strategy in ("shared-log", "independent") for jobs in (1, JOBS))
 
 _LOWER = partial(Metric, higher_is_better=False)
 METRICS = (
-    _LOWER(name="first_s", label="first batch, s", spec=".2f"),
-    _LOWER(name="pause_s", label="longest pause, s", spec=".2f"),
+    _LOWER(name="first_s", label="first, s", spec=".2f"),
     _LOWER(name="turn_s", label="next epoch, s", spec=".2f"),
-    _LOWER(name="job_mib", label="a job, MiB", spec=",.0f"),
+    _LOWER(name="pause_s", label="pause, s", spec=".2f"),
+    _LOWER(name="job_mib", label="job, MiB", spec=",.0f"),
     _LOWER(name="router_mib", label="router, MiB", spec=",.0f"),
     _LOWER(name="shard_mib", label="shards, MiB", spec=",.0f"),
-    _LOWER(name="services_cpu_s", label="services' CPU, s", spec=".1f"),
+    _LOWER(name="services_cpu_s", label="CPU, s", spec=".1f"),
     _LOWER(name="state_kib", label="state, KiB", spec=",.1f"),
-    _LOWER(name="changes", label="table changes", spec=".0f"),
+    _LOWER(name="changes", label="tables", spec=".0f"),
     _LOWER(name="restarts", label="restarts", spec=".0f"),
 )
+_NO_FIGURES = {metric.name: float("nan") for metric in METRICS}
 
 
 def loader_of(kind: str, length: int, address: str, strategy: str) -> Any:
@@ -55,8 +63,9 @@ def loader_of(kind: str, length: int, address: str, strategy: str) -> Any:
         return DPFlowDataLoader(data, shuffle=True, **common)
     if kind == "dynagcs":
         return DPFlowDataLoader(data, sampler=DynaGCSSampler(data), **common)
-    options = JobOptions(strategy=strategy, policy="alsd", idle_s=30.0)
-    return DPFlowDataLoader(data, shuffle=True, flow="benchmark/samples", address=address, job=options, **common)
+    common["job"] = JobOptions(strategy=strategy, policy="alsd", idle_s=30.0)
+    common["options"] = LoaderOptions(code=None)  # parsing all modules of the benchmarks takes a second
+    return DPFlowDataLoader(data, shuffle=True, flow="benchmark/samples", address=address, **common)
 
 
 def read(loader: Any, batches: int) -> tuple[float, float, Any]:
@@ -72,12 +81,21 @@ def read(loader: Any, batches: int) -> tuple[float, float, Any]:
     return first, pause, iterator
 
 
+def drawn(length: int) -> dict[str, float]:
+    """Draw a permutation with numpy."""
+    begun = time.perf_counter()
+    order = np.random.default_rng(0).permutation(length)
+    return {**_NO_FIGURES, "first_s": time.perf_counter() - begun, "job_mib": order.nbytes / 2**20}
+
+
 def run_job(arguments: argparse.Namespace) -> dict[str, float]:
     """Read the beginning of two epochs."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     bare = psutil.Process().memory_info().rss
     loader = loader_of(arguments.kind, arguments.length, arguments.address, arguments.strategy)
+    print("", flush=True)
+    sys.stdin.readline()  # until all jobs are here
     first, pause, iterator = read(loader, arguments.batches)
     own = psutil.Process().memory_info().rss - bare
     state = loader.state_dict() if hasattr(loader, "state_dict") else None
@@ -86,6 +104,7 @@ def run_job(arguments: argparse.Namespace) -> dict[str, float]:
     del iterator
     turn, later, _ = read(loader, arguments.batches)
     return {
+        **_NO_FIGURES,
         "first_s": first,
         "pause_s": max(pause, later),
         "turn_s": turn,
@@ -116,7 +135,7 @@ def flow(strategy: str, jobs: int, length: int, batches: int) -> Figures:
         services["services_cpu_s"] = use["router"].cpu_s + use["shard"].cpu_s
         services["restarts"] = float(sum(view.restarts for view in views))
         tables = [int(view.status.get("generation", 0)) for view in views if view.role == "router"]
-        services["changes"] = float(max(tables, default=0) - 1)
+        services["changes"] = float(max(tables, default=0) % 2**32)  # above that, the router's incarnation
         return {**figures, **services}
 
 
@@ -127,30 +146,54 @@ def _job(kind: str, length: int, batches: int, address: str = "", strategy: str 
 
 
 def _run(jobs: list[Any], measure: Callable[[], None] = lambda: None) -> Figures:
-    """Wait for all jobs, twice; return their largest figures."""
-    try:
-        for job in jobs:
-            if not job.stdout.readline():
-                raise RuntimeError("a job of the benchmark has ended: see above")
-        measure()
-        for job in jobs:
-            print(file=job.stdin, flush=True)
-        told = [json.loads(job.stdout.readline()) for job in jobs]
-    finally:
+    """Lead all jobs through their two steps; return their largest figures."""
+
+    def kill() -> None:
         for job in jobs:
             job.kill()
+
+    def answers() -> list[str]:
+        lines = [job.stdout.readline() for job in jobs]
+        if not all(lines):
+            raise RuntimeError(f"a job of the benchmark has ended, or took longer than {ROW_S:g} s")
+        return lines
+
+    timer = Timer(ROW_S, kill)
+    timer.start()
+    try:
+        for step in (lambda: None, measure):
+            answers()
+            step()
+            for job in jobs:
+                print(file=job.stdin, flush=True)
+        told = [json.loads(line) for line in answers()]
+    finally:
+        timer.cancel()
+        kill()
+        for job in jobs:
             job.communicate()
     return {name: max(one[name] for one in told) for name in told[0]}
+
+
+def _row(side: Callable[[], Figures]) -> Figures:
+    """Return the figures of a side; none if it fails, so that the other sides are measured all the same."""
+    try:
+        return side()
+    except Exception as error:
+        print(f"no figures: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return _NO_FIGURES
 
 
 def compare(length: int, *, rounds: int, batches: int = BATCHES) -> Comparison:
     """All loaders with so many samples."""
     sides: dict[str, Callable[[], Figures]] = {kind: partial(private, kind, length, batches) for kind in PRIVATE}
+    sides["numpy"] = partial(drawn, length)
     if length * 40 > psutil.virtual_memory().available:
         del sides["torch"]  # its list of Python integers does not fit
     for strategy, jobs in FLOWS:
         sides[f"flow, {strategy}, {jobs} job{'s' * (jobs > 1)}"] = partial(flow, strategy, jobs, length, batches)
-    return alternate("scale", f"{length:,} samples", sides, rounds=rounds, parameters={"batches": batches})
+    safe = {name: partial(_row, side) for name, side in sides.items()}
+    return alternate("scale", f"{length:,}", safe, rounds=rounds, parameters={"batches": batches})
 
 
 def main() -> None:

@@ -58,6 +58,7 @@ def _near_horizon(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (lookaheads, router_module):
         monkeypatch.setattr(module, "MAX_WHOLE", 10 * HORIZON)
         monkeypatch.setattr(module, "HORIZON", HORIZON)
+    monkeypatch.setattr(lookaheads, "FIRST_HORIZON", HORIZON // 8)
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ class Job:
         return numbers
 
     def lookahead(self) -> tuple[JobLookahead, LookaheadParts | None]:
-        request = LookaheadRequest(self.spec.instance, self.id.name, 0, self.spec.size, 0)
+        request = LookaheadRequest(self.spec.instance, self.id.name, 0, self.spec.size, 0, HORIZON)
         answer = self.client.call("lookahead", request, reply_type=JobLookahead)
         return answer.body, LookaheadParts.of(answer.frames, self.spec.size)
 

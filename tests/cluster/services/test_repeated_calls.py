@@ -199,7 +199,7 @@ def router(folder: Path) -> Iterator[Service]:
         Step("read_by_all", lambda said: ReadByAll(me(said), 0, 3)),
         Step("draw", draw(0, 5)),
         Step("announce", lambda said: ReportOrder(me(said), 0), [np.arange(5, dtype=compact(SIZE)).tobytes()]),
-        Step("lookahead", LookaheadRequest(SPEC.instance, "a", 0, SIZE, 0)),
+        Step("lookahead", LookaheadRequest(SPEC.instance, "a", 0, SIZE, 0, SIZE)),
         Step("draw", draw(0, 10)),
         Step("heartbeat", lambda said: JobHeartbeat(me(said), None, False)),
         Step("start", place(1), late=False),

@@ -8,7 +8,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.cluster.control.lookaheads import KnownEpoch, LookaheadParts, ShardLookaheads, joint_order
+from torch_dpflow.cluster.control.lookaheads import (
+    FIRST_HORIZON,
+    HORIZON,
+    KnownEpoch,
+    LookaheadParts,
+    ShardLookaheads,
+    joint_order,
+)
 from torch_dpflow.cluster.messages.router import JobLookahead
 from torch_dpflow.lookahead import Lookahead
 
@@ -145,6 +152,20 @@ def test_the_orders_of_ranks_are_one_order_in_turns(replicas: int, total: int) -
     order = np.random.default_rng(total).permutation(total)
     parts = {rank: order[rank::replicas] for rank in reversed(range(replicas))}
     assert np.array_equal(joint_order(parts, replicas), order)
+
+
+def test_each_lookahead_of_an_epoch_is_twice_as_long_as_the_one_before_up_to_the_horizon() -> None:
+    shard = ShardLookaheads(FLOW, SIZE)
+    for epoch in range(2):
+        expected, version = FIRST_HORIZON, 10 * epoch + 1
+        shard.wanted("job", "job", epoch, [0])
+        while expected < HORIZON:
+            (request,) = shard.requests()
+            assert request.horizon == expected
+            assert shard.answered(request, *answer_of(of_order(range(SIZE), epoch=epoch), 0, SIZE, version)) is not None
+            shard.wanted("job", "job", epoch, [*range(SIZE)])
+            expected, version = 2 * expected, version + 1
+        assert shard.requests()[0].horizon == HORIZON
 
 
 def test_a_shard_without_keys_requests_no_lookahead_until_it_has_some() -> None:

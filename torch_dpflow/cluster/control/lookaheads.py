@@ -20,8 +20,10 @@ from torch_dpflow.lookahead import Keys, Lookahead, Weights
 from torch_dpflow.samplers.indices import IndexArray, compact
 
 #: Shards know the whole orders and sets of jobs up to this number of samples of the flow. Beyond it they know the next
-#: `HORIZON` samples of each job, so that no answer and no step of a service grows with the flow.
-MAX_WHOLE, HORIZON = 1 << 22, 1 << 20
+#: `HORIZON` samples of each job, so that no answer and no step of a service grows with the flow. An epoch begins with
+#: `FIRST_HORIZON`, and each lookahead doubles it: a million for each of several jobs at once would delay their first
+#: batches by a second.
+MAX_WHOLE, HORIZON, FIRST_HORIZON = 1 << 22, 1 << 20, 1 << 17
 #: The next lookahead is requested once half of the certain samples are, if there are so many.
 _MANY_CERTAIN = 1 << 16
 #: A change of a job's measured speed by less than this factor is no news.
@@ -162,6 +164,8 @@ class _JobEpoch:
     version: int = 0
     #: How many samples the job requests before the next lookahead is requested.
     left: int = 0
+    #: How many of its next samples the next lookahead has, in a flow of many samples.
+    horizon: int = FIRST_HORIZON
     is_requested: bool = False
 
 
@@ -200,7 +204,7 @@ class ShardLookaheads:
             job.epochs[reader] = epoch
             latest = max(job.epochs.values())
             if latest != job.epoch:
-                job.epoch, job.version = latest, 0
+                job.epoch, job.version, job.horizon = latest, 0, FIRST_HORIZON
                 job.wanted = _Marks(self._first, self._end)
                 self._request(name, job)
         if epoch != job.epoch:
@@ -233,7 +237,8 @@ class ShardLookaheads:
             if job is not None:
                 job.is_requested = False
             if job is not None and self._first < self._end:  # without keys, the shard drains
-                requests.append(LookaheadRequest(self._flow, name, self._first, self._end, job.version))
+                request = LookaheadRequest(self._flow, name, self._first, self._end, job.version, job.horizon)
+                requests.append(request)
         return requests
 
     def failed(self, requests: Sequence[LookaheadRequest]) -> None:
@@ -253,7 +258,7 @@ class ShardLookaheads:
         job.left = max(1, (self._end - self._first) // (_REQUESTS_FIXED if answer.is_complete else _REQUESTS))
         if parts is None or answer.epoch != job.epoch or answer.version == job.version:
             return None
-        job.version = answer.version
+        job.version, job.horizon = answer.version, min(HORIZON, 2 * job.horizon)
         certain = parts.certain[~job.wanted.has(parts.certain)]
         if not answer.is_complete and len(certain) > _MANY_CERTAIN:
             job.left = min(job.left, len(certain) // 2)

@@ -56,6 +56,8 @@ class LookaheadRequest(Body):
     end: Count
     #: Version of the latest answer, 0 for none; an unchanged version is answered without frames.
     version: Count
+    #: In a flow of many samples, how many of the job's next samples are requested.
+    horizon: Count
 
 
 class JobLookahead(Body):

@@ -206,7 +206,7 @@ class Router:
                 f"a lookahead of the keys {request.first} to {request.end}: the flow has {self._spec.size} samples"
             )
         job = self._jobs.get(request.job)
-        known = None if job is None else self._known_epoch(request.job, job)
+        known = None if job is None else self._known_epoch(request.job, job, request.horizon)
         if job is None or known is None:
             return Result(JobLookahead(0, 0))
         ahead = known.ahead
@@ -226,8 +226,11 @@ class Router:
         answer.version, answer.weight = job.version, job.weight
         return Result(answer, [array.tobytes() for array in arrays])
 
-    def _known_epoch(self, name: str, job: FlowJob) -> KnownEpoch | None:
-        """Return the newest epoch of a job, as far as the router knows it; None before the first one."""
+    def _known_epoch(self, name: str, job: FlowJob, horizon: int) -> KnownEpoch | None:
+        """Return the newest epoch of a job, as far as the router knows it; None before the first one.
+
+        horizon: in a flow of many samples, how many of the next ones are enough.
+        """
         if job.announced:
             order = joint_order(job.announced, job.shares.replicas)
             if len(job.announced) == job.shares.replicas:
@@ -235,7 +238,7 @@ class Router:
             else:
                 ahead = Lookahead(epoch=job.announced_epoch, length=self._spec.size, certain=order)
             return KnownEpoch(ahead, order[:0], order[:0])
-        most = HORIZON if self._spec.size > MAX_WHOLE else None
+        most = min(HORIZON, horizon) if self._spec.size > MAX_WHOLE else None
         drawn = job.order.drawn(most)
         if self._group.remaining(name) or len(drawn):
             done = job.order.done if most is None else drawn[:0]
