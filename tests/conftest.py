@@ -21,12 +21,12 @@ from hypothesis import HealthCheck, settings
 
 from tests import huge_pages, missing_parts
 from tests.holdings import Holdings
-from tests.shared_cluster import PATIENCE_S, TestCluster
+from tests.shared_cluster import TestCluster, wait
 from tests.support import hosts
 from tests.time_outs import EndsOfWorkers, TimeOuts
 
 #: How long a test's threads, processes and files may take to go after its end; seconds.
-GRACE_S = 10.0
+GRACE_S = 60.0
 #: What forks workers of the test process: first, while that is small.
 FORKING = ("tests/contracts/", "tests/faults/", "tests/flows/")
 #: What waits for processes of its own for half of its time.
@@ -212,11 +212,4 @@ def common_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClu
 @pytest.fixture
 def eventually() -> Callable[..., None]:
     """Wait until a condition holds; fail when it does not within the deadline."""
-
-    def wait(condition: Callable[[], Any], *, within_s: float = PATIENCE_S, what: str = "the condition") -> None:
-        deadline = time.monotonic() + within_s
-        while not condition():
-            assert time.monotonic() < deadline, f"{what} did not come true within {within_s} s"
-            threading.Event().wait(0.01)
-
     return wait

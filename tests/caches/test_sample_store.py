@@ -36,7 +36,7 @@ class Gated:
     def __getitem__(self, index: int) -> Any:
         self.loads[index] += 1
         self.entered.set()
-        assert self.gate.wait(30)
+        assert self.gate.wait(150)
         return self.outcome(index)
 
     def __len__(self) -> int:
@@ -53,7 +53,7 @@ def test_simultaneous_misses_load_once(pool: ThreadPoolExecutor, eventually: Cal
     readers = [pool.submit(cache.__getitem__, 4) for _ in range(7)]
     eventually(lambda: cache.statistics().hits == 6, what="six readers waiting")
     dataset.gate.set()
-    samples = [reader.result(30) for reader in readers]
+    samples = [reader.result(150) for reader in readers]
     assert dataset.loads == {4: 1}
     assert len({id(sample) for sample in samples}) == 7
     samples[0][:] = 99
@@ -70,7 +70,7 @@ def test_an_error_reaches_everybody_and_is_not_kept(pool: ThreadPoolExecutor, ev
     dataset.gate.set()
     for reader in readers:
         with pytest.raises(OSError, match="sample 4 is damaged"):
-            reader.result(30)
+            reader.result(150)
     assert (cache.statistics().errors, cache.statistics().loads, cache.statistics().items) == (1, 0, 0)
     dataset.outcome = lambda index: np.full(3, index)
     assert cache[4].tolist() == [4, 4, 4]
@@ -83,7 +83,7 @@ def test_an_error_in_a_batch_leaves_no_sample_of_it_under_way(pool: ThreadPoolEx
     cache = ALSDCache(dataset, 10)  # type: ignore[arg-type]
     with pytest.raises(OSError, match="sample 2"):
         cache.__getitems__([1, 2, 3])
-    assert [pool.submit(cache.__getitem__, k).result(30) for k in (1, 3)] == [1, 3]
+    assert [pool.submit(cache.__getitem__, k).result(150) for k in (1, 3)] == [1, 3]
 
 
 def test_an_interrupt_of_the_loader_lets_another_try(pool: ThreadPoolExecutor, eventually: Callable[..., None]) -> None:
@@ -97,13 +97,13 @@ def test_an_interrupt_of_the_loader_lets_another_try(pool: ThreadPoolExecutor, e
     dataset = Gated(load)
     cache = ALSDCache(dataset, 10)  # type: ignore[arg-type]
     first = pool.submit(cache.__getitem__, 4)
-    assert dataset.entered.wait(30)
+    assert dataset.entered.wait(150)
     others = [pool.submit(cache.__getitem__, 4) for _ in range(3)]
     eventually(lambda: cache.statistics().hits == 3, what="three readers waiting")
     dataset.gate.set()
     with pytest.raises(KeyboardInterrupt):
-        first.result(30)
-    assert [other.result(30) for other in others] == [4, 4, 4]
+        first.result(150)
+    assert [other.result(150) for other in others] == [4, 4, 4]
     statistics = cache.statistics()
     assert statistics.hits + statistics.misses == 4
     assert statistics.misses == statistics.loads + statistics.errors == 2
@@ -119,7 +119,7 @@ def test_batches_that_wait_for_each_other_end(pool: ThreadPoolExecutor, eventual
     third = pool.submit(cache.__getitems__, [3, 1])
     eventually(lambda: cache.statistics().hits == 4)
     dataset.gate.set()
-    assert (left.result(30), right.result(30), third.result(30)) == ([1, 2], [3, 2, 1], [3, 1])
+    assert (left.result(150), right.result(150), third.result(150)) == ([1, 2], [3, 2, 1], [3, 1])
     assert dataset.loads == {1: 1, 2: 1, 3: 1}
 
 
@@ -127,10 +127,10 @@ def test_a_load_that_outlives_a_clearing_is_handed_out_and_not_kept(pool: Thread
     dataset = Gated(lambda index: index)
     cache = ALSDCache(dataset, 10)  # type: ignore[arg-type]
     reader = pool.submit(cache.__getitem__, 4)
-    assert dataset.entered.wait(30)
+    assert dataset.entered.wait(150)
     cache.clear()
     dataset.gate.set()
-    assert reader.result(30) == 4
+    assert reader.result(150) == 4
     assert cache.statistics().items == 0
 
 
@@ -150,7 +150,7 @@ def test_many_threads_get_what_they_ask_for_and_the_books_balance(policy: str, p
             assert (cache[keys[0]] == keys[0]).all()
 
     for reader in [pool.submit(read, seed) for seed in range(8)]:
-        reader.result(60)
+        reader.result(150)
     statistics = cache.statistics()
     assert statistics.hits + statistics.misses == 8 * 60 * 7
     assert statistics.misses == statistics.loads

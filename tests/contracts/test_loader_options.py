@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.loader_cases import Batched, Counted, Indices, Rows, assert_same, epochs
+from tests.loader_cases import Batched, Counted, Indices, Rows, assert_same, epochs, patiently
 from torch_dpflow.errors import LoaderTimeoutError, OptionError, OptionTypeError, WorkerError
 from torch_dpflow.loader import batch_planner
 from torch_dpflow.options import LoaderOptions
@@ -118,7 +118,7 @@ class Meeting(Indices):
         self.barrier = threading.Barrier(4)
 
     def __getitem__(self, index: int) -> int:
-        self.barrier.wait(timeout=30)
+        self.barrier.wait(timeout=150)
         return index
 
 
@@ -208,7 +208,7 @@ def test_what_is_in_flight_does_not_grow_where_memory_is_short(
             next(iterator)
     assert begun == most
     dataset.gate.set()
-    assert [int(sample[0]) for sample in iterator] == list(range(30))
+    assert [int(sample[0]) for sample in patiently(iterator)] == list(range(30))
 
 
 def test_what_is_in_flight_does_not_grow_before_a_batch_tells_its_size(OurLoader: Any, tmp_path: Any) -> None:
@@ -222,7 +222,7 @@ def test_what_is_in_flight_does_not_grow_before_a_batch_tells_its_size(OurLoader
             next(iterator)
     assert not iterator._limit.may_grow(len(iterator._in_flight) + 1, iterator._largest, iterator._max_in_flight)
     dataset.gate.set()
-    assert len(list(iterator)) == 1
+    assert len(list(patiently(iterator))) == 1
 
 
 def test_a_batch_that_came_before_the_workers_were_shut_down_is_refused(OurLoader: Any, tmp_path: Any) -> None:
@@ -236,7 +236,7 @@ def test_a_batch_that_came_before_the_workers_were_shut_down_is_refused(OurLoade
     with pytest.raises(LoaderTimeoutError):  # meanwhile the second sample comes
         next(iterator)
     dataset.gate.set()
-    assert int(next(iterator)[0]) == 0
+    assert int(next(patiently(iterator))[0]) == 0
     iterator._shutdown_workers()
     with pytest.raises(WorkerError, match="shut down"):
         next(iterator)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers import Importer, Item
 from torch_dpflow.datasets.importers.iterable import IterableImporter
+from torch_dpflow.errors import StorageTimeoutError
+
+T = TypeVar("T")
 
 
 class Numbered:
@@ -77,3 +80,12 @@ def check_starts(importer: Importer) -> list[Item]:
     for start in range(len(items) + 1):
         assert list(importer.items(start)) == items[start:]
     return items
+
+
+def despite_time_outs(read: Callable[[], T]) -> T:
+    """What `read` returns, under short time-outs that a busy machine may exceed with any read."""
+    while True:
+        try:
+            return read()
+        except StorageTimeoutError:
+            pass

@@ -115,7 +115,7 @@ def test_a_shard_is_closed_twice_and_by_several_threads(OurLoader: Any) -> None:
     pids = worker_pids()
     with ThreadPoolExecutor(3) as pool:
         for closed in [pool.submit(iterator._shard.close) for _ in range(3)]:
-            closed.result(30)
+            closed.result(150)
     iterator._shard.close()
     assert all(map(has_ended, pids))
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.datasets.samples_source import Numbered, publish
+from tests.datasets.samples_source import Numbered, despite_time_outs, publish
 from tests.new_process import interpreter
 from tests.shared_cluster import TestCluster
 from tests.support.oss_server import Fault, OSSServer
@@ -43,7 +43,10 @@ from torch_dpflow.flows import (
     RemoteDataLoadFlowReader,
 )
 
-IMPATIENT = ReadOptions(timeout_s=0.3, deadline_s=1.5, attempts=3, backoff_s=0.01)
+#: For what hangs. On a busy machine other reads can exceed this, too.
+IMPATIENT = ReadOptions(timeout_s=0.3, deadline_s=0.5, attempts=2, backoff_s=0.01)
+#: For a batch of which some samples hang: the others have ten times what they take.
+LIMITED = ReadOptions(timeout_s=3.0, deadline_s=3.0, attempts=1)
 PATIENT = ReadOptions(timeout_s=60.0, deadline_s=60.0, attempts=3, backoff_s=0.01)
 HANGING = (Fault.HANG, Fault.TRICKLE)
 QUICK = JobOptions(idle_s=10.0, reconnect_timeout_s=60.0)
@@ -196,7 +199,7 @@ def test_a_failure_is_raised_and_names_the_object(place: Place, kind: str, numbe
     named = f"sample {number}: stage" if failure.error is StageError else f"oss://data/images/{number}.jpg"
     with pytest.raises(failure.error, match=re.escape(named)):
         mapped[number]
-    assert mapped[WHOLE[0]][1] == WHOLE[0]
+    assert despite_time_outs(lambda: mapped[WHOLE[0]][1]) == WHOLE[0]
 
 
 def test_a_loader_raises_the_first_failure_that_it_comes_to(place: Place, kind: str) -> None:
@@ -207,10 +210,10 @@ def test_a_loader_raises_the_first_failure_that_it_comes_to(place: Place, kind: 
 
 def test_failures_are_left_out_and_counted_when_asked(place: Place, kind: str) -> None:
     counts = {"read": 8, "image_decode": 1}
-    read = _read(place, kind, IMPATIENT, on_error="skip")
+    read = _read(place, kind, LIMITED, on_error="skip")
     assert [number for _, number in read.to_mapped().__getitems__(list(range(COUNT)))] == WHOLE
     assert read.skipped() == counts
-    read = _read(place, kind, IMPATIENT, on_error="skip")
+    read = _read(place, kind, LIMITED, on_error="skip")
     loader = read.to_shuffled(COUNT, num_workers=1)
     assert [sorted(numbers.tolist()) for _, numbers in loader] == [WHOLE]
     assert read.skipped() == counts

@@ -132,7 +132,7 @@ def routed(folder: Path, size: int, strategy: str) -> Iterator[tuple[RpcClient, 
     spec = spec_of(size, strategy)
     server = RpcServer(listen(f"ipc://{folder}/router-{size}"))
     Router(server, spec, RouterSettings([SHARD]), token="t", incarnation=1)
-    with serving(server), RpcClient(server.address, options=ClientOptions(timeout_s=20.0, shared_bytes=0)) as client:
+    with serving(server), RpcClient(server.address, options=ClientOptions(timeout_s=150.0, shared_bytes=0)) as client:
         client.call("register_shard", RegisterShard(SHARD, 1, "ipc:///shard", "t"), reply_type=RangeAssignment)
         yield client, spec
 
@@ -223,7 +223,7 @@ def test_a_router_answers_heartbeats_while_it_restores_an_order(
         start = StartEpoch(second.id, [EpochPlace(0, 16, False)], False)
         try:
             pending = client.begin("start", start, [marks.tobytes()])
-            assert restoring.wait(timeout=20)
+            assert restoring.wait(timeout=150)
             client.call("register_shard", RegisterShard(SHARD, 1, "ipc:///shard", "t", 9), reply_type=RangeAssignment)
             client.call("heartbeat", JobHeartbeat(second.id, None, True), reply_type=JobHeartbeatReply)
             for refused in (lambda: first.draw(0, 8), first.lookahead, lambda: first.start(1)):
@@ -282,7 +282,7 @@ def test_a_shard_whose_thread_is_busy_keeps_registering(tmp_path: Path, monkeypa
             is_busy.wait()
             lookahead_calls.wake()  # waits for the shard's thread
             for _ in range(5):
-                assert registered.acquire(timeout=20)
+                assert registered.acquire(timeout=150)
         finally:
             released.set()
             calls.stop()

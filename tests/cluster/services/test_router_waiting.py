@@ -40,7 +40,7 @@ def test_a_call_whose_caller_has_given_up_is_not_kept(tmp_path: Path) -> None:
             server.step(0.1)
         return pending
 
-    with RpcClient(server.address, options=ClientOptions(timeout_s=20.0)) as client:
+    with RpcClient(server.address, options=ClientOptions(timeout_s=150.0)) as client:
         given_up = begin(client, "hasty", 0.01)
         with pytest.raises(DeadlineError):
             given_up.result()

@@ -44,7 +44,7 @@ class Scrape:
     """The metrics at one moment."""
 
     def __init__(self, cluster: CommandedCluster) -> None:
-        with urllib.request.urlopen(f"http://{cluster.facts['metrics']}/metrics", timeout=20) as answer:
+        with urllib.request.urlopen(f"http://{cluster.facts['metrics']}/metrics", timeout=150) as answer:
             assert answer.headers["Content-Type"].startswith("text/plain")
             text = answer.read().decode()
         self.families = {family.name: family for family in text_string_to_metric_families(text)}

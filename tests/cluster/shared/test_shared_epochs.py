@@ -106,7 +106,7 @@ def test_jobs_that_read_together_load_each_sample_about_once_and_get_it_once_eac
         for _, labels in jobs[number].traverse(0):
             orders[number] += labels.tolist()
             if len(orders[number]) < 240:
-                together.wait(30)
+                together.wait(150)
 
     threads = [threading.Thread(target=read, args=(number,)) for number in range(len(jobs))]
     for thread in threads:

@@ -26,8 +26,14 @@ moto = Later("moto.server")
 
 @pytest.fixture
 def impatient() -> ReadOptions:
-    """Options under which everything that fails has failed within seconds."""
+    """Options under which everything that fails has failed within seconds: only for what is to time out."""
     return ReadOptions(timeout_s=0.3, deadline_s=3.0, attempts=3, backoff_s=0.01)
+
+
+@pytest.fixture
+def patient() -> ReadOptions:
+    """Options under which a busy machine meets no time-out."""
+    return ReadOptions(timeout_s=60.0, deadline_s=60.0, attempts=3, backoff_s=0.01)
 
 
 @pytest.fixture

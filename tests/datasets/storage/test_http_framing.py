@@ -34,8 +34,8 @@ def web() -> Iterator[WebServer]:
 
 
 @pytest.fixture
-def reader(impatient: ReadOptions) -> Iterator[ObjectReader]:
-    with ObjectReader(options=impatient) as reader:
+def reader(patient: ReadOptions) -> Iterator[ObjectReader]:
+    with ObjectReader(options=patient) as reader:
         yield reader
 
 
@@ -260,11 +260,11 @@ def _over_tls(is_closed: bool, response: bytes) -> Answer:
     return answer
 
 
-def test_a_cut_of_tls_is_no_end_of_a_body(certificate: Path, tls: ssl.SSLContext, impatient: ReadOptions) -> None:
+def test_a_cut_of_tls_is_no_end_of_a_body(certificate: Path, tls: ssl.SSLContext, patient: ReadOptions) -> None:
     open_end, length = b"HTTP/1.1 200 OK\r\n\r\nhello", b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
     with (
         WebServer(_over_tls(False, open_end), tls) as web,
-        ObjectReader({"verify": str(certificate)}, options=impatient) as reader,
+        ObjectReader({"verify": str(certificate)}, options=patient) as reader,
     ):
         _check_unknown_end(web, reader, web.answer)
         for whole in (_over_tls(True, open_end), _over_tls(True, length), _over_tls(False, length)):
@@ -280,9 +280,7 @@ def test_a_cut_of_tls_is_no_end_of_a_body(certificate: Path, tls: ssl.SSLContext
 
 @pytest.mark.parametrize("scheme", ["http", "s3"])
 @pytest.mark.parametrize("signature", [b"", b";chunk-signature=" + b"0a" * 32])
-def test_frames_of_an_upload_are_no_sample(
-    web: WebServer, impatient: ReadOptions, scheme: str, signature: bytes
-) -> None:
+def test_frames_of_an_upload_are_no_sample(web: WebServer, patient: ReadOptions, scheme: str, signature: bytes) -> None:
     framed = b"5%b\r\nhello\r\n0%b\r\n\r\n" % (signature, signature)
     options = {} if scheme == "http" else {"endpoint": web.url, "anon": True}
     url = f"{web.url}/x" if scheme == "http" else "s3://data/x"
@@ -295,7 +293,7 @@ def test_frames_of_an_upload_are_no_sample(
         serve_ranges(framed)(handler)
 
     web.answer = answer
-    with ObjectReader(options, options=impatient) as reader:
+    with ObjectReader(options, options=patient) as reader:
         for part in ((), (0, 9), (3, 9)):
             with pytest.raises(StorageError, match="stored the frames of the upload with the bytes"):
                 reader.read(url, *part)

@@ -231,8 +231,8 @@ def test_no_secret_is_printed(query: str) -> None:
     assert "SECRET" not in printable_url(f"http://host/a.tar?{query}")
 
 
-def test_a_renewed_signature_finds_the_cache_and_no_error_has_it(tmp_path: Path, impatient: ReadOptions) -> None:
-    limits = ReadOptions(**{**vars(impatient), "cache_dir": tmp_path / "cache"})
+def test_a_renewed_signature_finds_the_cache_and_no_error_has_it(tmp_path: Path, patient: ReadOptions) -> None:
+    limits = ReadOptions(**{**vars(patient), "cache_dir": tmp_path / "cache"})
     with WebServer(serve_ranges(b"content", ETag='"1"')) as web, ObjectReader(options=limits) as reader:
         span = ByteRange(f"{web.url}/a?sv=1&sig=SECRET1", 0, 5, state='"1"')
         assert reader.read_many([span]) == [b"conte"]
@@ -250,11 +250,11 @@ def test_a_renewed_signature_finds_the_cache_and_no_error_has_it(tmp_path: Path,
 @pytest.mark.parametrize("status", [404, 403])
 @pytest.mark.parametrize("name", ["a.tar", "a.tfrecord", "a.parquet"])
 def test_an_address_that_cannot_be_opened_is_named_without_its_signature(
-    name: str, status: int, tmp_path: Path, impatient: ReadOptions
+    name: str, status: int, tmp_path: Path, patient: ReadOptions
 ) -> None:
     with WebServer(lambda handler: reply(handler, status, b"not of this format")) as web:
         with pytest.raises(DPFlowError, match=f"/{name}") as raised:
-            open_dataset([f"{web.url}/{name}?sv=1&sig=SECRET"], index_dir=tmp_path, read_options=impatient)
+            open_dataset([f"{web.url}/{name}?sv=1&sig=SECRET"], index_dir=tmp_path, read_options=patient)
         assert "SECRET" not in str(raised.value)
 
 
@@ -266,9 +266,9 @@ def test_an_address_that_cannot_be_opened_is_named_without_its_signature(
         (b"Transfer-Encoding: identity, chunked", b"7\r\ncontent\r\n0\r\n\r\n"),
     ],
 )
-def test_framings_that_old_servers_use(head: bytes, body: bytes, impatient: ReadOptions) -> None:
+def test_framings_that_old_servers_use(head: bytes, body: bytes, patient: ReadOptions) -> None:
     answer = raw(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n" + body)
-    with WebServer(answer) as web, ObjectReader(options=impatient) as reader:
+    with WebServer(answer) as web, ObjectReader(options=patient) as reader:
         assert reader.read(f"{web.url}/x") == b"content"
 
 

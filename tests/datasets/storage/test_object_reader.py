@@ -139,7 +139,7 @@ def test_what_a_task_raises_reaches_the_caller() -> None:
     everybody_is_there = threading.Barrier(4)
 
     def task(fails: bool) -> None:
-        everybody_is_there.wait(60)
+        everybody_is_there.wait(150)
         if fails:
             raise ZeroDivisionError
 
@@ -182,7 +182,7 @@ def test_slow_local_reads_get_threads() -> None:
             first = False
             threading.Event().wait(0.01)  # as long as a mount far away takes
         else:
-            together.wait(60)  # passes only when two threads are here
+            together.wait(150)  # passes only when two threads are here
 
     overlap = Overlap(2)
     overlap.run([task] * 3, is_remote=False)

@@ -79,7 +79,7 @@ class Fragile(fsspec.AbstractFileSystem):
             return b"wrong"
         try:
             if "slow" in path:
-                Fragile.gate.wait(60)
+                Fragile.gate.wait(150)
             return bytes(range(100))[start:end] + Fragile.extra
         finally:
             self.inside.release()
@@ -133,7 +133,7 @@ def test_a_file_system_that_hangs_holds_itself_alone(fragile: type[Fragile], tmp
         with pytest.raises(StorageTimeoutError):
             reader.read("fragile://host/b")  # this one waits, as a second call could return wrong bytes
         fragile.gate.set()
-        assert fragile.left.wait(60)
+        assert fragile.left.wait(150)
         assert reader.read("fragile://host/b") == bytes(range(100))
     files.rm("/hangs", recursive=True)
     assert fragile.overlaps == 0

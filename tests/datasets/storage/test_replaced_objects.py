@@ -96,9 +96,9 @@ def put(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[by
 
 
 def test_no_image_of_the_new_file_gets_a_label_of_the_old_one(
-    put: Callable[[bytes, int], str], tmp_path: Path, impatient: ReadOptions
+    put: Callable[[bytes, int], str], tmp_path: Path, patient: ReadOptions
 ) -> None:
-    how: dict[str, Any] = {"index_dir": tmp_path / "index", "read_options": impatient}
+    how: dict[str, Any] = {"index_dir": tmp_path / "index", "read_options": patient}
     url = put(tar(tmp_path / "made.tar", 3), 0)
     with closing(open_dataset(url, **how)) as opened:
         assert [(sample["cls"], sample["jpg"][0]) for sample in opened.__getitems__([0, 1])] == [(b"3", 3)] * 2
@@ -111,11 +111,11 @@ def test_no_image_of_the_new_file_gets_a_label_of_the_old_one(
 
 
 @pytest.mark.parametrize("kind", ["strong", "weak and date", "date"])
-def test_the_disk_cache_keeps_what_was_checked_alone(kind: str, tmp_path: Path, impatient: ReadOptions) -> None:
+def test_the_disk_cache_keeps_what_was_checked_alone(kind: str, tmp_path: Path, patient: ReadOptions) -> None:
     (tmp_path / "cache").mkdir(mode=0o700)
     old, new = b"old" * 100, b"new" * 100
     web = _Web(SERVERS[kind])
-    limits = ReadOptions(**{**vars(impatient), "cache_dir": tmp_path / "cache"})
+    limits = ReadOptions(**{**vars(patient), "cache_dir": tmp_path / "cache"})
     with web.server, ObjectReader(options=limits) as reader:
         span = ByteRange(web.put(old, 0), 0, 200, state=of_headers(web.answers[0]))
         web.put(new, 1)

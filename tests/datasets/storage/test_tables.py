@@ -132,7 +132,7 @@ def test_threads_that_miss_a_block_decode_it_once(tmp_path: Path, monkeypatch: p
 
     def slow(opened: _OpenedTable, block: int) -> Any:
         decoded.append(block)
-        assert joined.wait(30)
+        assert joined.wait(150)
         if len(decoded) == 1:
             raise SourceError("damaged")
         return decode(opened, block)

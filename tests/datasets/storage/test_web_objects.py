@@ -78,8 +78,8 @@ def web() -> Iterator[WebServer]:
 
 
 @pytest.fixture
-def reader(impatient: ReadOptions) -> Iterator[ObjectReader]:
-    with ObjectReader(options=impatient) as reader:
+def reader(patient: ReadOptions) -> Iterator[ObjectReader]:
+    with ObjectReader(options=patient) as reader:
         yield reader
 
 
