@@ -116,7 +116,7 @@ def test_states_of_other_blocks_are_refused() -> None:
             other.load_state_dict(state)
     for ranks in (None, 0, "2", True):
         with pytest.raises(StateError, match="damaged"):
-            BlockShuffleSampler(Blocks([5, 5])).load_state_dict(state | {"begun_by": ranks})
+            BlockShuffleSampler(Blocks([5, 5])).load_state_dict(state | {"began_with": ranks})
 
 
 def test_what_is_no_dataset_of_blocks_is_refused() -> None:

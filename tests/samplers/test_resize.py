@@ -59,6 +59,10 @@ def check_epoch(length: int, before: Any, last: list[Any], *, drop_last: bool, d
         assert max(counts, default=0) - min(counts, default=0) <= 1, "padding repeats each sample as often as others"
 
 
+def dealt(places: dealing.Places, rank: int, replicas: int, *, drop_last: bool) -> Any:
+    return dealing.numbers(dealing.RankPart(places, rank, replicas, drop_last=drop_last)[:])
+
+
 @settings(max_examples=200)
 @given(
     length=st.integers(0, 10_000),
@@ -80,7 +84,7 @@ def test_places_read_by_changing_numbers_of_ranks_are_those_of_the_epoch(
         step, lag = drawn.draw(st.integers(0, limit)), drawn.draw(st.integers(0, 2))
         reached = [max(at.position, at.position + step - lag * (rank % 2)) for rank in range(replicas)]
         for rank, position in enumerate(reached):
-            part = dealing.dealt(at.places, rank, replicas, drop_last=drop_last)
+            part = dealt(at.places, rank, replicas, drop_last=drop_last)
             before.append(part[at.position - at.dealt_at : position - at.dealt_at])
         state = [
             dealing.RankPosition(position, at.dealt_at, at.places).as_dict(rank, replicas)
@@ -90,7 +94,7 @@ def test_places_read_by_changing_numbers_of_ranks_are_those_of_the_epoch(
             state = drawn.draw(st.sampled_from(state))
     at = dealing.RankPosition.restored(state, length, last, drop_last=drop_last)
     assert len(at.places) <= 1 + sum(sizes), "its size depends on ranks that were out of step, and not on the epoch"
-    parts = [dealing.dealt(at.places, rank, last, drop_last=drop_last) for rank in range(last)]
+    parts = [dealt(at.places, rank, last, drop_last=drop_last) for rank in range(last)]
     parts = [part[at.position - at.dealt_at :] for part in parts]
     read_before = np.concatenate(before)
     if len(read_before) < length or not length:
@@ -254,8 +258,8 @@ def test_what_is_dealt_is_what_distributed_sampler_deals() -> None:
         for drop_last in (False, True):
             for rank in range(replicas):
                 own = DynaGCSSampler(data(23), num_replicas=replicas, rank=rank, drop_last=drop_last, shuffle=False)
-                dealt = dealing.dealt(dealing.all_places(23), rank, replicas, drop_last=drop_last)
-                assert order[dealt].tolist() == list(own)
+                part = dealt(dealing.all_places(23), rank, replicas, drop_last=drop_last)
+                assert order[part].tolist() == list(own)
 
 
 KINDS: dict[str, Callable[..., Any]] = {

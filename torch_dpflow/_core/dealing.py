@@ -6,9 +6,9 @@ them have read the first p * N places together. So what is left is one range, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,10 @@ from numpy.typing import NDArray
 from torch_dpflow._core.checks import MAX_INT64, check_int
 from torch_dpflow.errors import StateError, UsageError
 
+T = TypeVar("T")
+
+#: Items that are read at once: many, which is cheap, but not all, which takes memory.
+_CHUNK = 4096
 #: More ranks than any run has; a state may name no more.
 MAX_RANKS = 2**20
 #: Places of an order, in the sequence in which they are dealt.
@@ -77,36 +81,39 @@ def numbers(places: Places) -> NDArray[np.int64]:
     return np.concatenate([np.arange(p.start, p.stop, p.step) for p in places] or [np.empty(0, np.int64)])
 
 
-def dealt(places: Places, rank: int, replicas: int, *, drop_last: bool) -> NDArray[np.int64]:
-    """Return one rank's places; an uneven rest is filled up with the first ones, as by DistributedSampler."""
-    order = numbers(places)
-    total = share(len(order), replicas, drop_last=drop_last) * replicas
-    even = np.resize(order, total) if total > len(order) else order[:total]
-    return even[rank::replicas]
+def taken(order: Any, places: Places) -> NDArray[np.signedinteger[Any]]:
+    """Return the numbers at these places of an order, whose slices are arrays."""
+    parts = [order[part.start : part.stop : part.step] for part in places]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts or [order[:0]])
 
 
 class RankPart:
-    """One rank's part of an order, as by DistributedSampler: every `replicas`-th number from the `rank`-th on.
+    """The places of one rank, as by DistributedSampler: every `replicas`-th from the `rank`-th on.
 
-    An uneven end is filled up with the order's first numbers, or dropped. Slices are arrays, cut from the order as they
-    are read.
+    An uneven rest is filled up with the first places, or dropped. A slice of it is `Places`.
     """
 
-    def __init__(self, order: Any, rank: int, replicas: int, *, drop_last: bool) -> None:
-        self._order = order
-        self._places = range(rank, share(len(order), replicas, drop_last=drop_last) * replicas, replicas)
+    def __init__(self, places: Places, rank: int, replicas: int, *, drop_last: bool) -> None:
+        self._places, self._rank, self._replicas = places, rank, replicas
+        self._dealt = count(places)
+        self._length = share(self._dealt, replicas, drop_last=drop_last)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return self._length
 
-    def __getitem__(self, numbers: slice) -> NDArray[np.signedinteger[Any]]:
-        places, length = self._places[numbers], len(self._order)
-        whole = min(len(places), max(0, -(-(length - places.start) // places.step)))
-        found: NDArray[np.signedinteger[Any]] = self._order[places.start : places[:whole].stop : places.step]
-        if whole == len(places):
-            return found
-        filled = np.array(places[whole:]) % length
-        return np.concatenate([found, self._order[: int(filled.max()) + 1][filled]])
+    def __getitem__(self, numbers: slice) -> Places:
+        start, stop, _ = numbers.indices(self._length)
+        first, end = (self._rank + number * self._replicas for number in (start, stop))
+        found = cut(self._places, first, min(self._dealt, end), self._replicas)
+        last = end - self._replicas
+        if start < stop and last >= self._dealt:  # only a rank's last place can fill up
+            found += cut(self._places, last % self._dealt, last % self._dealt + 1)
+        return found
+
+    def items(self, read: Callable[[Places], list[T]], start: int) -> Iterator[T]:
+        """Yield what `read` returns for the places from the `start`-th on."""
+        for first in range(start, len(self), _CHUNK):
+            yield from read(self[first : first + _CHUNK])
 
 
 def as_lists(places: Places) -> list[list[int]]:
@@ -118,8 +125,8 @@ def from_lists(lists: Any, length: int) -> Places:
     """Undo `as_lists`. Raises StateError unless they are distinct places of an epoch of `length` samples."""
     try:
         places = tuple(range(start, stop, step) for start, stop, step in lists)
-        if any(p and not (0 <= p.start < length and 0 <= p[-1] < length) for p in places):
-            raise ValueError(f"a place is not below {length}")
+        if any(p and not (p.step > 0 <= p.start and p[-1] < length) for p in places):
+            raise ValueError(f"a place is not below {length}, or its steps go backwards")
         if len(places) > 1 and count(places) > len(_distinct(places, length)):
             raise ValueError("a place is there twice")
     except (TypeError, ValueError, OverflowError) as error:

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from torch_dpflow._core.dealing import RankPart, RankPosition, dealt
+from torch_dpflow._core.dealing import RankPart, RankPosition, taken
 from torch_dpflow._core.permutation import torch_order
-from torch_dpflow.epoch.index_order import in_chunks
 from torch_dpflow.errors import StateError
 
 
@@ -76,16 +75,13 @@ class RankOrder:
         self._epoch = self._sampler.epoch
 
     def rest(self) -> Iterator[int]:
-        """Yield the indices that are left of the epoch, drawn as they are read unless the epoch was dealt again."""
+        """Yield the indices that are left of the epoch, drawn as they are read."""
         assert self._at is not None
         sampler, at = self._sampler, self._at
         length = len(sampler.dataset)
         order: Any = torch_order(length, sampler.seed + self._epoch) if sampler.shuffle else np.arange(length)
-        if at.dealt_at:
-            part = order[:][dealt(at.places, sampler.rank, sampler.num_replicas, drop_last=sampler.drop_last)]
-        else:
-            part = RankPart(order, sampler.rank, sampler.num_replicas, drop_last=sampler.drop_last)
-        return in_chunks(part, at.position - at.dealt_at, len(part))
+        part = RankPart(at.places, sampler.rank, sampler.num_replicas, drop_last=sampler.drop_last)
+        return part.items(lambda places: taken(order, places).tolist(), at.position - at.dealt_at)
 
     def _identity(self) -> dict[str, Any]:
         sampler = self._sampler

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from torch_dpflow._core.checks import check_int
-from torch_dpflow._core.dealing import MAX_RANKS
-from torch_dpflow.errors import OptionTypeError, StateError
+from torch_dpflow.errors import OptionTypeError
 from torch_dpflow.samplers.indices import CompactArray, compact
 from torch_dpflow.samplers.sampler import DynaGCSSampler
 
@@ -77,31 +75,9 @@ class BlockShuffleSampler(DynaGCSSampler):
             seed=seed,
             drop_last=drop_last,
         )
-        #: The epoch that was resumed, and the number of ranks that began it.
-        self._resumed: tuple[int, int] | None = None
 
-    def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Return the position as `DynaGCSSampler.state_dict` does."""
-        state = super().state_dict(consumed)
-        return state | {"begun_by": self._begun_by(state["epoch"])}
-
-    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Restore a position as `DynaGCSSampler.load_state_dict` does. Raises StateError."""
-        states = [state] if isinstance(state, dict) else state
-        for one in states if isinstance(states, list | tuple) else ():
-            ranks = one.get("begun_by") if isinstance(one, dict) else None
-            if type(ranks) is not int or not 0 < ranks <= MAX_RANKS:
-                raise StateError(f"this is no state of a BlockShuffleSampler, or it is damaged: begun_by={ranks!r:.80}")
-        super().load_state_dict(state)
-        self._resumed = self.epoch, states[0]["begun_by"]
-
-    def _begun_by(self, epoch: int) -> int:
-        """Return the number of ranks that began an epoch."""
-        is_resumed = self._resumed is not None and self._resumed[0] == epoch
-        return self._resumed[1] if is_resumed and self._resumed is not None else self.num_replicas
-
-    def _order(self, epoch: int) -> CompactArray:
-        return block_order(self._blocks.tobytes(), self._window, self._begun_by(epoch), self.seed + epoch)
+    def _order(self, epoch: int, began_with: int) -> CompactArray:
+        return block_order(self._blocks.tobytes(), self._window, began_with, self.seed + epoch)
 
     def _identity(self) -> dict[str, Any]:
         return super()._identity() | {"blocks": zlib.crc32(self._blocks.tobytes()), "window": self._window}

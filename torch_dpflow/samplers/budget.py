@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from torch_dpflow._core.checks import check_number
+from torch_dpflow._core.dealing import Places, taken
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.samplers.epoch_sampler import EpochSampler, mixed_seed
 from torch_dpflow.samplers.indices import CompactArray, IndexArray, permutation
@@ -83,7 +84,7 @@ class BudgetBatchSampler(EpochSampler[list[int]]):
         """Return the position after the batches that were yielded, as plain data; no side effect."""
         return self._state()
 
-    def _reader(self, epoch: int, began_with: int) -> Callable[[IndexArray], list[list[int]]]:
+    def _reader(self, epoch: int, began_with: int) -> Callable[[Places], list[list[int]]]:
         order: CompactArray = np.arange(len(self._lengths))
         if self.shuffle:
             order = permutation(len(order), mixed_seed(self.seed, epoch, 0), 0)
@@ -92,8 +93,8 @@ class BudgetBatchSampler(EpochSampler[list[int]]):
             batches = self._shuffled_steps(batches, epoch, began_with)
         bounds = self._buckets.bounds
 
-        def read(places: IndexArray) -> list[list[int]]:
-            return [samples[bounds[batch] : bounds[batch + 1]].tolist() for batch in batches[places]]
+        def read(places: Places) -> list[list[int]]:
+            return [samples[bounds[batch] : bounds[batch + 1]].tolist() for batch in taken(batches, places)]
 
         return read
 

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from torch.utils.data import Sampler
 
 from torch_dpflow._core import dealing
 from torch_dpflow._core.checks import check_flag, check_int
-from torch_dpflow._core.dealing import RankPosition
+from torch_dpflow._core.dealing import Places, RankPart, RankPosition
 from torch_dpflow._core.ranks import own_rank
 from torch_dpflow.errors import OptionError, StateError, UsageError
-from torch_dpflow.samplers.indices import MAX_SEED, IndexArray
+from torch_dpflow.samplers.indices import MAX_SEED
 from torch_dpflow.samplers.sampler_iterator import SamplerIterator
 
 T = TypeVar("T")
 
 STATE_VERSION = 1
-#: Items that are computed at once: many, which is cheap, but not all, which takes memory.
-_CHUNK = 4096
 
 
 def mixed_seed(*numbers: int) -> int:
@@ -36,6 +34,29 @@ def restored_number(name: str, value: Any, *, minimum: int = 0, maximum: int | N
         return check_int(name, value, minimum=minimum, maximum=maximum)
     except UsageError as error:
         raise StateError(f"the state is damaged: {error}") from error
+
+
+class Start(NamedTuple):
+    """Where an iteration begins in its epoch."""
+
+    at: RankPosition
+    #: The number of ranks that began the epoch.
+    began_with: int
+    #: What a group needs to continue the epoch; see `passes`.
+    shared: Any = None
+
+
+class Iteration:
+    """One iteration over an epoch; `position` counts this rank's items since the epoch's beginning."""
+
+    def __init__(self, epoch: int, start: Start, shared: Iterable[Any] | None = None) -> None:
+        self.epoch = epoch
+        self.start = start
+        #: Draws its items from a group; None outside a group.
+        self.shared = shared
+        self.position = start.at.position
+        #: Whether its iterator has reported the end of the epoch.
+        self.is_exhausted = False
 
 
 class EpochSampler(Sampler[T]):
@@ -72,9 +93,9 @@ class EpochSampler(Sampler[T]):
         #: The epoch that `set_epoch` has set for the next iteration; None if it was not called since the latest one.
         self.named_epoch: int | None = None
         #: The iteration that was read last; None: the next one begins an epoch or resumes one.
-        self._latest: _Iteration | None = None
-        #: A loaded position, until the next iteration, and the number of ranks that began its epoch.
-        self._resume: tuple[RankPosition, int] | None = None
+        self._latest: Iteration | None = None
+        #: Where the next iteration begins, if a state was loaded.
+        self._resume: Start | None = None
 
     def __len__(self) -> int:
         """Return the number of items of each rank in a whole epoch."""
@@ -83,8 +104,8 @@ class EpochSampler(Sampler[T]):
     def __iter__(self) -> Iterator[T]:
         """Begin an epoch, or continue the one whose state was loaded."""
         # DistributedSampler's epoch is fixed here, RandomSampler's at the first item.
-        upcoming = self._upcoming() if self.is_distributed else None
-        return SamplerIterator(self._from_first_item(upcoming), is_over=self._is_resumed_at_end())
+        iteration = Iteration(*self._upcoming()) if self.is_distributed else None
+        return SamplerIterator(self._read(iteration), is_over=self._is_resumed_at_end())
 
     def set_epoch(self, epoch: int) -> None:
         """Have the next iteration read this epoch. A loaded position stays if it is of the same epoch.
@@ -119,15 +140,13 @@ class EpochSampler(Sampler[T]):
         if len(epochs) > 1:
             raise StateError(f"the states are of epochs {sorted(epochs)}; give those of one step of all ranks")
         at = RankPosition.restored(state, self.size, self.num_replicas, drop_last=self.drop_last)
-        for one in states:
-            self._check_restored(one)
-        began_with = int(states[0]["began_with"])
-        untouched = at.places == dealing.all_places(self.size)
-        self._resume = at, self.num_replicas if untouched and not at.position else began_with
+        shared = self._checked_rest(states, at)
+        untouched = at.places == dealing.all_places(self.size) and not at.position
+        self._resume = Start(at, self.num_replicas if untouched else states[0]["began_with"], shared)
         self.epoch, self._latest, self.named_epoch = epochs.pop(), None, None
 
     @abstractmethod
-    def _reader(self, epoch: int, began_with: int) -> Callable[[IndexArray], list[T]]:
+    def _reader(self, epoch: int, began_with: int) -> Callable[[Places], list[T]]:
         """Return the function from places in the order of an epoch to the items there.
 
         began_with: the number of ranks that began the epoch.
@@ -145,28 +164,26 @@ class EpochSampler(Sampler[T]):
 
     def _state(self, consumed: int | None = None) -> dict[str, Any]:
         """Return the position as plain data, after `consumed` items of the epoch; None: all that were yielded."""
-        latest, epoch = self._described(consumed), self.epoch
+        latest = self._described(consumed)
+        epoch, start = (self.epoch, self._next_start()) if latest is None else (latest.epoch, latest.start)
+        at = start.at
         if latest is not None:
-            epoch, at, began_with = latest.epoch, latest.start, latest.began_with
-            if consumed is None:
-                consumed = latest.position
-            at = replace(at, position=check_int("consumed", consumed, minimum=at.dealt_at, maximum=latest.position))
-        else:
-            at, began_with = self._resume or (RankPosition.beginning(self.size), self.num_replicas)
-            if consumed is not None and consumed != at.position:
-                raise OptionError(f"consumed={consumed}, but the sampler is at {at.position} and has yielded nothing")
+            reached = latest.position if consumed is None else consumed
+            at = replace(at, position=check_int("consumed", reached, minimum=at.dealt_at, maximum=latest.position))
+        elif consumed is not None and consumed != at.position:
+            raise OptionError(f"consumed={consumed}, but the sampler is at {at.position} and has yielded nothing")
         place = at.as_dict(self.rank, self.num_replicas)
-        return {**self._identity(), "epoch": epoch, "began_with": began_with, **place}
+        return {**self._identity(), "epoch": epoch, "began_with": start.began_with, **place}
 
     def _left(self) -> int:
         """Return the number of items that this rank has not yielded yet of the epoch that `state_dict` describes."""
         latest = self._described(None)
         if latest is not None:
-            return self._end(latest.start) - latest.position
-        at, _ = self._resume or (RankPosition.beginning(self.size), 0)
+            return self._end(latest.start.at) - latest.position
+        at = self._next_start().at
         return self._end(at) - at.position
 
-    def _described(self, consumed: int | None) -> _Iteration | None:
+    def _described(self, consumed: int | None) -> Iteration | None:
         """Return the iteration that a state describes; None for the next one."""
         latest = self._latest
         if latest is None or self.named_epoch is None:
@@ -177,51 +194,47 @@ class EpochSampler(Sampler[T]):
 
     def _is_resumed_at_end(self) -> bool:
         """Return whether nothing was left of the epoch whose state was loaded."""
-        return self._resume is not None and self._resume[0].position >= self._end(self._resume[0])
+        return self._resume is not None and self._resume.at.position >= self._end(self._resume.at)
 
-    def _end(self, start: RankPosition) -> int:
-        return start.end(self.num_replicas, drop_last=self.drop_last)
+    def _end(self, at: RankPosition) -> int:
+        return at.end(self.num_replicas, drop_last=self.drop_last)
 
-    def _upcoming(self) -> tuple[int, RankPosition, int]:
-        """Epoch and position with which the next iteration begins, and the number of ranks that began the epoch."""
-        whole = RankPosition.beginning(self.size), self.num_replicas
+    def _next_start(self) -> Start:
+        """Return where an iteration of the epoch `epoch` begins."""
+        return self._resume or Start(RankPosition.beginning(self.size), self.num_replicas)
+
+    def _upcoming(self) -> tuple[int, Start]:
+        """Return the epoch that the next iteration reads, and where it begins."""
         if (self._latest is None or self.named_epoch is not None) and not self._is_resumed_at_end():
-            return self.epoch, *(self._resume or whole)
-        return (self.epoch if self.is_distributed else self.epoch + 1), *whole
+            return self.epoch, self._next_start()
+        following = self.epoch if self.is_distributed else self.epoch + 1
+        return following, Start(RankPosition.beginning(self.size), self.num_replicas)
 
-    def _from_first_item(self, upcoming: tuple[int, RankPosition, int] | None) -> Iterator[T]:
+    def _read(self, iteration: Iteration | None) -> Iterator[T]:
         """Begin an iteration at the first item: torchdata makes iterators and reads none."""
-        epoch, start, began_with = upcoming or self._upcoming()
-        iteration = self._latest = _Iteration(epoch, start, began_with)
-        self._resume = None
+        iteration = iteration or Iteration(*self._upcoming())
+        items = self._items(iteration) if iteration.shared is None else iteration.shared
+        self._latest, self._resume = iteration, None
         if not self.is_distributed:
-            self.epoch = epoch
-        if epoch == self.epoch:
+            self.epoch = iteration.epoch
+        if iteration.epoch == self.epoch:
             self.named_epoch = None
-        yield from self._read(iteration)
+        for item in items:
+            iteration.position += 1
+            yield item
         iteration.is_exhausted = True
 
-    def _read(self, iteration: _Iteration) -> Iterator[T]:
-        start, end = iteration.start, self._end(iteration.start)
-        if iteration.position == end:
-            return
-        items = self._reader(iteration.epoch, iteration.began_with)
-        for first in range(iteration.position, end, _CHUNK):
-            places = self._places(start, first - start.dealt_at, min(first + _CHUNK, end) - start.dealt_at)
-            for item in items(places):
-                iteration.position += 1
-                yield item
+    def _items(self, iteration: Iteration) -> Iterator[T]:
+        """Return the items that are left of an iteration."""
+        start = iteration.start
+        part, first = self._part(start.at), start.at.position - start.at.dealt_at
+        return part.items(self._reader(iteration.epoch, start.began_with), first) if first < len(part) else iter(())
 
-    def _places(self, start: RankPosition, first: int, stop: int) -> IndexArray:
-        """Return this rank's places from its `first` to before its `stop`; those that fill up are the first ones."""
-        length, ranks = dealing.count(start.places), self.num_replicas
-        whole = min(stop, -(-(length - self.rank) // ranks))
-        own = dealing.cut(start.places, self.rank + first * ranks, min(length, self.rank + whole * ranks), ranks)
-        filled = [(self.rank + number * ranks) % length for number in range(max(first, whole), stop)]
-        return dealing.numbers(own + tuple(part for at in filled for part in dealing.cut(start.places, at, at + 1)))
+    def _part(self, at: RankPosition) -> RankPart:
+        return RankPart(at.places, self.rank, self.num_replicas, drop_last=self.drop_last)
 
     def _check_fits(self, state: Any) -> None:
-        if not isinstance(state, dict) or not {"version", "position", "began_with"} <= state.keys():
+        if not isinstance(state, dict) or not {"version", "position"} <= state.keys():
             raise StateError(f"this is no state of a {type(self).__name__}; pass what its state_dict() returned")
         for name, own in self._identity().items():
             if name not in state or state[name] != own:
@@ -231,15 +244,19 @@ class EpochSampler(Sampler[T]):
                 )
         restored_number("epoch", state.get("epoch"), maximum=self._max_epoch)
 
-    def _check_restored(self, state: dict[str, Any]) -> None:
-        """Check what the position in a state determines. Raises StateError."""
-        began_with = restored_number("began_with", state["began_with"], minimum=1, maximum=dealing.MAX_RANKS)
-        # Of an epoch of which nothing was read it does not matter how many ranks would have begun it.
-        if state["position"] and not state["dealt_at"] and began_with != state["num_replicas"]:
-            raise StateError(
-                f"the state is damaged: began_with={began_with}, but num_replicas={state['num_replicas']} have begun "
-                "its epoch"
-            )
+    def _checked_rest(self, states: Sequence[dict[str, Any]], at: RankPosition) -> Any:
+        """Check what states have beside the position that was restored from them. Raises StateError.
+
+        Returns what `Start.shared` is to be.
+        """
+        for state in states:
+            began_with = restored_number("began_with", state.get("began_with"), minimum=1, maximum=dealing.MAX_RANKS)
+            # Of an epoch of which nothing was read it does not matter how many ranks would have begun it.
+            if state["position"] and not state["dealt_at"] and began_with != state["num_replicas"]:
+                raise StateError(
+                    f"the state is damaged: began_with={began_with}, but num_replicas={state['num_replicas']} have "
+                    "begun its epoch"
+                )
 
     @property
     def _max_epoch(self) -> int:
@@ -247,15 +264,3 @@ class EpochSampler(Sampler[T]):
 
     def _checked_epoch(self, epoch: int) -> int:
         return check_int("epoch", epoch, minimum=0, maximum=self._max_epoch)
-
-
-class _Iteration:
-    """One iteration over an epoch; `position` counts this rank's items since the epoch's beginning."""
-
-    def __init__(self, epoch: int, start: RankPosition, began_with: int) -> None:
-        self.epoch = epoch
-        self.start = start
-        self.began_with = began_with
-        self.position = start.position
-        #: Whether its iterator has reported the end of the epoch.
-        self.is_exhausted = False

@@ -11,6 +11,7 @@ from torch.utils.data import ConcatDataset
 
 from torch_dpflow._core import dealing
 from torch_dpflow._core.checks import MAX_INT64, check_int
+from torch_dpflow._core.dealing import Places, RankPosition
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.samplers.epoch_sampler import EpochSampler, mixed_seed, restored_number
 from torch_dpflow.samplers.indices import CompactArray, IndexArray, permutation
@@ -109,9 +110,9 @@ class MixtureSampler(EpochSampler[int]):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_orders": {}}  # workers do not draw; the orders can be computed again
 
-    def _reader(self, epoch: int, began_with: int) -> Callable[[IndexArray], list[int]]:
+    def _reader(self, epoch: int, began_with: int) -> Callable[[Places], list[int]]:
         first = epoch * self.size
-        return lambda places: self._positions(places + first)
+        return lambda places: self._positions(dealing.numbers(places) + first)
 
     def _positions(self, places: IndexArray) -> list[int]:
         """Return the positions in the ConcatDataset of these samples of the run."""
@@ -139,18 +140,19 @@ class MixtureSampler(EpochSampler[int]):
     def _identity(self) -> dict[str, Any]:
         return {**super()._identity(), "sources": self.lengths}
 
-    def _check_restored(self, state: dict[str, Any]) -> None:
+    def _checked_rest(self, states: Sequence[dict[str, Any]], at: RankPosition) -> None:
         """Refuse also a state whose run had other weights so far; weights of later phases may have changed."""
-        super()._check_restored(state)
-        drawn = restored_number("drawn", state.get("drawn"))
-        if drawn != (read := self._drawn(state)):
-            raise StateError(f"the state is damaged: drawn={drawn}, but its position is after {read} samples")
-        if state.get("past") != self._digest_before(drawn):
-            raise StateError(
-                f"the state was taken after {drawn} samples of a run with other weights; this sampler's phases up to "
-                f"there are {self._schedule.begun(drawn)!r:.200}, start and parts of each. Only phases that begin "
-                "later may change"
-            )
+        super()._checked_rest(states, at)
+        for state in states:
+            drawn = restored_number("drawn", state.get("drawn"))
+            if drawn != (read := self._drawn(state)):
+                raise StateError(f"the state is damaged: drawn={drawn}, but its position is after {read} samples")
+            if state.get("past") != self._digest_before(drawn):
+                raise StateError(
+                    f"the state was taken after {drawn} samples of a run with other weights; this sampler's phases up "
+                    f"to there are {self._schedule.begun(drawn)!r:.200}, start and parts of each. Only phases that "
+                    "begin later may change"
+                )
 
     def _drawn(self, state: dict[str, Any]) -> int:
         """Return after how many samples of the run nothing was read, if ranks are as far as this one.

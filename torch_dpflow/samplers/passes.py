@@ -1,22 +1,17 @@
 """Passes of a sampler over one epoch, alone or in a group, and their division among ranks (DDP)."""
 
-from abc import ABC, abstractmethod
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from torch_dpflow._core.dealing import RankPart, share
-from torch_dpflow._core.permutation import Permutation
+from torch_dpflow._core.dealing import share
 from torch_dpflow.errors import StateError, UsageError
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.group import SamplingGroup
-from torch_dpflow.samplers.indices import CompactArray, IndexArray
-
-#: Slices of it are arrays of sample numbers.
-Order: TypeAlias = CompactArray | Permutation | RankPart
+from torch_dpflow.samplers.indices import IndexArray
 
 _NOTHING: IndexArray = np.empty(0, np.int64)
 
@@ -41,10 +36,6 @@ class RankShares:
     def total(self) -> int:
         """Number of samples of all ranks together."""
         return self.per_rank * self.replicas
-
-    def of(self, order: Order, rank: int) -> RankPart:
-        """Return one rank's part of an order: every `replicas`-th sample, as in DistributedSampler."""
-        return RankPart(order, rank, self.replicas, drop_last=self.drop_last)
 
 
 class GlobalBatches:
@@ -95,66 +86,8 @@ def rank_slice(batch: IndexArray, rank: int, replicas: int) -> IndexArray:
     return batch[rank * part : (rank + 1) * part]
 
 
-#: Indices that are converted to Python integers at once: many, which is cheap, but not all, which takes memory.
-_CHUNK = 4096
-
-
-class Pass(ABC):
-    """One rank's iteration over one epoch; `position` counts the samples yielded since the epoch's beginning."""
-
-    def __init__(self, epoch: int, position: int) -> None:
-        self.epoch = epoch
-        self.position = position
-        #: Whether its iterator has reported the end of the epoch.
-        self.is_exhausted = False
-        self._began_at = position
-
-    @property
-    def begun(self) -> bool:
-        """Whether the pass has yielded anything."""
-        return self.position > self._began_at
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[int]:
-        """Return the samples from `position` on."""
-
-    @abstractmethod
-    def shared_state(self, consumed: int) -> dict[str, Any] | None:
-        """Return the state to continue after `consumed` samples; None if the position is enough."""
-
-    @abstractmethod
-    def lookahead(self) -> Lookahead:
-        """Return the lookahead from `position` on."""
-
-
-class PrivatePass(Pass):
-    """A pass over a fixed order; it can start anywhere at no cost.
-
-    Args:
-        part: this rank's samples, of those that were dealt at position `dealt_at` of the epoch.
-    """
-
-    def __init__(self, epoch: int, position: int, part: Order, *, dealt_at: int = 0) -> None:
-        super().__init__(epoch, position)
-        self._part: Order = part
-        self._dealt_at = dealt_at
-
-    def __iter__(self) -> Iterator[int]:
-        for start in range(self.position - self._dealt_at, len(self._part), _CHUNK):
-            for index in self._part[start : start + _CHUNK].tolist():
-                self.position += 1
-                yield index
-        self.is_exhausted = True
-
-    def shared_state(self, consumed: int) -> None:
-        """Return None: the order can be drawn again."""
-
-    def lookahead(self) -> Lookahead:
-        return Lookahead.of_order(self._part[:], epoch=self.epoch, position=self.position - self._dealt_at)
-
-
-class SharedPass(Pass):
-    """A pass over the global batches that a group draws.
+class SharedPass:
+    """One rank's iteration over the global batches that a group draws for an epoch.
 
     Every rank has a copy of the group and draws each global batch as a whole; it yields its own slice.
     """
@@ -171,8 +104,7 @@ class SharedPass(Pass):
         state: dict[str, Any] | None = None,
         position: int = 0,
     ) -> None:
-        super().__init__(epoch, position)
-        self._group, self._job = group, job
+        self._epoch, self._group, self._job = epoch, group, job
         self._rank, self._replicas, self._length = rank, shares.replicas, shares.per_rank
         drawn, self._done, first, pending = _checked(state, group.size, rank)
         group.start_epoch(job, epoch, done=self._done)
@@ -190,16 +122,14 @@ class SharedPass(Pass):
         self._ended = why
 
     def __iter__(self) -> Iterator[int]:
+        """Yield the samples from `position` on."""
         part = self._record[0]
         while True:
-            for index in part.tolist():
-                self.position += 1
-                yield index
+            yield from part.tolist()
             if self._ended is not None:
                 raise UsageError(self._ended)
             batch = self._batches.draw()
             if not len(batch):
-                self.is_exhausted = True
                 return
             part = rank_slice(batch, self._rank, self._replicas)
             self._drawn.append(batch)
@@ -208,7 +138,7 @@ class SharedPass(Pass):
     def shared_state(self, consumed: int) -> dict[str, Any] | None:
         """Return the samples that the job has drawn, and those of them that this rank has not consumed.
 
-        Raises StateError if `consumed` lies before the position at which the pass was resumed.
+        None if none were drawn. Raises StateError if `consumed` lies before the position at which the pass was resumed.
         """
         if consumed < self._recorded_from:
             raise StateError(
@@ -226,15 +156,15 @@ class SharedPass(Pass):
             "pending": record[consumed - self._recorded_from :].tolist(),
         }
 
-    def lookahead(self) -> Lookahead:
+    def lookahead(self, position: int) -> Lookahead:
         """Return samples drawn but not yielded, then the group's lookahead; for one of several ranks only the position.
 
         A rank's slice of a global batch is not known before the batch is drawn.
         """
         if self._replicas > 1:
-            return Lookahead(epoch=self.epoch, length=self._length, position=self.position)
+            return Lookahead(epoch=self._epoch, length=self._length, position=position)
         ahead = self._group.lookahead(self._job)
-        pending = np.concatenate(self._record)[self.position - self._recorded_from :]
+        pending = np.concatenate(self._record)[position - self._recorded_from :]
         return replace(ahead, position=ahead.position - len(pending), certain=np.concatenate([pending, ahead.certain]))
 
 
