@@ -56,8 +56,6 @@ class Lookahead:
     epoch, else every key there is."""
     following: Keys | None = None
     """The whole order of the next epoch, if known. Of several in an epoch the first one counts."""
-    speed: float | None = None
-    """Samples per second that the job reads, as measured. None: not measured."""
 
     def __post_init__(self) -> None:
         for name in ("certain", "likely", "members", "following"):
@@ -74,8 +72,6 @@ class Lookahead:
                 f"{len(self.weights)} weights for {len(self.likely)} likely samples: "
                 "give one positive weight for each, or none at all"
             )
-        if self.speed is not None and not 0 < self.speed < float("inf"):
-            raise OptionError(f"speed={self.speed!r}: a positive number of samples per second, or None, is allowed")
 
     @classmethod
     def of_order(
@@ -85,7 +81,6 @@ class Lookahead:
         epoch: int,
         position: int = 0,
         following: Keys | None = None,
-        speed: float | None = None,
     ) -> Lookahead:
         """Make the lookahead of a job at `position` of an epoch whose whole order is known."""
         return cls(
@@ -95,13 +90,12 @@ class Lookahead:
             certain=order[position:],
             members=order,
             following=following,
-            speed=speed,
         )
 
     @classmethod
-    def unknown(cls, length: int, *, epoch: int, members: Keys | None = None, speed: float | None = None) -> Lookahead:
+    def unknown(cls, length: int, *, epoch: int, members: Keys | None = None) -> Lookahead:
         """Make the lookahead of a job of which only the number, or the set (`members`), of samples is known."""
-        return cls(epoch=epoch, length=length, members=members, speed=speed)
+        return cls(epoch=epoch, length=length, members=members)
 
     @property
     def complete(self) -> bool:

@@ -10,12 +10,9 @@ from torch_dpflow.samplers.group import SamplingGroup
 #: all that samplers know, nothing of the next epoch (as in the thesis), or nothing at all
 Announce = Literal["next", "epoch", "nothing"]
 
-#: a complete order is told again when the speed that goes with it has changed by more than this factor
-SPEED_CHANGE = 1.25
-
 
 class Announcer:
-    """Tells a policy what changed: a job's order while it is open, its speed when that was measured anew."""
+    """Tells a policy what changed: a job's order while it is open."""
 
     def __init__(self, group: SamplingGroup, policy: Policy, announce: Announce) -> None:
         self._group = group
@@ -31,9 +28,6 @@ class Announcer:
         """`job` was handed samples, which may settle what others read too."""
         for other in [name for name, told in self._told.items() if not told.complete]:
             self._tell(other, self._known(other))
-        known = self._known(job)
-        if _is_faster_or_slower(known.speed, self._told[job].speed):
-            self._tell(job, known)
 
     def left(self, job: str) -> None:
         self._told.pop(job, None)
@@ -46,9 +40,3 @@ class Announcer:
         self._told[job] = lookahead
         if self._announce != "nothing":
             self._policy.hint(job, lookahead)
-
-
-def _is_faster_or_slower(speed: float | None, told: float | None) -> bool:
-    if speed is None or told is None:
-        return speed is not told
-    return not 1 / SPEED_CHANGE < speed / told < SPEED_CHANGE

@@ -18,7 +18,6 @@ from torch_dpflow.caches.policy import Policy
 from torch_dpflow.lookahead import Lookahead
 
 #: Powers of two, so that no comparison hangs on rounding.
-_SPEEDS = (None, 1.0, 2.0, 0.5, 0.25)
 _JOBS = 6
 
 
@@ -105,6 +104,7 @@ class _ExactJob:
     base: float = 0.0
     began: float = 0.0
     reads: int = 0
+    is_measured: bool = False
 
     @property
     def unread(self) -> set[int]:
@@ -114,7 +114,7 @@ class _ExactJob:
         """The position at which the job certainly reads `key`, if there is one."""
         if key in self.visited:
             if self.following is not None and key in self.following:
-                return self.length + self.following.index(key)
+                return self.length * (1 if self.epoch else 2) + self.following.index(key)
             return None
         return self.certain.get(key)
 
@@ -137,7 +137,8 @@ class ExactALSD(ExactPolicy):
     ) -> None:
         super().__init__(keys, max_items=max_items, max_bytes=max_bytes)
         self.aggregate = aggregate
-        self.now = 0.0
+        self.now = 0
+        self.measured = 0
 
     def due(self, name: object) -> list[int]:
         job = self.jobs.get(name, _ExactJob(1.0))
@@ -176,7 +177,29 @@ class ExactALSD(ExactPolicy):
         job.members.add(key)
         job.reads += 1
         if self.aggregate == "min":
-            self.now = max(self.now, job.base + job.position * job.pace)
+            self.now += 1
+            if self.now >= self.measured + max(1, self.reads_between // 8):
+                self.measure()
+
+    def measure(self) -> None:
+        """Measure all paces, in reads of all jobs a sample: eight times in the jobs' epochs."""
+        for job in self.jobs.values():
+            elapsed = self.now - job.began
+            if elapsed >= 8:
+                rate = job.reads / elapsed
+                if job.is_measured:
+                    rate = (1 / job.pace + rate) / 2
+                job.pace, job.is_measured = 1 / max(rate, 1e-9), True
+                job.reads, job.began = 0, self.now
+            job.base = self.now - job.position * job.pace
+        self.measured = self.now
+        self.reads_between = sum(job.length for job in self.jobs.values())
+
+    def new_job(self, name: object, weight: float) -> _ExactJob:
+        rates = [1 / other.pace for other in self.jobs.values()]
+        job = self.jobs[name] = _ExactJob(weight, began=self.now)
+        job.pace = len(rates) / sum(rates) if rates else 1.0
+        return job
 
     # -- jobs and epochs -------------------------------------------------------------------------------------
 
@@ -184,7 +207,7 @@ class ExactALSD(ExactPolicy):
         if name in self.jobs:
             self.jobs[name].weight = weight
         else:
-            job = self.jobs[name] = _ExactJob(weight)
+            job = self.new_job(name, weight)
             self.begin(job, Lookahead.unknown(self.keys, epoch=0))
             job.epoch = None
 
@@ -192,7 +215,7 @@ class ExactALSD(ExactPolicy):
         self.jobs.pop(name, None)
 
     def hint(self, name: object, lookahead: Lookahead) -> None:
-        job = self.jobs.setdefault(name, _ExactJob(1.0))
+        job = self.jobs[name] if name in self.jobs else self.new_job(name, 1.0)
         goes_on = (job.epoch, job.length) == (
             lookahead.epoch,
             lookahead.length,
@@ -202,9 +225,6 @@ class ExactALSD(ExactPolicy):
             return
         job.certain = {k: p for k, p in job.certain.items() if p < lookahead.position or k in job.visited}
         self.apply(job, lookahead)
-        if lookahead.speed is not None and not 1 / 1.25 < lookahead.speed * job.pace < 1.25:
-            job.pace = 1 / lookahead.speed
-            job.base = self.now - job.position * job.pace
         if lookahead.following is not None and job.following is None:
             job.following = lookahead.following.tolist()
 
@@ -223,13 +243,6 @@ class ExactALSD(ExactPolicy):
         return job
 
     def begin(self, job: _ExactJob, lookahead: Lookahead) -> None:
-        others = [other.pace for other in self.jobs.values() if other is not job]
-        if lookahead.speed is not None:
-            job.pace = 1 / lookahead.speed
-        elif job.reads and self.now > job.began:
-            job.pace = (self.now - job.began) / job.reads
-        else:
-            job.pace = sum(others) / len(others) if others else 1.0
         certain = set(lookahead.certain.tolist())
         everyone = certain if lookahead.complete and lookahead.position == 0 else set(range(self.keys))
         job.members = everyone if lookahead.members is None else set(lookahead.members.tolist())
@@ -237,8 +250,8 @@ class ExactALSD(ExactPolicy):
         job.visited = job.members - certain if lookahead.complete else set()
         job.certain = {}
         job.following = None if lookahead.following is None else lookahead.following.tolist()
-        job.began, job.reads = self.now, 0
-        job.base = job.began - job.position * job.pace
+        job.base = self.now - job.position * job.pace
+        self.reads_between = sum(job.length for job in self.jobs.values())
         self.apply(job, lookahead)
 
     def apply(self, job: _ExactJob, lookahead: Lookahead) -> None:
@@ -410,7 +423,6 @@ class ExactTrace:
             weights=weights,
             members=members if position == 0 and rng.random() < 0.7 else None,
             following=rng.permutation(keys)[:length] if rng.random() < 0.3 else None,
-            speed=_SPEEDS[rng.integers(len(_SPEEDS))],
         )
 
 

@@ -214,14 +214,17 @@ def test_alsd_weighs_jobs_in_the_mean() -> None:
         assert policy.admit_many(np.array([0, 1, 2])).tolist() == [victim]
 
 
-def test_alsd_takes_the_job_that_is_sooner_by_its_speed() -> None:
-    policy = ALSD(max_items=1, keys=10)
-    policy.hint("fast", Lookahead.of_order(np.arange(9), epoch=0, speed=100.0))
-    policy.hint("slow", Lookahead.of_order(np.array([9, *range(9)]), epoch=0, speed=1.0))
-    policy.access(9, "slow")
-    policy.admit(5)
-    # 5 is due in 0.05 s, 9 not before the slow job's next epoch.
-    assert list(policy.admit(9)) == [9]
+def test_alsd_takes_the_job_that_is_sooner_by_its_pace() -> None:
+    policy = ALSD(max_items=1, keys=1000)
+    policy.hint("slow", Lookahead.of_order(np.arange(1000), epoch=0))
+    policy.hint("fast", Lookahead.of_order(np.arange(1000)[::-1].copy(), epoch=0))
+    for turn in range(50):  # ten reads of the fast job for each of the slow one
+        policy.access(turn, "slow")
+        for key in range(999 - 10 * turn, 989 - 10 * turn, -1):
+            policy.access(key, "fast")
+    # The slow job reads 60 after 10 reads of its own, which are 110 of both; the fast job 450 after 50, which are 55.
+    policy.admit(450)
+    assert list(policy.admit(60)) == [60]
 
 
 @settings(max_examples=60, deadline=None)

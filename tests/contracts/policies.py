@@ -257,7 +257,6 @@ class PolicyHistory(RuleBasedStateMachine):
             likely=order[certain : certain + int(rng.integers(4))],
             members=order if rng.random() < 0.5 else None,
             following=rng.permutation(order) if rng.random() < 0.3 else None,
-            speed=float(rng.uniform(0.1, 10)) if rng.random() < 0.3 else None,
         )
         self.policy.hint(job, lookahead)
         self.jobs.setdefault(job)

@@ -68,9 +68,9 @@ class SamplingContract:
         for k in range(50):
             group.draw("a", 100, now=3.0 + k / 4)
             group.draw("a", 20, now=3.0 + k / 4)
-        assert group.lookahead("a").speed == pytest.approx(4 * 120, rel=0.01)
+        assert group._member("a").speed == pytest.approx(4 * 120, rel=0.01)
         group.set_speed("a", 7.0)
-        assert group.lookahead("a").speed == 7.0
+        assert group._member("a").speed == 7.0
 
     def test_equal_calls_give_equal_draws(self) -> None:
         drawn = [_interleaved(self.make_group(200, 20, 7)) for _ in range(2)]

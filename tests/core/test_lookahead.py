@@ -13,8 +13,8 @@ from torch_dpflow.lookahead import Lookahead
 
 def test_an_order_is_certain_from_where_the_job_stands() -> None:
     order = np.array([4, 2, 0, 3])
-    told = Lookahead.of_order(order, epoch=2, position=1, speed=5.0)
-    assert (told.epoch, told.length, told.position, told.speed) == (2, 4, 1, 5.0)
+    told = Lookahead.of_order(order, epoch=2, position=1)
+    assert (told.epoch, told.length, told.position) == (2, 4, 1)
     assert told.certain.tolist() == [2, 0, 3]
     assert told.members is order
     assert told.complete
@@ -42,8 +42,6 @@ def test_of_an_unknown_order_only_the_length_is_told() -> None:
         ({"likely": np.array([1]), "weights": np.array([0.5, 0.5])}, "2 weights for 1 likely"),
         ({"likely": np.array([1]), "weights": np.array([0.0])}, "positive weight"),
         ({"likely": np.array([1]), "weights": np.array([np.nan])}, "positive weight"),
-        ({"speed": 0.0}, "speed=0.0"),
-        ({"speed": float("inf")}, "speed=inf"),
     ],
 )
 def test_what_does_not_fit_is_turned_down(changes: dict[str, Any], message: str) -> None:

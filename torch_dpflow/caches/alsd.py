@@ -7,6 +7,7 @@ their distances, `timetable` holds when each job reads each key.
 
 from __future__ import annotations
 
+import sys
 from typing import Literal, get_args
 
 import numpy as np
@@ -18,8 +19,10 @@ from torch_dpflow.caches.timetable import JobProgress
 from torch_dpflow.errors import OptionError
 from torch_dpflow.lookahead import Keys, Lookahead
 
-#: A change of speed by less than this factor waits for the job's next epoch.
-_SPEED_CHANGE = 1.25
+#: Measurements of the jobs' paces in their epochs. Jobs read in batches, so a short time would show one job only.
+_MEASUREMENTS = 8
+#: In samples for each read of all jobs: a job that pauses is not taken to be slower.
+_MIN_RATE = 1e-9
 
 
 class LookaheadPolicy(RankedPolicy):
@@ -34,6 +37,8 @@ class LookaheadPolicy(RankedPolicy):
         self, ranking: NextUseRanking, *, max_items: int | None, max_bytes: int | None, keys: int | None
     ) -> None:
         self._timetable = ranking.timetable
+        #: The numbers of reads at which paces were last measured, and will be next.
+        self._measured, self._due = 0, sys.maxsize
         super().__init__(ranking, max_items=max_items, max_bytes=max_bytes, keys=keys)
 
     @property
@@ -44,7 +49,7 @@ class LookaheadPolicy(RankedPolicy):
         weight = check_weight(job, weight)
         progress = self._timetable.progress_of.get(job)
         if progress is None:
-            self._begin(self._timetable.add(job, weight), None)
+            self._begin(self._add(job, weight), None)
         elif progress.weight != weight:
             progress.weight = weight
             self._recompute_all()
@@ -57,7 +62,7 @@ class LookaheadPolicy(RankedPolicy):
         for keys in (lookahead.certain, lookahead.likely, lookahead.members, lookahead.following):
             if keys is not None:
                 self._reach_many(keys)
-        progress = self._timetable.progress_of.get(job) or self._timetable.add(job, 1.0)
+        progress = self._timetable.progress_of.get(job) or self._add(job, 1.0)
         is_same_epoch = (progress.epoch, progress.length) == (lookahead.epoch, lookahead.length)
         # A sampler is at least as far as its job; if it is not, it is reading the epoch again.
         if is_same_epoch and lookahead.position >= progress.position:
@@ -70,15 +75,20 @@ class LookaheadPolicy(RankedPolicy):
         if progress is None or (progress.position >= progress.length and progress.turns):
             progress = self._ready(job)
         self._timetable.read(progress, key)
-        self._ranking.advance(progress)
+        self._ranking.advance(progress, 1)
+        if self._ranking.now >= self._due:
+            self._measure()
 
     def _read_many(self, keys: Keys, job: Job) -> None:
         while len(keys):
             progress = self._timetable.progress_of.get(job)
             if progress is None or (progress.position >= progress.length and progress.turns):
                 progress = self._ready(job)
-            keys = keys[self._timetable.read_many(progress, keys) :]
-            self._ranking.advance(progress)
+            count = self._timetable.read_many(progress, keys[: max(1, self._due - self._ranking.now)])
+            keys = keys[count:]
+            self._ranking.advance(progress, count)
+            if self._ranking.now >= self._due:
+                self._measure()
 
     def _grow(self, span: int) -> None:
         self._timetable.grow(span)
@@ -93,7 +103,7 @@ class LookaheadPolicy(RankedPolicy):
         """Begin an epoch of a job that is new, or has read its whole epoch and announced no other."""
         progress = self._timetable.progress_of.get(job)
         if progress is None:
-            progress = self._timetable.add(job, 1.0)
+            progress = self._add(job, 1.0)
             self._begin(progress, None)
         else:
             is_unannounced = progress.epoch is None
@@ -104,23 +114,45 @@ class LookaheadPolicy(RankedPolicy):
 
     def _begin(self, progress: JobProgress, lookahead: Lookahead | None) -> None:
         """Start an epoch of a job; None: without a lookahead."""
-        speed = None if lookahead is None else lookahead.speed
-        progress.pace = self._pace(progress) if speed is None else 1 / speed
         self._timetable.begin(progress, lookahead or Lookahead.unknown(self._known_keys or self._span, epoch=0))
         if lookahead is None:
             progress.epoch = None
             progress.turns = self._known_keys is not None
-        progress.began = self._ranking.now
-        progress.base = progress.began - progress.position * progress.pace
+        progress.base = self._ranking.now - progress.position * progress.pace
+        self._schedule()
         self._recompute_all()
 
-    def _pace(self, progress: JobProgress) -> float:
-        """Return a job's time per sample, measured in reads of the other jobs."""
-        elapsed = self._ranking.now - progress.began
-        if progress.reads and elapsed > 0:
-            return elapsed / progress.reads
-        others = [other.pace for other in self._timetable if other is not progress]
-        return sum(others) / len(others) if others else 1.0
+    def _add(self, job: Job, weight: float) -> JobProgress:
+        rates = [1 / other.pace for other in self._timetable]
+        progress = self._timetable.add(job, weight)
+        progress.pace = len(rates) / sum(rates) if rates else 1.0
+        progress.began = self._ranking.now
+        return progress
+
+    def _measure(self) -> None:
+        """Measure the jobs' paces, in reads of all jobs: no clock, which would count pauses of the machine.
+
+        All are measured at once, as only their relations matter. O(resident keys).
+        """
+        now = self._ranking.now
+        for progress in self._timetable:
+            elapsed = now - progress.began
+            if elapsed >= _MEASUREMENTS:
+                rate = progress.reads / elapsed
+                if progress.is_measured:  # what one measurement says is half of what is known
+                    rate = (1 / progress.pace + rate) / 2
+                progress.pace, progress.is_measured = 1 / max(rate, _MIN_RATE), True
+                progress.reads, progress.began = 0, now
+            progress.base = now - progress.position * progress.pace
+        self._recompute_all()
+        self._measured = now
+        self._schedule()
+
+    def _schedule(self) -> None:
+        """Set when paces are measured next."""
+        if self._ranking.timed:
+            reads = sum(progress.length for progress in self._timetable)
+            self._due = self._measured + max(1, reads // _MEASUREMENTS)
 
     def _revise(self, progress: JobProgress, lookahead: Lookahead) -> None:
         """Record a longer lookahead for a job's running epoch. O(announced keys, old and new)."""
@@ -130,15 +162,9 @@ class LookaheadPolicy(RankedPolicy):
         growth = [after - value for after, value in zip(self._ranking.values(progress), before) if after > value]
         if growth:
             self._residents.raise_bounds(max(growth))
-        speed, order = lookahead.speed, lookahead.following
-        new_pace = speed is not None and not 1 / _SPEED_CHANGE < speed * progress.pace < _SPEED_CHANGE
-        new_order = order is not None and progress.following is None
-        if speed is not None and new_pace:
-            progress.pace = 1 / speed
-            progress.base = self._ranking.now - progress.position * progress.pace
-        if order is not None and new_order:
+        order = lookahead.following
+        if order is not None and progress.following is None:
             self._timetable.follow(progress, order)
-        if new_pace or new_order:
             self._recompute_all()
             return
         moved = np.unique(touched[self._residents.loads.take(touched) > 0])

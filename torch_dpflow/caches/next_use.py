@@ -30,6 +30,8 @@ class NextUseRanking(Ranking):
     codes: ClassVar[tuple[int, int, int, int, int]]
     #: combines values and anchors; and its neutral element
     combine: ClassVar[np.ufunc]
+    #: Whether distances are times, so that they depend on the jobs' paces.
+    timed: ClassVar[bool] = False
     neutral: ClassVar[float]
 
     def __init__(self) -> None:
@@ -37,8 +39,8 @@ class NextUseRanking(Ranking):
         #: By load number; valid for resident keys only.
         self.anchors: Distances = np.zeros(1)
         self._anchor_of: memoryview[Any] = self.anchors.data
-        #: How much all anchors have shrunk since the start.
-        self.now = 0.0
+        #: How much all anchors have shrunk since the start: reads of all jobs, if times are in these, else 0.
+        self.now = 0
         #: By plane and place, the values of the four codes as they are stored.
         self._values: list[list[list[float]]] = []
         #: The same combined over places, by byte; None where values have changed since. As arrays and as lists.
@@ -55,8 +57,8 @@ class NextUseRanking(Ranking):
         """Return the factor and the summand that make a part of an anchor of a job's position."""
 
     @abstractmethod
-    def advance(self, progress: JobProgress) -> None:
-        """Record that a job's position has advanced."""
+    def advance(self, progress: JobProgress, reads: int) -> None:
+        """Record that a job's position has advanced by a number of reads."""
 
     def distances(self, keys: Keys, loads: Loads) -> Distances:
         return self._distances_from(self.anchors.take(loads), keys)
@@ -126,12 +128,11 @@ class EarliestUse(NextUseRanking):
 
     codes = (0, 0, 1, 2, 3)
     combine = np.minimum
+    timed = True
     neutral = _INFINITY
 
-    def advance(self, progress: JobProgress) -> None:
-        now = progress.base + progress.position * progress.pace
-        if now > self.now:
-            self.now = now
+    def advance(self, progress: JobProgress, reads: int) -> None:
+        self.now += reads
         if progress.estimates:
             self.update(progress)
 
@@ -188,7 +189,7 @@ class WeightedMean(NextUseRanking):
     combine = np.add
     neutral = 0.0
 
-    def advance(self, progress: JobProgress) -> None:
+    def advance(self, progress: JobProgress, reads: int) -> None:
         if progress.estimates:
             self.update(progress)
         else:

@@ -271,7 +271,6 @@ class BufferedGroup(SamplingGroup):
                 or [np.empty(0)]
             ),
             members=member.samples(),
-            speed=member.speed,
         )
 
     def _validate(self) -> None:

@@ -47,14 +47,11 @@ class FixedOrderGroup(SamplingGroup):
             epoch=epoch,
             position=member.position,
             following=self._order_of(member, epoch + 1)[:],
-            speed=member.speed,
         )
 
     def _near_lookahead(self, member: Member, epoch: int, horizon: int) -> Lookahead:
         certain = self._orders[member.name][member.position : member.position + horizon]
-        return Lookahead(
-            epoch=epoch, length=member.length, position=member.position, certain=certain, speed=member.speed
-        )
+        return Lookahead(epoch=epoch, length=member.length, position=member.position, certain=certain)
 
     def _validate(self) -> None:
         for name, order in self._orders.items():

@@ -115,7 +115,6 @@ class SharedLogGroup(SamplingGroup):
             certain=reading.unread() if alone else likely[:0],
             likely=likely,
             members=member.indices,
-            speed=member.speed,
         )
 
     def _near_lookahead(self, member: Member, epoch: int, horizon: int) -> Lookahead:
@@ -128,7 +127,6 @@ class SharedLogGroup(SamplingGroup):
             position=member.position,
             certain=reading.next_unread(horizon) if alone else likely[:0],
             likely=likely,
-            speed=member.speed,
         )
 
     def _ignoring(self, member: Member, quota: IndexArray) -> IndexArray:

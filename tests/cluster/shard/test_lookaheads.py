@@ -39,7 +39,7 @@ def told(shard: ShardLookaheads, known: KnownEpoch, first: int = 0, end: int = S
 def of_order(order: Sequence[int], *, done: int = 0, drawn: int = 0, epoch: int = 0) -> KnownEpoch:
     """An epoch whose order is known; `done` were read before it was begun with this router, `drawn` by now."""
     whole = np.array(order, np.int64)
-    ahead = Lookahead.of_order(whole, epoch=epoch, position=drawn, speed=10.0, following=whole[::-1].copy())
+    ahead = Lookahead.of_order(whole, epoch=epoch, position=drawn, following=whole[::-1].copy())
     return KnownEpoch(ahead, whole[done:drawn], np.sort(whole[:done]))
 
 
@@ -64,7 +64,6 @@ def test_a_known_order_starts_at_what_was_requested_here(
     assert sorted(lookahead.members.tolist()) == list(range(first, end))
     assert lookahead.following is not None
     assert lookahead.following.tolist() == [key for key in order[::-1] if first <= key < end]
-    assert lookahead.speed == 10.0 * (end - first) / SIZE
 
 
 def test_a_job_that_resumes_needs_only_the_rest_of_its_epoch_and_all_of_the_next() -> None:

@@ -7,7 +7,6 @@ shard; `ShardLookaheads` does. The lookahead for the cache's policy therefore st
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,8 +25,6 @@ from torch_dpflow.samplers.indices import IndexArray, compact
 MAX_WHOLE, HORIZON, FIRST_HORIZON = 1 << 22, 1 << 20, 1 << 17
 #: The next lookahead is requested once half of the certain samples are, if there are so many.
 _MANY_CERTAIN = 1 << 16
-#: A change of a job's measured speed by less than this factor is no news.
-SPEED_STEP = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +55,6 @@ class KnownEpoch:
         if not ahead.complete and len(self.done):
             members = np.setdiff1d(np.arange(first, end) if members is None else members, self.done)
         is_likely = (ahead.likely >= first) & (ahead.likely < end)
-        speed = 0.0
-        if ahead.speed is not None and ahead.length:
-            speed = ahead.speed * length / ahead.length
         answer = JobLookahead(
             ahead.epoch,
             0,
@@ -68,7 +62,6 @@ class KnownEpoch:
             length,
             members is not None,
             ahead.following is not None,
-            speed,
         )
         empty = np.empty(0, dtype)
         arrays: list[npt.NDArray[Any]] = [
@@ -79,11 +72,6 @@ class KnownEpoch:
             empty if ahead.following is None else _within(ahead.following, first, end).astype(dtype),
         ]
         return answer, arrays
-
-
-def speed_step(speed: float | None) -> int | None:
-    """Return the speed on a logarithmic scale with steps of `SPEED_STEP`; None if it is not measured."""
-    return None if speed is None else round(math.log(speed, SPEED_STEP))
 
 
 def joint_order(parts: dict[int, IndexArray], replicas: int) -> IndexArray:
@@ -99,8 +87,8 @@ def _within(keys: Keys, first: int, end: int) -> Keys:
     return keys[(keys >= first) & (keys < end)]
 
 
-#: Lookahead requests per epoch: for a job whose order is known to its end, where only the speed changes; for other
-#: jobs.
+#: Lookahead requests per epoch: for a job whose order is known to its end, which others that join may change; for
+#: other jobs.
 _REQUESTS_FIXED, _REQUESTS = 8, 32
 
 
@@ -266,7 +254,7 @@ class ShardLookaheads:
 
     def _lookahead(self, job: _JobEpoch, answer: JobLookahead, parts: LookaheadParts, certain: Keys) -> Lookahead:
         """Return an answer as the lookahead of a policy; certain: the samples that are not requested yet."""
-        weights, speed, keys = parts.weights, answer.speed or None, self._end - self._first
+        weights, keys = parts.weights, self._end - self._first
         reads: Keys | None = parts.members
         if not answer.has_members:
             reads = np.arange(self._first, self._end) if keys <= MAX_WHOLE else None
@@ -280,7 +268,6 @@ class ShardLookaheads:
                 certain=certain,
                 members=reads,
                 following=parts.following if answer.has_following else None,
-                speed=speed,
             )
         is_likely = ~job.wanted.has(parts.likely)
         return Lookahead(
@@ -291,7 +278,6 @@ class ShardLookaheads:
             likely=parts.likely[is_likely],
             weights=weights[is_likely] if len(weights) else weights,
             members=reads,
-            speed=speed,
         )
 
     def _request(self, name: str, job: _JobEpoch) -> None:

@@ -78,8 +78,6 @@ class JobLookahead(Body):
     #: remaining ones. Otherwise the members are all keys of the request.
     has_members: bool = False
     has_following: bool = False
-    #: Samples per second of these keys, as measured; 0: not measured.
-    speed: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     #: As in `JobOptions`.
     weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow.cluster.control.joint_order import Held, JointOrder
-from torch_dpflow.cluster.control.lookaheads import HORIZON, MAX_WHOLE, KnownEpoch, joint_order, speed_step
+from torch_dpflow.cluster.control.lookaheads import HORIZON, MAX_WHOLE, KnownEpoch, joint_order
 from torch_dpflow.cluster.control.routing import Routing
 from torch_dpflow.cluster.messages.coordinator import FlowSpec
 from torch_dpflow.cluster.messages.router import (
@@ -215,7 +215,6 @@ class Router:
             ahead.complete,
             len(job.order.done),
             len(job.announced),
-            speed_step(ahead.speed),
             None if ahead.complete else self._draws,
         )
         if state != job.known:
