@@ -163,7 +163,7 @@ def cases(quick: bool) -> list[Case]:
     policies = ("alsd", "use-distance", "refcnt", "minio", "lru")
     rows = [
         Case(workload="same2", strategy="independent", policy=policy, capacity=capacity)
-        for capacity in (0.2, 0.5)
+        for capacity in (0.1, 0.2, 0.5)
         for policy in policies
     ]
     sharing = [("dynagcs", "alsd"), ("joader", "alsd"), ("shared-log", "alsd"), ("shared-log", "refcnt")]
