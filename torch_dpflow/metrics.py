@@ -3,9 +3,10 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
+from torch_dpflow._core.stage_times import StageTimes
 from torch_dpflow.errors import OptionError, OptionTypeError
 
 
@@ -52,6 +53,9 @@ class LoaderStats:
     limited_by: str = ""
     #: Seconds from the start of each iteration to its latest batch.
     iterating_s: float = 0.0
+    #: What loading has taken the workers, by stage, and how long samples took; of the batches that have arrived. For a
+    #: shared flow: of its workers, since its shards were started, for all jobs.
+    times: StageTimes = field(default_factory=StageTimes)
 
     def since(self, before: "LoaderStats") -> "LoaderStats":
         """Return the counters of the time between an earlier snapshot of the same loader and this one.
@@ -74,7 +78,7 @@ class LoaderStats:
         share = passed["stall_s"] / passed["iterating_s"] if passed["iterating_s"] else 0.0
         # Figures that others report can begin again, as those of a flow whose shards were started again.
         counts = {name: max(value, type(value)()) for name, value in passed.items()}
-        return replace(self, **counts, stall_share=min(1.0, share))
+        return replace(self, **counts, stall_share=min(1.0, share), times=self.times.since(before.times))
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<12} {text}" for name, text in self._rows())
@@ -112,6 +116,9 @@ class LoaderStats:
             rows.append(("flow", shared))
         if self.sharing:
             rows.append(("shared", f"little: {self.sharing}"))
+        sample, stages = self.times.shown()
+        if sample:
+            rows += [("a sample took", sample), ("stages", stages)]
         if self.limited_by:
             rows.append(("limited by", self.limited_by))
         return rows
@@ -155,6 +162,8 @@ class LoaderMeter:
         self.restarts = 0
         self.duplicates = 0
         self.steals = 0
+        #: Of the workers.
+        self.times = StageTimes()
         #: See `LoaderStats`; written by the thread that owns the workers.
         self.limited_by = ""
         self._fleets: list[WorkerTime] = []
@@ -238,6 +247,7 @@ class LoaderMeter:
             worker_s=sum(one.seconds for one in self._fleets),
             limited_by=self.limited_by,
             iterating_s=self.iterating_s,
+            times=self.times.copy(),
         )
 
 

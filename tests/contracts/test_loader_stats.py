@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import pickle
+import time
 from typing import Any
 
 import pytest
 
 from tests.loader_cases import Failing, Indices, Rows, Stream
+from torch_dpflow import LoaderOptions
+from torch_dpflow._core.stage_clock import stage
 from torch_dpflow.errors import OptionError, OptionTypeError
 
 
@@ -85,3 +88,69 @@ def test_a_snapshot_of_another_loader_is_refused(OurLoader: Any) -> None:
         loader.stats().since(other.stats())
     with pytest.raises(OptionTypeError, match="give what an earlier call of stats"):
         loader.stats().since(other)
+
+
+class Staged(Rows):
+    """Says which part of its time is reading; every tenth sample takes longer."""
+
+    def __getitem__(self, index: int) -> Any:
+        with stage("read"):
+            time.sleep(0.02 if index % 10 == 0 else 0.001)
+        return super().__getitem__(index)
+
+
+class InBatches(Staged):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (Staged(40), {"num_workers": 0}),
+        (Staged(40), {"num_workers": 2}),
+        (Staged(40), {"num_workers": 2, "platform": "processes"}),
+        (Staged(40), {"num_workers": 2, "persistent_workers": True}),
+        (Staged(40), {"num_workers": 1, "options": LoaderOptions(read_threads=4)}),
+        (InBatches(40), {"num_workers": 2}),
+        (InBatches(40), {"num_workers": 0}),
+    ],
+)
+def test_the_stages_of_loading_are_measured_wherever_workers_run(OurLoader: Any, dataset: Any, options: Any) -> None:
+    loader = OurLoader(dataset, batch_size=8, **options)
+    list(loader)
+    first = loader.stats()
+    list(loader)
+    times = loader.stats().since(first).times
+    assert times.samples == 40
+    assert times.read_s >= 4 * 0.02 + 36 * 0.001
+    assert min(times.dataset_s, times.collate_s) > 0 == times.decode_s
+    assert (times.hand_over_s > 0) is (options["num_workers"] > 0)
+    assert times.p50_s >= 0.00095
+    if type(dataset) is Staged:
+        assert times.p99_s >= 0.019  # of the fastest of them, by the width of a bucket
+    assert loader.stats().times.samples == 80
+    assert f"A sample took p50 {loader.stats().times.shown()[0][4:8]}" in str(loader.explain())
+    assert "of the workers' time: read " in str(loader.explain())
+    assert "stages       read " in str(loader.stats())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_what_a_dataset_does_not_say_is_its_own_time(OurLoader: Any, num_workers: int, drop_last: bool) -> None:
+    for dataset in (Rows(10), Stream(10)):
+        loader = OurLoader(dataset, batch_size=4, num_workers=num_workers, drop_last=drop_last)
+        delivered = sum(len(batch[0]) if isinstance(batch, list) else len(batch) for batch in loader)
+        times = loader.stats().times
+        assert delivered <= times.samples <= 10
+        assert (times.read_s, times.decode_s) == (0.0, 0.0)
+        assert times.dataset_s > 0
+    single = OurLoader(Rows(10), batch_size=None, num_workers=num_workers)
+    list(single)
+    assert single.stats().times.samples == 10
+
+
+def test_a_loader_that_has_read_nothing_has_no_times(OurLoader: Any) -> None:
+    stats = OurLoader(Rows(10)).stats()
+    assert (stats.times.samples, stats.times.p99_s) == (0, 0.0)
+    assert "a sample took" not in str(stats)

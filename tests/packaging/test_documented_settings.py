@@ -30,6 +30,6 @@ def test_the_page_names_each_key_of_each_table() -> None:
 
 def test_the_page_names_each_metric_with_its_kind() -> None:
     pytest.importorskip("prometheus_client")
-    rows = re.findall(r"^\| `(\w+)` \| (gauge|counter) \|", METRICS.read_text("utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| (gauge|counter|histogram) \|", METRICS.read_text("utf-8"), re.MULTILINE)
     families = list(_Collector(lambda: ([], [])).collect())
     assert {f"dpflow_{name}": kind for name, kind in rows} == {one.name: one.type for one in families}

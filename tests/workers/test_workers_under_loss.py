@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.support.lossy import LossyConnection, LossyListener
+from torch_dpflow._core.stage_clock import StageClock
+from torch_dpflow._core.stage_times import StageTimes
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.ipc.messages.headers import BATCH, EpochBegin, Finished, WorkerHandshake
 from torch_dpflow.ipc.messages.headers import decode as header
@@ -36,8 +38,8 @@ NUMBERS = st.integers(0, WORKERS - 1)
 class NumberedBatches:
     """In place of the user's code: a batch is its epoch, its position and its index."""
 
-    def __init__(self, spec: LoadSpec, worker: int) -> None:
-        self.spec = spec
+    def __init__(self, spec: LoadSpec, worker: int, clock: StageClock) -> None:
+        self.spec, self.clock = spec, clock
         self.epoch: EpochSpec | None = None
 
     def begin(self, epoch: EpochSpec) -> Begun | None:
@@ -46,6 +48,7 @@ class NumberedBatches:
 
     def load(self, position: int, index: int) -> LoadedBatch:
         assert self.epoch is not None
+        self.clock.add_sample(1.0, 0.0, 0.0)
         return LoadedBatch(BATCH, (self.epoch.epoch, position, index), None)
 
 
@@ -187,6 +190,9 @@ class LoaderModel:
     def begun(self, worker: int, frame: memoryview) -> None:
         if pickle.loads(frame).generation == self.generation:
             self.unreported.discard(worker)
+
+    def timed(self, worker: int, times: StageTimes) -> None:
+        assert times.dataset_s == times.samples
 
     def open(self, worker: int, reader: object, finished: Finished, payloads: list[list[memoryview]]) -> list[Any]:
         return [decode(finished.payload, frames) for frames in payloads]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch_dpflow._core.stage_clock import stage
 from torch_dpflow.datasets.importers.webdataset import PARTS
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.rows import Place
@@ -65,6 +66,7 @@ class OpenedDataset(DatasetReader):
         if error is not None:
             return error
         try:
-            return self._decode(self._view(content, plan[1], parts))  # type: ignore[arg-type]
+            with stage("decode"):
+                return self._decode(self._view(content, plan[1], parts))  # type: ignore[arg-type]
         except SourceError as error:
             return SourceError(f"{plan[0]}: {error}")

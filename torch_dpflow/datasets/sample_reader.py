@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from torch_dpflow._core.checks import check_type
 from torch_dpflow._core.processes import PerProcess
+from torch_dpflow._core.stage_clock import stage
 from torch_dpflow.datasets.index import Index
 from torch_dpflow.datasets.rows import Place, Rows
 from torch_dpflow.datasets.spec import decode_fields
@@ -155,12 +156,14 @@ class SampleReader:
         wanted = [(number, plan) for number, plan in zip(numbers, plans) if not isinstance(plan, DPFlowError)]
         spans = [part for _, plan in wanted for part in plan[2].values()]
         if self._through is None:  # in one call, so that neighbouring ranges become one request
-            contents = self._data.read_each([*(plan[0] for _, plan in wanted), *spans])
+            with stage("read"):
+                contents = self._data.read_each([*(plan[0] for _, plan in wanted), *spans])
             found = [(content, False) for content in contents[: len(wanted)]]
             rest = iter(contents[len(wanted) :])
         else:
-            found = self._from_source(self._through, [(number, plan[0]) for number, plan in wanted])
-            rest = iter(self._data.read_each(spans) if spans else ())
+            with stage("read"):
+                found = self._from_source(self._through, [(number, plan[0]) for number, plan in wanted])
+                rest = iter(self._data.read_each(spans) if spans else ())
         finished = iter([self._finished(plan, *one, dict(zip(plan[2], rest))) for (_, plan), one in zip(wanted, found)])
         return [plan if isinstance(plan, DPFlowError) else next(finished) for plan in plans]
 

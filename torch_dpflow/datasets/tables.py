@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from torch_dpflow._core.checks import check_type, parse_bytes
 from torch_dpflow._core.processes import PerProcess
+from torch_dpflow._core.stage_clock import stage
 from torch_dpflow._core.threads import RunningLoads, fail
 from torch_dpflow.datasets.importers.delimited import check_names
 from torch_dpflow.datasets.importers.sources import SourceFile, is_changed
@@ -138,7 +139,11 @@ class TableDataset(Dataset[Any]):
         samples: list[Any] = [None] * len(indices)
         for of_block, found in zip(positions.values(), self._opened.get().rows(wanted), strict=True):
             for position, sample in zip(of_block, found, strict=True):
-                samples[position] = sample if self._decode is None else self._decode(sample)
+                if self._decode is None:
+                    samples[position] = sample
+                else:
+                    with stage("decode"):
+                        samples[position] = self._decode(sample)
         return samples
 
     def close(self) -> None:
@@ -232,7 +237,8 @@ class _OpenedTable:
                 return self._block(block)
             return found
         try:
-            table = self._decoded(block)
+            with stage("read"):  # with the decoding of columns, which readers of tables do as they read
+                table = self._decoded(block)
         except BaseException as error:
             with self._lock:
                 self._running.finish(block, running)

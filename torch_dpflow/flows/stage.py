@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import cloudpickle
 
+from torch_dpflow._core.stage_clock import stage
 from torch_dpflow.errors import MissingExtraError, OptionError, OptionTypeError, StageError
 
 
@@ -152,7 +153,7 @@ class ImagePilDecode:
             from torch_dpflow.vision.encoded import load_image
 
             return load_image(data)
-        with self._open(io.BytesIO(data)) as image:
+        with stage("decode"), self._open(io.BytesIO(data)) as image:
             if self._mode is None:
                 image.load()
                 return image.copy()

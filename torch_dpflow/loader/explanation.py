@@ -102,6 +102,9 @@ def explain(seen: Observed) -> Explanation:
         f"loop waited {_time(stats.stall_s)} ({stats.stall_share:.0%}), {_time(seen.turn_stall_s)} of it where "
         f"{_counted(stats.epochs, 'epoch')} began and ended."
     )
+    sample, stages = stats.times.shown()
+    if sample:
+        measured += f" A sample took {sample} to load; of the workers' time: {stages}."
     verdict = _if_too_little(seen) or _by_waits(seen)
     if verdict is None:
         is_elsewhere = seen.platform and seen.num_workers

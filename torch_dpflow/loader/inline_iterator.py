@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
 
+from torch_dpflow._core.stage_clock import StageClock
 from torch_dpflow._core.torch_private import BaseDataLoaderIter, DatasetKind, pin_memory
 from torch_dpflow.epoch.own_state import Stream, at_rest, copied, has_state, return_dataset
 from torch_dpflow.epoch.plan import TAKEN, Plan, PlannedBatch, samples_in
@@ -18,6 +19,7 @@ from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.errors import WorkerError
 from torch_dpflow.loader.batch_planner import interrupted_draw, next_undelivered
 from torch_dpflow.loader.iteration_start import EpochAnnouncement, begin
+from torch_dpflow.workers.batches import timed_fetch
 
 
 class SingleProcessIterator(BaseDataLoaderIter):
@@ -43,6 +45,7 @@ class SingleProcessIterator(BaseDataLoaderIter):
         self._metered: PlannedBatch | None = None
         #: Whether Control-C interrupted the reading of an iterable dataset.
         self._is_torn = False
+        self._clock = StageClock()
         try:
             self._fetcher = self._make_fetcher(loader)
         except BaseException as error:
@@ -103,7 +106,10 @@ class SingleProcessIterator(BaseDataLoaderIter):
         before = EPOCH_HERE.get()
         try:
             EPOCH_HERE.set(self._progress.epoch)
-            data = self._fetcher.fetch(due.index)
+            dataset = None if self._dataset_kind == DatasetKind.Iterable else self._dataset
+            data = timed_fetch(self._clock, self._fetcher, due.index, dataset, batched=self._auto_collation)
+            if (times := self._clock.take()) is not None:
+                self._runtime.meter.times.add(times)
             return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
         except (StopIteration, KeyboardInterrupt):
             raise
@@ -140,7 +146,11 @@ class SingleProcessIterator(BaseDataLoaderIter):
     def _make_fetcher(self, loader: Any) -> Any:
         def torchs() -> Any:
             return DatasetKind.create_fetcher(
-                self._dataset_kind, self._dataset, self._auto_collation, self._collate_fn, self._drop_last
+                self._dataset_kind,
+                self._dataset,
+                self._auto_collation,
+                self._clock.collating(self._collate_fn),
+                self._drop_last,
             )
 
         stream = self._progress.streams[0] if self._progress.streams else StreamState()

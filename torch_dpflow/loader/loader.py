@@ -272,6 +272,7 @@ class DPFlowDataLoader(DataLoader[T]):
         if not jobs:
             return stats
         latest = max((job.sharing for job in jobs), key=lambda sharing: sharing.served)
+        times = max((job.times for job in jobs), key=lambda times: times.samples)
         limited_by = next((job.limited_by for job in jobs if job.limited_by), "")
         costs = [job.cost() for job in jobs]
         return replace(
@@ -282,6 +283,7 @@ class DPFlowDataLoader(DataLoader[T]):
             flow_decodes=latest.decodes,
             sharing=latest.why,
             limited_by=limited_by,
+            times=times,
         )
 
     def explain(self) -> Explanation:

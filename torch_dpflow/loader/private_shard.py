@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from torch_dpflow._core import descriptors
+from torch_dpflow._core.stage_times import StageTimes
 from torch_dpflow._core.threads import AwaitedThread, SuspendAwareClock
 from torch_dpflow._core.torch_private import ExceptionWrapper
 from torch_dpflow.epoch.state import StreamState
@@ -68,6 +69,8 @@ class Arrived(msgspec.Struct, frozen=True):
     stream: StreamState | None
     #: Bytes.
     size: int
+    #: What loading has taken its worker since the worker's result before; None if nothing is known.
+    times: StageTimes | None = None
 
 
 class Poisoned(msgspec.Struct, frozen=True):
@@ -144,6 +147,8 @@ class PrivateShard:
         self._streams: list[StreamState | None] = [*streams] or [None] * len(processes)
         #: The latest task of all.
         self._latest = -1
+        #: Of a message whose results are not delivered yet.
+        self._times: StageTimes | None = None
         self._events: deque[Event] = deque()
         #: One entry for each event, to wait for.
         self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -364,6 +369,11 @@ class PrivateShard:
             self._streams[worker] = begun.stream or self._streams[worker]
             self._notify(Started(worker, begun))
 
+    def timed(self, worker: int, times: StageTimes) -> None:
+        if self._times is not None:  # of a result that was a duplicate
+            times.add(self._times)
+        self._times = times
+
     def open(
         self, worker: int, reader: ArenaReader | None, finished: Finished, payloads: list[list[memoryview]]
     ) -> list[Any]:
@@ -386,7 +396,8 @@ class PrivateShard:
         if self._pin is not None and not isinstance(value, ExceptionWrapper):
             value = self._pinned(value)
         kind = FAILURE if isinstance(value, ExceptionWrapper) else finished.kind
-        self._notify(Arrived(task, worker, kind, value, stream, finished.payload.nbytes))
+        times, self._times = self._times, None
+        self._notify(Arrived(task, worker, kind, value, stream, finished.payload.nbytes, times))
 
     def poisoned(self, task: int, workers: tuple[int, ...], late: int) -> None:
         self._notify(Poisoned(task, workers))

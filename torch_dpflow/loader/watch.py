@@ -176,6 +176,7 @@ class _WatchedLoader:
             batches=meter.batches,
             samples=meter.samples,
             bytes=meter.bytes,
+            times=None if loader.flow else meter.times.copy(),
         )
 
     def workers(self, loader: Any) -> list[ProcessRow]:

@@ -346,6 +346,8 @@ class WorkerIterator(BaseDataLoaderIter):
                 self._restarts.results += 1
                 if isinstance(event, Arrived):
                     self._largest = max(self._largest, event.size)
+                    if event.times is not None:
+                        self._runtime.meter.times.add(event.times)
                 if event.task >> POSITION_BITS == self._generation:
                     self._in_flight.arrive(event.task & POSITION_MASK, event)
             case Started(worker, begun):

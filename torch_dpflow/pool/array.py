@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from torch_dpflow._core.checks import check_seconds, check_type
 from torch_dpflow._core.processes import PerProcess
+from torch_dpflow._core.stage_clock import stage
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.errors import DPFlowError, PeerLostError
 from torch_dpflow.ipc.memory.segment import from_array
@@ -118,10 +119,11 @@ class PooledArray(Dataset[Rows]):
         if memory is None:
             memory = np.empty(len(numbers) * rows.record_bytes, np.uint8)
         out = memory.view(rows.dtype).reshape(-1, *rows.shape)
-        missing = self._copy(numbers, out)
-        self._reading.get().count(len(numbers) - len(missing), len(missing))
-        if len(missing):
-            self._load(numbers, missing, out)
+        with stage("read"):
+            missing = self._copy(numbers, out)
+            self._reading.get().count(len(numbers) - len(missing), len(missing))
+            if len(missing):
+                self._load(numbers, missing, out)
         with suppress(TypeError, ValueError):
             return from_array(out)
         return out

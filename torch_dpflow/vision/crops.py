@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from torch_dpflow._core.checks import check_int, check_number, check_type, working
+from torch_dpflow._core.stage_clock import stage
 from torch_dpflow._core.torch_private import antialiased
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.vision.encoded import EncodedImage, Pixels, Source, naming, open_image, resized_part
@@ -121,7 +122,7 @@ def decode_random_resized_crop(
         The errors of `load_rgb`.
     """
     crop = _empty(1, _pair(size))
-    with closing(open_image(source)) as image:
+    with stage("decode"), closing(open_image(source)) as image:
         box = random_resized_crop_params(image.height, image.width, scale, ratio)
         _crop_into(crop, [image], [box], interpolation)
     return crop[0]
@@ -148,7 +149,7 @@ def decode_random_resized_crops(
     """
     crops = _empty(len(sources), _pair(size), lend)
     for first in range(0, len(sources), _GROUP):
-        with ExitStack() as stack:
+        with stage("decode"), ExitStack() as stack:
             group = []
             for source in sources[first : first + _GROUP]:
                 group.append(open_image(source))
@@ -166,10 +167,11 @@ def decode_center_crop(
     Like torchvision's `Resize(resize)` and `CenterCrop(size)`. `resize` must be at least `size`. Raises the errors of
     `load_rgb`.
     """
-    image = open_image(source)
-    whole = _resized_size(image, resize)
-    resized = _empty(1, whole)
-    _crop_into(resized, [image], [(0, 0, image.height, image.width)], interpolation)
+    with stage("decode"):
+        image = open_image(source)
+        whole = _resized_size(image, resize)
+        resized = _empty(1, whole)
+        _crop_into(resized, [image], [(0, 0, image.height, image.width)], interpolation)
     height, width = _pair(size)
     top, left = round((whole[0] - height) / 2), round((whole[1] - width) / 2)
     part = resized[0, :, top : top + height, left : left + width]

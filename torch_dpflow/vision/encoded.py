@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torch_dpflow._core.stage_clock import stage
 from torch_dpflow.errors import MissingExtraError
 
 try:
@@ -91,6 +92,11 @@ def open_image(source: Source) -> EncodedImage:
 
 def _contents(path: str | os.PathLike[str]) -> bytearray:
     """Read a file with half of the calls of the system that Python's files make. Raises OSError that names it."""
+    with stage("read"):
+        return _read(path)
+
+
+def _read(path: str | os.PathLike[str]) -> bytearray:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = bytearray(os.fstat(descriptor).st_size)
@@ -118,12 +124,14 @@ def load_rgb(source: Source) -> torch.Tensor:
         OSError (with UnidentifiedImageError), SyntaxError, DecompressionBombError: from Pillow; the message names the
             file.
     """
-    return torch.from_numpy(open_image(source).pixels()).permute(2, 0, 1)
+    with stage("decode"):
+        return torch.from_numpy(open_image(source).pixels()).permute(2, 0, 1)
 
 
 def load_image(source: Source) -> Any:
     """Decode an image to an image of Pillow."""
-    return Image.fromarray(open_image(source).pixels())
+    with stage("decode"):
+        return Image.fromarray(open_image(source).pixels())
 
 
 def resized_part(pixels: Pixels, edges: tuple[float, float, float, float], size: tuple[int, int], mode: str) -> Pixels:

@@ -13,6 +13,7 @@ import faulthandler
 import os
 import pickle
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
@@ -258,7 +259,7 @@ class BatchWorker(TaskWorker):
         """Send the handshake, and become a DataLoader worker."""
         self._send_handshake(is_ready=self._load_spec.starts_alone)
         # After the handshake: the answer arrives while torch is set up.
-        self._source = BatchSource(self._load_spec, self._number)
+        self._source = BatchSource(self._load_spec, self._number, self._clock)
 
     def _handle(self, header: Any, frames: list[memoryview]) -> None:
         if isinstance(header, EpochBegin):
@@ -305,12 +306,16 @@ class BatchWorker(TaskWorker):
             )
         self._running.note(task)
         loaded = self._source.load(task & POSITION_MASK, pickle.loads(payload))
+        loaded_at = time.perf_counter()
         table, frames = self._wrap(loaded)
         if loaded.stream is not None:
             frames = [*frames, pickle.dumps(loaded.stream)]
         started = self._tasks[0][0] if self._tasks else None
+        wrapped_at = time.perf_counter()
+        self._clock.hand_over(wrapped_at - loaded_at)
         # The running task still: its effects on this process, as closed descriptors, may show only now.
         self._outbox.add(task, loaded.kind, table, frames, started, has_stream=loaded.stream is not None)
+        self._clock.hand_over(time.perf_counter() - wrapped_at)  # sent with the next result
         if self._is_first:
             self._is_first = False
             # Not before: the job waits for the first batch, and the socket's thread has to answer quickly.

@@ -14,8 +14,10 @@ import torch
 from torch.utils.data import IterDataPipe, graph_settings
 
 from torch_dpflow._core.checks import working
+from torch_dpflow._core.stage_clock import StageClock, timed
 from torch_dpflow._core.torch_private import DatasetKind, ExceptionWrapper, generate_state, set_worker_info
 from torch_dpflow.epoch.own_state import Stream, Unsaved, at_rest, ended, opened, return_dataset, sealed
+from torch_dpflow.epoch.plan import samples_in
 from torch_dpflow.epoch.rng import begin_epoch_of_worker, capture_rng, restore_rng, seed_batch
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.errors import MessageError, NotPicklableError
@@ -97,11 +99,15 @@ class BatchSource:
     """Loads batches in a worker process, as torch's worker does.
 
     Makes the process a DataLoader worker: one torch thread, torch's seeds, `get_worker_info()`.
+
+    Args:
+        clock: measures where the time goes.
     """
 
-    def __init__(self, spec: LoadSpec, worker: int) -> None:
+    def __init__(self, spec: LoadSpec, worker: int, clock: StageClock) -> None:
         self._load_spec = spec
         self._worker = worker
+        self._clock = clock
         self._iterable = spec.dataset_kind == DatasetKind.Iterable
         self._dataset = spec.dataset
         self._epoch: EpochSpec | None = None
@@ -148,7 +154,7 @@ class BatchSource:
             # By batch and not by sample: `__getitems__` and `collate_fn` draw too.
             seed_batch(self._epoch.base_seed, self._epoch.epoch, position)
         try:
-            value = self._fetcher.fetch(index)
+            value = self._fetch(index)
         except StopIteration:
             if self._iterable:
                 # The next epoch continues from this state.
@@ -160,6 +166,12 @@ class BatchSource:
             caught = failure(self._worker, dataset=self._dataset, index=index)
             return LoadedBatch(FAILURE, caught, self._stream_state(failed=1))
         return LoadedBatch(BATCH, value, self._stream_state())
+
+    def _fetch(self, index: Any) -> Any:
+        if isinstance(self._fetcher, ThreadedFetcher):
+            return self._fetcher.fetch(index)
+        dataset = None if self._iterable else self._dataset
+        return timed_fetch(self._clock, self._fetcher, index, dataset, batched=self._load_spec.auto_collation)
 
     def _begin_stream(self, stream: StreamState | None) -> None:
         """Make the fetcher at the stream's position, with the generators as they were there.
@@ -181,7 +193,7 @@ class BatchSource:
         spec = self._load_spec
         overlaps = not self._iterable and spec.read_threads > 1 and spec.auto_collation
         if overlaps and not callable(working(self._dataset, "__getitems__")):
-            return ThreadedFetcher(self._dataset, spec.collate_fn, spec.read_threads)
+            return ThreadedFetcher(self._dataset, spec.collate_fn, spec.read_threads, self._clock)
         kept = stream.dataset if stream is not None else None
         over = stream is not None and (stream.ended or not stream.delivered)
         if kept is not None and (not self._iterable or (over and kept["ended"])):
@@ -203,7 +215,11 @@ class BatchSource:
     def _torch_fetcher(self) -> Any:
         spec = self._load_spec
         return DatasetKind.create_fetcher(
-            spec.dataset_kind, self._dataset, spec.auto_collation, spec.collate_fn, spec.drop_last
+            spec.dataset_kind,
+            self._dataset,
+            spec.auto_collation,
+            self._clock.collating(spec.collate_fn),
+            spec.drop_last,
         )
 
     def _kept(self) -> Any:
@@ -258,16 +274,29 @@ def _become_worker(spec: LoadSpec, worker: int) -> None:
 class ThreadedFetcher:
     """Reads the samples of a batch with several threads, so that their waits overlap. Their order stays."""
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], threads: int) -> None:
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], threads: int, clock: StageClock) -> None:
         self._dataset = dataset
-        self._collate_fn = collate_fn
+        self._clock, self._collate_fn = clock, clock.collating(collate_fn)
         # numpy's error settings belong to a thread; these threads take over those of the worker.
         settings = partial(np.seterr, **np.geterr())
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dpflow-read", initializer=settings)
 
     def fetch(self, index: Any) -> Any:
         """Return the batch of these indices."""
-        return self._collate_fn(list(self._pool.map(self._dataset.__getitem__, index)))
+        samples = []
+        for sample, *times in self._pool.map(partial(timed, self._dataset.__getitem__), index):
+            samples.append(sample)
+            self._clock.add_sample(*times)
+        return self._collate_fn(samples)
+
+
+def timed_fetch(clock: StageClock, fetcher: Any, index: Any, dataset: Any, *, batched: bool) -> Any:
+    """Return `fetcher.fetch(index)` of torch's fetcher, measured.
+
+    dataset: that of a map-style fetcher, else None. batched: whether the fetcher collates samples.
+    """
+    one_by_one = batched and not getattr(dataset, "__getitems__", None)
+    return clock.fetch(fetcher, index, one_by_one=one_by_one, samples=samples_in(index) if batched else 1)
 
 
 def failure(worker: int, *, dataset: Any = None, index: Any = None) -> ExceptionWrapper:

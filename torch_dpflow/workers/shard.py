@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from torch_dpflow._core.stage_times import StageTimes
 from torch_dpflow._version import __version__
 from torch_dpflow.errors import DescriptorLimitError, MessageError, SegmentLostError
 from torch_dpflow.ipc.memory.arena import RunningTaskReader
@@ -87,6 +88,9 @@ class Requester(Protocol):
 
     def begun(self, worker: int, frame: memoryview) -> None:
         """Handle the beginning of a worker's stream. Raises MessageError if workers of this kind have none."""
+
+    def timed(self, worker: int, times: StageTimes) -> None:
+        """Handle what loading has taken a worker; its results follow."""
 
     def open(
         self, worker: int, reader: ArenaReader | None, finished: Finished, payloads: list[list[memoryview]]
@@ -311,6 +315,8 @@ class Shard:
         if known.starting_since is not None:  # it is fetching the dataset, and lives
             known.starting_since = self._clock()
             return
+        if exchange.times is not None:
+            self._requester.timed(worker, exchange.times)
         results: dict[int, tuple[Finished, Any]] = {}
         for finished, payloads in split_payloads(exchange.finished, frames):
             try:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch_dpflow._core.stage_clock import StageClock
 from torch_dpflow.ipc.memory.arena import Arena, RunningTask
 from torch_dpflow.ipc.messages.headers import (
     Exchange,
@@ -58,7 +59,8 @@ class TaskWorker:
         self._incarnation = incarnation
         self._arena = Arena(budget_bytes=shared_memory) if shared_memory else None
         self._running = RunningTask(None)
-        self._outbox = ResultOutbox(connection, compress=compress)
+        self._clock = StageClock()
+        self._outbox = ResultOutbox(connection, compress=compress, clock=self._clock)
         self._tasks: deque[tuple[int, memoryview]] = deque()
         self._looked_at = 0.0
         self._stopped = False
@@ -179,6 +181,7 @@ class ResultOutbox:
         hold_s: as HOLD_S.
         late_s: as LATE_S.
         compress: compresses frames; None: they are sent unchanged.
+        clock: its times are sent with the results. It may be written to under `lock` while results wait.
     """
 
     def __init__(
@@ -188,8 +191,10 @@ class ResultOutbox:
         hold_s: float = HOLD_S,
         late_s: float = LATE_S,
         compress: Compress | None = None,
+        clock: StageClock | None = None,
     ) -> None:
         self._compress = compress
+        self._clock = clock
         self._connection = connection
         self._hold_s, self._late_s = hold_s, late_s
         self.lock = threading.Lock()
@@ -271,7 +276,8 @@ class ResultOutbox:
         sizes: list[int] = []
         if self._compress is not None:
             frames, sizes = self._compress(frames)
-        self._connection.send([encode(Exchange(finished, self._started, sizes or None)), *frames])
+        times = None if self._clock is None else self._clock.take()
+        self._connection.send([encode(Exchange(finished, self._started, sizes or None, times)), *frames])
 
     def _send_late(self) -> None:
         while not self._closed.is_set():

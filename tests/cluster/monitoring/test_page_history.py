@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from torch_dpflow._core.stage_times import StageTimes
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, ShardFigures
 from torch_dpflow.cluster.monitoring.page_figures import (
@@ -270,3 +271,21 @@ def test_nothing_grows_without_end() -> None:
     assert len(update.processes) == MAX_PROCESSES
     assert update.more_processes == 11
     assert update.processes[0].state == "down", "what does not work is not left out"
+
+
+def test_the_time_of_a_sample_is_that_of_the_last_seconds() -> None:
+    def times(read_s: float, counts: dict[int, int]) -> StageTimes:
+        return StageTimes(read_s=read_s, dataset_s=1.0, counts=counts)
+
+    page = PageHistory("loader", "here")
+    quick, slow = times(1.0, {80: 10}), times(2.0, {80: 10, 160: 5})
+    (first,) = page.observe(Observation(jobs=[job(times=quick)]), 10.0).jobs
+    assert (first.sample, first.stages) == (quick.shown())  # all there is, as nothing was observed before
+    flows = [flow()]
+    now = page.observe(Observation(jobs=[job(times=slow)], flows=flows), 12.0)
+    assert now.jobs[0].sample == "p50 1.04 s, p90 1.04 s, p99 1.04 s"
+    assert now.jobs[0].stages == "read 100%"
+    assert (now.flows[0].sample, now.flows[0].stages) == ("", "")
+    later = page.observe(Observation(jobs=[job(times=slow)]), 30.0)
+    assert later.jobs[0].sample == slow.shown()[0]
+    assert page.observe(Observation(jobs=[job()]), 31.0).jobs[0].sample == ""  # a job of a flow

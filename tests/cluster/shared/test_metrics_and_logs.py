@@ -21,6 +21,7 @@ from tests.new_process import ROOT
 from tests.shared_cluster import free_port, wait
 from tests.shared_datasets import Numbers
 from torch_dpflow import ALSDCache
+from torch_dpflow._core.stage_times import StageTimes
 from torch_dpflow.cli.main import root
 from torch_dpflow.cluster.client.open_job import SharedJob
 from torch_dpflow.cluster.client.options import draw_name
@@ -28,6 +29,7 @@ from torch_dpflow.cluster.monitoring.cluster_figures import JobRow
 from torch_dpflow.cluster.monitoring.metrics_server import UnnamedJobs
 
 SAMPLES = 90
+STAGES = tuple(StageTimes().stages)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ class Scrape:
 
     def __call__(self, name: str, **labels: str) -> float:
         """The sum of what these labels select."""
-        family = self.families[name.removesuffix("_total")]
+        family = self.families[re.sub("_(total|bucket|count|sum)$", "", name)]
         assert family.documentation
         return sum(
             sample.value for sample in family.samples if sample.name == name and labels.items() <= sample.labels.items()
@@ -86,6 +88,7 @@ def test_a_scrape_says_what_happened(
             job_has == 2 * SAMPLES
             and scrape("dpflow_shard_decodes_total", **own) == loads
             and scrape("dpflow_flow_workers", **own) == 2
+            and scrape("dpflow_shard_sample_seconds_count", **own) == loads
         )
 
     wait(told, what="the job's samples and the workers' loads in the metrics")
@@ -110,6 +113,10 @@ def test_a_scrape_says_what_happened(
     assert scrape("dpflow_shard_pool_capacity_bytes", **own) == 8 << 20
     assert scrape("dpflow_flow_state", state="accessed", **own) == 1
     assert scrape("dpflow_process_restarts_total", role="worker") == 0
+    assert scrape("dpflow_shard_sample_seconds_bucket", le="+Inf", **own) == decodes
+    stages = {one: scrape("dpflow_shard_stage_seconds_total", stage=one, **own) for one in STAGES}
+    assert [one for one, took in stages.items() if took] == ["dataset", "hand-over"]
+    assert scrape("dpflow_shard_sample_seconds_sum", **own) == pytest.approx(stages["dataset"])
 
 
 def test_the_dashboard_for_grafana_names_only_metrics_that_there_are(cluster: CommandedCluster) -> None:

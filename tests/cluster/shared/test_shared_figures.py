@@ -39,6 +39,9 @@ def test_fast_jobs_one_after_the_other_hear_what_they_share(cluster: TestCluster
         assert len(list(loader)) == 20
         stats = loader.stats()
         assert stats.flow_served == 200 * read
+        # Of the first job too; a sample that a second worker loaded may be counted later.
+        assert stats.times.samples >= (200 if keeps else 200 * read)
+        assert min(stats.times.dataset_s, stats.times.hand_over_s) > 0 == stats.times.collate_s
     assert stats.flow_decodes >= (200 if keeps else 400)
     assert ("dropped once they have it" in stats.sharing) is not keeps
 

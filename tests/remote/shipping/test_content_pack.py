@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Subset, default_collate
 
 from tests.new_process import ROOT, in_fork
+from torch_dpflow._core.stage_clock import StageClock
 from torch_dpflow._core.torch_private import DatasetKind
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.reader import DatasetReader
@@ -209,7 +210,7 @@ def test_batches_of_the_scripts_own_classes_come_back_as_the_scripts(monkeypatch
 
     def load() -> list[Any]:
         sys.modules["__main__"] = types.ModuleType("__main__")  # as a worker's is, without any of it
-        source = BatchSource(unpack_load_spec(packed), 0)
+        source = BatchSource(unpack_load_spec(packed), 0, StageClock())
         source.begin(EpochSpec(epoch=0, base_seed=0, shared_seed=None, stream=None))
         loaded = [encode(source.load(position, index).value) for position, index in enumerate([[0, 1], [2, 3]])]
         return [(table, [bytes(frame) for frame in frames]) for table, frames in loaded]

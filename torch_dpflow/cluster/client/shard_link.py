@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch_dpflow._core.clocks import HEARTBEAT_S
+from torch_dpflow._core.stage_times import StageTimes
 from torch_dpflow.cluster.client.router_link import LEAVE_S, RouterLink
 from torch_dpflow.cluster.messages.router import JobId
 from torch_dpflow.cluster.messages.shard import MAX_WANTS, Ask, Served
@@ -98,6 +99,8 @@ class ShardLinks:
         self._numbers = itertools.count(1)
         #: How many samples each shard has served and loaded, as far as answers have reported.
         self.tallies: dict[str, tuple[int, int]] = {}
+        #: What loading has taken each shard's workers, likewise.
+        self.times: dict[str, StageTimes] = {}
         #: Samples that will be needed and have not been requested yet, by shard.
         self._unsent: defaultdict[str, list[Wanted]] = defaultdict(list)
 
@@ -154,6 +157,8 @@ class ShardLinks:
         # Of calls that overlap, an earlier one may be answered later.
         seen = self.tallies.get(fetch.address, (0, 0))
         self.tallies[fetch.address] = max(seen[0], served.served), max(seen[1], served.decodes)
+        if served.decodes >= seen[1]:
+            self.times[fetch.address] = served.times
         taken = self._taken[fetch.address]
         for group, payloads in groups:
             kind, table = group.kind, group.payload

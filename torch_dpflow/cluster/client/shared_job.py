@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from torch_dpflow._core import clocks
 from torch_dpflow._core.checks import check_int
+from torch_dpflow._core.stage_times import StageTimes, total_of
 from torch_dpflow._core.threads import PeriodicCall, StopSignal
 from torch_dpflow.cluster.client.collate import LATER, PlanFeed, collate_function
 from torch_dpflow.cluster.client.epoch_cursor import EpochCursor
@@ -121,6 +122,11 @@ class SharedJob:
         tallies = list(self._links.tallies.values())
         served, decodes = (sum(tally[place] for tally in tallies) for place in (0, 1))
         return sharing_of(served, decodes, size=self._job.size, keeps=self._job.caches, jobs=self._router.jobs)
+
+    @property
+    def times(self) -> StageTimes:
+        """What loading has taken the workers of its flow, by its shards' latest answers."""
+        return total_of(list(self._links.times.values()))
 
     @property
     def limited_by(self) -> str:

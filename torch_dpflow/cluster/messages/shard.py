@@ -8,6 +8,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from torch_dpflow._core.stage_times import StageTimes
 from torch_dpflow.cluster.messages.coordinator import FlowSpec
 from torch_dpflow.cluster.messages.router import JobId
 from torch_dpflow.errors import MessageError
@@ -64,6 +65,8 @@ class Served(Body):
     #: also a job that ends before its first heartbeat has them.
     served: Count = 0
     decodes: Count = 0
+    #: What loading has taken its workers.
+    times: StageTimes = msgspec.field(default_factory=StageTimes)
 
 
 class ShardSettings(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

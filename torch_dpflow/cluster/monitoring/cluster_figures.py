@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from torch_dpflow._core.stage_times import StageTimes, total_of
 from torch_dpflow.cluster.control.flow_registry import FlowState
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.node import ProcessView
@@ -76,6 +77,8 @@ class ShardFigures(msgspec.Struct, frozen=True, kw_only=True):
     #: Bytes of samples that it holds, and its capacity for them.
     held_bytes: int = 0
     room_bytes: int = 0
+    #: What loading has taken its workers.
+    times: StageTimes = msgspec.field(default_factory=StageTimes)
 
     @property
     def hit_rate(self) -> float:
@@ -111,6 +114,8 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     #: Its part of the worker-seconds.
     worker_s: float = 0.0
+    #: What loading has taken the workers of a loader; None for a job of a flow.
+    times: StageTimes | None = None
 
     @property
     def key(self) -> str:
@@ -157,6 +162,7 @@ class ClusterFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 #: Names of figures of a shard in its status, if different.
+_COUNTS = tuple(name for name in ShardFigures.__struct_fields__ if name != "times")
 _NAMES = {"hits": "shared", "room_bytes": "capacity_bytes"}
 
 
@@ -203,12 +209,11 @@ def state_words(state: str) -> str:
 
 def _shard_row(instance: str, view: ProcessView, own: Sequence[ProcessView]) -> ShardRow:
     workers = [one for one in own if one.role == "worker" and one.id.startswith(f"{view.id}/")]
-    names = ShardFigures.__struct_fields__
-    counts = {name: count_of(view.status, _NAMES.get(name, name)) for name in names}
+    counts = {name: count_of(view.status, _NAMES.get(name, name)) for name in _COUNTS}
     return ShardRow(
         flow=instance,
         shard=view.id.rpartition("/")[2],
-        figures=ShardFigures(**counts),
+        figures=ShardFigures(**counts, times=_times_of(view.status)),
         restarts=view.restarts,
         worker_restarts=sum(one.restarts for one in workers),
     )
@@ -225,8 +230,15 @@ def _job_rows(instance: str, router: ProcessView, taken: Mapping[str, float]) ->
 
 
 def _sum(figures: Sequence[ShardFigures]) -> ShardFigures:
-    names = ShardFigures.__struct_fields__
-    return ShardFigures(**{name: sum(getattr(one, name) for one in figures) for name in names})
+    counts = {name: sum(getattr(one, name) for one in figures) for name in _COUNTS}
+    return ShardFigures(**counts, times=total_of([one.times for one in figures]))
+
+
+def _times_of(status: dict[str, Any]) -> StageTimes:
+    try:
+        return msgspec.convert(status.get("times", []), StageTimes)
+    except msgspec.ValidationError:
+        return StageTimes()  # a figure for display: that of a later release is no error
 
 
 def count_of(status: dict[str, Any], name: str) -> int:

@@ -113,7 +113,7 @@ class UnnamedJobs:
 
 
 def _sum_of(flow: str, rows: Sequence[JobRow]) -> JobRow:
-    counts = [name for name in JobRow.__struct_fields__ if name not in ("flow", "job")]
+    counts = [name for name in JobRow.__struct_fields__ if name not in ("flow", "job", "times")]
     sums = {name: sum(getattr(row, name) for row in rows) for name in counts}
     return JobRow(flow=flow, job=UNNAMED.rstrip("-"), **sums)
 
@@ -132,12 +132,32 @@ class _Collector:
         shards = [((row.flow, row.shard), row.figures) for row in figures.shards]
         for name, grows, field, text in _SHARD_METRICS:
             yield _family(f"dpflow_shard_{name}", grows, text, ("flow", "shard"), _read(shards, field))
+        yield from _of_stages(shards)
         rows = self._unnamed.combine(figures.jobs, {row.flow for row in figures.flows})
         # Not "job", which is Prometheus' own label for a scrape target.
         jobs = [((row.flow, row.job), row) for row in rows]
         for name, grows, field, text in _JOB_METRICS:
             yield _family(f"dpflow_job_{name}", grows, text, ("flow", "job_name"), _read(jobs, field))
         yield from _of_processes(processes)
+
+
+def _of_stages(shards: Sequence[tuple[tuple[str, ...], ShardFigures]]) -> Iterable[Any]:
+    from prometheus_client.core import HistogramMetricFamily
+
+    yield _family(
+        "dpflow_shard_stage_seconds",
+        True,
+        "Seconds that its workers have taken for a stage of loading.",
+        ("flow", "shard", "stage"),
+        [((*labels, name), took) for labels, own in shards for name, took in own.times.stages.items()],
+    )
+    family = HistogramMetricFamily(
+        "dpflow_shard_sample_seconds", "Seconds that its workers have taken for a sample.", labels=("flow", "shard")
+    )
+    for labels, own in shards:
+        times = own.times
+        family.add_metric(labels, times.cumulative(), times.read_s + times.decode_s + times.dataset_s)
+    yield family
 
 
 def _of_processes(processes: Sequence[ProcessView]) -> Iterable[Any]:

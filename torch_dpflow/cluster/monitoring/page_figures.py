@@ -69,6 +69,9 @@ class FlowLine(msgspec.Struct, frozen=True, kw_only=True):
     decodes_now: float | None
     samples_per_s: float | None
     queued: int
+    #: How long samples took over the last seconds, and the shares of the stages; empty if not known.
+    sample: str
+    stages: str
     cached: int
     held_bytes: int
     room_bytes: int
@@ -101,6 +104,9 @@ class JobLine(msgspec.Struct, frozen=True, kw_only=True):
     limit: str
     #: What to change, if not in the line of its flow.
     advice: str
+    #: As in `FlowLine`, for a loader.
+    sample: str
+    stages: str
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
+from torch_dpflow._core.stage_times import StageTimes
 from torch_dpflow._version import __version__
 from torch_dpflow.cluster.control.ended_jobs import LITTLE_STALL
 from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, state_words
@@ -113,6 +114,7 @@ class PageHistory:
         stall = _share(row.stall_s - before.stall_s, row.reading_s - before.reading_s)
         if stall is None or stall < LITTLE_STALL:
             limit, advice = "" if stall is None else OWN_PACE, ""
+        sample, stages = ("", "") if row.times is None else _recent(row.times, before.times)
         return JobLine(
             key=row.key,
             flow=row.flow,
@@ -127,6 +129,8 @@ class PageHistory:
             limited_by=limit,
             limit=limit_of(limit).words if limit else "",
             advice=advice,
+            sample=sample,
+            stages=stages,
         )
 
     def _flow_line(self, row: FlowRow, at: float) -> FlowLine:
@@ -137,6 +141,7 @@ class PageHistory:
                 break
         now = row.figures
         was = before.figures if row.jobs else now  # else the last seconds of a job that has left would be shown
+        sample, stages = _recent(now.times, was.times)
         return FlowLine(
             flow=row.flow,
             state=state_words(row.state),
@@ -150,6 +155,8 @@ class PageHistory:
             decodes_now=_ratio(now.decodes - was.decodes, now.served - was.served),
             samples_per_s=_rate(now.served - was.served, at - since) if row.jobs else None,
             queued=now.queued + now.loading,
+            sample=sample,
+            stages=stages,
             cached=now.cached,
             held_bytes=now.held_bytes,
             room_bytes=now.room_bytes,
@@ -296,6 +303,12 @@ def _series(
 
 def _ratio(part: float, whole: float) -> float | None:
     return round(part / whole, 4) if whole > 0 and part >= 0 else None
+
+
+def _recent(now: StageTimes, before: StageTimes | None) -> tuple[str, str]:
+    """Return the times of the last seconds for display; those of all time if nothing was loaded in them."""
+    recent = now if before is None else now.since(before)
+    return (recent if recent.counts else now).shown()
 
 
 def _share(part: float, whole: float) -> float | None:

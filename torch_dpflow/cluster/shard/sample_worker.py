@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import IO, Any
@@ -11,9 +12,10 @@ from typing import IO, Any
 import msgspec
 
 from torch_dpflow._core.processor_time import taken_by
+from torch_dpflow._core.stage_clock import timed
 from torch_dpflow._core.torch_private import set_worker_signal_handlers
 from torch_dpflow.cluster.control.supervision import UP
-from torch_dpflow.cluster.messages.shard import FAILED, GREETING, WorkerArguments
+from torch_dpflow.cluster.messages.shard import FAILED, GREETING, SAMPLE, WorkerArguments
 from torch_dpflow.cluster.services.contents import open_content
 from torch_dpflow.cluster.services.service import COORDINATOR, ClusterPlace, HeartbeatSender, ServiceSpec, locate
 from torch_dpflow.cluster.shard.sample_source import SampleSource
@@ -82,6 +84,8 @@ class SampleWorker(TaskWorker):
         #: For how long handshakes have not been answered, seconds.
         self._unanswered_s = 0.0
         self._shard = b""
+        #: How long the latest result took to be handed over, seconds.
+        self._handing_s = 0.0
 
     def begin(self) -> None:
         """Repeat the handshake until it is answered: another shard may have replaced one that died."""
@@ -152,7 +156,8 @@ class SampleWorker(TaskWorker):
         if self._source is None:
             raise MessageError("a task came before the welcome")
         self._running.note(task)
-        kind, value = self._source.load(payload)
+        (kind, value), *times = timed(self._source.load, payload)
+        loaded_at = time.perf_counter()
         try:
             table, frames = encode_sample(value, arena=self._arena, keep_layout=self._source.keeps_layout)
         except NotPicklableError as error:
@@ -162,7 +167,12 @@ class SampleWorker(TaskWorker):
         started = self._tasks[0][0] if self._tasks else None
         # Send at once in the middle of the window: the shard refills it, instead of letting others steal from it.
         hold = self._running.ref is not None and len(self._tasks) not in (self._low, 0)
+        with self._outbox.lock:  # its thread may send the times at any moment
+            if kind == SAMPLE:
+                self._clock.add_sample(*times)
+            self._clock.hand_over(self._handing_s)
         self._outbox.add(task, kind, table, frames, started, hold=hold)
+        self._handing_s = time.perf_counter() - loaded_at
 
 
 def _processor_time() -> dict[str, float]:

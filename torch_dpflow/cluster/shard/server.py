@@ -216,6 +216,7 @@ class SampleShard:
         return {
             **self._workers.figures(),
             **asdict(cache),
+            "times": self._workers.times,
             "requested": self._requested,
             "due": cache.loads + cache.drawn + cache.queued,
             "late_s": self._late_s,
@@ -414,7 +415,7 @@ class SampleShard:
         self._served += count
         self._served_bytes += nbytes
         # In each answer, so that a job that ends before its first heartbeat also has them.
-        call.answer(Served(groups, self._served, self._workers.decodes), parts)
+        call.answer(Served(groups, self._served, self._workers.decodes, self._workers.times), parts)
 
     def _make_cache(self, settings: ShardSettings) -> SampleCache | StagedSampleCache:
         policy = None if self._spec.policy == "none" else self._make_policy

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torch_dpflow._core.stage_times import StageTimes
 from torch_dpflow._core.torch_private import ExceptionWrapper
 from torch_dpflow.cluster.cache.objects import Load
 from torch_dpflow.cluster.messages.shard import (
@@ -127,6 +128,8 @@ class ShardWorkers:
         #: Sums over workers of the seconds in which they were there, and in which they had tasks; counted until.
         self._worker_s = self._busy_s = 0.0
         self._counted_at = clock()
+        #: What loading has taken the workers.
+        self.times = StageTimes()
         #: The newest incarnation that has connected, by number.
         self._newest: dict[int, int] = {}
 
@@ -361,6 +364,9 @@ class ShardWorkers:
 
     def begun(self, worker: int, frame: memoryview) -> None:
         raise MessageError(f"worker {worker} of a flow has no stream of its own")
+
+    def timed(self, worker: int, times: StageTimes) -> None:
+        self.times.add(times)
 
     def open(
         self, worker: int, reader: ArenaReader | None, finished: Finished, payloads: list[list[memoryview]]

@@ -17,6 +17,7 @@ import msgspec
 import msgspec.inspect
 
 from torch_dpflow._core.checks import MAX_DEPTH, check_msgpack
+from torch_dpflow._core.stage_times import StageTimes
 from torch_dpflow.errors import ErrorKind, MessageError, OptionError
 from torch_dpflow.ipc.messages.fields import Body, Count, Name, Seconds, Text
 from torch_dpflow.ipc.messages.remote_worker import (
@@ -306,6 +307,8 @@ class Exchange(Body, tag=34):
     started: Count | None
     #: From another host: for each frame its size before compression, bytes, or 0; None: no frame is compressed.
     sizes: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)] | None = None
+    #: What loading has taken since the last message; None for nothing.
+    times: StageTimes | None = None
 
 
 class Stop(Body, tag=35):

@@ -105,9 +105,9 @@ const flows = new Rows(
   (flow) => flow.flow,
   () => {
     const row = rowOf("flows", [["state", ""], ["limit", "why"], ["rate", "number"], ["hits", "number"], ["decodes", "number"],
-      ["workers", "number"], ["waiting", "number wide"], ["memory", "number wide"]], marker());
+      ["workers", "number"], ["sample", "wide why"], ["waiting", "number wide"], ["memory", "number wide"]], marker());
     row.parts.state.append(make("span"));
-    for (const name of ["limit", "hits", "decodes"]) two(row.parts[name]);
+    for (const name of ["limit", "hits", "decodes", "sample"]) two(row.parts[name]);
     return row;
   },
   (parts, flow) => {
@@ -121,6 +121,7 @@ const flows = new Rows(
     putTwo(parts.hits, percent(flow.hit_rate_now), `${percent(flow.hit_rate)} overall`);
     putTwo(parts.decodes, plain(flow.decodes_now), `${plain(flow.decodes)} overall`);
     put(parts.workers, flow.desired ? `${flow.workers} of ${flow.desired}` : `${flow.workers}`);
+    putTwo(parts.sample, flow.sample || "–", flow.stages);
     put(parts.waiting, flow.queued.toLocaleString("en"));
     put(parts.memory, `${bytes(flow.held_bytes)} of ${bytes(flow.room_bytes)}`);
     parts.decodes.title = flow.sharing;
@@ -132,8 +133,9 @@ const jobs = new Rows(
   (job) => job.key,
   () => {
     const row = rowOf("jobs", [["now", ""], ["stall", "number wide"], ["rate", "number"], ["samples", "number wide"],
-      ["read", "number wide"], ["limit", "why"]], marker());
+      ["read", "number wide"], ["sample", "wide why"], ["limit", "why"]], marker());
     two(row.parts.limit);
+    two(row.parts.sample);
     row.parts.meter = make("meter");
     row.parts.share = make("span");
     row.parts.now.append(make("div", "bar", row.parts.meter, row.parts.share));
@@ -150,6 +152,7 @@ const jobs = new Rows(
     put(parts.rate, plain(job.samples_per_s));
     put(parts.samples, job.samples.toLocaleString("en"));
     put(parts.read, bytes(job.bytes));
+    putTwo(parts.sample, job.sample || "–", job.stages);
     put(parts.limit.firstChild, job.limit || "–");
     putCode(parts.limit.lastChild, job.advice);
   },

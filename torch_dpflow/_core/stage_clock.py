@@ -1,0 +1,145 @@
+"""Measures the stages of loading in a worker.
+
+The package's own datasets and decoders mark what they do by `stage`. The other time of a sample is "dataset", the
+dataset's own code.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Literal, TypeAlias
+
+from torch_dpflow._core.stage_times import StageTimes, bucket_of
+
+Stage: TypeAlias = Literal["read", "decode"]
+
+
+class _Marked(threading.local):
+    """Seconds in the stages that this thread has marked since they were last taken."""
+
+    read = decode = 0.0
+    #: In the stages that have ended within the one that runs now.
+    inner = 0.0
+
+
+_marked = _Marked()
+
+
+class stage:
+    """Context manager that marks a stage. A stage within another one does not count for the outer one.
+
+    It belongs to one thread. By hand, as `contextmanager` takes three times as long.
+    """
+
+    __slots__ = ("_began", "_name", "_outer")
+
+    def __init__(self, name: Stage) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._outer, _marked.inner = _marked.inner, 0.0
+        self._began = perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        passed, marked = perf_counter() - self._began, _marked
+        if self._name == "read":
+            marked.read += passed - marked.inner
+        else:
+            marked.decode += passed - marked.inner
+        marked.inner = self._outer + passed
+
+
+def timed(load: Callable[[Any], Any], index: Any) -> tuple[Any, float, float, float]:
+    """Call `load(index)`; return its result, the seconds that it took, and those of them in "read" and "decode"."""
+    marked = _marked
+    marked.read = marked.decode = marked.inner = 0.0
+    began = perf_counter()
+    value = load(index)
+    return value, perf_counter() - began, marked.read, marked.decode
+
+
+class StageClock:
+    """Measures the stages of one worker. For one thread, unless said otherwise."""
+
+    def __init__(self) -> None:
+        self._times = StageTimes()
+        #: By `time.perf_counter`: when the latest batch was begun, its latest sample loaded, and when it was collated.
+        self._began = self._last = self._fetched_at = 0.0
+
+    def take(self) -> StageTimes | None:
+        """Return what was measured since the last call; None for nothing."""
+        times, self._times = self._times, StageTimes()
+        return times if times.counts or times.hand_over_s or times.collate_s else None
+
+    def add_sample(self, seconds: float, read_s: float, decode_s: float) -> None:
+        """Add a sample that took so long, and these stages of it."""
+        self._add(seconds, read_s, decode_s, 1)
+
+    def hand_over(self, seconds: float) -> None:
+        """Add the time in which a result was handed over."""
+        self._times.hand_over_s += seconds
+
+    def collating(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return `collate_fn`, with its time measured."""
+
+        def collate(data: Any) -> Any:
+            self._fetched_at = began = perf_counter()
+            batch = collate_fn(data)
+            self._times.collate_s += perf_counter() - began
+            return batch
+
+        return collate
+
+    def fetch(self, fetcher: Any, index: Any, *, one_by_one: bool, samples: int) -> Any:
+        """Return `fetcher.fetch(index)`, whose collate function is one of `collating`.
+
+        one_by_one: whether it requests each number of `index` when it loads that sample. samples: of the batch.
+        """
+        marked = _marked
+        marked.read = marked.decode = marked.inner = 0.0
+        self._began = self._last = perf_counter()
+        if not one_by_one:
+            batch = fetcher.fetch(index)
+            self._add(self._fetched_at - self._began, marked.read, marked.decode, samples)
+            return batch
+        try:
+            return fetcher.fetch(_Numbers(index, self))
+        finally:  # of a batch that fails, the samples before the error
+            self._add(self._last - self._began, marked.read, marked.decode, 0)
+
+    def numbers(self, index: Any) -> Iterator[Any]:
+        """Yield each number of `index`; the time until the next one is requested is that of its sample."""
+        counts, last = self._times.counts, self._last
+        for number in index:
+            yield number
+            self._last = now = perf_counter()
+            bucket = bucket_of(now - last)
+            counts[bucket] = counts.get(bucket, 0) + 1
+            last = now
+
+    def _add(self, seconds: float, read_s: float, decode_s: float, samples: int) -> None:
+        times = self._times
+        times.dataset_s += max(0.0, seconds - read_s - decode_s)
+        times.read_s += read_s
+        times.decode_s += decode_s
+        if samples:
+            bucket = bucket_of(seconds / samples)
+            times.counts[bucket] = times.counts.get(bucket, 0) + samples
+
+
+class _Numbers:
+    """The indices of a batch, for a fetcher that loads one sample after the other."""
+
+    def __init__(self, index: Any, clock: StageClock) -> None:
+        self._index, self._clock = index, clock
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._clock.numbers(self._index)
+
+    def __len__(self) -> int:
+        return len(self._index)
