@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from tests.remote.shipping.identity_pairs import VALUE, Pair, data
 
+WRAP = "def d(f, n=@@):\n    @functools.wraps(f)\n    def h(*a): return f(*a) * n\n    return h\n"
+FUNCTIONS = (
+    "def f(x): return x + 1\ndef g(x): return f(x)\nclass K:\n    def m(self, x): return x + 1\n    @staticmethod\n"
+    "    def s(x): return x + 1\n    @property\n    def p(self): return 3"
+)
+COUNTING = "C, L = 0, [0]\ndef f(x):\n    global C\n    C += 1\n    L.append(x)\n    return x"
+READ = "\ndef f(t=''):\n    try: return eval({})\n    except NameError: return 7"
 CHANGED = [
     Pair("computed variable set", "cfg.S", data("cfg.S", "import cfg\ncfg.S = @@"), files={"cfg.py": "S = 2**5"}),
     Pair(
@@ -207,8 +214,55 @@ CHANGED = [
             "a_set.py": "class A:\n    s = 1\nclass B:\n    s = 2\nclass C:\n    s = 3",
             "z_set.py": "import a_set\nclass K(a_set.A): pass",
         },
-        loads="z_set.K has another value in the script",
     ),
+    *[
+        Pair(
+            f"{name} wrapped under its name", part, data(read, f"import cfg\n{WRAP}{put}", init), files={"cfg.py": file}
+        )
+        for name, part, read, put, file, init in [
+            ("function", "cfg.f", "cfg.f(i), cfg.g(i)", "cfg.f = d(cfg.f)", FUNCTIONS, "pass"),
+            ("function twice", "cfg.f", "cfg.f(i), cfg.g(i)", "cfg.f = d(d(cfg.f))", FUNCTIONS, "pass"),
+            ("held function", "cfg.f", "self.f(i), self.f is cfg.f", "cfg.f = d(cfg.f)", FUNCTIONS, "self.f = cfg.f"),
+            ("function cached", "cfg.f", "cfg.f(i)", "cfg.f = functools.lru_cache(d(cfg.f))", FUNCTIONS, "pass"),
+            ("function that counts", "cfg.f", "cfg.f(i), cfg.C, len(cfg.L)", "cfg.f = d(cfg.f)", COUNTING, "pass"),
+            ("method", "cfg.K.m", "cfg.K().m(i)", "cfg.K.m = d(cfg.K.m)", FUNCTIONS, "pass"),
+            ("static method", "cfg.K.s", "cfg.K().s(i)", "cfg.K.s = staticmethod(d(cfg.K.s))", FUNCTIONS, "pass"),
+            ("property", "cfg.K.p", "cfg.K().p", "cfg.K.p = property(d(cfg.K.p.fget))", FUNCTIONS, "pass"),
+        ]
+    ],
+    Pair(
+        "wrapper that reads a variable",
+        "__main__.Z",
+        data("cfg.f(i)", "import cfg\nZ = @@\n" + WRAP.replace("* n", "* Z").replace("@@", "1") + "cfg.f = d(cfg.f)"),
+        files={"cfg.py": FUNCTIONS},
+    ),
+    Pair(
+        "wrapped by an own decorator",
+        "cfg.f",
+        data("cfg.f(i)", "import cfg, deco\ncfg.f = deco.d(cfg.f, @@)"),
+        files={"cfg.py": FUNCTIONS, "deco.py": f"import functools\n{WRAP}".replace("@@", "1")},
+    ),
+    Pair(
+        "wrapped by another own module",
+        "",
+        data("cfg.f(i)", "import cfg, patch"),
+        files={"cfg.py": FUNCTIONS, "patch.py": f"import cfg, functools\n{WRAP}cfg.f = d(cfg.f)"},
+    ),
+    Pair(
+        "its function, by another one of its name",
+        "cfg.f",
+        data("cfg.g(i)", "import cfg\ndef f(x): return x * @@\nf.__module__ = 'cfg'\ncfg.f = f"),
+        files={"cfg.py": FUNCTIONS},
+    ),
+    Pair(
+        "set in a context's variable",
+        "cfg.V",
+        data("cfg.V.get(7)", "import cfg\ncfg.V.set(@@)"),
+        files={"cfg.py": "import contextvars\nV = contextvars.ContextVar('V')"},
+        loads="cfg.V has another value in the script",
+    ),
+    Pair("variable by a text", "__main__.V", data("f()", VALUE + READ.format("'V' + '* 2'")), loads=""),
+    Pair("variables by a text", "__main__.V", data("eval('globals().get(\"V\", 7)')", VALUE), loads=""),
     Pair(
         "private attribute of a member of its enumeration",
         "cfg.E.A._s",
@@ -218,13 +272,6 @@ CHANGED = [
 ]
 #: What is not compared raises where it is read in a worker.
 UNREAD = [
-    Pair(
-        "its function with variables of its own",
-        "",
-        data("cfg.f()", "import cfg\ncfg.f = types.FunctionType(cfg.f.__code__, {**vars(cfg), 'S': @@}, 'f')"),
-        files={"cfg.py": "S = 0\ndef f(): return S"},
-        loads="cfg.f has another value in the script",
-    ),
     Pair(
         "sys.modules of the script",
         "",
@@ -240,6 +287,27 @@ UNREAD = [
         data("vars(sys.modules['__main__']).setdefault('V', 7)", VALUE),
         loads="was read from its",
     ),
+    Pair("text of the dataset", "", data("f(self.t)", VALUE + READ.format("t"), "self.t = 'V'"), loads="a text that"),
+    Pair(
+        "text of the dataset, by another name of eval",
+        "",
+        data("f(self.t)", VALUE + "\nrun = eval" + READ.replace("eval", "run").format("t"), "self.t = 'V'"),
+        loads="a text that",
+    ),
+    *[
+        Pair(
+            f"module put in the place of {name}",
+            "",
+            data("f()", f"{put}\nsys.modules['b_put'] = m\nm.s = @@\ndef f():\n    import b_put\n    return b_put.s"),
+            files=files,
+            loads="the script has put another one",
+        )
+        for name, put, files in [
+            ("none", "m = types.ModuleType('b_put')", {}),
+            ("no other", "import cfg as m", {"cfg.py": "s = 0"}),
+            ("an own one", "import cfg as m", {"cfg.py": "s = 0", "b_put.py": "s = 0"}),
+        ]
+    ],
     Pair("names of the script", "", data("'V' in dir(sys.modules['__main__'])", VALUE), loads="was read from its"),
     Pair(
         "import of the script",

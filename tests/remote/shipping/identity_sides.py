@@ -80,9 +80,11 @@ def run_pair(pair: Pair, side: int, name: str) -> dict[str, Any]:
             sys.path.remove(folder)
             linecache.clearcache()
             for new in set(sys.modules) - before:
-                if {f"{new.partition('.')[0]}.py", f"{new.partition('.')[0]}/__init__.py"} & {
-                    *pair.files
-                } or "pkg" in new:
+                if (
+                    {f"{new.partition('.')[0]}.py", f"{new.partition('.')[0]}/__init__.py"} & {*pair.files}
+                    or "pkg" in new
+                    or new == "b_put"
+                ):
                     del sys.modules[new]
     return found
 

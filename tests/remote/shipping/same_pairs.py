@@ -146,6 +146,26 @@ SAME = [
             "def f(): return len(V)"
         },
     ),
+    *[
+        Pair(
+            f"{name} of an own module",
+            "",
+            data("cfg.f(i)", "import cfg\n# @@"),
+            files={"cfg.py": f"import {module}\nV = {value}\ndef f(i): return i"},
+        )
+        for name, module, value in [
+            ("executor", "concurrent.futures", "concurrent.futures.ThreadPoolExecutor(2)"),
+            ("process executor", "concurrent.futures", "concurrent.futures.ProcessPoolExecutor(2)"),
+            ("context variable", "contextvars", "contextvars.ContextVar('V')"),
+            ("generator", "math", "(x for x in [1, 2])"),
+            ("thread", "threading", "threading.Thread(target=print)"),
+            ("handler", "logging", "logging.StreamHandler()"),
+            ("queue", "queue", "queue.SimpleQueue()"),
+            ("lock of processes", "multiprocessing", "multiprocessing.Lock()"),
+            ("weak reference", "weakref, json", "weakref.ref(json.JSONDecoder)"),
+            ("library", "ctypes", "ctypes.CDLL(None)"),
+        ]
+    ],
     Pair(
         "too large to be sent, as the file computes it",
         "",

@@ -20,7 +20,7 @@ from torch_dpflow.ipc.serialization.pickling import explain_loading
 from torch_dpflow.log import SERVICE
 from torch_dpflow.lookahead import announce_order, takes_orders
 from torch_dpflow.remote.shipping.content_pack import pack, unpack
-from torch_dpflow.remote.shipping.own_check import check_modules
+from torch_dpflow.remote.shipping.own_check import Beginning, guard_script
 from torch_dpflow.remote.shipping.own_state import OwnState
 from torch_dpflow.workers.batches import failure
 from torch_dpflow.workers.process_control import keep_freed_memory
@@ -79,6 +79,10 @@ class SampleAssignment:
     #: What the script has set in the user's own modules.
     own_state: OwnState = field(default_factory=OwnState)
 
+    def __reduce__(self) -> Any:
+        beginning = Beginning(self.settings, self.own_state)
+        return _assignment, (beginning, self.dataset, self.worker_init_fn, self.keeps_layout)
+
     def pack(self, sent_arguments: Collection[str] | None = None) -> bytes:
         """Pickle it, with the code of whatever a worker cannot import, such as functions of a script.
 
@@ -87,7 +91,7 @@ class SampleAssignment:
         Raises NotPicklableError, which names the part that cannot be pickled.
         """
         try:
-            return pack(self, sent_arguments=sent_arguments)
+            return pack(self, sent_arguments=sent_arguments, replaced=self.own_state.replaced())
         except Exception as error:
             dataset = self.dataset
             loads = {
@@ -97,6 +101,18 @@ class SampleAssignment:
             }
             loads["worker_init_fn"] = self.worker_init_fn
             raise explain_loading(loads, error, dump=pack, workers="a shared flow") from error
+
+
+def _assignment(
+    beginning: Beginning, dataset: TwoStageDataset, worker_init_fn: Callable[[int], Any] | None, keeps_layout: bool
+) -> SampleAssignment:
+    return SampleAssignment(
+        dataset=dataset,
+        worker_init_fn=worker_init_fn,
+        keeps_layout=keeps_layout,
+        settings=beginning.settings or ScriptSettings(),
+        own_state=beginning.state,
+    )
 
 
 class SampleSource:
@@ -173,8 +189,7 @@ def _unpack(packed: IO[bytes]) -> SampleAssignment:
 
 def _become_worker(assignment: SampleAssignment, worker: int, workers: int) -> None:
     torch.set_num_threads(1)
-    assignment.settings.apply()
-    check_modules(assignment.own_state)
+    guard_script(assignment.own_state)
     keep_freed_memory()
     # Every sample is seeded by itself; this is for `worker_init_fn`.
     random.seed(worker)

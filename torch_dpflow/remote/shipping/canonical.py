@@ -7,9 +7,13 @@ two equal strings are one object. An object that cannot be reduced is unknown, a
 
 from __future__ import annotations
 
+import contextvars
+import inspect
 import pickle
+import queue
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import PurePath
@@ -30,16 +34,16 @@ from torch_dpflow.remote.shipping.pickled_parts import (
     is_split,
     root_of,
 )
-from torch_dpflow.remote.shipping.reducers import NO_VARIABLES, is_arguments, reads_all_variables
+from torch_dpflow.remote.shipping.reducers import NO_VARIABLES, ModuleVariables, is_arguments, reads_all_variables
 from torch_dpflow.remote.shipping.values import (
     ATOMS,
     GENERATORS,
-    HARMLESS,
     TORCH_GENERATOR,
     Bulk,
     Column,
     Columns,
     columns_of,
+    is_harmless,
     memory_of,
     plain_bytes,
     sorted_plain,
@@ -49,6 +53,14 @@ from torch_dpflow.remote.shipping.values import (
 _BY_NAME = "harmless"
 #: Most elements of a list, and of a mapping, whose differences are named one by one.
 _MAX_ITEMS, _MAX_KEYS = 16, 64
+_UNKNOWN = object()
+#: What objects hold that pickle refuses, by their types.
+_BY_CONTENT: dict[type, Callable[[Any], Any]] = {
+    contextvars.ContextVar: lambda obj: (obj.name, obj.get(_BY_NAME)),
+    queue.SimpleQueue: lambda obj: _UNKNOWN if obj.qsize() else (),
+    types.GeneratorType: lambda obj: _state_of(obj),
+    weakref.ref: lambda obj: obj(),
+}
 Steps: TypeAlias = "Generator[Any, PartNode, PartNode]"
 
 
@@ -73,6 +85,7 @@ class Walk:
         self._script: dict[str, Any] | None = None
         #: Finished objects by id, with the objects, so that no id is used again, and whether they can be compared.
         self._known: dict[int, tuple[Any, PartNode, bool]] = {}
+        self._known_from = {"": self._known}
         #: Modules and names that what is sent refers to.
         self.modules: set[str] = set()
         self.names: set[str] = set()
@@ -92,6 +105,11 @@ class Walk:
             self._queued[path] = obj
             self._waiting.append((path, obj))
         return self._queued[path] is obj
+
+    def read_from(self, folder: str) -> None:
+        """Digest objects of modules that are imported from this folder; empty: of the dataset and the script."""
+        self.folder = folder
+        self._known = self._known_from.setdefault(folder, {})
 
     def run(self) -> None:
         """Digest all that was added, and what it refers to."""
@@ -206,8 +224,11 @@ class Walk:
             return self._generator(obj)
         if is_arguments(obj):
             return self._arguments(obj)
-        if kind in HARMLESS:
-            obj = _BY_NAME, kind.__qualname__
+        if is_harmless(kind):  # type: ignore[arg-type]
+            library = obj._name if kind.__module__ == "ctypes" else ""
+            return self._other((_BY_NAME, f"{kind.__qualname__} {library}".rstrip()), path)
+        if kind in _BY_CONTENT:
+            return self._content(obj)
         return self._other(obj, path)
 
     # ---- containers
@@ -272,6 +293,14 @@ class Walk:
     def _path(self, obj: PurePath) -> Steps:
         found = yield str(obj)
         return PartNode(digest_of(b"path", type(obj).__qualname__.encode(), found.digest), f"{obj}")
+
+    def _content(self, obj: Any) -> Steps:
+        """Digest what an object holds that pickle refuses."""
+        content = _BY_CONTENT[type(obj)](obj)
+        if content is _UNKNOWN:
+            raise TypeError
+        found = yield content
+        return PartNode(digest_of(type(obj).__qualname__.encode(), found.digest), type(obj).__qualname__)
 
     def _generator(self, obj: Any) -> Steps:
         found = yield from self._other(obj, "")
@@ -361,6 +390,8 @@ class Walk:
 
     def _function(self, obj: types.FunctionType, reduced: tuple[Any, ...]) -> Steps:
         attributes, slots = reduced[2]
+        if isinstance(reduced[1][1], ModuleVariables):
+            self.modules.add(reduced[1][1].module.__name__)
         code, parts, module = obj.__code__, dict[str, PartNode](), str(obj.__globals__.get("__name__"))
         self.names.add(str(obj.__globals__.get("__package__")))
         cells = dict(zip(code.co_freevars, obj.__closure__ or (), strict=True))
@@ -406,6 +437,13 @@ class Walk:
             if part.text != f"{path}.{name}" or not path:  # else it is a root by itself
                 parts[f".{name}"] = hidden(name, part)
         return PartNode(digest_of(b"class", *own), "class", parts)
+
+
+def _state_of(obj: types.GeneratorType[Any, Any, Any]) -> Any:
+    """Return what a generator that has not begun consists of."""
+    if inspect.getgeneratorstate(obj) != inspect.GEN_CREATED:
+        return _UNKNOWN
+    return obj.gi_code, inspect.getgeneratorlocals(obj)
 
 
 def _parts(named: Mapping[str, Any]) -> Generator[Any, PartNode, dict[str, PartNode]]:

@@ -14,6 +14,7 @@ from torch_dpflow.remote.shipping.part_tree import digest_of
 
 #: A number in a name that can be a memory address.
 ADDRESS = re.compile(r"\d{9,}")
+_WORD = re.compile(r"[^\W\d]\w*")
 
 
 def code_digest(code: types.CodeType, names: set[str], rename: Callable[[str], str] = str) -> bytes:
@@ -55,6 +56,12 @@ def _reads_first(code: types.CodeType) -> bool:
 def names_in_code(code: types.CodeType) -> frozenset[str]:
     """Return the names and texts in code, and in code inside it."""
     return _code(code)[1]
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def names_in_texts(code: types.CodeType) -> frozenset[str]:
+    """Return the names in the texts in code, which it can evaluate."""
+    return frozenset(word for text in names_in_code(code) for word in _WORD.findall(text))
 
 
 def _constant(value: Any, names: set[str]) -> bytes:

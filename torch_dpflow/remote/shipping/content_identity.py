@@ -99,7 +99,7 @@ def _identify(
         patterns,
         bundle,
         sent,
-        own_state(members, frozenset(own.sources) - reached, patterns),
+        own_state(members, own.sources, frozenset(own.sources) - reached, patterns),
         own,
         reached,
         packages,

@@ -26,16 +26,19 @@ import torch
 from torch_dpflow.errors import MessageError, OptionError
 from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.ipc.serialization.pickling import explain_loading, parts_of
-from torch_dpflow.remote.shipping.reducers import in_order, reduce_by_value, with_class_bodies
+from torch_dpflow.remote.shipping.reducers import in_its_module, in_order, reduce_by_value, with_class_bodies
 
 
-def pack(obj: Any, *, sent_arguments: Collection[str] | None = None) -> bytes:
+def pack(obj: Any, *, sent_arguments: Collection[str] | None = None, replaced: Collection[int] = ()) -> bytes:
     """Pickle `obj`, with the code of the script's classes and functions in it. Raises what pickling raises.
 
-    sent_arguments: names of the attributes of `argparse.Namespace` that are sent; None: all.
+    Args:
+        obj: what is pickled.
+        sent_arguments: names of the attributes of `argparse.Namespace` that are sent; None: all.
+        replaced: ids of functions that are sent by value although they can be found by their names.
     """
     out = io.BytesIO()
-    ScriptPickler(out, sent_arguments=sent_arguments).pack(obj)
+    ScriptPickler(out, sent_arguments=sent_arguments, replaced=replaced).pack(obj)
     return out.getvalue()
 
 
@@ -66,10 +69,13 @@ class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
     `__reduce_by_value__` for it, in place of `__reduce__`.
     """
 
-    def __init__(self, out: Output, *, sent_arguments: Collection[str] | None = None) -> None:
+    def __init__(
+        self, out: Output, *, sent_arguments: Collection[str] | None = None, replaced: Collection[int] = ()
+    ) -> None:
         super().__init__(out, protocol=5)
         self.own: dict[str, Any] = {}
         self._sent_arguments = sent_arguments
+        self._replaced = replaced
 
     def pack(self, obj: Any) -> None:
         """Write `obj` for `unpack`."""
@@ -86,12 +92,17 @@ class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
             # Of two with one name, the present one: a cell was run again.
             if name not in self.own or vars(sys.modules[obj.__module__]).get(name) is obj:
                 self.own[name] = obj
-        reduced = reduce_by_value(obj, self._sent_arguments)
+        is_replaced = id(obj) in self._replaced
+        reduced = reduce_by_value(obj, self._sent_arguments, is_replaced=is_replaced)
         if reduced is not NotImplemented:
             return reduced
-        reduced = super().reducer_override(obj)
-        if reduced is not NotImplemented and isinstance(obj, types.FunctionType):
-            return with_class_bodies(obj, reduced)
+        is_function = isinstance(obj, types.FunctionType)
+        if is_function and is_replaced:
+            reduced = self._dynamic_function_reduce(obj)
+        else:
+            reduced = super().reducer_override(obj)
+        if is_function and reduced is not NotImplemented:
+            return in_its_module(obj, reduced) or with_class_bodies(obj, reduced)
         if isinstance(reduced, tuple) and isinstance(obj, type) and len(reduced) > 2:
             return in_order(obj, reduced)
         return reduced
@@ -167,10 +178,10 @@ def pack_load_spec(spec: Any, *, limit: int = MAX_CONTENT_BYTES) -> bytes:
     return out.getvalue()
 
 
-def can_pack(obj: Any, limit: int) -> bool:
-    """Return whether an object can be pickled, in at most `limit` bytes."""
+def can_pack(obj: Any, limit: int, replaced: Collection[int] = ()) -> bool:
+    """Return whether an object can be pickled, in at most `limit` bytes. replaced: as of `pack`."""
     try:
-        _BoundedPickler(_Bounded(None, limit), limit).pack(obj)
+        _BoundedPickler(_Bounded(None, limit), limit, replaced).pack(obj)
     except Exception:  # code of the object's own runs
         return False
     return True
@@ -213,8 +224,8 @@ class _Bounded:
 class _BoundedPickler(ScriptPickler):
     """Pickler that stops at the first tensor or array that is too large: pickling one takes twice its memory."""
 
-    def __init__(self, out: _Bounded, limit: int) -> None:
-        super().__init__(out)
+    def __init__(self, out: _Bounded, limit: int, replaced: Collection[int] = ()) -> None:
+        super().__init__(out, replaced=replaced)
         self._limit = limit
 
     def reducer_override(self, obj: Any) -> Any:

@@ -94,6 +94,20 @@ def is_own_class(kind: type) -> bool:
     return kind.__module__ in SCRIPT or (isinstance(file, str) and is_own_path(file))
 
 
+@lru_cache(maxsize=4096)
+def can_be_imported(name: str, file: str) -> bool:
+    """Return whether this is a module of the user's own that is found by its name."""
+    if not is_own_path(file) or name.partition(".")[0] == _THIS:
+        return False
+    spec, places = None, None
+    for prefix in _prefixes(name):
+        spec = _search(prefix, places)
+        if spec is None:
+            return False
+        places = list(spec.submodule_search_locations or ())
+    return spec is not None and spec.origin == file
+
+
 def is_importable(file: str) -> bool:
     """Return whether a file of this name can be imported by it; bytecode alone is not sent."""
     return file.endswith(_SUFFIXES) and file.partition(".")[0].isidentifier()

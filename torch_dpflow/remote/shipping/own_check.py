@@ -8,7 +8,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 from torch_dpflow.errors import UsageError
@@ -21,25 +21,46 @@ from torch_dpflow.remote.shipping.own_state import (
     ModuleMember,
     NotSent,
     OwnState,
+    Replaced,
     imported,
     members_not_as_file,
     members_of,
     origins,
     set_attribute,
 )
+from torch_dpflow.remote.shipping.run_text import set_script_variables
 from torch_dpflow.remote.shipping.values import Bulk
+from torch_dpflow.workers.script_settings import ScriptSettings
 
 
-def check_modules(state: OwnState) -> None:
-    """Set what the script has set in own modules: in loaded ones now, in all others after their import.
+class Beginning:
+    """What is in a pickle before all that needs own modules: unpickled, it checks them.
 
-    A variable of the script that code reads from its module, and not by its name, raises UsageError: it was not sent.
-
-    Raises UsageError if a module has another value that was not sent, or was not compared between jobs.
+    Settings apply first, as modules can compute with them. Then loaded modules get what the script has set in them, and
+    all others get it after their import. Unpickling raises UsageError if a module has another value that was not sent,
+    or was not compared between jobs.
     """
+
+    def __init__(self, settings: ScriptSettings | None, state: OwnState) -> None:
+        self.settings = settings
+        self.state = state
+
+    def __reduce__(self) -> Any:
+        return _begin, (self.settings, self.state)
+
+
+def _begin(settings: ScriptSettings | None, state: OwnState) -> Beginning:
+    if settings is not None:
+        settings.apply()
     finder = _Checked(state)
     finder.check([name for name in (*state.others, *state.members) if name in sys.modules])
     sys.meta_path[:] = [finder, *(one for one in sys.meta_path if not isinstance(one, _Checked))]
+    return Beginning(settings, state)
+
+
+def guard_script(state: OwnState) -> None:
+    """Have code raise UsageError that reads a variable of the script otherwise than by its name: it was not sent."""
+    set_script_variables(state.script)
     script = sys.modules["__main__"]
     if type(script) in (types.ModuleType, ScriptModule):
         vars(script)["__unsent__"] = state.script
@@ -109,9 +130,16 @@ class _Checked(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return where an own module is; None for all others."""
+        if fullname in self._state.placed:
+            raise UsageError(
+                f"the module {fullname!r} cannot be imported in a worker: the script has put another one, "
+                f"{self._state.placed[fullname]!r}, into sys.modules by that name. Import that by its own name, or "
+                f"write a file of the name {fullname!r}"
+            )
         if fullname not in self._state.members and fullname not in self._state.others:
             return None
-        spec = PathFinder.find_spec(fullname, path, target)
+        finders = [one.find_spec for one in sys.meta_path if one is not self and hasattr(one, "find_spec")]
+        spec = next((spec for find in finders if (spec := find(fullname, path, target)) is not None), None)
         if spec is not None and spec.loader is not None and fullname not in sys.modules:
             run: Any = spec.loader.exec_module
             vars(spec.loader)["exec_module"] = functools.partial(self._run, run)
@@ -177,7 +205,8 @@ class _Checked(MetaPathFinder):
         replaced = [*(done or ())]
         for path in sorted({*here, *sent}):
             wanted = sent.get(path)
-            if wanted is not None and (not wanted.digest or (path in here and here[path][0].digest == wanted.digest)):
+            is_same = wanted is not None and path in here and here[path][0].digest == wanted.digest
+            if wanted is not None and (not wanted.digest or (is_same and not isinstance(wanted.value, Replaced))):
                 continue
             if any(path == one or (path.startswith(one) and path[len(one)] in ".([") for one in replaced):
                 continue

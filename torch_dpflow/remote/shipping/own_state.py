@@ -12,21 +12,28 @@ import functools
 import os
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.remote.shipping.canonical import Walk
 from torch_dpflow.remote.shipping.code_digest import code_digest
 from torch_dpflow.remote.shipping.content_pack import can_pack
+from torch_dpflow.remote.shipping.modules import is_own_path
 from torch_dpflow.remote.shipping.own_source import COMPUTED, OwnCode, OwnSource
 from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of
 from torch_dpflow.remote.shipping.pickled_parts import NO_MEMBERS, content_of_cell
 from torch_dpflow.remote.shipping.reducers import NO_VARIABLES, LruCache
+from torch_dpflow.remote.shipping.values import is_harmless
 
 #: Maximum bytes of a value that is sent.
 _MAX_SENT = 4 << 20
 _WRAPPERS = (staticmethod, classmethod, property, functools.cached_property, LruCache)
+
+
+#: Kinds of functions by their decorators, as `OwnSource.kinds`, that another function can replace.
+_KINDS = frozenset(["function", "property", "staticmethod", "classmethod", "cached_property"])
 
 
 class Deleted:
@@ -45,12 +52,19 @@ class Codes(NamedTuple):
     codes: tuple[types.CodeType, ...]
 
 
+class Replaced(NamedTuple):
+    """A function that the script has put in the place of the file's, under its name, as by `functools.wraps`."""
+
+    function: Any
+
+
 class ModuleMember(NamedTuple):
-    """Something that a module has, and what sets it. kind: of a definition, whose value describes it."""
+    """Something that a module has, and what sets it. kind: of a definition, which `value` describes."""
 
     value: Any
     put: Callable[[Any], object] | None
     kind: str = ""
+    definition: Any = None
 
 
 class SetMember(NamedTuple):
@@ -71,6 +85,12 @@ class OwnState:
     #: Variables of the script.
     script: frozenset[str] = frozenset()
     ignore: Sequence[str] = ()
+    #: Names by which the script has put modules into `sys.modules`, and what they are.
+    placed: Mapping[str, str] = field(default_factory=dict)
+
+    def replaced(self) -> frozenset[int]:
+        """Return the ids of the functions that are sent by value although they can be found by their names."""
+        return _ids_of_replaced(one.value for of in self.members.values() for one in of.values())
 
     def unknown(self) -> list[str]:
         """Return the members that cannot be compared: workers have what their import makes."""
@@ -89,18 +109,27 @@ def set_members(walk: Walk, code: OwnCode, modules: Collection[str]) -> dict[str
 
 def own_state(
     members: Mapping[str, Mapping[str, tuple[PartNode, Any]]],
+    own: Collection[str],
     others: frozenset[str],
     ignore: Sequence[str],
 ) -> OwnState:
-    """Return what workers are sent."""
+    """Return what workers are sent. own: all modules; others: those that are not compared."""
     sent = {}
+    replaced = _ids_of_replaced(value for of in members.values() for _, value in of.values())
     for name, of in members.items():
         sent[name] = {
-            path: SetMember(part.digest if part.is_known else b"", value if can_pack(value, _MAX_SENT) else NotSent)
+            path: SetMember(
+                part.digest if part.is_known else b"", value if can_pack(value, _MAX_SENT, replaced) else NotSent
+            )
             for path, (part, value) in of.items()
         }
     script = frozenset(name for name in vars(sys.modules["__main__"]) if not name.startswith("__"))
-    return OwnState(sent, others, script, ignore)
+    return OwnState(sent, others, script, ignore, dict(placed_modules(own)))
+
+
+def _ids_of_replaced(values: Iterable[Any]) -> frozenset[int]:
+    replaced = [value.function for value in values if isinstance(value, Replaced)]
+    return frozenset(id(one) for function in replaced for one in (function, *_functions_of(function)))
 
 
 def members_not_as_file(
@@ -108,19 +137,57 @@ def members_not_as_file(
 ) -> dict[str, tuple[PartNode, Any]]:
     members = dict(members_of(name, module))
     found = {}
-    walk.folder = _folder_of(name, module)
+    walk.read_from(_folder_of(name, module))
     for path, member in members.items():
         if not _is_as_file(walk, path, member, module, source):
-            sent: Any = NotSent if member.kind else member.value
-            if member.kind == "function":
-                sent = Codes(member.value[0], member.value[1:])
-            found[path] = (walk.digest_apart(member.value), sent)
+            value, sent = member.value, member.value
+            if member.kind == "function" and _is_replaced(path, member.definition, module, source):
+                value = value[0], *map(_unnamed, _functions_of(member.definition))
+                sent = Replaced(member.definition)
+            elif member.kind == "function":
+                sent = Codes(value[0], value[1:])
+            elif member.kind or is_harmless(type(value)):  # type: ignore[arg-type]
+                sent = NotSent
+            found[path] = (walk.digest_apart(value), sent)
     for path in {*source.literals, *source.imported, *source.kinds, *source.bases} - members.keys():
         outer = path.rpartition(".")[0]
         if "(" not in path and (not outer or (outer in members and members[outer].kind == "class")):
             found[path] = (PartNode(digest_of(b"deleted"), "deleted"), Deleted)
-    walk.folder = ""
+    walk.read_from("")
     return found
+
+
+def _is_replaced(path: str, definition: Any, module: types.ModuleType, source: OwnSource) -> bool:
+    """Return whether a function is in the place of one that the file defines without other decorators."""
+    kind = source.kinds.get(path)
+    if kind not in _KINDS or path in source.literals or path in source.imported:
+        return False
+    return type(definition).__name__ != kind or any(
+        "__wrapped__" in vars(one) or one.__globals__ is not vars(module) or {*one.__code__.co_freevars} - {"__class__"}
+        for one in _functions_of(definition)
+    )
+
+
+def _unnamed(function: types.FunctionType) -> types.FunctionType:
+    """Return a copy of a function, which has its code and what that reads but is not found by its name."""
+    code, variables, name = function.__code__, function.__globals__, function.__name__
+    return types.FunctionType(code, variables, name, function.__defaults__, function.__closure__)
+
+
+def placed_modules(own: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield the names by which the script has put modules into `sys.modules`, and what they are.
+
+    own: modules that workers have as files.
+    """
+    for name, module in [*sys.modules.items()]:
+        top, spec = name.partition(".")[0], getattr(module, "__spec__", None)
+        if getattr(spec, "name", None) == name or name in SCRIPT or top in sys.stdlib_module_names:
+            continue
+        if name in own and getattr(module, "__name__", name) == name:  # it has put an object into its own place
+            continue
+        files = [getattr(one, "__file__", None) for one in (module, sys.modules.get(top))]
+        if not any(isinstance(file, str) and not is_own_path(file) for file in files):
+            yield name, f"{getattr(module, '__name__', type(module).__qualname__)}"
 
 
 def _folder_of(name: str, module: types.ModuleType) -> str:
@@ -166,7 +233,7 @@ def _members(module: str, path: str, value: Any, put: Callable[[Any], object]) -
         if any(one.__globals__ is not variables for one in functions):  # pickled by its name, so without them
             kind = f"{kind} with other variables"
         replace = functools.partial(_set_function, functions, put)
-        yield path, ModuleMember((kind, *(one.__code__ for one in functions)), replace, "function")
+        yield path, ModuleMember((kind, *(one.__code__ for one in functions)), replace, "function", value)
         for one in functions:
             yield from _parts_of_function(path, one)
     else:
@@ -248,7 +315,7 @@ def _is_its_dict(value: Any) -> bool:
 
 def _set_function(functions: Sequence[types.FunctionType], put: Callable[[Any], object], value: Any) -> None:
     if not isinstance(value, Codes):
-        put(value)
+        put(value.function if isinstance(value, Replaced) else value)
         return
     for function, code in zip(functions, value.codes, strict=True):
         function.__code__ = code

@@ -5,15 +5,20 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import sys
 import threading
 import types
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from cloudpickle import list_registry_pickle_by_value
+
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.serialization import SCRIPT
-from torch_dpflow.remote.shipping.code_digest import names_in_code
+from torch_dpflow.remote.shipping.code_digest import names_in_code, names_in_texts
+from torch_dpflow.remote.shipping.modules import can_be_imported
+from torch_dpflow.remote.shipping.run_text import runner
 
 #: Variables of a module that differ from one process to another and that no code of the user's sets.
 NO_VARIABLES = frozenset(
@@ -32,17 +37,21 @@ NO_VARIABLES = frozenset(
 )
 #: Names by which code reads variables by texts, so that it does not have their names.
 _ALL_VARIABLES = frozenset(["globals", "__globals__", "f_globals"])
+#: What runs texts, by name.
+_RUNNERS = {"eval": eval, "exec": exec}
 LruCache: Any = type(functools.lru_cache(len))
 
 
-def reduce_by_value(obj: Any, sent_arguments: Collection[str] | None) -> Any:
+def reduce_by_value(obj: Any, sent_arguments: Collection[str] | None, *, is_replaced: bool = False) -> Any:
     """Return how an object is sent; NotImplemented for most.
 
-    A `functools.lru_cache` of the script is sent empty, a `functools.cached_property` without its lock, and a
-    `threading.local` with the values of this thread.
+    A `functools.lru_cache` of the script, or in the place of another function, is sent empty, a
+    `functools.cached_property` without its lock, and a `threading.local` with the values of this thread.
     """
     kind = type(obj)
-    if kind is LruCache and (obj.__module__ in SCRIPT or "<" in obj.__qualname__):
+    if obj is eval or obj is exec:
+        return runner, (obj.__name__,)
+    if kind is LruCache and (is_replaced or obj.__module__ in SCRIPT or "<" in obj.__qualname__):
         kept = vars(obj).keys() - {"__wrapped__", *functools.WRAPPER_ASSIGNMENTS}
         attributes = {name: vars(obj)[name] for name in sorted(kept)}
         return _lru_cache, (obj.__wrapped__, obj.cache_parameters(), attributes)
@@ -68,13 +77,39 @@ def with_class_bodies(function: types.FunctionType, reduced: Any) -> Any:
     """
     names = set(_names_in_class_bodies(function.__code__)) & function.__globals__.keys()
     variables, given = reduced[2][1]["__globals__"], function.__globals__
+    runners = _RUNNERS.keys() & names_in_code(function.__code__)
+    if runners:
+        names |= names_in_texts(function.__code__) & given.keys()
     if reads_all_variables(function.__code__):
         sent = {name: value for name, value in given.items() if name not in NO_VARIABLES}
         variables.clear()
         variables.update(sent)
     else:
         variables.update((name, given[name]) for name in sorted(names - variables.keys()))
+    variables.update((name, _RUNNERS[name]) for name in sorted(runners - given.keys()))
     return reduced
+
+
+class ModuleVariables:
+    """The variables of an own module that workers can import, in the place of a copy of them."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self.module = module
+
+    def __reduce__(self) -> Any:
+        return vars, (self.module,)
+
+
+def in_its_module(function: types.FunctionType, reduced: Any) -> Any:
+    """Have a function, such as a closure, share the variables of its own module; None if that cannot be imported."""
+    name = str(function.__globals__.get("__name__"))
+    module = sys.modules.get(name)
+    if name in SCRIPT or not isinstance(module, types.ModuleType) or vars(module) is not function.__globals__:
+        return None
+    if not can_be_imported(name, str(getattr(module, "__file__", None))) or name in list_registry_pickle_by_value():
+        return None
+    make, (code, _, *arguments), (attributes, slots), *others = reduced
+    return make, (code, ModuleVariables(module), *arguments), (attributes, {**slots, "__globals__": {}}), *others
 
 
 def in_order(kind: type, reduced: Any) -> Any:
@@ -86,7 +121,9 @@ def in_order(kind: type, reduced: Any) -> Any:
 
 def reads_all_variables(code: types.CodeType) -> bool:
     """Return whether code reads variables by texts, or all of them in their order."""
-    return not _ALL_VARIABLES.isdisjoint(names_in_code(code))
+    names = names_in_code(code)
+    found = names if _RUNNERS.keys().isdisjoint(names) else names | names_in_texts(code)
+    return not _ALL_VARIABLES.isdisjoint(found)
 
 
 def _names_in_class_bodies(code: types.CodeType) -> Iterator[str]:

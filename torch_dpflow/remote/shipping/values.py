@@ -5,11 +5,9 @@ from __future__ import annotations
 import copyreg
 import functools
 import hashlib
-import logging
 import pickle
 import random
 import sys
-import threading
 import types
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -19,10 +17,17 @@ import numpy as np
 
 #: Types whose pickle follows from their value.
 ATOMS = frozenset((types.NoneType, bool, int, float, complex, str, bytes, bytearray, type(...), type(NotImplemented)))
-#: Types that count by their name: loggers are named after modules, and locks differ by who holds them.
-HARMLESS: frozenset[Any] = frozenset(
-    (logging.Logger, logging.RootLogger, random.SystemRandom, type(threading.Lock()), type(threading.RLock()))
-)
+#: Types of the standard library that count by their name, with the types that it derives from them: loggers are named
+#: after modules, locks differ by who holds them, and executors and threads hold none of the user's values.
+_HARMLESS = {
+    "_thread": ("lock", "RLock"),
+    "concurrent.futures._base": ("Executor",),
+    "ctypes": ("CDLL",),
+    "logging": ("Logger", "Handler"),
+    "multiprocessing.synchronize": ("SemLock",),
+    "random": ("SystemRandom",),
+    "threading": ("Thread",),
+}
 #: Types of random generators, and of torch's by name, as it may not be imported.
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 TORCH_GENERATOR = "torch._C", "Generator"
@@ -35,6 +40,14 @@ _MAX_LEVELS = 4
 _PIECE = 1 << 16
 #: Kinds of numpy dtype whose memory is their value.
 _PLAIN_KINDS = frozenset("biufcSUmM")
+
+
+@functools.lru_cache(maxsize=4096)
+def is_harmless(kind: type) -> bool:
+    """Return whether objects of a type count by their type only."""
+    if kind.__module__.partition(".")[0] not in sys.stdlib_module_names:
+        return False
+    return any(base.__qualname__ in _HARMLESS.get(base.__module__, ()) for base in kind.__mro__)
 
 
 class Bulk:
