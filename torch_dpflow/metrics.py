@@ -1,13 +1,19 @@
 """Counters of a loader and the frozen snapshot that a user sees."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from torch_dpflow._core.stage_times import StageTimes
 from torch_dpflow.errors import OptionError, OptionTypeError
+
+if TYPE_CHECKING:
+    from torch_dpflow.loader.trace import LoaderTrace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +63,7 @@ class LoaderStats:
     #: shared flow: of its workers, since its shards were started, for all jobs.
     times: StageTimes = field(default_factory=StageTimes)
 
-    def since(self, before: "LoaderStats") -> "LoaderStats":
+    def since(self, before: LoaderStats) -> LoaderStats:
         """Return the counters of the time between an earlier snapshot of the same loader and this one.
 
         What is no count, such as `limited_by`, is as in this snapshot. `stall_share` is of the time in between.
@@ -164,6 +170,8 @@ class LoaderMeter:
         self.steals = 0
         #: Of the workers.
         self.times = StageTimes()
+        #: Writes events to a file, if the environment requests it.
+        self.trace: LoaderTrace | None = None
         #: See `LoaderStats`; written by the thread that owns the workers.
         self.limited_by = ""
         self._fleets: list[WorkerTime] = []
@@ -179,8 +187,10 @@ class LoaderMeter:
         self._stall_before_s = self.stall_s
         self.time_to_first_batch_s = None
         self.epochs += 1
+        if self.trace is not None:
+            self.trace.epoch(self.epochs, self._began_s)
 
-    def waiting(self) -> "_WaitingTime":
+    def waiting(self) -> _WaitingTime:
         """Return a context manager around one `next()` of the training loop."""
         return _WaitingTime(self)
 
@@ -191,6 +201,8 @@ class LoaderMeter:
         self.stall_s += left_s - entered_s
         self.iterating_s += left_s - self._last_seen_s
         self._last_seen_s = left_s
+        if self.trace is not None:
+            self.trace.waited(entered_s, left_s)
 
     def waiting_s(self) -> float:
         """Return for how long the training loop has been waiting, seconds. Any thread may call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -109,7 +110,10 @@ class SingleProcessIterator(BaseDataLoaderIter):
             dataset = None if self._dataset_kind == DatasetKind.Iterable else self._dataset
             data = timed_fetch(self._clock, self._fetcher, due.index, dataset, batched=self._auto_collation)
             if (times := self._clock.take()) is not None:
-                self._runtime.meter.times.add(times)
+                meter = self._runtime.meter
+                meter.times.add(times)
+                if meter.trace is not None:
+                    meter.trace.loaded(None, due.position, times, time.perf_counter())
             return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
         except (StopIteration, KeyboardInterrupt):
             raise

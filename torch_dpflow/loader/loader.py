@@ -156,6 +156,10 @@ class DPFlowDataLoader(DataLoader[T]):
             from torch_dpflow.loader.watch import watch
 
             watch(self, watched_at)
+        if os.environ.get("DPFLOW_TRACE"):
+            from torch_dpflow.loader.trace import trace
+
+            trace(self)
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch; while a loaded state is pending or read, of the epoch it resumes.

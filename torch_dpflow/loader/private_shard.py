@@ -71,6 +71,8 @@ class Arrived(msgspec.Struct, frozen=True):
     size: int
     #: What loading has taken its worker since the worker's result before; None if nothing is known.
     times: StageTimes | None = None
+    #: When it arrived, by `time.perf_counter`.
+    at: float = 0.0
 
 
 class Poisoned(msgspec.Struct, frozen=True):
@@ -397,7 +399,8 @@ class PrivateShard:
             value = self._pinned(value)
         kind = FAILURE if isinstance(value, ExceptionWrapper) else finished.kind
         times, self._times = self._times, None
-        self._notify(Arrived(task, worker, kind, value, stream, finished.payload.nbytes, times))
+        size, at = finished.payload.nbytes, time.perf_counter()
+        self._notify(Arrived(task, worker, kind, value, stream, size, times, at))
 
     def poisoned(self, task: int, workers: tuple[int, ...], late: int) -> None:
         self._notify(Poisoned(task, workers))

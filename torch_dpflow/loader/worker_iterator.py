@@ -346,8 +346,7 @@ class WorkerIterator(BaseDataLoaderIter):
                 self._restarts.results += 1
                 if isinstance(event, Arrived):
                     self._largest = max(self._largest, event.size)
-                    if event.times is not None:
-                        self._runtime.meter.times.add(event.times)
+                    self._note_times(event)
                 if event.task >> POSITION_BITS == self._generation:
                     self._in_flight.arrive(event.task & POSITION_MASK, event)
             case Started(worker, begun):
@@ -357,12 +356,21 @@ class WorkerIterator(BaseDataLoaderIter):
             case Died(worker, handle):
                 self._replace(worker, handle)
             case RemoteWorkerLost(worker, how):
+                if (trace := self._runtime.meter.trace) is not None:
+                    trace.ended(worker, how)
                 self._or_shut_down(self._restarts.note_lost, worker, how)
             case ShardFailed(error):
                 self._shutdown_workers()
                 raise error
         assert self._shard is not None
         self._shard.acknowledge()
+
+    def _note_times(self, event: Arrived) -> None:
+        meter = self._runtime.meter
+        if event.times is not None:
+            meter.times.add(event.times)
+            if meter.trace is not None:
+                meter.trace.loaded(event.worker, event.task & POSITION_MASK, event.times, event.at)
 
     def _on_begun(self, worker: int, begun: Begun) -> None:
         if begun.generation == self._generation and worker in self._unreported:
@@ -373,6 +381,8 @@ class WorkerIterator(BaseDataLoaderIter):
     def _replace(self, worker: int, dead: Handle) -> None:
         assert self._shard is not None
         assert self._shard.processes.local is not None
+        if (trace := self._runtime.meter.trace) is not None:
+            trace.ended(worker, f"pid {dead.pid}; another process replaces it")
         self._or_shut_down(self._restarts.replace, self._shard.processes.local, worker, dead)
 
     def _or_shut_down(self, act: Callable[..., None], *arguments: Any) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from tests.shared_cluster import PATIENCE_S, TestCluster, wait
 from tests.shared_datasets import Numbers
 from torch_dpflow import ALSDCache, DPFlowDataLoader, JobOptions
 from torch_dpflow.cli.main import root
+from torch_dpflow.loader import trace
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -69,7 +72,10 @@ class Slow(Numbers):
         return super().__getitem__(index)
 
 
-def test_a_job_that_waits_hears_what_limits_its_flow(cluster: TestCluster, flow: str) -> None:
+def test_a_job_that_waits_hears_what_limits_its_flow(
+    cluster: TestCluster, flow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPFLOW_TRACE", str(tmp_path / "trace.json"))
     loader: DPFlowDataLoader[Any] = DPFlowDataLoader(
         Slow(100_000),
         batch_size=2,
@@ -85,6 +91,13 @@ def test_a_job_that_waits_hears_what_limits_its_flow(cluster: TestCluster, flow:
     assert told.limited_by == "workers", told
     assert f"dpflow flow scale {flow} --workers" in told.change
     assert "samples, for which" in told.meaning
+    file = trace._files.pop((os.getpid(), str(tmp_path / "trace.json")))
+    assert file is not None
+    file.close()
+    events = json.loads((tmp_path / "trace.json").read_text())
+    waits = [one for one in events if one["name"] == "wait"]
+    assert len(waits) == loader.stats().batches
+    assert {one["tid"] for one in events} == {trace.TRAINING}
 
 
 def test_a_job_hears_what_its_flows_workers_have_taken_and_its_own_part(
