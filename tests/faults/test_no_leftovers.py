@@ -139,5 +139,5 @@ def test_a_loader_is_collected_while_threadings_own_lock_is_held() -> None:
             gc.collect()
         assert all(map(has_ended, pids))
     """
-    ended = run_interpreter(program)
+    ended = run_interpreter(program, destructors=True)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -243,7 +243,7 @@ def test_a_spawning_script_may_end_in_mid_epoch(OurLoader: Any, tmp_path: Path) 
         "    iterator = iter(DPFlowDataLoader(Indices(99), num_workers=1, multiprocessing_context='spawn'))\n"
         "    print(next(iterator).tolist())\n"
     )
-    done = run_interpreter(f"import runpy; runpy.run_path({str(program)!r}, run_name='__main__')")
+    done = run_interpreter(f"import runpy; runpy.run_path({str(program)!r}, run_name='__main__')", destructors=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[0]\n", "")
 
 

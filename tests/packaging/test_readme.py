@@ -77,7 +77,9 @@ def test_every_script_of_a_page_is_run_by_a_test() -> None:
 
 def test_a_contract_suite_runs_in_another_repository(tmp_path: Path) -> None:
     save_scripts(ROOT / "CONTRIBUTING.md", tmp_path)
-    assert re.search(r"^\d+ passed", run("-m", "pytest", "-q", "test_my_policy.py", directory=tmp_path), re.MULTILINE)
+    # Without the search for histories, which tests of policies make.
+    command = ("-m", "pytest", "-q", "-k", "not history", "test_my_policy.py")
+    assert re.search(r"^\d+ passed", run(*command, directory=tmp_path), re.MULTILINE)
 
 
 def test_the_blocks_of_each_page_run_as_one_script(tmp_path: Path) -> None:

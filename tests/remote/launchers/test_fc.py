@@ -137,7 +137,7 @@ def test_a_refusal_is_of_its_kind_and_is_not_tried_again(
     server.fault("InvokeFunction", fault)
     before = len(server.log)
     with pytest.raises(kind, match=says) as raised:
-        launcher.start(name_of(0), b'{"leave": true}', deadline_s=10)
+        launcher.start(name_of(0), b'{"leave": true}', deadline_s=60)
     assert len(server.log) == before + 1
     assert name_of(0) in str(raised.value)
     assert getattr(raised.value, "retry_after_s", 1.5) == 1.5
@@ -149,8 +149,8 @@ def test_a_start_whose_answer_was_lost_is_found_and_not_started_twice(
 ) -> None:
     server.fault("InvokeFunction", Fault(lose=True))
     with pytest.raises(AnswerLostError):
-        launcher.start(name_of(0), launch_spec_to(listener), deadline_s=10)
-    assert launcher.start(name_of(0), launch_spec_to(listener), deadline_s=10) == name_of(0)
+        launcher.start(name_of(0), launch_spec_to(listener), deadline_s=60)
+    assert launcher.start(name_of(0), launch_spec_to(listener), deadline_s=60) == name_of(0)
     with caller(listener):
         assert [*launcher.list("dpf-")] == [name_of(0)]
         server.fault("StopAsyncTask", Fault(lose=True))
@@ -163,7 +163,7 @@ def test_a_start_whose_answer_was_lost_is_found_and_not_started_twice(
 def test_a_worker_that_has_ended_has_run_for_as_long_as_the_platform_says(
     server: FunctionServer, launcher: FunctionComputeLauncher
 ) -> None:
-    launcher.start(name_of(0), b'{"leave": true}', deadline_s=10)
+    launcher.start(name_of(0), b'{"leave": true}', deadline_s=60)
     task = server.tasks[name_of(0)]
     wait(lambda: task.ended, what="its end")
     task.begun -= 1000.0
@@ -221,7 +221,7 @@ def test_many_are_looked_up_by_pages_of_a_list(
 ) -> None:
     monkeypatch.setattr("torch_dpflow.remote.launchers.fc.PAGE", 3)
     for number in range(10):
-        launcher.start(name_of(number), b'{"leave": true}', deadline_s=10)
+        launcher.start(name_of(number), b'{"leave": true}', deadline_s=60)
     wait(lambda: not server.live(), what="their end")
     before = len(server.log)
     fates = launcher.look({name_of(number): None for number in range(12)})
@@ -237,7 +237,7 @@ def test_who_waits_for_an_instance_in_vain_is_told_why(
     monkeypatch.setattr(server, "queues", True)
     monkeypatch.setattr(server, "quota", 0)
     monkeypatch.setitem(server.configs, "contract", {**CONFIG, "maxAsyncEventAgeInSeconds": 0.1})
-    launcher.start(name_of(0), b"{}", deadline_s=10)
+    launcher.start(name_of(0), b"{}", deadline_s=60)
     assert launcher.list("dpf-") == {name_of(0): name_of(0)}
     wait(lambda: not server.live(), what="its end")
     end = launcher.look({name_of(0): None})[name_of(0)].end
