@@ -148,7 +148,7 @@ def test_a_rank_that_has_looked_at_a_batch_is_one_of_the_others(OurLoader: Any, 
         assert set(seen + rest) == set(range(SIZE))
     other = made(OurLoader, kind, 2, 1)
     read(other, 3)
-    with pytest.raises(StateError, match="put together of the states of several ranks"):
+    with pytest.raises(StateError, match="put together from the states of several ranks"):
         made(OurLoader, kind, 2, 0).load_state_dict(states[0] | {"position": other.state_dict()["position"]})
 
 

@@ -291,7 +291,9 @@ def test_a_subclass_with_an_order_of_its_own_is_refused_at_another_size(OurLoade
     next(iterator)
     state = loader.state_dict()
     assert flat(loaded(made(2), state)) == flat(iterator)
-    with pytest.raises(StateError, match="order of a Backwards cannot be divided anew: use torch's DistributedSampler"):
+    with pytest.raises(
+        StateError, match="order of a Backwards cannot be divided again: use torch's DistributedSampler"
+    ):
         made(3).load_state_dict(state)
 
 

@@ -136,7 +136,7 @@ def test_parts_of_several_ranks_states_are_refused(OurLoader: Any) -> None:
             pass
         states.append(loader.state_dict())
     mixed = {**states[0], "position": states[1]["position"]}
-    with pytest.raises(Exception, match="put together of the states of several ranks"):
+    with pytest.raises(Exception, match="put together from the states of several ranks"):
         OurLoader(Indices(SIZE), batch_size=4, **SAMPLERS["ranks"]()).load_state_dict(mixed)
 
 

@@ -255,5 +255,5 @@ class Draft:
     def _published(self) -> PublishedError:
         return PublishedError(
             f"{self._ref} is published in {self._files.url}, and a published version never changes; publish "
-            "the next one, by appending to this one or by importing anew"
+            "the next one, by appending to this one or by importing again"
         )

@@ -171,7 +171,7 @@ class VariantWriter:
     def _changed(self, how: str) -> SourceError:
         return SourceError(
             f"the source of {self._id}:{self._version}:{self._variant} has changed since its import was "
-            f"interrupted: {how}; discard what was imported (--restart) and import it anew"
+            f"interrupted: {how}; discard what was imported (--restart) and import it again"
         )
 
     def _write_shard(self, number: int, samples: list[SampleMeta]) -> ShardEntry:

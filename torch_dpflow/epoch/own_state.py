@@ -134,7 +134,7 @@ def restore_state(part: Any, state: Any, kind: str) -> None:
     except Exception as error:
         raise StateError(
             f"{type(part).__name__}.load_state_dict() failed on the state of the {kind} ({error!r}); resume with the "
-            f"{kind} that the state was taken with, or begin an epoch anew"
+            f"{kind} that the state was taken with, or begin an epoch again"
         ) from error
 
 

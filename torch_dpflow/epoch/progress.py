@@ -417,7 +417,7 @@ def _check_order(state: LoaderState, index_sampler: Any, sampler: Any, generator
         raise StateError(
             "the state was taken in an epoch whose order the router of a shared flow decided, and this loader's "
             f"order is that of its {type(sampler).__name__}; resume with the sampler and the job=JobOptions(...) "
-            "that it was taken with, or begin the epoch anew"
+            "that it was taken with, or begin the epoch again"
         )
     was, now = state.made_of.get(EPOCH), epoch_of(inner_sampler(index_sampler, sampler), index_sampler)
     if state.sampler is None and state.position and None not in (was, now) and was != now:

@@ -130,7 +130,7 @@ class LoaderState:
         if state["version"] != VERSION:
             raise StateError(
                 f"the state is of version {state['version']!r}, this torch_dpflow reads version {VERSION}; "
-                "resume with the release that wrote it, or begin the epoch anew"
+                "resume with the release that wrote it, or begin the epoch again"
             )
         if set(state) != _KEYS:
             raise StateError(
@@ -141,7 +141,7 @@ class LoaderState:
         kinds = [type(values.get(name)) for name in _SHOWN]
         if kinds != [type(state[name]) for name in _SHOWN] or any(state[n] != values[n] for n in _alike(values)):
             raise StateError(
-                "the state is damaged: it was changed, or put together of the states of several ranks; save the state "
+                "the state is damaged: it was changed, or put together from the states of several ranks; save the state "
                 "of each rank under a key of its own"
             )
         return cls._of_values(values, _objects_of(state["objects"]))

@@ -71,7 +71,7 @@ class SharedLoaderIterator(BaseDataLoaderIter):
         if state is not None and not state.fresh and state.shared is None:
             raise StateError(
                 "the state was taken with another sampler or without a flow; resume as it was taken, or begin the "
-                "epoch anew"
+                "epoch again"
             )
         if state is not None and state.generator is not None and loader.generator is not None:
             restore_generator(loader.generator, state.generator)

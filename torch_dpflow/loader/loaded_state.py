@@ -320,7 +320,7 @@ def _check_size(state: LoaderState, mine: dict[str, Any], resized: list[str], ra
     if "num_replicas" in resized and not of_ranks:
         raise StateError(
             f"the state was taken with num_replicas={state.made_of.get('num_replicas')}, and this loader's sampler has "
-            f"{mine.get('num_replicas')}; the order of a {mine.get('sampler')} cannot be divided anew: {_RANKED}"
+            f"{mine.get('num_replicas')}; the order of a {mine.get('sampler')} cannot be divided again: {_RANKED}"
         )
     if "batch_size" in resized and None in (state.made_of.get("batch_size"), mine.get("batch_size")):
         raise StateError(
@@ -329,7 +329,7 @@ def _check_size(state: LoaderState, mine: dict[str, Any], resized: list[str], ra
         )
     if resized and mine.get("batch sampler") != "BatchSampler" and mine.get("batch_size") is None and not of_ranks:
         raise StateError(
-            f"batches of a {mine.get('batch sampler')} cannot be divided anew; resume with the batch_sampler that the "
+            f"batches of a {mine.get('batch sampler')} cannot be divided again; resume with the batch_sampler that the "
             "state was taken with, or give the loader a sampler and a batch_size"
         )
 

@@ -167,7 +167,7 @@ class EpochCursor:
         if foreign.any():
             raise StateError(
                 f"the state has sample {int(np.unpackbits(foreign).argmax())}, which the job does not read; resume "
-                "with the samples that the state was taken with, or begin the epoch anew"
+                "with the samples that the state was taken with, or begin the epoch again"
             )
 
 
@@ -249,7 +249,7 @@ class _Saved:
                 f"the state has the samples of rank {self.rank} of {self.replicas} only, as the flow's router did not "
                 f"know those of the others when the state was saved; give load_state_dict() the states of all "
                 f"{self.replicas} ranks as a list, resume with {self.replicas} ranks from the state of each, or begin "
-                "the epoch anew"
+                "the epoch again"
             )
         return self.together & ~self.earlier
 

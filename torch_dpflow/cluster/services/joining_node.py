@@ -235,7 +235,9 @@ class CoordinatorLink:
 
     def _join_again(self) -> None:
         """Stop all processes, and join the cluster once more."""
-        SERVICE.warning("the cluster has expired this node, or was started anew; stopping all processes, joining again")
+        SERVICE.warning(
+            "the cluster has expired this node, or was started again; stopping all processes, joining again"
+        )
         self._desired.send(Desire([]))
         while not (self._node.is_vacant or self._closes):
             time.sleep(_POLL_S)

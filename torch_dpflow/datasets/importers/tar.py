@@ -105,7 +105,7 @@ def _member(header: bytes, kind: bytes, start: int, size: int, extended: Mapping
     if any(key.startswith("GNU.sparse.") for key in extended):
         kind = b"S"
     if kind in _REFUSED:
-        raise SourceError(f"{archive}: {name} is {_REFUSED[kind]}; pack the files anew without such members")
+        raise SourceError(f"{archive}: {name} is {_REFUSED[kind]}; pack the files again without such members")
     if kind in _WITHOUT_BYTES:
         return TarMember(name, start, 0, is_file=False)
     if kind not in (b"0", b"\x00", b"7", b"5"):
@@ -150,7 +150,7 @@ def _check_header(header: bytes, position: int, name: str) -> None:
     if len(header) < _BLOCK and (position or len(header) == 0):
         raise SourceError(
             f"{name} has no end-of-archive block after byte {position}; it was cut short or is still being written: "
-            "write it anew, or wait until its writer has closed it"
+            "write it again, or wait until its writer has closed it"
         )
     if len(header) == _BLOCK and _has_checksum(header):
         return
@@ -169,7 +169,7 @@ def _check_whole(data: ForwardReader, stop: int, name: str) -> None:
     if stop > data.size:
         raise SourceError(
             f"{name}: the archive was cut short: it has {data.size} bytes, and this member ends at {stop}; write the "
-            "archive anew, or wait until its writer has closed it"
+            "archive again, or wait until its writer has closed it"
         )
 
 
@@ -209,4 +209,4 @@ def _text(field: bytes) -> str:
 
 
 def _damaged(name: str, position: int, what: str) -> SourceError:
-    return SourceError(f"{name} is damaged: it has {what}, at byte {position}; write it anew, or restore it")
+    return SourceError(f"{name} is damaged: it has {what}, at byte {position}; write it again, or restore it")

@@ -44,7 +44,7 @@ def prepare_archive(file_system: Any, url: str) -> None:
         for name in file_system.dir_cache:
             if name.rstrip("/") not in ("", _plain(name, url)):
                 raise StorageError(
-                    f"{url} has a member of the name {name!r}; write the archive anew, without '.' and '//'"
+                    f"{url} has a member of the name {name!r}; write the archive again, without '.' and '//'"
                 )
 
 
@@ -68,7 +68,7 @@ def _check_end_of_tar(file_system: Any, url: str) -> None:
     if len(mark) < _BLOCK:
         raise StorageError(
             f"{url} has no end mark after byte {end}: it was cut, or written without one; restore it, or unpack it and "
-            "pack the files anew"
+            "pack the files again"
         )
     if any(mark):
         raise StorageError(f"{url} has a damaged header at byte {end}; restore the archive from a copy")
@@ -76,7 +76,7 @@ def _check_end_of_tar(file_system: Any, url: str) -> None:
         if piece.count(0) < len(piece):
             raise StorageError(
                 f"{url}: another archive follows the end of this one, as after cat; unpack it with tar --ignore-zeros, "
-                "and pack the files anew"
+                "and pack the files again"
             )
 
 
@@ -110,7 +110,7 @@ def _rename_in_zip(file_system: Any, url: str) -> None:
         if "\\" in name:
             raise StorageError(
                 f"{url} has a member of the name {name!r}, whose backslash divides it on Windows alone; write "
-                "the archive anew, with '/' between parts"
+                "the archive again, with '/' between parts"
             )
         if stat.S_ISLNK(member.external_attr >> 16):
             raise StorageError(f"{url} has a link {name!r}; pack the files instead, as by zip without --symlinks")
@@ -122,5 +122,5 @@ def _rename_in_zip(file_system: Any, url: str) -> None:
 def _plain(name: str, url: str) -> str:
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if ".." in parts:
-        raise StorageError(f"{url} has a member of the name {name!r}, which leads out of it; write the archive anew")
+        raise StorageError(f"{url} has a member of the name {name!r}, which leads out of it; write the archive again")
     return "/".join(parts)
