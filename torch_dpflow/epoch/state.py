@@ -141,8 +141,8 @@ class LoaderState:
         kinds = [type(values.get(name)) for name in _SHOWN]
         if kinds != [type(state[name]) for name in _SHOWN] or any(state[n] != values[n] for n in _alike(values)):
             raise StateError(
-                "the state is damaged: it was changed, or put together from the states of several ranks; save the state "
-                "of each rank under a key of its own"
+                "the state is damaged: it was changed, or put together from the states of several ranks; save each "
+                "rank's state under a separate key"
             )
         return cls._of_values(values, _objects_of(state["objects"]))
 
