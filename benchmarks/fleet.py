@@ -7,26 +7,30 @@ and training processes. What the parts measure is described in benchmarks/README
 """
 
 import argparse
-import hashlib
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
-from benchmarks.cluster import cpu_s
+from benchmarks import fleet_recovery
+from benchmarks.fleet_services import (
+    BATCH,
+    SAMPLES,
+    Service,
+    Worker,
+    at_rest,
+    connected,
+    coordinator,
+    load,
+    register,
+    spec_of,
+    spent_us,
+)
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
-from examples.cluster import processes, started
-from torch_dpflow.cluster.messages.coordinator import Cost, CostRequest, FlowSpec
+from torch_dpflow.cluster.messages.coordinator import Cost, CostRequest
 from torch_dpflow.cluster.messages.node import MAX_NODES, NodeAssignment, NodeJoined, NodeReport
 from torch_dpflow.cluster.messages.router import (
     MAX_JOBS,
@@ -37,38 +41,16 @@ from torch_dpflow.cluster.messages.router import (
     JobId,
     Join,
     Joined,
-    RangeAssignment,
-    RegisterShard,
-    RouterSettings,
     StartEpoch,
 )
-from torch_dpflow.cluster.messages.shard import SAMPLE, Ask, Served, ShardSettings
 from torch_dpflow.cluster.security.connection_file import find_cluster, read_connection_file
 from torch_dpflow.cluster.services.joining_node import Joining
-from torch_dpflow.cluster.services.router import Router
-from torch_dpflow.cluster.shard.server import SampleShard
-from torch_dpflow.errors import RemoteCallError
-from torch_dpflow.ipc.messages.headers import (
-    Exchange,
-    Finished,
-    Window,
-    WorkerHandshake,
-    WorkerReady,
-    WorkerWelcome,
-    decode,
-    encode,
-)
-from torch_dpflow.ipc.messages.payload_groups import group_payloads
-from torch_dpflow.ipc.rpc import ClientOptions, RpcClient, RpcServer
-from torch_dpflow.ipc.serialization.fast_path import encode_sample
-from torch_dpflow.ipc.transport import Connection, connect, listen
 
 COUNTS = (1, 10, 100, 1000)
 #: Flows that a cluster with joined nodes knows.
 FLOWS = 50
-SAMPLES, BATCH, TOKEN = 1_000_000, 256, "token"
-#: Calls that are made in all, whatever the number of clients; samples that workers load; seconds without any call.
-CALLS, LOADS, IDLE_S = 2000, 20_000, 3.0
+#: Calls that are made in all, whatever the number of clients; samples that workers load.
+CALLS, LOADS = 2000, 20_000
 
 _LOWER = partial(Metric, higher_is_better=False)
 METRICS = (
@@ -77,90 +59,12 @@ METRICS = (
     _LOWER(name="sample_us", label="a sample, µs", spec=".0f"),
     _LOWER(name="idle_ms_per_s", label="without calls, ms/s", spec=".1f"),
     _LOWER(name="join_ms", label="a client joins, ms", spec=".1f"),
+    _LOWER(name="first_s", label="first batch, s", spec=".2f"),
     _LOWER(name="whole_s", label="whole again, s", spec=".2f"),
     _LOWER(name="memory_mib", label="memory, MiB", spec=".0f"),
 )
 
-
-def spec_of(name: str = "fleet") -> FlowSpec:
-    content = hashlib.sha256(b"").hexdigest()
-    return FlowSpec(name=name, version=1, size=SAMPLES, content=content, fingerprint={}, policy="lru")
-
-
-# -- services in separate processes ----------------------------------------------------------------------------
-
-
-def serve(role: str, folder: str, count: int) -> None:
-    """Run a router or a shard until this process is killed, as `cluster.services.service.serve` does."""
-    server: RpcServer
-    poll: Callable[[], None]
-    if role == "router":
-        server = RpcServer(listen(f"ipc://{folder}/service"))
-        shards = [f"shard-{number:04}" for number in range(count)]
-        poll = Router(server, spec_of(), RouterSettings(shards), token=TOKEN, incarnation=1).poll
-    else:
-        listener, settings = listen(f"ipc://{folder}/service"), ShardSettings(count, 1 << 28)
-        shard = SampleShard(listener, spec_of(), settings, token=TOKEN, end_worker=lambda *_: None)
-        server, poll = shard.server, shard.poll
-    print("", flush=True)
-    poll_at = 0.0
-    while True:
-        server.step(0.1)
-        if (now := time.monotonic()) >= poll_at:
-            poll_at = now + 0.1
-            poll()
-
-
-class Service:
-    """A service in a process, what it has used, and connections to it."""
-
-    def __init__(self, role: str, count: int, stack: ExitStack) -> None:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="torch_dpflow-"))
-        self._command = [sys.executable, "-m", "benchmarks.fleet", "--serve", role, folder, str(count)]
-        self._stack, self.address = stack, f"ipc://{folder}/service"
-        self.start()
-
-    def start(self) -> None:
-        """Start the process and wait until it serves."""
-        self._process = self._stack.enter_context(subprocess.Popen(self._command, stdout=subprocess.PIPE))
-        self._stack.callback(self._process.kill)
-        assert self._process.stdout is not None
-        if not self._process.stdout.readline():
-            raise RuntimeError("a service of the benchmark has ended: see above")
-        self.pid = self._process.pid
-
-    def restart(self) -> None:
-        """Kill the process, and start another at its address."""
-        self._process.kill()
-        self._process.wait()
-        self.start()
-
-    def client(self) -> RpcClient:
-        options = ClientOptions(timeout_s=60.0, shared_bytes=0)
-        return self._stack.enter_context(RpcClient(self.address, options=options))
-
-
-def spent_us(pid: int, calls: int, run: Callable[[], object]) -> float:
-    """Return the processor time that a process spends for each of the calls that `run` makes."""
-    before = cpu_s(pid)
-    run()
-    return (cpu_s(pid) - before) / calls * 1e6
-
-
-def at_rest(pid: int) -> Figures:
-    """Return what a process uses without calls, and its memory."""
-    before = cpu_s(pid)
-    time.sleep(IDLE_S)
-    idle = (cpu_s(pid) - before) / IDLE_S * 1e3
-    return {"idle_ms_per_s": idle, "memory_mib": psutil.Process(pid).memory_full_info().uss / 2**20}
-
-
 # -- parts -----------------------------------------------------------------------------------------------------
-
-
-def register(client: RpcClient, number: int) -> None:
-    shard = RegisterShard(f"shard-{number:04}", 1, f"ipc:///{number}", TOKEN)
-    client.call("register_shard", shard, reply_type=RangeAssignment)
 
 
 def jobs(count: int, calls: int) -> Figures:
@@ -213,86 +117,15 @@ def shards(count: int, calls: int) -> Figures:
         return {**figures, **at_rest(service.pid)}
 
 
-class Worker:
-    """A worker that answers each task at once with the same small sample."""
-
-    table, frames = encode_sample(np.arange(8))
-
-    def __init__(self, address: str, number: int) -> None:
-        self._connection: Connection = connect(address, identity=f"{number}/1/{TOKEN}".encode())
-        self._connection.send([encode(WorkerHandshake(number, 1, 0, None))])
-        self.is_ready = False
-        self.loaded = 0
-
-    def turn(self) -> None:
-        """Handle a message, if there is one."""
-        frames = self._connection.receive(0)
-        if frames is None:
-            return
-        match decode(frames[0]):
-            case WorkerWelcome():
-                self._connection.send([encode(WorkerReady())])
-                self.is_ready = True
-            case Window(tasks=tasks) if tasks:
-                self.loaded += len(tasks)
-                results = [(task, SAMPLE, self.table, self.frames) for task in tasks]
-                groups, parts = group_payloads(results, Finished)
-                self._connection.send([encode(Exchange(groups, None)), *parts])
-
-    def close(self) -> None:
-        self._connection.close()
-
-
 def workers(count: int, loads: int) -> Figures:
     """A shard with so many workers, and one job that reads."""
     with ExitStack() as stack:
         service = Service("shard", count, stack)
-        client, flow = service.client(), spec_of().instance
-        job = JobId("job", 1, flow, "job")
-        found: list[Worker] = []
-
-        def turn() -> None:
-            for worker in found:
-                worker.turn()
-
-        def join() -> None:
-            for number in range(count):
-                found.append(Worker(service.address, number))
-                stack.callback(found[-1].close)
-            while not all(worker.is_ready for worker in found):
-                turn()
-
-        def read() -> None:
-            taken: list[int] = []
-            ahead = max(BATCH, 4 * count)
-            for first in range(0, loads, ahead):
-                tickets = list(range(first, min(loads, first + ahead)))
-                while tickets:
-                    ask = Ask(job, 0, 0, 1, tickets, tickets, taken)
-                    pending = client.begin("fetch", ask, reply_type=Served)
-                    while not pending.wait(0.001):
-                        turn()
-                    taken = [ticket for group in pending.result().body.samples for ticket in group.numbers]
-                    left = {*tickets}.difference(taken)
-                    tickets = [ticket for ticket in tickets if ticket in left]
-
-        figures = {"join_ms": spent_us(service.pid, count, join) / 1e3}
-        figures["sample_us"] = spent_us(service.pid, loads, read)
+        client, found = service.client(), list[Worker]()
+        joined_us = spent_us(service.pid, count, lambda: found.extend(connected(service.address, count, stack)))
+        read = partial(load, client, found, range(loads), ahead=max(BATCH, 4 * count))
+        figures = {"join_ms": joined_us / 1e3, "sample_us": spent_us(service.pid, loads, read)}
         return {**figures, **at_rest(service.pid)}
-
-
-@contextmanager
-def coordinator(*, listens: bool = False) -> Iterator[tuple[RpcClient, int, str]]:
-    """The coordinator of a cluster, its process, and the cluster's connection file. listens: to other hosts."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        listen = f"tcp://127.0.0.1:{free.getsockname()[1]}" if listens else ""
-    with started(listen=listen) as address, find_cluster(address).connect(timeout_s=60.0) as client:
-        found: list[int] = []
-        while not found:
-            with suppress(RemoteCallError):  # it is starting
-                found = [view.pid for view in processes(address) if view.role == "coordinator" and view.pid]
-        yield client, found[0], address
 
 
 def flows(count: int, calls: int) -> Figures:
@@ -336,36 +169,6 @@ def nodes(count: int, calls: int) -> Figures:
         return {**figures, **at_rest(pid)}
 
 
-def recovery(count: int, calls: int) -> Figures:
-    """A router with so many jobs is killed in mid-epoch; whole again once each has drawn from the next one.
-
-    At most 100 jobs: each takes a router 9 bytes for each of a million samples once it has resumed.
-    """
-    count = min(count, 100)
-    with ExitStack() as stack:
-        service = Service("router", 1, stack)
-        flow, places = spec_of().instance, np.zeros(SAMPLES, np.bool_)
-        places[:BATCH] = True
-        marks = np.packbits(places).tobytes()
-
-        def draw(position: int) -> None:
-            client = service.client()
-            register(client, 0)
-            for number in range(count):
-                name = f"job-{number}"
-                body = Join(name, flow, number + 1, 0, BATCH, None, False)
-                id = JobId(name, client.call("join", body, reply_type=Joined).body.generation, flow, "")
-                place = EpochPlace(0, position, False)
-                client.call("start", StartEpoch(id, [place], not position), [marks if position else b""])
-                client.call("draw", DrawSamples(id, 0, position, BATCH))
-
-        draw(0)
-        killed = time.perf_counter()
-        service.restart()
-        draw(BATCH)
-        return {"whole_s": time.perf_counter() - killed, **at_rest(service.pid)}
-
-
 def combined(count: int, calls: int) -> Figures:
     """A shard with so many workers, a router with a fifth as many jobs, and a coordinator with a tenth as many nodes.
 
@@ -390,7 +193,11 @@ PARTS: dict[str, tuple[Callable[[int, int], Figures], int]] = {
     "workers": (workers, LOADS),
     "flows": (flows, CALLS),
     "nodes": (nodes, CALLS),
-    "recovery": (recovery, 1),
+    "provisioner": (fleet_recovery.provisioner, CALLS),
+    "running": (fleet_recovery.running, 1),
+    "router": (fleet_recovery.router, 1),
+    "shard": (fleet_recovery.shard, 1),
+    "coordinator": (fleet_recovery.coordinator, 1),
     "combined": (combined, CALLS),
 }
 
@@ -398,7 +205,7 @@ PARTS: dict[str, tuple[Callable[[int, int], Figures], int]] = {
 def measure(part: str, arguments: argparse.Namespace) -> Comparison:
     """One part with each number of clients, in turn."""
     run, calls = PARTS[part]
-    rounds, calls = (1, calls // 20) if arguments.quick else (arguments.rounds, calls)
+    rounds, calls = (1, -(-calls // 20)) if arguments.quick else (arguments.rounds, calls)
     sides = {f"{count:,} {part}": partial(run, count, calls) for count in arguments.counts}
     return alternate("fleet", part, sides, rounds=rounds, parameters={"calls": calls})
 
@@ -408,12 +215,8 @@ def main() -> None:
     parser.add_argument("--part", type=lambda text: text.split(","), default=list(PARTS), help="default: all")
     numbers: Any = lambda text: [int(float(part)) for part in text.split(",")]  # noqa: E731
     parser.add_argument("--counts", type=numbers, default=list(COUNTS), help="of clients (default: 1 to 1,000)")
-    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     add_arguments(parser, rounds=3)
     arguments = parser.parse_args()
-    if arguments.serve:
-        role, folder, count = arguments.serve
-        serve(role, str(Path(folder)), int(count))
     if unknown := [part for part in arguments.part if part not in PARTS]:
         parser.error(f"--part={','.join(unknown)}: {', '.join(PARTS)} are allowed")
     publish([measure(part, arguments) for part in arguments.part], METRICS, arguments)

@@ -122,7 +122,7 @@ def test_load_numbers_that_run_out_are_counted_again(monkeypatch: pytest.MonkeyP
     assert sorted(policy) == list(range(54, 60))
 
 
-@pytest.mark.parametrize("name", ["alsd", "alsd-mean", "use-distance"])
+@pytest.mark.parametrize("name", ["alsd", "alsd-mean", "use-distance", "refcnt"])
 def test_jobs_join_begin_epochs_and_leave_without_a_pass_over_all_keys(name: str) -> None:
     """Counted in pages of memory that a step touches, as numpy's arrays of 32 million keys would be."""
     keys, process = 32_000_000, psutil.Process()

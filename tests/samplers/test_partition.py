@@ -6,15 +6,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dpflow.samplers.shared_epoch import Partition
+from torch_dpflow.samplers.shared_epoch import Partition, bitmap
 
 SIZE = 20
 
 
-def mask_of(members: frozenset[int]) -> np.ndarray:
-    mask = np.zeros(SIZE, np.bool_)
-    mask[list(members)] = True
-    return mask
+def mask_of(members: frozenset[int]) -> bytes | None:
+    return bitmap(np.array([*members]), SIZE)
 
 
 def classes_of(partition: Partition) -> list[int]:
@@ -52,7 +50,7 @@ def _check(partition: Partition, sets: list[frozenset[int]]) -> None:
 def test_the_whole_set_splits_nothing() -> None:
     partition = Partition(SIZE)
     assert not partition.register(None)
-    assert not partition.register(np.ones(SIZE, np.bool_))
+    assert not partition.register(mask_of(frozenset(range(SIZE))))
     assert partition.of(np.arange(SIZE)) is None
     assert partition.register(mask_of(frozenset({3})))
     assert not partition.register(mask_of(frozenset({3})))

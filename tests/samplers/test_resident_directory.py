@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dpflow.samplers import directory as module
-from torch_dpflow.samplers.directory import READ, Directory
+from torch_dpflow.samplers.directory import Directory
 
 SIZE = 30
 
@@ -22,7 +21,7 @@ def samples(*numbers: int) -> np.ndarray:
 def directory(capacity: int, *, protected: int = 0, needed: int = 0) -> Directory:
     made = Directory(SIZE, capacity)
     made.protected = protected
-    made.needed[:] = needed
+    made.needed.extra[:] = needed
     return made
 
 
@@ -33,7 +32,7 @@ def load(target: Directory, *numbers: int) -> list[int]:
 
 def test_the_least_needed_go_first_and_the_oldest_among_equals() -> None:
     kept = directory(4, needed=2)
-    kept.needed[[3, 1]] = 1
+    kept.needed.extra[[3, 1]] = 1
     assert load(kept, 0, 1, 2, 3) == []
     assert load(kept, 4) == [1]
     assert load(kept, 5, 6) == [3, 0]
@@ -42,16 +41,16 @@ def test_the_least_needed_go_first_and_the_oldest_among_equals() -> None:
 def test_the_latest_loads_are_spared_while_somebody_needs_them() -> None:
     kept = directory(4, protected=3, needed=5)
     assert load(kept, 0, 1, 2, 3) == []
-    kept.needed[[4, 5]] = 1
+    kept.needed.extra[[4, 5]] = 1
     assert load(kept, 4, 5) == [0, 1]
-    kept.needed[4] = 0
+    kept.needed.extra[4] = 0
     assert load(kept, 6) == [4]
 
 
 def test_what_nobody_needs_goes_at_once() -> None:
     kept = directory(4, protected=4, needed=1)
     load(kept, 0, 1, 2, 3)
-    kept.needed[[3, 2]] = 0
+    kept.needed.extra[[3, 2]] = 0
     kept.finished(samples(3, 1, 2))
     assert load(kept, 4, 5) == [3, 2]
 
@@ -89,7 +88,7 @@ def test_any_history_keeps_what_the_rule_says(
     loaded: dict[int, int] = {}
     count = 0
     for read, needed in steps:
-        kept.needed[:] = needed
+        kept.needed.extra[:] = needed
         kept.needs_changed()
         absent = kept.load(samples(*read))
         assert absent.tolist() == [x not in loaded for x in read]
@@ -117,13 +116,13 @@ def _victims(loaded: dict[int, int], needed: list[int], safe: int, capacity: int
 def test_a_large_directory_stays_within_its_capacity(capacity: int) -> None:
     rng = np.random.default_rng(0)
     kept = Directory(20_000, capacity)
-    kept.needed[:] = 3
+    kept.needed.extra[:] = 3
     held: set[int] = set()
     for _ in range(60):
         read = rng.choice(20_000, 300, replace=False).astype(np.int32)
         held |= set(read.tolist())
         kept.load(read)
-        kept.needed[read] -= np.minimum(kept.needed[read], rng.integers(0, 2, 300).astype(np.uint16))
+        kept.needed.extra[read] -= np.minimum(kept.needed.extra[read], rng.integers(0, 2, 300).astype(np.uint16))
         kept.finished(read)
         gone = kept.shrink().tolist()
         assert len(set(gone)) == len(gone)
@@ -131,20 +130,3 @@ def test_a_large_directory_stays_within_its_capacity(capacity: int) -> None:
         assert len(held) <= capacity
         assert set(np.flatnonzero(kept.resident(np.arange(20_000))).tolist()) == held
     assert len(held) == capacity
-
-
-def test_an_epoch_that_has_ended_is_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PIECE", 7)
-    kept, everything = directory(4), samples(*range(SIZE))
-    kept.begin(samples(3), None)
-    kept.on_read(samples(1, 20, 29))
-    kept.begin(samples(), None)  # of another job
-    states = np.zeros(SIZE, np.uint8)
-    states[[3, 1, 20, 29]] = READ
-    kept.end(states, whole=True)
-    pieces = []
-    for _ in range(6):
-        assert kept.needs(everything).tolist() == [1] * SIZE
-        pieces.append(int(np.count_nonzero(kept.needed == 0)))
-        kept.count_ended()
-    assert pieces == [28, 28, 29, 29, 30, 30]

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from torch_dpflow._core.need_counts import NEEDED, READ, NeedCounts, States
+from torch_dpflow._core.sparse_zeros import sparse_zeros
 from torch_dpflow.caches.policy import Job, check_weight
 from torch_dpflow.caches.ranked import RankedPolicy
 from torch_dpflow.caches.residents import Distances, Loads, Ranking
+from torch_dpflow.caches.timetable import grown
 from torch_dpflow.lookahead import Keys, Lookahead
 
 
@@ -17,11 +19,13 @@ from torch_dpflow.lookahead import Keys, Lookahead
 class _Claim:
     """The keys that one job still needs in its epoch."""
 
-    #: by key
-    needs: npt.NDArray[np.bool_]
     #: how many keys it reads in an epoch, 0: unknown; and how many of this one it has read
     length: int
     position: int = 0
+    #: by key; None before the first epoch
+    states: States | None = None
+    #: whether the epoch began with every key needed
+    is_whole: bool = True
     #: the epoch of the last lookahead, or the one after it; None before the first
     epoch: int | None = None
     #: None: every key
@@ -32,18 +36,13 @@ class _Counts(Ranking):
     """Ranking by how many jobs need each key: the fewer jobs, the greater the distance."""
 
     def __init__(self) -> None:
-        self.grow(np.zeros(0, dtype=np.int32))
-
-    def grow(self, counts: npt.NDArray[np.int32]) -> None:
-        """Replace the counts by longer ones."""
-        self.counts = counts
-        self.count_of = counts.data
+        self.needs = NeedCounts(0)
 
     def distance(self, key: int, load: int) -> float:
-        return -float(self.count_of[key])
+        return -float(self.needs.of_one(key))
 
     def distances(self, keys: Keys, loads: Loads) -> Distances:
-        return np.negative(self.counts.take(keys), dtype=np.float64)
+        return np.negative(self.needs.of(keys), dtype=np.float64)
 
 
 class RefCnt(RankedPolicy):
@@ -52,15 +51,16 @@ class RefCnt(RankedPolicy):
     It uses the set of keys in lookaheads, not their order. A job without a lookahead is assumed to read
     every key once in an epoch.
 
-    Amortised, an access costs O(log n); when a job begins an epoch or leaves, O(keys).
+    Amortised, an access costs O(log n); when a job begins an epoch or leaves, O(resident keys), and O(keys) for a job
+    that reads some keys only.
     """
 
     name = "refcnt"
 
     def __init__(self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None) -> None:
         self._claims: dict[Job, _Claim] = {}
-        self._needs = _Counts()
-        super().__init__(self._needs, max_items=max_items, max_bytes=max_bytes, keys=keys)
+        self._counts = _Counts()
+        super().__init__(self._counts, max_items=max_items, max_bytes=max_bytes, keys=keys)
 
     @property
     def jobs(self) -> tuple[Job, ...]:
@@ -82,52 +82,54 @@ class RefCnt(RankedPolicy):
     def forget(self, job: Job) -> None:
         claim = self._claims.pop(job, None)
         if claim is not None:
-            self._needs.counts -= claim.needs
+            self._end(claim)
             self._residents.rebuild()
 
     def _read(self, key: int, job: Job) -> None:
-        claim = self._ready(job)
-        if claim.needs[key]:
-            claim.needs[key] = False
-            self._needs.count_of[key] -= 1
+        self._counts.needs.count_ended()
+        claim, states = self._ready(job)
+        if states[key] != READ:
+            states[key] = READ
+            self._counts.needs.extra[key] -= 1
         claim.position += 1
 
     def _read_many(self, keys: Keys, job: Job) -> None:
+        self._counts.needs.count_ended()
         while len(keys):
-            claim = self._ready(job)
+            claim, states = self._ready(job)
             read = keys[: claim.length - claim.position] if claim.length else keys
-            # A key that occurs twice must be counted once: fancy-indexed subtraction and assignment both do so.
-            self._needs.counts[read] -= claim.needs.take(read)
-            claim.needs[read] = False
+            needed = read[states[read] != READ]
+            states[read] = READ
+            self._counts.needs.on_read(needed)
             claim.position += len(read)
             keys = keys[len(read) :]
 
     def _grow(self, span: int) -> None:
-        added = span - len(self._needs.counts)
-        newcomers = 0
+        self._counts.needs.grow(span)
         for claim in self._claims.values():
-            expected = claim.members is None
-            claim.needs = np.concatenate([claim.needs, np.full(added, expected)])
-            newcomers += expected
-        self._needs.grow(np.concatenate([self._needs.counts, np.full(added, newcomers, dtype=np.int32)]))
+            if claim.states is not None:
+                before = len(claim.states)
+                claim.states = grown(claim.states, span)
+                claim.states[before:] = NEEDED if claim.is_whole else READ
 
-    def _ready(self, job: Job) -> _Claim:
+    def _ready(self, job: Job) -> tuple[_Claim, States]:
         """Return the claim of a job that reads now; the claim of the next epoch if the job has read all of this one."""
-        claim = self._claims.get(job)
-        if claim is None:
-            claim = self._claim(job)
+        claim = self._claim(job)
+        if claim.states is None or claim.position >= claim.length > 0:
             self._begin(claim, None)
-        elif claim.position >= claim.length > 0:
-            self._begin(claim, None)
-        return claim
+        assert claim.states is not None
+        return claim, claim.states
 
     def _claim(self, job: Job) -> _Claim:
-        fresh = _Claim(np.zeros(self._span, dtype=np.bool_), length=self._known_keys or 0)
-        return self._claims.setdefault(job, fresh)
+        return self._claims.setdefault(job, _Claim(length=self._known_keys or 0))
+
+    def _end(self, claim: _Claim) -> None:
+        if claim.states is not None:
+            self._counts.needs.end(claim.states, whole=claim.is_whole)
 
     def _begin(self, claim: _Claim, lookahead: Lookahead | None) -> None:
         """Start an epoch of a job; None: without a lookahead, so with the keys of the last one."""
-        self._needs.counts -= claim.needs
+        self._end(claim)
         needed = claim.members
         claim.position = 0
         if lookahead is not None:
@@ -137,8 +139,10 @@ class RefCnt(RankedPolicy):
             needed = lookahead.certain if lookahead.complete else claim.members
         elif claim.epoch is not None:
             claim.epoch += 1
-        claim.needs[:] = needed is None
+        claim.is_whole = needed is None
+        claim.states = sparse_zeros(self._span, np.uint8)
         if needed is not None:
-            claim.needs[needed] = True
-        self._needs.counts += claim.needs
+            claim.states[:] = READ
+            claim.states[needed] = NEEDED
+        self._counts.needs.begin(claim.states, np.empty(0, np.int64), whole=claim.is_whole)
         self._residents.rebuild()

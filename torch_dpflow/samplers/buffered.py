@@ -203,6 +203,8 @@ class BufferedGroup(SamplingGroup):
 
     #: Most jobs of a group.
     max_jobs: ClassVar[int] = MAX_JOBS
+    # Epochs that begin and end, and lookaheads, pass over all samples.
+    max_flow: ClassVar[int] = 1 << 22
 
     def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None:
         super().__init__(size, capacity=capacity, seed=seed)

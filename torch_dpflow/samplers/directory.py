@@ -1,17 +1,13 @@
 """Directory of the samples that all caches together hold, in load order, and of the next victims."""
 
 import numpy as np
-from numpy.typing import NDArray
 
+from torch_dpflow._core.need_counts import NeedCounts, States
 from torch_dpflow._core.sparse_zeros import sparse_zeros
 from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, compact
 
-#: States of a sample in a job's epoch: needed; needed, and known to be resident; read, or not in the job's set.
-NEEDED, LISTED, READ = 0, 1, 2
-#: Samples of an ended epoch that are counted at once: the end of an epoch of many samples must not delay a draw.
-_PIECE = 1 << 16
-#: Most ended epochs that are not counted to their end.
-_MAX_ENDED = 8
+#: Another state of a sample in a job's epoch: needed, and known to be resident.
+LISTED = 1
 #: Above this many residents per eviction a search pays for several evictions at once.
 _RESIDENTS_PER_VICTIM = 16
 
@@ -30,11 +26,8 @@ class Directory:
         self.capacity = capacity
         #: How many of the latest loads are protected while a job needs them; set by the owner.
         self.protected = 0
-        #: How many jobs read all samples, and what to add to that for the number of jobs that still need a sample.
-        self._whole = 0
-        self.needed = sparse_zeros(size, np.int16)
-        #: Ended epochs of all samples: their states by sample, and from which sample on `needed` lacks what was read.
-        self._ended: list[tuple[NDArray[np.uint8], int]] = []
+        #: How many jobs still need each sample in their epochs.
+        self.needed = NeedCounts(size)
         self._held = sparse_zeros(size, np.bool_)
         self._residents = 0
         #: For each sample, the number of its latest load.
@@ -55,45 +48,14 @@ class Directory:
         """Return whether each sample is held."""
         return self._held[samples]
 
-    def needs(self, samples: CompactArray) -> NDArray[np.int16]:
-        """Return how many jobs still need each sample in their epochs."""
-        needs: NDArray[np.int16] = self.needed[samples] + np.int16(self._whole)
-        for states, first in self._ended:
-            needs += (states[samples] == READ) & (samples >= first)
-        return needs
-
-    def begin(self, read: CompactArray, unread: BoolArray | None) -> None:
-        """Add a job's epoch: `unread` are the samples that it needs; None: all but those `read`, in O(len(read))."""
-        if unread is not None:
-            self.needed += unread
-        else:
-            self._whole += 1
-            self.needed[read] -= 1
+    def begin(self, states: States, read: CompactArray, *, whole: bool) -> None:
+        """Add a job's epoch, as `NeedCounts.begin`."""
+        self.needed.begin(states, read, whole=whole)
         self.needs_changed()
-
-    def end(self, states: NDArray[np.uint8], *, whole: bool) -> None:
-        """Remove a job's epoch. states: of its samples, no longer written. whole: whether it had all samples."""
-        if not whole:
-            self.needed -= states != READ
-            return
-        self._whole -= 1
-        self._ended.append((states, 0))
-        self.count_ended()
-        while len(self._ended) > _MAX_ENDED:
-            self.count_ended()
-
-    def count_ended(self) -> None:
-        """Count a piece of the epochs that have ended; called at each draw."""
-        if self._ended:
-            states, first = self._ended.pop(0)
-            piece = slice(first, first + _PIECE)
-            self.needed[piece] += states[piece] == READ
-            if piece.stop < len(states):
-                self._ended.insert(0, (states, piece.stop))
 
     def on_read(self, samples: CompactArray) -> None:
         """Record that a job has read these distinct samples, which it needed."""
-        self.needed[samples] -= 1
+        self.needed.on_read(samples)
         self.finished(samples)
 
     def load(self, samples: CompactArray) -> BoolArray:
@@ -112,7 +74,7 @@ class Directory:
 
     def finished(self, samples: CompactArray) -> None:
         """Record which of these distinct samples, just read, are resident and needed by no job."""
-        done = samples[(self.needs(samples) == 0) & self._held[samples]]
+        done = samples[(self.needed.of(samples) == 0) & self._held[samples]]
         if len(done):
             self._finished.append(done)
 
@@ -154,7 +116,7 @@ class Directory:
         """Select the next `count` victims, or all that may be evicted."""
         self._compact()
         samples, numbers = self._samples[: self._length], self._numbers[: self._length]
-        needed = self.needs(samples)
+        needed = self.needed.of(samples)
         free = np.flatnonzero((numbers < self._loads - self.protected) | (needed == 0))
         order = free[np.argsort(needed[free], kind="stable")[:count]]
         if not len(order):

@@ -4,7 +4,7 @@ from abc import abstractmethod
 
 import numpy as np
 
-from torch_dpflow._core.permutation import torch_order
+from torch_dpflow._core.permutation import epoch_order
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.group import Draw, Member, SamplingGroup
 from torch_dpflow.samplers.indices import CompactArray, IndexArray, Order
@@ -86,7 +86,7 @@ class CoorDLGroup(FixedOrderGroup):
     strategy = "coordl"
 
     def _epoch_order(self, member: Member, epoch: int) -> Order:
-        order = torch_order(self.size, self.seed + epoch)
+        order = epoch_order(self.size, self.seed + epoch)
         if member.indices is None:
             return order
         wanted = np.zeros(self.size, np.bool_)

@@ -146,6 +146,8 @@ class SamplingGroup(ABC):
 
     #: Its name in `STRATEGIES`.
     strategy: ClassVar[str]
+    #: The most samples of a flow that it orders, whose router must answer heartbeats meanwhile.
+    max_flow: ClassVar[int] = MAX_SIZE
 
     def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None:
         self.size = check_int("size", size, minimum=1, maximum=MAX_SIZE)

@@ -87,6 +87,11 @@ def _first_repeated(array: IndexArray) -> int | None:
     return int(repeated[0]) if len(repeated) else None
 
 
+def mark(marks: NDArray[np.uint8], samples: CompactArray) -> None:
+    """Set the bits of these samples, the most significant bit of a byte first."""
+    np.bitwise_or.at(marks, samples >> 3, (128 >> (samples & 7)).astype(np.uint8))
+
+
 def compact(size: int) -> type[np.signedinteger[Any]]:
     """Return the narrowest type that holds the sample numbers below `size`; below four bytes torch gains nothing."""
     return np.int32 if size <= np.iinfo(np.int32).max else np.int64

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_dpflow.samplers.directory import LISTED, NEEDED, READ, Directory
+from torch_dpflow._core.need_counts import NEEDED, READ
+from torch_dpflow.samplers.directory import LISTED, Directory
 from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, Order
 
 
@@ -22,13 +23,12 @@ class Partition:
         #: How many jobs read each registered set, by its bitmap; without the set of all samples.
         self._readers: dict[bytes, int] = {}
 
-    def register(self, members: BoolArray | None) -> bool:
-        """Count one more reader of a set, a mask of shape (size,) or None for all; returns whether classes changed."""
-        if members is None or members.all():
+    def register(self, members: bytes | None) -> bool:
+        """Count one more reader of a set, its `bitmap` or None for all; returns whether classes changed."""
+        if members is None:
             return False
-        key = np.packbits(members).tobytes()
-        self._readers[key] = self._readers.get(key, 0) + 1
-        if self._readers[key] > 1:
+        self._readers[members] = self._readers.get(members, 0) + 1
+        if self._readers[members] > 1:
             return False
         # Sets without readers are removed only now: they split classes further than necessary, which is harmless,
         # while each change of classes costs every running job a pass over its epoch.
@@ -36,10 +36,10 @@ class Partition:
         self._rebuild()
         return True
 
-    def unregister(self, members: BoolArray | None) -> None:
+    def unregister(self, members: bytes | None) -> None:
         """Count one reader less. The classes change with the next new set only."""
-        if members is not None and not members.all():
-            self._readers[np.packbits(members).tobytes()] -= 1
+        if members is not None:
+            self._readers[members] -= 1
 
     def of(self, samples: CompactArray) -> CompactArray | None:
         """Return the class of each sample; None while there is one class."""
@@ -59,6 +59,15 @@ class Partition:
     def _masks(self) -> Iterable[BoolArray]:
         for key in self._readers:
             yield np.unpackbits(np.frombuffer(key, np.uint8), count=self.size).astype(np.bool_)
+
+
+def bitmap(samples: CompactArray, size: int) -> bytes | None:
+    """Return a set of samples as a bit for each of `size` samples; None for all of them."""
+    if len(samples) == size:
+        return None
+    mask = np.zeros(size, np.bool_)
+    mask[samples] = True
+    return np.packbits(mask).tobytes()
 
 
 #: Residents that are compared for each one to follow. More would find more that few jobs need, but take longer.
@@ -118,13 +127,22 @@ class SharedEpoch:
         return order
 
     def next_unread(self, most: int) -> CompactArray:
-        """Return the first of `unread`, at most so many. With one class the cost does not grow with the epoch."""
-        if self._sequence is not None:
-            return self.unread()[:most]
-        start, end = int(self._next_leads[0]), int(self._ends[0])
+        """Return the first of `unread`, at most so many; the cost does not grow with the epoch."""
+        if self._sequence is None:
+            return self._next_of(0, most)
+        labels = self._sequence[self._drawn : self._drawn + most]
+        counts = np.bincount(labels, minlength=len(self._ends)).tolist()
+        found = np.concatenate([self._next_of(number, count) for number, count in enumerate(counts)])
+        order = np.empty_like(found)
+        order[np.argsort(labels, kind="stable")] = found
+        return order
+
+    def _next_of(self, number: int, most: int) -> CompactArray:
+        """Return the first unread samples of a class, at most so many."""
+        start, end = int(self._next_leads[number]), int(self._ends[number])
         found = [self._pile[:0]]
         while most > 0 and start < end:
-            piece = self._still_needed(self._pile[start : start + most])
+            piece = self._still_needed(self._pile[start : min(end, start + most)])
             start, most = start + most, most - len(piece)
             found.append(piece)
         return np.concatenate(found)
@@ -174,7 +192,7 @@ class SharedEpoch:
         if not quota.any():
             return self._backlog[:0]
         start, candidates = self._latest(quota, directory, partition)
-        chosen = _select(candidates, quota, directory.needs(candidates), partition.of(candidates))
+        chosen = _select(candidates, quota, directory.needed.of(candidates), partition.of(candidates))
         left = np.ones(len(candidates), np.bool_)
         left[chosen] = False
         kept = candidates[left]

@@ -4,12 +4,13 @@ from typing import ClassVar
 
 import numpy as np
 
+from torch_dpflow._core.need_counts import NEEDED, READ
 from torch_dpflow._core.sparse_zeros import sparse_zeros
 from torch_dpflow.lookahead import Lookahead
-from torch_dpflow.samplers.directory import NEEDED, READ, Directory
+from torch_dpflow.samplers.directory import Directory
 from torch_dpflow.samplers.group import Draw, Member, SamplingGroup
 from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray
-from torch_dpflow.samplers.shared_epoch import Partition, SharedEpoch
+from torch_dpflow.samplers.shared_epoch import Partition, SharedEpoch, bitmap
 
 #: Rounds of all jobs' batches for which a load is protected: by then every follower has drawn.
 _PROTECTED_ROUNDS = 4
@@ -52,16 +53,19 @@ class SharedLogGroup(SamplingGroup):
         self._epochs: dict[str, SharedEpoch] = {}
         #: By job: draws which picks ignore the directory.
         self._rngs: dict[str, np.random.Generator] = {}
+        #: By job: the bitmap of its set, None for all samples.
+        self._sets: dict[str, bytes | None] = {}
 
     def _joined(self, member: Member) -> None:
-        if self._partition.register(self._mask(member)):
+        members = self._sets[member.name] = None if member.indices is None else bitmap(member.indices, self.size)
+        if self._partition.register(members):
             for epoch in self._epochs.values():
                 epoch.relabel(self._partition)
         self._protect()
 
     def _left(self, member: Member) -> None:
         self._drop_epoch(member)
-        self._partition.unregister(self._mask(member))
+        self._partition.unregister(self._sets.pop(member.name))
         self._protect(without=member)
 
     def _started(self, member: Member, epoch: int, done: IndexArray) -> None:
@@ -69,10 +73,10 @@ class SharedLogGroup(SamplingGroup):
         begun = self._begin(member, epoch, done)
         self._epochs[member.name] = begun
         self._rngs[member.name] = member.own_rng(epoch, 0)
-        self._directory.begin(done, None if member.indices is None else begun.need != READ)
+        self._directory.begin(begun.need, done, whole=member.indices is None)
 
     def _draw(self, member: Member, n: int) -> Draw:
-        self._directory.count_ended()
+        self._directory.needed.count_ended()
         epoch = self._epochs[member.name]
         quota = epoch.quota(n)
         followed = epoch.follow(quota - self._ignoring(member, quota), self._directory, self._partition)
@@ -165,19 +169,12 @@ class SharedLogGroup(SamplingGroup):
     def _drop_epoch(self, member: Member) -> None:
         self._rngs.pop(member.name, None)
         if (left := self._epochs.pop(member.name, None)) is not None:
-            self._directory.end(left.need, whole=member.indices is None)
+            self._directory.needed.end(left.need, whole=member.indices is None)
 
     def _protect(self, without: Member | None = None) -> None:
         batches = sum(m.batch_size for m in self._members.values() if m is not without)
         low, high = self.capacity // 10, self.capacity // 2
         self._directory.protected = min(max(_PROTECTED_ROUNDS * batches, low), high)
-
-    def _mask(self, member: Member) -> BoolArray | None:
-        if member.indices is None:
-            return None
-        mask = np.zeros(self.size, np.bool_)
-        mask[member.indices] = True
-        return mask
 
     def _validate(self) -> None:
         self._directory.validate()
@@ -187,4 +184,4 @@ class SharedLogGroup(SamplingGroup):
             member = self._members[name]
             assert int(np.count_nonzero(epoch.need != READ)) == member.length - member.position, name
             needed += epoch.need != READ
-        assert np.array_equal(needed, self._directory.needs(np.arange(self.size)))
+        assert np.array_equal(needed, self._directory.needed.of(np.arange(self.size)))

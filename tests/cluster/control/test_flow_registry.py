@@ -286,6 +286,8 @@ def test_a_registry_that_starts_anew_takes_up_what_runs() -> None:
         ({"content": "../../x"}, "is no SHA-256"),
         ({"strategy": "none"}, "strategy='none' is unknown; choose one of"),
         ({"strategy": "dynagcs-letter"}, "strategy='dynagcs-letter' is unknown; choose one of"),
+        ({"strategy": "joader", "size": 5_000_000}, "'joader' with 5,000,000 samples: at most 4,194,304 are allowed"),
+        ({"strategy": "dynagcs", "size": 5_000_000}, 'use strategy="shared-log" or "independent"'),
         ({"policy": "shared-log"}, "policy='shared-log' is not one of"),
         ({"policy": "opt"}, "policy='opt' is not one of"),
         ({"task_timeout_s": 0.0}, "task_timeout_s=0.0 is out of range; give seconds above 0"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch.utils.data import DistributedSampler
 
+from torch_dpflow.cluster.control import joint_order
 from torch_dpflow.cluster.control.joint_order import Held, JointOrder
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import AwaitedRanksError, OutOfStepError
@@ -66,6 +67,24 @@ def test_the_same_places_have_the_same_samples_and_a_rank_that_comes_back_goes_o
     assert order.draw(0, 0, 0, 4).tolist() == first
     order.start(0, [held(0, first[:3])])
     assert order.draw(0, 0, 3, 1).tolist() == first[3:]
+
+
+def test_what_all_ranks_have_read_is_extended_by_what_they_read_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    order, marked, mark = make(1000, 2), [], joint_order.mark
+    for rank in range(2):
+        order.start(rank, [Held(0)])
+    drawn = [order.draw(rank, 0, 0, 500).tolist() for rank in range(2)]
+    monkeypatch.setattr(joint_order, "mark", lambda marks, samples: (marked.append(len(samples)), mark(marks, samples)))
+    answers = []
+    for position in (100, 100, 300, 301, 50):
+        found = order.read_by_all(0, position)
+        assert found is not None
+        answers.append((position, found))
+    for position, found in answers:  # an answer that may be in transit is not written
+        assert np.flatnonzero(np.unpackbits(found, count=1000)).tolist() == sorted(
+            drawn[0][:position] + drawn[1][:position]
+        )
+    assert marked == [0, 200, 400, 2, 0, 100]
 
 
 def test_one_that_is_epochs_ahead_leaves_the_others_theirs() -> None:

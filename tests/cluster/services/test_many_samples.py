@@ -29,6 +29,7 @@ from torch_dpflow.cluster.messages.router import (
     JobHeartbeatReply,
     JobId,
     JobLookahead,
+    JobRank,
     Join,
     Joined,
     LookaheadRequest,
@@ -39,6 +40,7 @@ from torch_dpflow.cluster.messages.router import (
 )
 from torch_dpflow.cluster.messages.shard import ShardSettings
 from torch_dpflow.cluster.services import router as router_module
+from torch_dpflow.cluster.services import router_jobs
 from torch_dpflow.cluster.services.router import Router
 from torch_dpflow.cluster.services.service import ClusterPlace
 from torch_dpflow.cluster.shard import run as shard_run
@@ -103,12 +105,14 @@ def spec_of(size: int, strategy: str) -> FlowSpec:
 class Job:
     """A job that speaks to a router."""
 
-    def __init__(self, client: RpcClient, spec: FlowSpec, name: str) -> None:
+    def __init__(
+        self, client: RpcClient, spec: FlowSpec, name: str, part: Any = None, rank: JobRank | None = None
+    ) -> None:
         self.client, self.spec, self.position = client, spec, 0
-        joined = client.call(
-            "join", Join(name, spec.instance, hash(name) & 0xFFFF, 0, 4, None, False), reply_type=Joined
-        )
-        self.id = JobId(name, joined.body.generation, spec.instance, "")
+        frames = [] if part is None else [np.array(part, np.int64).tobytes()]
+        join = Join(name, spec.instance, hash(name) & 0xFFFF, 0, 4, rank, part is not None)
+        joined = client.call("join", join, frames, reply_type=Joined)
+        self.id = JobId(name, joined.body.generation, spec.instance, "" if rank is None else rank.job)
 
     def start(self, epoch: int) -> None:
         self.position = 0
@@ -161,6 +165,29 @@ def peaks_of_router(folder: Path, size: int, strategy: str, jobs: int, drawn: li
         }
 
 
+def peaks_with_part(folder: Path, size: int, strategy: str) -> dict[str, int]:
+    """Return the bytes that each of a router's steps had allocated at once, for a job that reads every second sample.
+
+    Its join and the start of its epoch pass over the samples, in a thread.
+    """
+    with routed(folder, size, strategy) as (client, spec):
+        job = Job(client, spec, "job", np.arange(0, size, 2))
+        job.start(0)
+        drawn = job.draw(0, 256)
+        assert len({*drawn}) == 256
+        assert not any(key % 2 for key in drawn)
+        answer, parts = job.lookahead()
+        assert parts is not None
+        assert (answer.has_members, len(parts.certain)) == (False, 256 + HORIZON)
+        following = parts.certain[256:512].tolist()
+        assert job.draw(0, 256) == following
+        return {
+            "draw": peak_of(lambda: job.draw(0, 256)),
+            "lookahead": peak_of(job.lookahead),
+            "leave": peak_of(lambda: client.call("leave", job.id)),
+        }
+
+
 def peaks_of_shard(folder: Path, size: int) -> dict[str, int]:
     """Return the bytes that each of the steps of a shard's cache policy had allocated at once."""
     with routed(folder, size, "independent") as (client, spec):
@@ -196,6 +223,77 @@ def check(few: dict[str, int], many: dict[str, int]) -> None:
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_a_routers_steps_do_not_grow_with_the_flow(tmp_path: Path, drawn: list[int], strategy: str, jobs: int) -> None:
     check(*(peaks_of_router(tmp_path, size, strategy, jobs, drawn) for size in (FEW, MANY)))
+
+
+@pytest.mark.parametrize("strategy", ["shared-log", "independent", "coordl"])
+def test_steps_for_a_part_do_not_grow_with_the_flow(tmp_path: Path, strategy: str) -> None:
+    check(*(peaks_with_part(tmp_path, size, strategy) for size in (FEW, MANY)))
+
+
+def test_what_passes_over_the_samples_does_so_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    begin, add = JointOrder.start, router_jobs.new_job
+
+    def noted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **given: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return original(*args, **given)
+
+        return run
+
+    monkeypatch.setattr(JointOrder, "start", noted(begin))
+    monkeypatch.setattr(router_jobs, "new_job", noted(add))
+    apart = "dpflow-restore"
+    with routed(tmp_path, FEW, "shared-log") as (client, spec):
+        whole = Job(client, spec, "whole")
+        whole.start(0)
+        assert apart not in threads
+        part = Job(client, spec, "part", range(0, FEW, 2))
+        assert threads.pop() == apart
+        part.start(0)
+        assert threads.pop() == apart
+        ranks = [Job(client, spec, f"rank-{rank}", rank=JobRank("ranks", rank, 2, False)) for rank in range(2)]
+        for rank in ranks:
+            rank.start(0)
+        threads.clear()
+        ranks[0].start(1)  # draws the rest of the epoch for the other rank
+        assert threads == [apart]
+        assert sum(len(ranks[1].draw(0, 16_000)) for _ in range(4)) == FEW // 2
+        with pytest.raises(RemoteCallError, match=r"indices has 100000.*0 to 99999 are"):
+            Job(client, spec, "wrong", [FEW])
+        Job(client, spec, "wrong", [1])  # the name is free again
+
+
+def test_a_router_answers_heartbeats_while_a_job_with_a_part_joins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joining, released, add = threading.Event(), threading.Event(), router_jobs.new_job
+
+    def slow(group: Any, join: Join, rank: JobRank, indices: Any, members: bytes) -> Any:
+        if indices is not None:
+            joining.set()
+            released.wait()
+        return add(group, join, rank, indices, members)
+
+    monkeypatch.setattr(router_jobs, "new_job", slow)
+    with routed(tmp_path, FEW, "shared-log") as (client, spec):
+        first = Job(client, spec, "first")
+        first.start(0)
+        part = np.arange(0, FEW, 2)
+        try:
+            join = Join("part", spec.instance, 7, 0, 4, None, True)
+            pending = client.begin("join", join, [part.tobytes()], reply_type=Joined)
+            assert joining.wait(timeout=20)
+            client.call("register_shard", RegisterShard(SHARD, 1, "ipc:///shard", "t", 9), reply_type=RangeAssignment)
+            client.call("heartbeat", JobHeartbeat(first.id, None, True), reply_type=JobHeartbeatReply)
+            for refused in (lambda: first.draw(0, 8), lambda: Job(client, spec, "other")):
+                with pytest.raises(RemoteCallError, match="adds one") as caught:
+                    refused()
+                assert caught.value.kind is ErrorKind.OVERLOADED
+        finally:
+            released.set()
+        assert pending.result().body.length == FEW // 2
+        assert len(first.draw(0, 8)) == 8
 
 
 def test_a_shards_steps_do_not_grow_with_the_flow(tmp_path: Path) -> None:

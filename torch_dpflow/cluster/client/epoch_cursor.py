@@ -36,11 +36,6 @@ Marks = npt.NDArray[np.uint8]
 MAX_MARKED = 1 << 18
 
 
-def mark(marks: Marks, keys: npt.NDArray[np.int64]) -> None:
-    """Set the bits of these samples, the most significant bit of a byte first."""
-    np.bitwise_or.at(marks, keys >> 3, (128 >> (keys & 7)).astype(np.uint8))
-
-
 class EpochCursor:
     """Position of a job, or of a rank of one, in its epoch; the start of the epoch unless a state is resumed."""
 

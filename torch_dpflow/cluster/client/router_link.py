@@ -15,7 +15,7 @@ from torch_dpflow._core.backoff import Backoff
 from torch_dpflow._core.clocks import LEASE_S
 from torch_dpflow._core.processes import has_ended, own_process
 from torch_dpflow._core.threads import StopSignal
-from torch_dpflow.cluster.client.epoch_cursor import DrawnEpoch, EpochCursor, Marks, mark
+from torch_dpflow.cluster.client.epoch_cursor import DrawnEpoch, EpochCursor, Marks
 from torch_dpflow.cluster.client.inquiries import FlowInquiries
 from torch_dpflow.cluster.client.options import Failover, JobDescription
 from torch_dpflow.cluster.client.outage_log import OutageLog
@@ -46,7 +46,7 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.ipc.messages.fields import MAX_RANKS
 from torch_dpflow.ipc.rpc import RpcClient
-from torch_dpflow.samplers.indices import CompactArray, IndexArray, compact
+from torch_dpflow.samplers.indices import CompactArray, IndexArray, compact, mark
 
 T = TypeVar("T")
 #: Timeout of a call to a router, seconds; then the job gets the router's address from the coordinator again.

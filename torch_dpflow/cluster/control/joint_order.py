@@ -29,12 +29,13 @@ from torch_dpflow._core.sparse_zeros import sparse_zeros
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import AwaitedRanksError, OutOfStepError
 from torch_dpflow.samplers.group import SamplingGroup
-from torch_dpflow.samplers.indices import CompactArray, IndexArray, compact
+from torch_dpflow.samplers.indices import CompactArray, IndexArray, compact, mark
 from torch_dpflow.samplers.passes import RankShares
 
 #: Most epochs that are kept for ranks that are behind: one takes as much memory as the flow's samples have numbers.
 MAX_EPOCHS = 16
 _NOTHING: IndexArray = np.empty(0, np.int64)
+_NO_MARKS: NDArray[np.uint8] = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,8 +321,9 @@ class _JointEpoch:
         #: The padding of an uneven end, and how much of it has been used.
         self._head: IndexArray = done[: self._replicas]
         self._padded = 0
-        #: The latest answer of `read_by_all`, which all ranks request at about the same position.
-        self._marks: tuple[int, NDArray[np.uint8]] | None = None
+        #: The latest answer of `read_by_all`, which all ranks request at about the same position; 0: none.
+        self._marked: int = 0
+        self._marks: NDArray[np.uint8] = _NO_MARKS
 
     def drawn(self, most: int | None = None) -> CompactArray:
         """Return the samples in the slots that were filled, without padding; the last ones, if there are more."""
@@ -350,15 +352,17 @@ class _JointEpoch:
         """See `JointOrder.read_by_all`; size: of the group."""
         if any(one.position > position for one in self._held):
             return None
-        if self._marks is None or self._marks[0] != position:
-            end = self._replicas * position
-            self._fill(end - 1, None)
-            read = np.zeros(size, np.bool_)
-            read[self.done] = True
-            given = self._slots[:end] - 1
-            read[given[given >= 0]] = True
-            self._marks = position, np.packbits(read)
-        return self._marks[1]
+        end = self._replicas * position
+        self._fill(end - 1, None)
+        if not len(self._marks) or position < self._marked:
+            self._marked, self._marks = 0, np.zeros(-(-size // 8), np.uint8)
+            mark(self._marks, self.done)
+        if position > self._marked:  # a pass over what was read since, and a copy, as the one before may be in transit
+            given = self._slots[self._replicas * self._marked : end] - 1
+            given = given[given >= 0]
+            self._marked, self._marks = position, self._marks.copy()
+            mark(self._marks, given)
+        return self._marks
 
     def finish(self) -> None:
         """Fill every slot, before the group begins another epoch."""

@@ -105,7 +105,7 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
         check_number(f"{flow}idle_s", self.idle_s, minimum=MIN_IDLE_S, unit="seconds")
         if self.task_timeout_s is not None:
             check_seconds(f"{flow}task_timeout_s", self.task_timeout_s)
-        check_algorithms(self.policy, self.strategy)
+        check_algorithms(self.policy, self.strategy, self.size)
         if not _DIGEST.fullmatch(self.content):
             raise OptionError(f"flow {self.name!r}: content={self.content!r} is no SHA-256 in hexadecimal")
 
@@ -124,15 +124,20 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
         return "; ".join(differing)
 
 
-def check_algorithms(policy: str, strategy: str) -> None:
-    """Raise OptionError unless these name a cache policy, or "none", and a sampling strategy."""
+def check_algorithms(policy: str, strategy: str, size: int = 1) -> None:
+    """Raise OptionError unless these name a cache policy, or "none", and a sampling strategy for `size` samples."""
     # Imported here: the private loader imports this module and needs neither samplers nor caches.
     from torch_dpflow.caches.policy_registry import POLICIES
-    from torch_dpflow.samplers.strategy_registry import check_strategy
+    from torch_dpflow.samplers.strategy_registry import STRATEGIES, check_strategy
 
     if policy not in (*POLICIES, "none"):
         raise OptionError(f"policy={policy!r} is not one of {[*sorted(POLICIES), 'none']}")
-    check_strategy(strategy)
+    most = STRATEGIES[check_strategy(strategy)].max_flow
+    if size > most:
+        raise OptionError(
+            f"strategy={strategy!r} with {size:,} samples: at most {most:,} are allowed, as it passes over all samples "
+            'when an epoch begins; use strategy="shared-log" or "independent"'
+        )
 
 
 def check_flow_name(name: str) -> None:

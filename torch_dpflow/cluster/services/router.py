@@ -6,13 +6,14 @@ import hmac
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from torch_dpflow._core.threads import SuspendAwareClock
-from torch_dpflow.cluster.control.joint_order import Held, JointOrder
+from torch_dpflow.cluster.control.joint_order import Held
 from torch_dpflow.cluster.control.lookaheads import HORIZON, MAX_WHOLE, KnownEpoch, joint_order
 from torch_dpflow.cluster.control.routing import Routing
 from torch_dpflow.cluster.messages.coordinator import FlowSpec
@@ -38,17 +39,17 @@ from torch_dpflow.cluster.messages.router import (
     RoutingTable,
     StartEpoch,
 )
-from torch_dpflow.cluster.services.router_jobs import FlowJob, Reader, Restoring
+from torch_dpflow.cluster.services import router_jobs
+from torch_dpflow.cluster.services.router_jobs import Finish, FlowJob, Reader, Restoring
 from torch_dpflow.cluster.services.service import ServiceSpec, serve
 from torch_dpflow.errors import UsageError
-from torch_dpflow.ipc.messages.fields import UNNAMED, MisdirectedError, Name, StaleShardError
+from torch_dpflow.ipc.messages.fields import MisdirectedError, Name, StaleShardError
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer
 from torch_dpflow.ipc.rpc.leases import NameLeases
 from torch_dpflow.log import SERVICE
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers import sampling_group
 from torch_dpflow.samplers.indices import IndexArray, compact
-from torch_dpflow.samplers.passes import RankShares
 
 _NOTHING: IndexArray = np.empty(0, np.int64)
 #: The cache capacity of the group is corrected once it is off by more than this share.
@@ -246,11 +247,11 @@ class Router:
 
     # -- jobs ------------------------------------------------------------------------------------------------
 
-    def _on_join(self, call: IncomingCall) -> Result | Later:
+    def _on_join(self, call: IncomingCall) -> Result | Later | None:
         join: Join = call.body
         self._check_flow(join.flow)
         name, now = join.reader, self._clock()
-        indices = _indices(call.frames) if join.has_indices else None
+        indices = router_jobs.indices_in(call.frames) if join.has_indices else None
         if len(self._readers) >= MAX_JOBS and name not in self._readers:
             raise UsageError(f"flow {self._spec.name!r} has {MAX_JOBS} readers, the maximum")
         self._remove_ended(join.rank.job if join.rank else name, join.replaces, now)
@@ -259,17 +260,23 @@ class Router:
             generation = next(self._generations)
         if self._name_leases.admit(name, generation, join.holder, now, process=join.process):
             self._remove_reader(name)
-        if name not in self._readers:
-            try:
-                self._add_reader(join, indices)
-            except UsageError:
-                self._name_leases.leave(name, generation, now)
-                raise
-        joined = Joined(generation, self._jobs[self._readers[name].job].shares.per_rank, self._routing.table)
+        if name in self._readers:
+            return self._joined(call, generation)
+        describe = partial(self._describe, call, generation, indices)
+        return self._restoring.run(call, describe) if self._is_long(indices is not None) else describe()()
+
+    def _joined(self, call: IncomingCall, generation: int) -> Result | Later:
+        """Answer a reader that is here, once the table is complete."""
+        reader = self._readers[call.body.reader]
+        joined = Joined(generation, self._jobs[reader.job].shares.per_rank, self._routing.table)
         if self._routing.complete:
             return Result(joined)
-        self._waiting.append((call, joined, now + call.timeout_s))
+        self._waiting.append((call, joined, self._clock() + call.timeout_s))
         return LATER
+
+    def _is_long(self, passes: bool) -> bool:
+        """Return whether a step that may pass over the samples would hold the thread for too long."""
+        return passes and self._spec.size > MAX_WHOLE
 
     def _on_holders(self, call: IncomingCall) -> Result:
         return Result([NameHolder(*self._name_leases.holder(name)) for name in self._readers_of(call.body)])
@@ -284,31 +291,39 @@ class Router:
             if self._name_leases.holder(name)[0] in ended and self._name_leases.leave(name, generation, now):
                 self._remove_reader(name)
 
-    def _add_reader(self, join: Join, indices: IndexArray | None) -> None:
+    def _describe(self, call: IncomingCall, generation: int, indices: IndexArray | None) -> Finish:
+        """Take what passes over the samples of a job that joins; return what then adds the reader."""
+        join: Join = call.body
         rank = join.rank or JobRank(join.reader, 0, 1)
-        if rank.rank >= rank.replicas:
-            raise UsageError(f"rank {rank.rank} of {rank.replicas}: ranks count from 0")
-        job = self._jobs.get(rank.job)
-        if job is None:
-            self._add_job(join, rank, indices)
-        else:
-            renewed = max(map(self._name_leases.renewed_at, self._readers_of(rank.job)))
-            job.check(join, rank, indices, renewed=renewed, now=self._clock())
+        try:
+            if rank.rank >= rank.replicas:
+                raise UsageError(f"rank {rank.rank} of {rank.replicas}: ranks count from 0")
+            members = router_jobs.set_digest(indices)
+            job = self._jobs.get(rank.job) or router_jobs.new_job(self._group, join, rank, indices, members)
+        except UsageError as error:
+            return partial(self._add_reader, call, generation, rank, error)
+        return partial(self._add_reader, call, generation, rank, job, members)
+
+    def _add_reader(
+        self, call: IncomingCall, generation: int, rank: JobRank, job: FlowJob | UsageError, members: bytes = b""
+    ) -> Result | Later:
+        join, now = call.body, self._clock()
+        try:
+            if isinstance(job, UsageError):
+                raise job
+            if rank.job in self._jobs:
+                renewed = max(map(self._name_leases.renewed_at, self._readers_of(rank.job)))
+                job.check(join, rank, members, renewed=renewed, now=now)
+            else:
+                self._jobs[rank.job], self._jobs_seen = job, self._jobs_seen + 1
+        except UsageError:
+            self._name_leases.leave(join.reader, generation, now)
+            raise
+        self._name_leases.renew(join.reader, generation, now)
         self._readers[join.reader] = Reader(rank.job, rank.rank)
+        return self._joined(call, generation)
 
-    def _add_job(self, join: Join, rank: JobRank, indices: IndexArray | None) -> None:
-        """Add a job when its first rank joins."""
-        batch = join.batch_size * rank.replicas
-        named = not rank.job.startswith(UNNAMED)
-        self._group.join(
-            rank.job, indices, seed=join.seed, batch_size=batch, independence=join.independence, named=named
-        )
-        shares = RankShares(self._spec.size if indices is None else len(indices), rank.replicas, rank.drop_last)
-        order = JointOrder(self._group, rank.job, shares)
-        self._jobs[rank.job] = FlowJob(order, shares, join.seed, indices, join.weight)
-        self._jobs_seen += 1
-
-    def _on_start(self, call: IncomingCall) -> Later | None:
+    def _on_start(self, call: IncomingCall) -> Result | Later | None:
         start: StartEpoch = call.body
         reader = self._renew_lease(start.job)
         self._resting.discard(start.job.name)
@@ -318,18 +333,18 @@ class Router:
         job = self._jobs[reader.job]
         job.announced = {}
 
-        def restore() -> None:
-            samples = map(self._decode_bitmap, call.frames)
+        def restore() -> Finish:
+            samples = (router_jobs.samples_in(frame, self._spec.size) for frame in call.frames)
             held = [
                 Held(place.epoch, place.position, next(samples), next(samples) if place.has_earlier else _NOTHING)
                 for place in start.places
             ]
             job.order.start(reader.rank, held, reader=start.job.name, fresh=start.fresh)
+            return lambda: None
 
-        if self._spec.size <= MAX_WHOLE or not (job.indices is not None or any(frame.nbytes for frame in call.frames)):
-            restore()
-            return None
-        return self._restoring.run(call, restore)
+        # The first of several ranks to finish has the rest of its epoch drawn for the others.
+        passes = bool(job.members) or job.shares.replicas > 1 or any(frame.nbytes for frame in call.frames)
+        return self._restoring.run(call, restore) if self._is_long(passes) else restore()()
 
     def _on_announce(self, call: IncomingCall) -> None:
         announced: ReportOrder = call.body
@@ -349,16 +364,6 @@ class Router:
             job.announced_epoch, job.announced = announced.epoch, {}
         job.announced[reader.rank] = order
         job.known = ()
-
-    def _decode_bitmap(self, bitmap: memoryview) -> IndexArray:
-        bits = np.frombuffer(bitmap, np.uint8)
-        if not len(bits):  # of a reader that has nothing
-            return _NOTHING
-        if len(bits) != -(-self._spec.size // 8):
-            raise UsageError(f"a bitmap of {len(bits)} bytes: {-(-self._spec.size // 8)} are required")
-        if not bits.any():
-            return _NOTHING
-        return np.flatnonzero(np.unpackbits(bits, count=self._spec.size))
 
     def _on_draw(self, call: IncomingCall) -> Result:
         draw: DrawSamples = call.body
@@ -414,12 +419,6 @@ class Router:
         if all(other.job != reader.job for other in self._readers.values()):
             self._group.leave(reader.job)
             del self._jobs[reader.job]
-
-
-def _indices(frames: list[memoryview]) -> IndexArray:
-    if len(frames) != 1 or frames[0].nbytes % 8:
-        raise UsageError("a job's samples are one frame of int64")
-    return np.frombuffer(frames[0], np.int64)
 
 
 def run(service: ServiceSpec) -> None:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from torch_dpflow.cluster.control.joint_order import JointOrder
 from torch_dpflow.cluster.messages.router import JobRank, Join
 from torch_dpflow.errors import UsageError
-from torch_dpflow.ipc.messages.fields import NameBusyError, OverloadedError
+from torch_dpflow.ipc.messages.fields import UNNAMED, NameBusyError, OverloadedError
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result
 from torch_dpflow.ipc.rpc.call_service import Handler
 from torch_dpflow.ipc.rpc.leases import LEAVING_S
+from torch_dpflow.samplers.group import SamplingGroup
 from torch_dpflow.samplers.indices import IndexArray
 from torch_dpflow.samplers.passes import RankShares
+
+_NOTHING: IndexArray = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,8 @@ class FlowJob:
     order: JointOrder
     shares: RankShares
     seed: int
-    #: Samples of the job; None for all.
-    indices: IndexArray | None
+    #: `set_digest` of its samples.
+    members: bytes
     weight: float
     #: For a job with its own sampler: the newest epoch, and its order by rank.
     announced_epoch: int = 0
@@ -48,7 +52,7 @@ class FlowJob:
     #: When processes first described the job differently, by their random numbers.
     rivals: dict[int, float] = field(default_factory=dict)
 
-    def check(self, join: Join, rank: JobRank, indices: IndexArray | None, *, renewed: float, now: float) -> None:
+    def check(self, join: Join, rank: JobRank, members: bytes, *, renewed: float, now: float) -> None:
         """Check that a rank describes the job as its other ranks do.
 
         The others may be those of an earlier run that was killed, and that this one continues at another size. Then
@@ -61,7 +65,7 @@ class FlowJob:
             NameBusyError: it does not, and the others may have ended; try again.
             UsageError: it does not, and the others are running.
         """
-        problem = next(self._differences(join, rank, indices), None)
+        problem = next(self._differences(join, rank, members), None)
         if problem is None:
             return
         if renewed > self.rivals.setdefault(join.holder, now) + LEAVING_S:
@@ -72,7 +76,7 @@ class FlowJob:
             "is free once their leases have expired"
         )
 
-    def _differences(self, join: Join, rank: JobRank, indices: IndexArray | None) -> Iterator[str]:
+    def _differences(self, join: Join, rank: JobRank, members: bytes) -> Iterator[str]:
         mine = (self.shares.replicas, self.shares.drop_last, self.seed)
         theirs = (rank.replicas, rank.drop_last, join.seed)
         for name, here, there in zip(("num_replicas", "drop_last", "seed"), mine, theirs):
@@ -81,12 +85,17 @@ class FlowJob:
                     f"rank {rank.rank} of job {rank.job!r} joins with {name}={there!r}, other ranks have {here!r}; "
                     "all must have the same, and another job another name"
                 )
-        if not np.array_equal(_as_set(self.indices), _as_set(indices)):
+        if members != self.members:
             yield f"rank {rank.rank} of job {rank.job!r} joins with other samples than its other ranks"
 
 
+#: Ends a handler in the server's thread; returns its answer.
+Finish: TypeAlias = Callable[[], Result | Later | None]
+
+
 class Restoring:
-    """Restores the orders of jobs that resume in a thread, which takes seconds for many samples.
+    """Does in a thread what passes over all samples, and takes seconds for many: restores the order of a job that
+    resumes, and adds jobs that read a part.
 
     Meanwhile the server's thread answers heartbeats, and no other call that uses the sampling group.
 
@@ -103,30 +112,65 @@ class Restoring:
 
         def handle(call: IncomingCall) -> Result | Later | None:
             if self.is_running:
-                raise OverloadedError("the router restores the order of a job that resumes; the call is repeated")
+                raise OverloadedError("the router restores the order of a job, or adds one; the call is repeated")
             return handler(call)
 
         return handle
 
-    def run(self, call: IncomingCall, restore: Callable[[], None]) -> Later:
-        """Restore an order in a thread, and then answer the call."""
+    def run(self, call: IncomingCall, work: Callable[[], Finish]) -> Later:
+        """Do this work in a thread, and then what it returns in the server's, which answers the call."""
         self.is_running = True
-        threading.Thread(target=self._run, args=(call, restore), name="dpflow-restore", daemon=True).start()
+        threading.Thread(target=self._run, args=(call, work), name="dpflow-restore", daemon=True).start()
         return LATER
 
-    def _run(self, call: IncomingCall, restore: Callable[[], None]) -> None:
-        answer = call.answer
+    def _run(self, call: IncomingCall, work: Callable[[], Finish]) -> None:
         try:
-            restore()
+            finish = work()
         except Exception as error:
-            answer = partial(call.fail, error)
+            finish = partial(_raise, error)
+        self._post(partial(self._answer, call, finish))
 
-        def finish() -> None:
-            self.is_running = False
-            answer()
+    def _answer(self, call: IncomingCall, finish: Finish) -> None:
+        self.is_running = False
+        try:
+            answer = finish()
+        except Exception as error:
+            call.fail(error)
+        else:
+            if answer is not LATER:
+                call.answer(*(answer or ()))
 
-        self._post(finish)
+
+def _raise(error: Exception) -> Result:
+    raise error
 
 
-def _as_set(indices: IndexArray | None) -> IndexArray:
-    return np.empty(0, np.int64) if indices is None else np.sort(indices)
+def new_job(group: SamplingGroup, join: Join, rank: JobRank, indices: IndexArray | None, members: bytes) -> FlowJob:
+    """Add a job to a group when its first rank joins. members: `set_digest` of its samples."""
+    batch = join.batch_size * rank.replicas
+    named = not rank.job.startswith(UNNAMED)
+    group.join(rank.job, indices, seed=join.seed, batch_size=batch, independence=join.independence, named=named)
+    shares = RankShares(group.size if indices is None else len(indices), rank.replicas, rank.drop_last)
+    return FlowJob(JointOrder(group, rank.job, shares), shares, join.seed, members, join.weight)
+
+
+def indices_in(frames: list[memoryview]) -> IndexArray:
+    """Return the samples of a job, as it sends them."""
+    if len(frames) != 1 or frames[0].nbytes % 8:
+        raise UsageError("a job's samples are one frame of int64")
+    return np.frombuffer(frames[0], np.int64)
+
+
+def samples_in(bitmap: memoryview, size: int) -> IndexArray:
+    """Return the samples whose bits are set; none for an empty bitmap, of a reader that has nothing."""
+    bits = np.frombuffer(bitmap, np.uint8)
+    if len(bits) not in (0, -(-size // 8)):
+        raise UsageError(f"a bitmap of {len(bits)} bytes: {-(-size // 8)} are required")
+    if not bits.any():
+        return _NOTHING
+    return np.flatnonzero(np.unpackbits(bits, count=size))
+
+
+def set_digest(indices: IndexArray | None) -> bytes:
+    """Return a digest of a set of samples, given in any order; empty for None, which is all samples."""
+    return b"" if indices is None else hashlib.blake2b(np.sort(indices).data, digest_size=16).digest()
