@@ -58,6 +58,7 @@ METRICS = (
     _LOWER(name="heartbeat_us", label="a heartbeat, µs", spec=".0f"),
     _LOWER(name="sample_us", label="a sample, µs", spec=".0f"),
     _LOWER(name="idle_ms_per_s", label="without calls, ms/s", spec=".1f"),
+    _LOWER(name="node_ms_per_s", label="node, ms/s", spec=".1f"),
     _LOWER(name="join_ms", label="a client joins, ms", spec=".1f"),
     _LOWER(name="first_s", label="first batch, s", spec=".2f"),
     _LOWER(name="whole_s", label="whole again, s", spec=".2f"),

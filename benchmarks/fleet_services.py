@@ -46,7 +46,7 @@ from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Fate, Findi
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import Limits
 
-SAMPLES, BATCH, TOKEN, CLUSTER = 1_000_000, 256, "token", "fleet"
+SAMPLES, BATCH, TOKEN, CLUSTER = 1_000_000, 256, "token", "f1ee7f1e"
 #: Seconds without any call.
 IDLE_S = 3.0
 
