@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torch_dpflow.samplers import directory as module
 from torch_dpflow.samplers.directory import Directory
 
 SIZE = 30
@@ -130,3 +131,30 @@ def test_a_large_directory_stays_within_its_capacity(capacity: int) -> None:
         assert len(held) <= capacity
         assert set(np.flatnonzero(kept.resident(np.arange(20_000))).tolist()) == held
     assert len(held) == capacity
+
+
+@pytest.mark.parametrize("reloads", [False, True])
+def test_a_search_and_the_log_do_not_grow_with_the_loads(monkeypatch: pytest.MonkeyPatch, reloads: bool) -> None:
+    monkeypatch.setattr(module, "_PIECE", 16)
+    monkeypatch.setattr(module, "_SEARCHED", 32)
+    rng, kept = np.random.default_rng(4), Directory(4000, 300)
+    kept.needed.extra[:] = rng.integers(1, 4, 4000)
+    kept.protected, searched, oldest = 50, [], kept._oldest
+
+    def noted() -> tuple[np.ndarray, np.ndarray]:
+        found = oldest()
+        searched.append(len(found[0]))
+        return found
+
+    monkeypatch.setattr(kept, "_oldest", noted)
+    for step in range(1500):
+        among = 280 if reloads and step % 300 > 40 else 4000
+        loaded = rng.choice(among, 8, replace=False).astype(np.int32)
+        kept.load(loaded)
+        gone = kept.shrink()
+        assert not np.isin(gone, loaded).any()
+        if step % 50 == 0:
+            kept.validate()
+        assert sum(len(piece[0]) for piece in kept._log) <= 4 * 300
+    assert len(searched) > 100
+    assert max(searched) <= 32 + 16 + 8

@@ -10,6 +10,11 @@ from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, c
 LISTED = 1
 #: Above this many residents per eviction a search pays for several evictions at once.
 _RESIDENTS_PER_VICTIM = 16
+#: Among at least so many residents, the oldest loads, a search selects victims: one of all of a large cache, of 10
+#: million samples, would delay a draw by seconds.
+_SEARCHED = 1 << 20
+#: Loads of one piece of the log.
+_PIECE = 1 << 16
 
 
 class Directory:
@@ -19,7 +24,7 @@ class Directory:
     latest loads are protected while any job needs them, because jobs that follow closely had no chance to read them.
 
     Samples that no job needs any more are recorded by `on_read` and evicted first. Only if there are none, a search
-    in O(capacity) selects several victims.
+    selects several victims: among all residents, or the oldest loads of many.
     """
 
     def __init__(self, size: int, capacity: int) -> None:
@@ -34,15 +39,18 @@ class Directory:
         self._loaded = sparse_zeros(size, np.int64)
         #: Loads so far.
         self._loads = 0
-        #: Samples and numbers of loads, in order; those of evicted samples stay until `_compact`.
-        self._samples = np.empty(0, compact(size))
-        self._numbers = np.empty(0, np.int64)
-        self._length = 0
+        #: Samples and numbers of loads, in order, in pieces; those of samples that were evicted or loaded again stay
+        #: until `_current`. Draws are collected until they make a piece.
+        self._log: list[tuple[CompactArray, IndexArray]] = []
+        self._latest: list[tuple[CompactArray, IndexArray]] = []
+        self._latest_length = 0
+        #: The piece that is swept next.
+        self._swept = 0
         #: Residents that no job needs, evicted first.
         self._finished: list[CompactArray] = []
         #: The next victims, and their load numbers when they were selected.
-        self._victims: CompactArray = self._samples[:0]
-        self._chosen_as: IndexArray = self._numbers[:0]
+        self._victims: CompactArray = np.empty(0, compact(size))
+        self._chosen_as: IndexArray = np.empty(0, np.int64)
 
     def resident(self, samples: CompactArray) -> BoolArray:
         """Return whether each sample is held."""
@@ -85,7 +93,7 @@ class Directory:
 
     def shrink(self) -> CompactArray:
         """Evict the samples beyond the capacity and return them."""
-        gone = [self._samples[:0]]
+        gone = [self._victims[:0]]
         while (excess := self._residents - self.capacity) > 0:
             if self._finished:
                 batch = self._next_finished(excess)
@@ -106,7 +114,7 @@ class Directory:
 
     def _next_victims(self, count: int) -> CompactArray:
         if not len(self._victims):
-            self._choose(max(count, self.capacity // _RESIDENTS_PER_VICTIM))
+            self._choose(max(count, min(self.capacity, _SEARCHED) // _RESIDENTS_PER_VICTIM))
         batch, numbers = self._victims[:count], self._chosen_as[:count]
         self._victims, self._chosen_as = self._victims[count:], self._chosen_as[count:]
         current: CompactArray = batch[self._held[batch] & (self._loaded[batch] == numbers)]
@@ -114,41 +122,65 @@ class Directory:
 
     def _choose(self, count: int) -> None:
         """Select the next `count` victims, or all that may be evicted."""
-        self._compact()
-        samples, numbers = self._samples[: self._length], self._numbers[: self._length]
+        samples, numbers = self._oldest()
         needed = self.needed.of(samples)
         free = np.flatnonzero((numbers < self._loads - self.protected) | (needed == 0))
         order = free[np.argsort(needed[free], kind="stable")[:count]]
         if not len(order):
             # All are protected: one draw loaded more than the caches hold.
-            order = np.arange(min(count, self._length))
+            order = np.arange(min(count, len(samples)))
         self._victims, self._chosen_as = samples[order], numbers[order]
 
-    def _append(self, samples: CompactArray, numbers: IndexArray) -> None:
-        end = self._length + len(samples)
-        if end > len(self._samples):
-            self._compact()
-            end = self._length + len(samples)
-            length = max(end, self._length + self.capacity) + len(samples)
-            self._samples, self._numbers = (
-                np.concatenate([old[: self._length], np.empty(length - self._length, old.dtype)])
-                for old in (self._samples, self._numbers)
-            )
-        self._samples[self._length : end] = samples
-        self._numbers[self._length : end] = numbers
-        self._length = end
+    def _oldest(self) -> tuple[CompactArray, IndexArray]:
+        """Return residents and the numbers of their loads: all, or at least `_SEARCHED` of the oldest loads."""
+        self._end_piece()
+        end = found = 0
+        while end < len(self._log) and found < _SEARCHED:
+            self._log[end] = self._current(*self._log[end])
+            found += len(self._log[end][0])
+            end += 1
+        joined = _joined(self._log[:end])
+        self._log[:end] = [joined]
+        return joined
 
-    def _compact(self) -> None:
-        samples, numbers = self._samples[: self._length], self._numbers[: self._length]
+    def _append(self, samples: CompactArray, numbers: IndexArray) -> None:
+        self._latest.append((samples, numbers))
+        self._latest_length += len(samples)
+        if self._latest_length >= _PIECE:
+            self._end_piece()
+
+    def _end_piece(self) -> None:
+        if not self._latest:
+            return
+        self._log.append(_joined(self._latest))
+        self._latest, self._latest_length = [], 0
+        for _ in range(2):  # more than are added, so that each piece is swept again and again
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove from one piece the loads of samples that were evicted or loaded again."""
+        self._swept %= len(self._log)
+        piece = self._current(*self._log[self._swept])
+        if len(piece[0]) or len(self._log) == 1:
+            self._log[self._swept] = piece
+            self._swept += 1
+        else:
+            del self._log[self._swept]
+
+    def _current(self, samples: CompactArray, numbers: IndexArray) -> tuple[CompactArray, IndexArray]:
+        """Return the loads among these whose samples are resident since."""
         held = self._held[samples] & (self._loaded[samples] == numbers)
-        kept = int(np.count_nonzero(held))
-        self._samples[:kept], self._numbers[:kept] = samples[held], numbers[held]
-        self._length = kept
+        return (samples, numbers) if held.all() else (samples[held], numbers[held])
 
     def validate(self) -> None:
         """AssertionError unless the residents match the load order and fit the capacity."""
-        self._compact()
-        listed = self._samples[: self._length]
+        self._end_piece()
+        listed, numbers = _joined([self._current(*piece) for piece in self._log])
         assert np.array_equal(np.sort(listed), np.flatnonzero(self._held))
         assert len(listed) == self._residents <= self.capacity
-        assert (np.diff(self._numbers[: self._length]) > 0).all()
+        assert (np.diff(numbers) > 0).all()
+
+
+def _joined(pieces: list[tuple[CompactArray, IndexArray]]) -> tuple[CompactArray, IndexArray]:
+    samples, numbers = zip(*pieces)
+    return np.concatenate(samples), np.concatenate(numbers)
