@@ -18,7 +18,7 @@ from torch_dpflow.errors import OptionError, OptionTypeError
 #: Growth of the batches in flight; more would fill any memory.
 MAX_GROWTH = 1000
 
-Seeding = Literal["auto", "batch", "worker"]
+Seeding = Literal["auto", "batch", "sample", "worker"]
 #: Which of the user's code is sent to remote workers. "auto": what the pickle needs; paths: these too; None: none.
 Code: TypeAlias = Literal["auto"] | Sequence[str] | None
 
@@ -33,20 +33,22 @@ class LoaderOptions:
             order, so random augmentation is not repeatable.
         seeding: how torch, random and numpy are seeded in a worker. "batch" seeds them before each batch from (base
             seed, epoch, batch): random augmentation is the same for any number of workers and after a crash, and an
-            idle worker may take over a batch. "worker" uses torch's stream and round-robin assignment: batches equal
-            those of torch's loader bit for bit, and no work is stolen. (If persistent workers begin another epoch
-            before the end of one, their streams continue behind the last delivered batch; torch's continue behind the
-            last prefetched one.) "auto" is "worker" with a `worker_init_fn`, an iterable dataset or one with a state,
-            else "batch".
+            idle worker may take over a batch. "sample" seeds them before each sample from (base seed, epoch, batch,
+            place in the batch), and as "batch" before `collate_fn`: as repeatable, and several workers may load one
+            batch although its samples draw. Datasets with `__getitems__` are seeded by batch. "worker" uses torch's
+            stream and round-robin assignment: batches equal those of torch's loader bit for bit, and no work is
+            stolen. (If persistent workers begin another epoch before the end of one, their streams continue behind the
+            last delivered batch; torch's continue behind the last prefetched one.) "auto" is "worker" with a
+            `worker_init_fn`, an iterable dataset or one with a state, else "batch".
         prefetch_growth: how far the batches in flight may grow beyond torch's `prefetch_factor * num_workers` while a
             worker is idle because an older batch is late; a factor from 1 to 1000. Only for samplers that draw their
             order at the start of the epoch, because drawing further ahead cannot change it.
         restart_limit: how many times in a row workers are replaced without a batch in between, before the loader
             raises WorkerStartError. None: 8, and before the first batch at most the number of workers plus two.
         poison_limit: after how many ended workers a batch raises PoisonTaskError.
-        task_timeout_s: limit of a worker's time for one batch, or for its start, seconds; None: no limit, as with
-            torch. A worker above it is killed and replaced, which counts for `poison_limit`. torch's `timeout`
-            instead limits how long the training loop waits for a batch.
+        task_timeout_s: limit of a worker's time for one batch, for its rows of one, or for its start, seconds; None:
+            no limit, as with torch. A worker above it is killed and replaced, which counts for `poison_limit`. torch's
+            `timeout` instead limits how long the training loop waits for a batch.
         shared_memory: bytes of shared memory that each worker may fill; 0 sends every batch through the socket;
             None allows a quarter of the machine's memory, divided among the workers.
         listen: with `platform=`, where to listen for workers: "tcp://HOST:PORT", port 0 for a free one. Workers must
@@ -89,6 +91,11 @@ class LoaderOptions:
         if self.seeding not in get_args(Seeding):
             raise OptionError(f"seeding={self.seeding!r} is not one of {get_args(Seeding)}")
         check_fields(self, check_number, "prefetch_growth", minimum=1, maximum=MAX_GROWTH)
+        if self.seeding == "sample" and self.read_threads > 1:
+            raise OptionError(
+                f"seeding='sample' with read_threads={self.read_threads}: threads share the random generators, so "
+                "samples cannot be seeded one by one; use read_threads=1 or seeding='batch'"
+            )
 
 
 def check_code(code: Code) -> None:

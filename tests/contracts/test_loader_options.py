@@ -24,7 +24,7 @@ from torch_dpflow.options import LoaderOptions
     [
         {"read_threads": 0},
         {"read_threads": -1},
-        {"seeding": "sample"},
+        {"seeding": "row"},
         {"prefetch_growth": 0.5},
         {"prefetch_growth": float("nan")},
         {"prefetch_growth": float("inf")},

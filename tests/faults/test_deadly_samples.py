@@ -20,7 +20,8 @@ from tests.new_process import FORK, in_fork
 from tests.shared_datasets import Hanging
 from tests.worker_cases import has_ended, kill, worker_pids
 from torch_dpflow.errors import LoaderTimeoutError, PoisonTaskError, WorkerError, WorkerStartError
-from torch_dpflow.loader.private_shard import Died, PrivateShard
+from torch_dpflow.loader.private_shard import PrivateShard
+from torch_dpflow.loader.shard_events import Died
 from torch_dpflow.loader.worker_iterator import WorkerIterator
 from torch_dpflow.loader.worker_processes import WorkerProcesses
 from torch_dpflow.options import LoaderOptions

@@ -8,8 +8,11 @@ and must arrive once messages arrive again.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -22,11 +25,22 @@ from tests.support.lossy import LossyConnection, LossyListener
 from torch_dpflow._core.stage_clock import StageClock
 from torch_dpflow._core.stage_times import StageTimes
 from torch_dpflow.errors import DPFlowError
-from torch_dpflow.ipc.messages.headers import BATCH, EpochBegin, Finished, WorkerHandshake
+from torch_dpflow.ipc.messages.headers import BATCH, OPENED, UNFIT, EpochBegin, Finished, WorkerHandshake
 from torch_dpflow.ipc.messages.headers import decode as header
-from torch_dpflow.ipc.serialization.codec import decode
+from torch_dpflow.ipc.serialization.codec import decode, encode
+from torch_dpflow.loader.open_batches import PIECE_S, OpenBatches, Opening
 from torch_dpflow.workers import batch_worker
-from torch_dpflow.workers.batch_worker import POSITION_BITS, POSITION_MASK, BatchWorker
+from torch_dpflow.workers.batch_pieces import (
+    UNDIVIDED,
+    BatchPiece,
+    Lender,
+    OpenedBatch,
+    generation_of,
+    part_of,
+    position_of,
+    task_of,
+)
+from torch_dpflow.workers.batch_worker import BatchWorker
 from torch_dpflow.workers.batches import Begun, EpochSpec, LoadedBatch, LoadSpec
 from torch_dpflow.workers.scheduler.machine import Scheduler
 from torch_dpflow.workers.shard import Shard
@@ -46,13 +60,56 @@ class NumberedBatches:
         self.epoch = epoch
         return Begun(generation=epoch.generation, stream=None, failure=None) if self.spec.own_stream else None
 
-    def load(self, position: int, index: int) -> LoadedBatch:
+    def share(self, *arguments: Any) -> None:
+        pass
+
+    def load(self, task: int, index: Any) -> LoadedBatch:
         assert self.epoch is not None
         self.clock.add_sample(1.0, 0.0, 0.0)
-        return LoadedBatch(BATCH, (self.epoch.epoch, position, index), None)
+        if isinstance(index, BatchPiece):
+            return self.load_rows(task, index)
+        if isinstance(index, list):  # opened before, and to be loaded as a whole
+            index = index[0]
+        if not self.spec.divides or part_of(task) or index % 4 == 3:
+            return LoadedBatch(BATCH, (self.epoch.epoch, position_of(task), index), None)
+        number = len(BLOCKS)
+        BLOCKS.append(Block(number, {0}))
+        # Of eight rows, each of which takes the time of a piece.
+        opened = OpenedBatch((self.epoch.epoch, position_of(task), number), [index] * 8, 1, PIECE_S, Lender(0, 0, 0))
+        return LoadedBatch(OPENED, encode(opened), None)
+
+    def load_rows(self, task: int, piece: BatchPiece) -> LoadedBatch:
+        epoch, position, number = decode(piece.table, [piece.head]).value
+        assert self.epoch is not None
+        assert (epoch, position) == (self.epoch.epoch, position_of(task)), "another epoch's numbers"
+        if piece.indices[0] % 4 == 2 and piece.begin > 4:
+            return LoadedBatch(UNFIT, piece.indices[0] % 1000 != 10, None)
+        if not BLOCKS[number].is_open:
+            return LoadedBatch(UNFIT, True, None)
+        BLOCKS[number].rows.update(range(piece.begin, piece.begin + len(piece.indices)))
+        return LoadedBatch(BATCH, True, None)
 
 
-def load_spec(*, own_stream: bool) -> LoadSpec:
+@dataclass
+class Block:
+    """The memory of an opened batch: the rows that were written."""
+
+    number: int
+    rows: set[int]
+    is_open: bool = True
+
+    def end_writing(self) -> bool:
+        """Fails for some blocks, as if a worker were writing."""
+        assert self.rows == {*range(8)}, "a batch ends before all of its rows are written"
+        self.is_open = False
+        return self.number % 5 != 4
+
+
+#: Of this process, in which all workers are.
+BLOCKS: list[Block] = []
+
+
+def load_spec(*, own_stream: bool, divides: bool) -> LoadSpec:
     return LoadSpec(
         dataset=None,
         dataset_kind=0,
@@ -64,6 +121,7 @@ def load_spec(*, own_stream: bool) -> LoadSpec:
         num_workers=WORKERS,
         base_seed=0,
         own_stream=own_stream,
+        divides=divides,
         read_threads=1,
         shared_memory=0,
     )
@@ -96,13 +154,14 @@ class Process:
 class LoaderModel:
     """The loader around a shard: as `WorkerIterator` and `PrivateShard`, in one thread. Also the shard's requester."""
 
-    def __init__(self, *, in_order: bool, own_stream: bool, queue_messages: int) -> None:
+    def __init__(self, *, in_order: bool, own_stream: bool, queue_messages: int, divides: bool = False) -> None:
         self.in_order, self.own_stream = in_order, own_stream
+        BLOCKS.clear()
         self.patches = ExitStack()
         self.patches.enter_context(patch.object(batch_worker, "BatchSource", NumberedBatches))
         self.patches.enter_context(patch.object(batch_worker, "use_sched_batch", lambda: None))
         self.patches.enter_context(patch.object(batch_worker, "let_fill", lambda *_: None))
-        self.spec = load_spec(own_stream=own_stream)
+        self.spec = load_spec(own_stream=own_stream, divides=divides and not own_stream)
         self.queue_messages = queue_messages
         self.generation = self.replaced = 0
         self.begin_reading()
@@ -114,6 +173,8 @@ class LoaderModel:
         self.listener = LossyListener(self.queue_messages)
         self.scheduler = Scheduler(window=2, poison_limit=1 << 30)
         self.shard = Shard(self.listener, self.scheduler, self, clock=lambda: 0.0)
+        self.open_batches = OpenBatches(WORKERS, self.shard.submit, self.shard.cancel, self.arrived)
+        self.commands: deque[Callable[[], None]] = deque()
         self.processes = [self.started(number, 0) for number in range(WORKERS)]
 
     def close(self) -> None:
@@ -129,6 +190,7 @@ class LoaderModel:
     def begin_epoch(self) -> None:
         self.generation += 1
         self.begin_reading()
+        self.open_batches.clear()
         self.shard.begin_epoch()
         self.submit()
 
@@ -136,7 +198,7 @@ class LoaderModel:
         while self.submitted < min(BATCHES, self.given + 2 * WORKERS):
             position = self.submitted
             self.submitted += 1
-            task = (self.generation << POSITION_BITS) | position
+            task = task_of(self.generation, position, 0 if self.open_batches.opens else UNDIVIDED)
             pinned_to = position % WORKERS if self.own_stream else None
             self.shard.submit([(task, pickle.dumps(self.index(position)))], pinned_to=pinned_to)
 
@@ -165,12 +227,15 @@ class LoaderModel:
             self.listener.deliver_up(process.connection.identity, 1 << 30)
             self.receive()
             self.shard.on_worker_lost(number, may_blame=False)
+            self.receive()
             self.replaced += 1
             self.processes[number] = self.started(number, process.incarnation + 1)
 
     def receive(self) -> None:
         while (message := self.listener.receive(0)) is not None:
             self.shard.on_message(*message)
+        while self.commands:
+            self.commands.popleft()()
 
     # -- of the shard (`Requester`) ----------------------------------------------------------------------
 
@@ -198,11 +263,28 @@ class LoaderModel:
         return [decode(finished.payload, frames) for frames in payloads]
 
     def delivered(self, task: int, worker: int, finished: Finished, opened: Any) -> None:
-        assert task >> POSITION_BITS == self.generation, "a batch of an earlier epoch"
-        position = task & POSITION_MASK
-        assert opened == (10 + self.generation, position, self.index(position)), "another epoch's numbers"
+        assert generation_of(task) == self.generation, "a batch of an earlier epoch"
+        if finished.kind == OPENED:
+            block = BLOCKS[opened.value[2]]
+            head = encode(opened)[1][0]
+            opening = Opening(opened, finished.payload, head, block.end_writing)
+            self.commands.append(partial(self.add, task, opening))
+        elif part_of(task) not in (0, UNDIVIDED):
+            self.commands.append(partial(self.open_batches.finish, task, finished.kind, opened))
+        else:
+            self.arrived(task - part_of(task), finished.kind, opened)
+
+    def add(self, task: int, opening: Opening) -> None:
+        if generation_of(task) == self.generation:
+            self.open_batches.add(task, opening)
+
+    def arrived(self, task: int, kind: int, value: Any, size: int = 0) -> None:
+        epoch, position = 10 + self.generation, position_of(task)
+        assert (generation_of(task), part_of(task), kind) == (self.generation, 0, BATCH)
         assert position not in self.results
-        self.results[position] = opened
+        whole = value == (epoch, position, self.index(position))
+        assert whole or (value[:2] == (epoch, position) and BLOCKS[value[2]].rows == {*range(8)}), "other numbers"
+        self.results[position] = value
 
     def poisoned(self, task: int, workers: tuple[int, ...], late: int) -> None:
         raise AssertionError("no task kills workers here")
@@ -237,9 +319,18 @@ class LoaderModel:
 class WorkersUnderLoss(RuleBasedStateMachine):
     """Epochs that are begun at any time, with messages in any order and queues that are soon full."""
 
-    @initialize(in_order=st.booleans(), own_stream=st.booleans(), queue_messages=st.sampled_from([3, 8, 1000]))
-    def begin(self, in_order: bool, own_stream: bool, queue_messages: int) -> None:
-        self.loader = LoaderModel(in_order=in_order, own_stream=own_stream, queue_messages=queue_messages)
+    @initialize(
+        in_order=st.booleans(),
+        kind=st.sampled_from(["own stream", "divides", "whole"]),
+        queue_messages=st.sampled_from([3, 8, 1000]),
+    )
+    def begin(self, in_order: bool, kind: str, queue_messages: int) -> None:
+        self.loader = LoaderModel(
+            in_order=in_order,
+            own_stream=kind == "own stream",
+            divides=kind == "divides",
+            queue_messages=queue_messages,
+        )
 
     @rule(times=st.integers(1, 5))
     def begin_epochs(self, times: int) -> None:

@@ -34,6 +34,8 @@ __all__ = [
     "set_worker_info",
     "set_worker_signal_handlers",
     "sharding_worker_init_fn",
+    "tree_flatten",
+    "tree_unflatten",
     "typed_storage",
     "untyped_storage",
 ]
@@ -75,6 +77,7 @@ try:
     from torch._C import _nn as _functions
     from torch._C import _set_worker_signal_handlers as set_worker_signal_handlers
     from torch._utils import ExceptionWrapper
+    from torch.utils._pytree import tree_flatten, tree_unflatten
     from torch.utils.data._utils import pin_memory as _pin_memory
     from torch.utils.data._utils import worker as _worker
     from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -33,10 +34,21 @@ from torch_dpflow._core.torch_private import ExceptionWrapper
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.errors import DescriptorLimitError, LifetimeError, MessageError
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader
-from torch_dpflow.ipc.messages.headers import FAILURE, Finished, WorkerHandshake
+from torch_dpflow.ipc.messages.headers import FAILURE, OPENED, Finished, WorkerHandshake
 from torch_dpflow.ipc.serialization.codec import decode
+from torch_dpflow.loader.open_batches import OpenBatches, Opening
+from torch_dpflow.loader.shard_events import (
+    Arrived,
+    Died,
+    Event,
+    Poisoned,
+    RowsArrived,
+    ShardFailed,
+    Started,
+    WorkerIdle,
+)
+from torch_dpflow.workers.batch_pieces import UNDIVIDED, generation_of, part_of
 from torch_dpflow.workers.batches import Begun, EpochSpec
-from torch_dpflow.workers.platform import Handle
 from torch_dpflow.workers.scheduler.machine import Counters, Scheduler
 from torch_dpflow.workers.shard import Shard
 
@@ -53,67 +65,6 @@ GRACE_S = 5.0
 TICK_S = 0.5
 #: The longest wait of the training thread between two checks for signals, seconds.
 SIGNALS_S = 1.0
-
-
-# Events that the shard's thread passes to the training thread. Structs are defined and created in a fraction of the
-# time of dataclasses.
-
-
-class Arrived(msgspec.Struct, frozen=True):
-    """The first result of a task has arrived, opened and pinned."""
-
-    task: int
-    worker: int
-    kind: int
-    value: Any
-    stream: StreamState | None
-    #: Bytes.
-    size: int
-    #: What loading has taken its worker since the worker's result before; None if nothing is known.
-    times: StageTimes | None = None
-    #: When it arrived, by `time.perf_counter`.
-    at: float = 0.0
-
-
-class Poisoned(msgspec.Struct, frozen=True):
-    """These workers died while they ran the same task, one after the other."""
-
-    task: int
-    workers: tuple[int, ...]
-
-
-class Started(msgspec.Struct, frozen=True):
-    """A worker with a stream of its own has begun an epoch."""
-
-    worker: int
-    begun: Begun
-
-
-class WorkerIdle(msgspec.Struct, frozen=True):
-    """A worker has no task."""
-
-
-class Died(msgspec.Struct, frozen=True):
-    """A worker has ended; its tasks are queued again for its replacement or other workers."""
-
-    worker: int
-    handle: Handle
-
-
-class RemoteWorkerLost(msgspec.Struct, frozen=True):
-    """A remote worker has ended; its platform replaces it. how: its end, for messages."""
-
-    worker: int
-    how: str
-
-
-class ShardFailed(msgspec.Struct, frozen=True):
-    """The shard's thread has failed; this is the last event."""
-
-    error: BaseException
-
-
-Event = Arrived | Poisoned | Started | WorkerIdle | Died | RemoteWorkerLost | ShardFailed
 
 
 class PrivateShard:
@@ -175,6 +126,7 @@ class PrivateShard:
             task_timeout_s=task_timeout_s,
         )
         self._shard = Shard(processes.sender, self._scheduler, self, clock=self._clock, start_timeout_s=task_timeout_s)
+        self._open = OpenBatches(len(processes), self._shard.submit, self._shard.cancel, self._arrived)
         self._receive = self._receiver()
         self._thread = AwaitedThread(self._run, name="dpflow-shard")
         try:
@@ -194,6 +146,8 @@ class PrivateShard:
             fresh = [payload for payload in payloads if payload[0] > self._latest]
             if fresh:
                 self._latest = fresh[-1][0]
+                if not self._open.opens:
+                    fresh = [(task + UNDIVIDED, payload) for task, payload in fresh]
                 self._shard.submit(fresh, pinned_to=pinned_to)
 
         self._command(submit)
@@ -243,6 +197,7 @@ class PrivateShard:
         def begin() -> None:
             self._epoch = epoch
             self._streams = [*streams] or [None] * len(self.processes)
+            self._open.clear()
             self._shard.begin_epoch()
 
         self._command(begin)
@@ -384,7 +339,12 @@ class PrivateShard:
     def _opened(self, worker: int, reader: ArenaReader | None, finished: Finished, frames: list[memoryview]) -> Any:
         stream = pickle.loads(frames.pop()) if finished.has_stream else None
         try:
-            return decode(finished.payload, frames, reader=reader), stream
+            value = decode(finished.payload, frames, reader=reader)
+            if finished.kind == OPENED and reader is not None:
+                value = Opening(
+                    value, finished.payload, frames[0], partial(reader.end_writing, finished.payload.blocks[0])
+                )
+            return value, stream
         except (MessageError, DescriptorLimitError) as error:
             # The message is intact, as it is from a worker of ours: a class of the batch fails to unpickle here.
             cause = error.__cause__ or error if isinstance(error, MessageError) else error
@@ -395,18 +355,53 @@ class PrivateShard:
         value, stream = opened
         if stream is not None:
             self._streams[worker] = stream
+        kind = FAILURE if isinstance(value, ExceptionWrapper) else finished.kind
+        # The shard is about to send what the scheduler has assigned: other tasks are submitted after that.
+        times, self._times = self._times, None
+        if kind != OPENED and part_of(task) in (0, UNDIVIDED):
+            whole = task - part_of(task)
+            self._arrived(whole, kind, value, finished.payload.nbytes, worker=worker, stream=stream, times=times)
+            return
+        self._notify(RowsArrived(task, worker, times, time.perf_counter()))
+        if kind == OPENED:
+            self._command(lambda: self._divide(task, value))
+        else:
+            self._command(lambda: self._open.finish(task, kind, value))
+
+    def _divide(self, task: int, opening: Opening) -> None:
+        if generation_of(task) == self._epoch.generation:
+            self._open.add(task, opening)
+
+    def _arrived(
+        self,
+        task: int,
+        kind: int,
+        value: Any,
+        size: int,
+        *,
+        worker: int = -1,
+        stream: StreamState | None = None,
+        times: StageTimes | None = None,
+    ) -> None:
         if self._pin is not None and not isinstance(value, ExceptionWrapper):
             value = self._pinned(value)
-        kind = FAILURE if isinstance(value, ExceptionWrapper) else finished.kind
-        times, self._times = self._times, None
-        size, at = finished.payload.nbytes, time.perf_counter()
-        self._notify(Arrived(task, worker, kind, value, stream, size, times, at))
+        kind = FAILURE if isinstance(value, ExceptionWrapper) else kind
+        self._notify(Arrived(task, worker, kind, value, stream, size, times, time.perf_counter()))
 
     def poisoned(self, task: int, workers: tuple[int, ...], late: int) -> None:
-        self._notify(Poisoned(task, workers))
+        self._command(lambda: self._poison(task, workers))
+
+    def _poison(self, task: int, workers: tuple[int, ...]) -> None:
+        if generation_of(task) == self._epoch.generation:
+            self._notify(Poisoned(self._open.drop(task), workers))
 
     def starved(self) -> None:
-        self._notify(WorkerIdle())
+        self._command(self._note_idle)
+
+    def _note_idle(self) -> None:
+        workers, busy = self._scheduler.workers
+        if busy < workers:  # else a batch was divided since
+            self._notify(WorkerIdle())
 
     def failed(self, worker: int, why: str) -> None:
         self.processes.kill(worker, why)

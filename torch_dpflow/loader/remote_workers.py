@@ -14,7 +14,8 @@ from typing import Any
 
 from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds, FlowCounts, JobCounts
 from torch_dpflow.loader.arguments import listen_address
-from torch_dpflow.loader.private_shard import GRACE_S, PrivateShard, RemoteWorkerLost, ShardFailed
+from torch_dpflow.loader.private_shard import GRACE_S, PrivateShard
+from torch_dpflow.loader.shard_events import RemoteWorkerLost, ShardFailed
 from torch_dpflow.metrics import LoaderMeter
 from torch_dpflow.options import LoaderOptions
 from torch_dpflow.remote.fleet.content import BATCH_WORKERS, RemoteContent

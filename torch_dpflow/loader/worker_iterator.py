@@ -23,13 +23,14 @@ from torch_dpflow.loader.batch_planner import (
     interrupted_draw,
 )
 from torch_dpflow.loader.iteration_start import EpochAnnouncement, Pin, begin
-from torch_dpflow.loader.private_shard import (
+from torch_dpflow.loader.private_shard import PrivateShard
+from torch_dpflow.loader.shard_events import (
     Arrived,
     Died,
     Event,
     Poisoned,
-    PrivateShard,
     RemoteWorkerLost,
+    RowsArrived,
     ShardFailed,
     Started,
     WorkerIdle,
@@ -42,7 +43,7 @@ from torch_dpflow.loader.worker_processes import (
     local_workers,
 )
 from torch_dpflow.options import LoaderOptions
-from torch_dpflow.workers.batch_worker import POSITION_BITS, POSITION_MASK
+from torch_dpflow.workers.batch_pieces import generation_of, position_of, task_of
 from torch_dpflow.workers.batches import SHARED_FRACTION, Begun, EpochSpec
 from torch_dpflow.workers.local_platform import LocalHandle
 from torch_dpflow.workers.platform import Handle
@@ -218,7 +219,7 @@ class WorkerIterator(BaseDataLoaderIter):
         return True
 
     def _task(self, position: int) -> int:
-        return self._generation << POSITION_BITS | position
+        return task_of(self._generation, position)
 
     # -- delivery ----------------------------------------------------------------------------------------
 
@@ -347,8 +348,10 @@ class WorkerIterator(BaseDataLoaderIter):
                 if isinstance(event, Arrived):
                     self._largest = max(self._largest, event.size)
                     self._note_times(event)
-                if event.task >> POSITION_BITS == self._generation:
-                    self._in_flight.arrive(event.task & POSITION_MASK, event)
+                if generation_of(event.task) == self._generation:
+                    self._in_flight.arrive(position_of(event.task), event)
+            case RowsArrived():
+                self._note_times(event)
             case Started(worker, begun):
                 self._on_begun(worker, begun)
             case WorkerIdle():
@@ -365,12 +368,12 @@ class WorkerIterator(BaseDataLoaderIter):
         assert self._shard is not None
         self._shard.acknowledge()
 
-    def _note_times(self, event: Arrived) -> None:
+    def _note_times(self, event: Arrived | RowsArrived) -> None:
         meter = self._runtime.meter
         if event.times is not None:
             meter.times.add(event.times)
             if meter.trace is not None:
-                meter.trace.loaded(event.worker, event.task & POSITION_MASK, event.times, event.at)
+                meter.trace.loaded(event.worker, position_of(event.task), event.times, event.at)
 
     def _on_begun(self, worker: int, begun: Begun) -> None:
         if begun.generation == self._generation and worker in self._unreported:

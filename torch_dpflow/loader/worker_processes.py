@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import torch
-from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data import IterDataPipe, MapDataPipe, default_collate
 
 from torch_dpflow._core import descriptors
 from torch_dpflow._core.processes import PrivateDirectory
@@ -58,6 +58,8 @@ def load_spec(iterator: Any, loader: Any, options: LoaderOptions, *, own_stream:
         num_workers=int(iterator._num_workers),
         base_seed=int(iterator._base_seed),
         own_stream=own_stream,
+        by_sample=options.seeding == "sample" and not own_stream,
+        divides=not own_stream and divides_batches(iterator, loader, options),
         read_threads=options.read_threads,
         shared_memory=shared_memory,
         settings=None if loader.platform is None else ScriptSettings.capture(),
@@ -71,6 +73,17 @@ def has_own_streams(loader: Any, options: LoaderOptions) -> bool:
     if has_state(loader.dataset):  # its state depends on what the worker loaded before
         return True
     return options.seeding == "auto" and loader.worker_init_fn is not None
+
+
+def divides_batches(iterator: Any, loader: Any, options: LoaderOptions) -> bool:
+    """Return whether several workers may load one batch, unless batches are bound to workers.
+
+    They share memory, and torch's own collate alone is known to join samples independently of each other. A dataset
+    with `__getitems__` gets a whole batch: the worker sees whether it has that.
+    """
+    is_local = loader.platform is None and iterator._num_workers > 1
+    is_collated = iterator._auto_collation and iterator._collate_fn is default_collate
+    return is_local and is_collated and options.read_threads == 1
 
 
 def local_workers(loader: Any, spec: LoadSpec, workers: int) -> WorkerProcesses:

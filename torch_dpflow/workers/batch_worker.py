@@ -33,10 +33,11 @@ from torch_dpflow.errors import NotPicklableError, WorkerError
 from torch_dpflow.ipc.memory.arena import Arena, Block
 from torch_dpflow.ipc.memory.segment import Memory, storage_over, tensor_over
 from torch_dpflow.ipc.messages.fields import WorkerRefusedError
-from torch_dpflow.ipc.messages.headers import FAILURE, EpochBegin, WorkerBegun, encode
+from torch_dpflow.ipc.messages.headers import FAILURE, OPENED, EpochBegin, WorkerBegun, encode
 from torch_dpflow.ipc.serialization.codec import LARGE_BYTES
 from torch_dpflow.ipc.serialization.codec import encode as encode_payload
 from torch_dpflow.ipc.transport import Connection, Frame, connect
+from torch_dpflow.workers.batch_pieces import Lender, generation_of
 from torch_dpflow.workers.batches import BatchSource, EpochSpec, LoadedBatch, LoadSpec, unpicklable_failure
 from torch_dpflow.workers.process_control import use_sched_batch
 from torch_dpflow.workers.task_worker import Compress, TaskWorker
@@ -47,6 +48,8 @@ FILLS = {default_collate: "fill_batches", collate_channels_last: "fill_images"}
 _arena: Arena | None = None
 #: Addresses of blocks that were lent to datasets.
 _filled: set[int] = set()
+#: The tensors for the next stacks, in turn, in `collate_at`.
+_places: list[torch.Tensor] = []
 
 
 def collate_into(arena: Arena) -> None:
@@ -65,6 +68,15 @@ def let_fill(dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
     if collate_fn in FILLS:
         for one in _fillers(dataset, FILLS[collate_fn]) or ():
             getattr(one, FILLS[collate_fn])(lend)
+
+
+def collate_at(samples: list[Any], places: list[torch.Tensor]) -> Any:
+    """Collate samples as `default_collate`, and stack into these tensors, in turn, while they fit. Raises as that."""
+    _places[:] = places
+    try:
+        return default_collate(samples)
+    finally:
+        _places.clear()
 
 
 def lend(nbytes: int) -> Memory | None:
@@ -118,6 +130,10 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 def _out_for(first: torch.Tensor, count: int) -> torch.Tensor:
     shape = (count, *first.shape)
+    if _places and first.dim():
+        if _places[0].shape == shape and _places[0].dtype == first.dtype:
+            return _places.pop(0)
+        _places.clear()
     nbytes = first.numel() * first.itemsize * count
     block = _lend(nbytes)
     if block is None:
@@ -173,11 +189,6 @@ class DeferredPickle:
 
     def __setstate__(self, pickled: bytes) -> None:
         self._value, self._pickled = None, pickled
-
-
-#: A task's number is its epoch's generation above these bits and its batch's position below them.
-POSITION_BITS = 40
-POSITION_MASK = (1 << POSITION_BITS) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,6 +286,8 @@ class BatchWorker(TaskWorker):
         elif self._arena is not None:
             collate_into(self._arena)
         self._begin_epoch(frame)
+        if shares_memory and self._arena is not None and self._source is not None:
+            self._source.share(self._arena, Lender(self._number, self._incarnation, os.getpid()), collate_at)
         # After `worker_init_fn`, which may have wrapped the dataset.
         let_fill(self._load_spec.dataset, self._load_spec.collate_fn)
         if not self._load_spec.starts_alone:
@@ -298,14 +311,14 @@ class BatchWorker(TaskWorker):
 
     def _load(self, task: int, payload: memoryview) -> None:
         assert self._source is not None
-        if task >> POSITION_BITS != self._generation:
+        if generation_of(task) != self._generation:
             # Not loaded: it would get the random numbers of another epoch.
             raise WorkerError(
-                f"a batch of epoch {task >> POSITION_BITS} of this loader arrived in its epoch {self._generation}: a "
+                f"a batch of epoch {generation_of(task)} of this loader arrived in its epoch {self._generation}: a "
                 "message of the shard was lost"
             )
         self._running.note(task)
-        loaded = self._source.load(task & POSITION_MASK, pickle.loads(payload))
+        loaded = self._source.load(task, pickle.loads(payload))
         loaded_at = time.perf_counter()
         table, frames = self._wrap(loaded)
         if loaded.stream is not None:
@@ -322,6 +335,9 @@ class BatchWorker(TaskWorker):
             use_sched_batch()
 
     def _wrap(self, loaded: LoadedBatch) -> tuple[Any, list[Frame]]:
+        if loaded.kind == OPENED:
+            encoded: tuple[Any, list[Frame]] = loaded.value
+            return encoded
         try:
             return encode_payload(loaded.value, arena=self._arena)
         except NotPicklableError as error:

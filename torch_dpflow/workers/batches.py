@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,10 +18,27 @@ from torch_dpflow._core.stage_clock import StageClock, timed
 from torch_dpflow._core.torch_private import DatasetKind, ExceptionWrapper, generate_state, set_worker_info
 from torch_dpflow.epoch.own_state import Stream, Unsaved, at_rest, ended, opened, return_dataset, sealed
 from torch_dpflow.epoch.plan import samples_in
-from torch_dpflow.epoch.rng import begin_epoch_of_worker, capture_rng, restore_rng, seed_batch
+from torch_dpflow.epoch.rng import (
+    begin_epoch_of_worker,
+    capture_rng,
+    has_drawn_since,
+    restore_rng,
+    seed_batch,
+    seed_sample,
+)
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.errors import MessageError, NotPicklableError
-from torch_dpflow.ipc.messages.headers import BATCH, END, FAILURE
+from torch_dpflow.ipc.memory.arena import Arena
+from torch_dpflow.ipc.messages.headers import BATCH, END, FAILURE, UNFIT
+from torch_dpflow.workers.batch_pieces import (
+    BatchPiece,
+    CollateAt,
+    Lender,
+    PieceLoader,
+    loads_by_sample,
+    part_of,
+    position_of,
+)
 from torch_dpflow.workers.process_control import keep_freed_memory
 from torch_dpflow.workers.script_settings import ScriptSettings
 from torch_dpflow.workers.stream_items import StreamItem
@@ -45,6 +62,10 @@ class LoadSpec:
     base_seed: int
     #: Whether random numbers are the worker's own stream, as torch's, and not keyed by batch.
     own_stream: bool
+    #: Whether they are keyed by sample.
+    by_sample: bool = False
+    #: Whether other workers may load rows of a batch.
+    divides: bool = False
     read_threads: int
     #: Bytes; None: the share of a worker on its host.
     shared_memory: int | None
@@ -87,9 +108,9 @@ class Begun:
 class LoadedBatch(NamedTuple):
     """The outcome of one task."""
 
-    #: BATCH, FAILURE or END.
+    #: BATCH, FAILURE, END, OPENED or UNFIT.
     kind: int
-    #: The batch, an ExceptionWrapper, or None.
+    #: The batch, an ExceptionWrapper, or None; an encoded `OpenedBatch`; of a piece: as `PieceLoader.load` returns it.
     value: Any
     #: Where the worker's own stream is now, where a saved state needs it.
     stream: StreamState | None
@@ -114,6 +135,9 @@ class BatchSource:
         self._fetcher: Any = None
         self._broken: Any = None
         self._delivered = self._failed = 0
+        self._pieces: PieceLoader | None = None
+        #: The position of the batch that is being loaded.
+        self._position = 0
         _become_worker(spec, worker)
 
     def begin(self, epoch: EpochSpec) -> Begun | None:
@@ -141,8 +165,13 @@ class BatchSource:
             return None
         return Begun(generation=epoch.generation, stream=self._beginning(), failure=self._broken)
 
-    def load(self, position: int, index: Any) -> LoadedBatch:
-        """Load the batch of these indices, at this position in the plan, or its failure.
+    def share(self, arena: Arena, lender: Lender, collate_at: CollateAt) -> None:
+        """Open batches to other workers, if the load spec allows it. The arguments are those of `PieceLoader`."""
+        if self._load_spec.divides and loads_by_sample(self._dataset):
+            self._pieces = PieceLoader(arena, lender, self._rows, collate_at, self._clock)
+
+    def load(self, task: int, index: Any) -> LoadedBatch:
+        """Load the batch of these indices, or its failure. index: or a `BatchPiece` of a batch.
 
         Raises MessageError if no epoch has begun.
         """
@@ -151,24 +180,48 @@ class BatchSource:
         if self._epoch is None:
             raise MessageError("a task came before its epoch")
         if not self._load_spec.own_stream:
-            # By batch and not by sample: `__getitems__` and `collate_fn` draw too.
-            seed_batch(self._epoch.base_seed, self._epoch.epoch, position)
+            self._position = position_of(task)
+            self._seed_batch()
+        kind, pieces = BATCH, self._pieces
         try:
-            value = self._fetch(index)
+            if isinstance(index, BatchPiece):
+                kind, value = (UNFIT, False) if pieces is None else pieces.load(index, self._has_drawn)
+            elif pieces is not None and not part_of(task) and type(index) in (list, tuple) and len(index) > 1:
+                kind, value = pieces.begin(index, self._has_drawn)
+            else:
+                value = self._fetch(index)
         except StopIteration:
-            if self._iterable:
+            if self._iterable and not isinstance(index, BatchPiece):
                 # The next epoch continues from this state.
                 kept = sealed(self._dataset, ended(self._fetcher.state()))
                 stream = StreamState(delivered=self._delivered, ended=True, dataset=kept, rng=capture_rng())
                 return LoadedBatch(END, None, stream)
             return LoadedBatch(FAILURE, failure(self._worker), self._stream_state(failed=1))
         except Exception:
-            caught = failure(self._worker, dataset=self._dataset, index=index)
+            caught = failure(self._worker, dataset=self._dataset, index=getattr(index, "indices", index))
             return LoadedBatch(FAILURE, caught, self._stream_state(failed=1))
-        return LoadedBatch(BATCH, value, self._stream_state())
+        return LoadedBatch(kind, value, self._stream_state())
+
+    def _seed_batch(self) -> None:
+        assert self._epoch is not None
+        seed_batch(self._epoch.base_seed, self._epoch.epoch, self._position)
+
+    def _has_drawn(self) -> bool:
+        """Return whether the batch has drawn numbers from the generators as they were seeded for it as a whole."""
+        return not self._load_spec.by_sample and has_drawn_since(self._seed_batch)
+
+    def _rows(self, indices: Sequence[Any], first: int) -> list[Any]:
+        """Load these samples of the batch, the first of which is row `first`."""
+        fetcher = _RowFetcher(self._dataset, first, self._seed_row if self._load_spec.by_sample else None)
+        samples: list[Any] = self._clock.fetch(fetcher, indices, one_by_one=True, samples=len(indices))
+        return samples
+
+    def _seed_row(self, row: int) -> None:
+        assert self._epoch is not None
+        seed_sample(self._epoch.base_seed, self._epoch.epoch, self._position, row)
 
     def _fetch(self, index: Any) -> Any:
-        if isinstance(self._fetcher, ThreadedFetcher):
+        if isinstance(self._fetcher, ThreadedFetcher | SampleFetcher):
             return self._fetcher.fetch(index)
         dataset = None if self._iterable else self._dataset
         return timed_fetch(self._clock, self._fetcher, index, dataset, batched=self._load_spec.auto_collation)
@@ -194,6 +247,8 @@ class BatchSource:
         overlaps = not self._iterable and spec.read_threads > 1 and spec.auto_collation
         if overlaps and not callable(working(self._dataset, "__getitems__")):
             return ThreadedFetcher(self._dataset, spec.collate_fn, spec.read_threads, self._clock)
+        if spec.by_sample and not self._iterable and spec.auto_collation and loads_by_sample(self._dataset):
+            return SampleFetcher(self._rows, self._seed_batch, self._clock.collating(spec.collate_fn))
         kept = stream.dataset if stream is not None else None
         over = stream is not None and (stream.ended or not stream.delivered)
         if kept is not None and (not self._iterable or (over and kept["ended"])):
@@ -269,6 +324,51 @@ def _become_worker(spec: LoadSpec, worker: int) -> None:
         torch.manual_seed(seed)
     np.random.seed(generate_state(spec.base_seed, worker))
     set_worker_info(worker=worker, workers=spec.num_workers, seed=seed, dataset=spec.dataset)
+
+
+class _RowFetcher:
+    """Reads samples one by one, as torch's fetchers do, without collating them.
+
+    Args:
+        first: the row of the first sample.
+        seed_row: seeds for the sample of a row; None: samples have no seeds.
+    """
+
+    def __init__(self, dataset: Any, first: int, seed_row: Callable[[int], None] | None) -> None:
+        self._dataset, self._first, self._seed_row = dataset, first, seed_row
+
+    def fetch(self, indices: Any) -> list[Any]:
+        """Return the samples of these indices."""
+        dataset, samples = self._dataset, []
+        if self._seed_row is None:
+            return [dataset[index] for index in indices]
+        for row, index in enumerate(indices, self._first):
+            self._seed_row(row)
+            samples.append(dataset[index])
+        return samples
+
+
+class SampleFetcher:
+    """Reads the samples of a batch one by one, each with its own seed.
+
+    Args:
+        rows: as of `PieceLoader`.
+        seed_batch: seeds for `collate_fn`.
+    """
+
+    def __init__(
+        self,
+        rows: Callable[[Sequence[Any], int], list[Any]],
+        seed_batch: Callable[[], None],
+        collate_fn: Callable[[Any], Any],
+    ) -> None:
+        self._rows, self._seed_batch, self._collate_fn = rows, seed_batch, collate_fn
+
+    def fetch(self, index: Any) -> Any:
+        """Return the batch of these indices."""
+        samples = self._rows(index, 0)
+        self._seed_batch()
+        return self._collate_fn(samples)
 
 
 class ThreadedFetcher:

@@ -18,8 +18,9 @@ from tests.ipc.memory.arena_writer import SIZE, pair, writer
 from tests.new_process import held_by_child
 from torch_dpflow.errors import SegmentLostError
 from torch_dpflow.ipc.memory.arena import MAX_SEGMENTS, Arena
-from torch_dpflow.ipc.memory.arena_reader import ArenaReader
-from torch_dpflow.ipc.memory.segment import FORKS, HEADER_BYTES, storage_over, tensor_over
+from torch_dpflow.ipc.memory.arena_reader import ArenaReader, SharedBlocks
+from torch_dpflow.ipc.memory.segment import FORKS, HEADER_BYTES, Memory, storage_over, tensor_over
+from torch_dpflow.ipc.messages.headers import BlockRef
 
 
 def mappings() -> int:
@@ -368,6 +369,58 @@ for index in range(5):
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (0, "")
+
+
+def opened(arena: Arena) -> tuple[BlockRef, Memory]:
+    """A block that others may write into, and its view."""
+    block = arena.allocate(SIZE)
+    assert block is not None
+    ref = arena.publish(block, is_open=True)
+    return ref, block.memory
+
+
+def test_others_write_into_an_open_block_until_its_reader_ends_that() -> None:
+    arena, reader = Arena(budget_bytes=1 << 26), ArenaReader(os.getpid())
+    ref, memory = opened(arena)
+    view, late, other = reader.view(ref), SharedBlocks(os.getpid()), SharedBlocks(os.getpid())
+    memory[:] = 0
+    with late.writing(ref) as may_write, other.writing(ref) as may_write_too:
+        assert may_write
+        assert may_write_too
+        late.view(ref)[:10] = 7
+        assert not reader.end_writing(ref), "it is being written"
+    assert view[:10].tolist() == [7] * 10
+    assert reader.end_writing(ref)
+    with late.writing(ref) as may_write:
+        assert not may_write
+    del view, memory
+    again, _memory = opened(arena)  # the same memory, for another batch
+    assert again.segment == ref.segment
+    with late.writing(ref) as may_write, other.writing(again) as may_write_too:
+        assert not may_write
+        assert may_write_too
+
+
+def test_a_block_that_others_may_still_write_is_not_lent_again() -> None:
+    arena, reader = Arena(budget_bytes=1 << 26), ArenaReader(os.getpid())
+    ref, memory = opened(arena)
+    view = reader.view(ref)
+    del view, memory
+    block = arena.allocate(SIZE)
+    assert block is not None
+    assert arena.publish(block).segment != ref.segment
+
+
+def test_an_open_block_of_a_dead_process_is_not_written() -> None:
+    with writer() as remote:
+        reader, shared = ArenaReader(remote.pid), SharedBlocks(remote.pid)
+        ref = remote.write(SIZE, 1)
+        view = reader.view(ref)
+        shared.view(ref)
+    assert not reader.end_writing(ref)
+    with shared.writing(ref) as may_write:
+        assert not may_write
+    assert bool(np.all(view == 1))
 
 
 def test_nothing_is_left_behind() -> None:

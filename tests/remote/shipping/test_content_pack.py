@@ -29,6 +29,7 @@ from torch_dpflow.datasets.storage import ObjectReader, credentials
 from torch_dpflow.errors import AccessDeniedError, NotPicklableError, OptionError, StorageError
 from torch_dpflow.ipc.serialization.codec import decode, encode
 from torch_dpflow.remote.shipping.content_pack import pack, pack_load_spec, unpack, unpack_load_spec
+from torch_dpflow.workers.batch_pieces import task_of
 from torch_dpflow.workers.batches import BatchSource, EpochSpec, LoadSpec
 
 
@@ -212,7 +213,9 @@ def test_batches_of_the_scripts_own_classes_come_back_as_the_scripts(monkeypatch
         sys.modules["__main__"] = types.ModuleType("__main__")  # as a worker's is, without any of it
         source = BatchSource(unpack_load_spec(packed), 0, StageClock())
         source.begin(EpochSpec(epoch=0, base_seed=0, shared_seed=None, stream=None))
-        loaded = [encode(source.load(position, index).value) for position, index in enumerate([[0, 1], [2, 3]])]
+        loaded = [
+            encode(source.load(task_of(0, position), index).value) for position, index in enumerate([[0, 1], [2, 3]])
+        ]
         return [(table, [bytes(frame) for frame in frames]) for table, frames in loaded]
 
     (batch, failure) = (decode(table, [bytearray(frame) for frame in frames]) for table, frames in in_fork(load))

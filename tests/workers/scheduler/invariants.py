@@ -14,7 +14,7 @@ def validate(scheduler: Scheduler) -> None:
     queued = _in_order(scheduler._queue)
     backlogs = [queued, *map(_in_order, scheduler._reserved.values())]
     assert [len(scheduler._queue), *map(len, scheduler._reserved.values())] == [len(tasks) for tasks in backlogs]
-    assert all(sorted(tasks, key=lambda task: task.order) == tasks for tasks in backlogs)
+    assert all(sorted(tasks, key=lambda task: task.id) == tasks for tasks in backlogs)
     for task_id, task in scheduler._tasks.items():
         assert task_id == task.id
         assert (task.backlog is None) == bool(task.holders), "a task is lost, or waits while it is held"
@@ -32,7 +32,7 @@ def validate(scheduler: Scheduler) -> None:
 def _in_order(backlog: Backlog) -> list[Task]:
     """The tasks of a backlog, oldest first."""
     fresh = [task for task in backlog._fresh if task.backlog is backlog]
-    return [*sorted(backlog._returned, key=lambda task: task.order), *fresh]
+    return [*sorted(backlog._returned, key=lambda task: task.id), *fresh]
 
 
 def _validate_views(views: WorkerViews) -> None:

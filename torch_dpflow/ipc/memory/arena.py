@@ -109,8 +109,10 @@ class Arena:
             segment = segment or self._create(size)
             return None if segment is None else self._lend(segment, nbytes)
 
-    def publish(self, block: Block) -> BlockRef:
+    def publish(self, block: Block, *, is_open: bool = False) -> BlockRef:
         """Return a reference by which the reader opens `block`. Once for each loan, as one byte records the release.
+
+        is_open: whether other processes may write into it (`arena_reader.SharedBlocks`) until its reader ends that.
 
         Raises OptionError if it was published before.
         """
@@ -118,6 +120,8 @@ class Arena:
         if segment.published:
             raise OptionError(f"block of segment {segment.number} was published before; publish a copy")
         segment.published = True
+        if is_open:
+            segment.open_to_others()
         segment.memory[0] = PUBLISHED
         return BlockRef(segment.number, segment.fd, segment.capacity, segment.nbytes, segment.generation, self._retired)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import select
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakSet
 from weakref import ref as weakref
@@ -58,6 +58,19 @@ class ArenaReader:
     def release(self, ref: BlockRef) -> None:
         """Release a block unopened. Raises as `view`."""
         self._take(ref).memory[0] = FREE
+
+    def end_writing(self, ref: BlockRef) -> bool:
+        """Let no other process write into this open block, of which the caller has a view, from now on.
+
+        Returns False if one writes now, or the writer of the arena is dead.
+        """
+        segment = self._segments.get(ref.segment)
+        if segment is None:
+            return False
+        with segments.locked(self._pid, ref.fd, segment, alone=True) as is_locked:
+            if is_locked:
+                segment.close_to_others()
+        return is_locked
 
     def probe(self, ref: ProbeRef) -> bool:
         """Return whether this process can read what the writer shares, and both have the same pid namespace."""
@@ -113,6 +126,31 @@ class ArenaReader:
             del self._segments[number]
 
 
+class SharedBlocks(ArenaReader):
+    """Maps open blocks of a sibling process, to write a part of each. Releases nothing: that is for the reader."""
+
+    def view(self, ref: BlockRef) -> Memory:
+        """Return the block as a writable uint8 array, which may be written during `writing` only. Raises as `_map`."""
+        return self._take(ref).payload(ref.nbytes)
+
+    def release(self, ref: BlockRef) -> None:
+        pass
+
+    @contextmanager
+    def writing(self, ref: BlockRef) -> Iterator[bool]:
+        """Keep the block open during the body. Yields False once its reader has ended the writing, or it is lost."""
+        segment = self._take(ref)
+        with segments.locked(self._pid, ref.fd, segment, alone=False) as is_locked:
+            yield is_locked and segment.is_open_for(ref.generation)
+
+    def _take(self, ref: BlockRef) -> Segment:
+        self._unmap_retired()
+        segment = self._segments.get(ref.segment) or self._map(ref)
+        if ref.capacity != segment.capacity or not 0 <= ref.nbytes <= segment.capacity:
+            raise MessageError(f"{ref}: segment {segment.number} has {segment.capacity} bytes")
+        return segment
+
+
 #: All of this process.
 _READERS: WeakSet[ArenaReader] = WeakSet()
 
@@ -157,7 +195,8 @@ def _release(hold: Any, getpid: Callable[[], int] = os.getpid, held: set[_Hold] 
     # and module globals are None. So it takes no lock and reads no global.
     held.discard(hold)
     if getpid() == hold.pid:
-        hold.segment[0] = 3 if forks.since(hold.stamp) else 0  # INHERITED, FREE
+        # INHERITED, also where other processes may still write (OPEN_LOAN); else FREE.
+        hold.segment[0] = 3 if forks.since(hold.stamp) or hold.segment[48:56] != b"\0" * 8 else 0
 
 
 class ArenaPeers:

@@ -11,6 +11,10 @@ A segment is a memfd: it has no name that could outlive its processes, does not 
 /dev/shm, and is sealed against shrinking under a mapping. Its pages are reserved when it is created, so that no later
 access can fail with SIGBUS. A system without memfds has no segments.
 
+A segment may be filled by several processes: the writer's siblings map it as well. The header then holds the loan
+for which they may write, and each of them locks the file while it checks that and writes (`locked`). Who ends the
+writing locks the file alone and clears the loan, so that no late write follows. The kernel drops a dead process's lock.
+
 The functions before it turn plain memory into arrays, storages and tensors, and back.
 """
 
@@ -23,7 +27,7 @@ import functools
 import os
 import stat
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 from weakref import ref as weakref
@@ -33,7 +37,7 @@ import numpy.typing as npt
 import torch
 
 from torch_dpflow._core import descriptors
-from torch_dpflow.errors import MessageError, SegmentLostError
+from torch_dpflow.errors import DescriptorLimitError, MessageError, SegmentLostError
 
 #: One-dimensional bytes.
 Memory: TypeAlias = npt.NDArray[np.uint8]
@@ -146,6 +150,9 @@ FORKS = Forks()
 
 #: Bytes before the payload: one cache line, so that the payload is aligned for every vector instruction.
 HEADER_BYTES = 64
+#: The part of the header that holds the loan for which other processes may write; 0: none may. It does not overlap
+#: `_HEADER`.
+OPEN_LOAN = slice(48, 56)
 #: States, in the header's first byte. A retired segment is mapped by the reader only, and not used any more.
 FREE, PUBLISHED, RETIRED, INHERITED = 0, 1, 2, 3
 
@@ -174,6 +181,8 @@ class Segment:
     fd: int
     #: Address of the payload.
     address: int
+    #: Identifies the file, where another process's segment is mapped: device and inode.
+    file: tuple[int, int] = (0, 0)
     #: Writer: how often it was lent. Reader: the last loan that was opened.
     generation: int = 0
     #: Writer: when it was last lent, in allocations of its arena.
@@ -201,6 +210,18 @@ class Segment:
     def inherited(self) -> bool:
         """Whether a child of either side may use the payload, as that side forked during the last loan."""
         return self.memory[0] == INHERITED or (self.owner is not None and FORKS.since(self.stamp))
+
+    def open_to_others(self) -> None:
+        """Let other processes write into the payload of this loan."""
+        self.memory[OPEN_LOAN] = self.generation.to_bytes(8, "little")
+
+    def is_open_for(self, generation: int) -> bool:
+        """Return whether other processes may write for this loan. The caller holds a lock of the file."""
+        return self.memory[OPEN_LOAN] == generation.to_bytes(8, "little")
+
+    def close_to_others(self) -> None:
+        """End what `open_to_others` began. The caller alone holds the lock of the file."""
+        self.memory[OPEN_LOAN] = bytes(8)
 
     def payload(self, nbytes: int) -> Memory:
         """Return a new array over the first `nbytes` of the payload, which all of its views keep alive."""
@@ -257,10 +278,46 @@ def open_memfd(pid: int, fd: int, number: int, capacity: int, token: bytes | Non
         _check_size(own, capacity, claim)
         _check_seals(own, claim)
         _check_reserved(own, capacity, claim)
+        file = _file_of(own)
         memory, address = _map_theirs(f"/proc/self/fd/{own}", HEADER_BYTES + capacity, claim)
     finally:
         os.close(own)
-    return _check_header(memory, address, number, capacity, token, claim)
+    segment, token = _check_header(memory, address, number, capacity, token, claim)
+    segment.file = file
+    return segment, token
+
+
+@contextlib.contextmanager
+def locked(pid: int, fd: int, segment: Segment, *, alone: bool) -> Iterator[bool]:
+    """Lock the file of another process's segment during the body; yield False if it cannot be locked now.
+
+    alone: exclude all other locks; else only those that exclude this one.
+    """
+    try:
+        own = _open(f"/proc/{pid}/fd/{fd}", f"segment {segment.number} of process {pid}")
+    except (SegmentLostError, DescriptorLimitError):
+        yield False
+        return
+    try:
+        try:
+            # The number of the descriptor may be of another file by now.
+            is_locked = _file_of(own) == segment.file
+            if is_locked:
+                fcntl.flock(own, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except OSError:  # another process holds it, or the system has no such locks
+            is_locked = False
+        try:
+            yield is_locked
+        finally:
+            if is_locked:
+                fcntl.flock(own, fcntl.LOCK_UN)  # a forked child may hold the descriptor
+    finally:
+        os.close(own)
+
+
+def _file_of(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 def _seals() -> int:

@@ -105,7 +105,7 @@ class PayloadGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True, 
     #: The task, or the ticket, of each payload.
     numbers: Annotated[list[Count], msgspec.Meta(min_length=1, max_length=1 << 16)]
     #: The outcome of each; the message says what the numbers mean.
-    kind: Annotated[int, msgspec.Meta(ge=0, le=3)]
+    kind: Annotated[int, msgspec.Meta(ge=0, le=4)]
     payload: PayloadTable
     #: Bytes of each payload's only frame, if these are joined to one frame; 0: each payload has frames of its own.
     joined: Count = 0
@@ -117,7 +117,7 @@ class PayloadGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True, 
 
 
 #: Raised by every change that an older release would misread.
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 #: Longest header frame, bytes. Bulk data travels in payload frames.
 MAX_HEADER_BYTES = 8 * 1024 * 1024
 
@@ -225,8 +225,9 @@ class Missing(Body, tag=14):
 
 # --- between a worker and its shard -------------------------------------------------------------------------
 
-#: The outcome of a task: a batch, an exception, or the end of the worker's stream.
-BATCH, FAILURE, END = range(3)
+#: The outcome of a task: a batch, or rows of one, written where they belong; an exception; the end of the worker's
+#: stream; a batch whose first rows are loaded, in an open block; rows that cannot be written into such a block.
+BATCH, FAILURE, END, OPENED, UNFIT = range(5)
 #: Maximum tasks, and most results, in one message.
 MAX_TASKS = 1 << 16
 
@@ -289,7 +290,10 @@ class Window(Body, tag=33):
 
 
 class Finished(PayloadGroup):
-    """Results: outcomes of tasks are BATCH, FAILURE or END. Part of `Exchange`; the payloads' frames follow."""
+    """Results: outcomes of tasks are BATCH, FAILURE, END, OPENED or UNFIT.
+
+    Part of `Exchange`; the payloads' frames follow.
+    """
 
     #: Whether the last frame of each is the state of the worker's own stream.
     has_stream: bool = False

@@ -51,6 +51,21 @@ ORDERED_BYTES = 1 << 15
 MAX_LARGE_FRAMES = 1000
 
 
+def encode_in(obj: Any, block: Block, arena: Arena) -> tuple[PayloadTable, list[Frame]] | None:
+    """Encode `obj`, whose buffers lie in `block`, and publish that open to other processes.
+
+    Returns None if a buffer lies elsewhere.
+    Raises the error of an object that cannot be pickled.
+    """
+    pickler = PayloadPickler()
+    pickler.dump(obj)
+    head, end = b"".join(pickler.chunks), block.address + len(block.memory)
+    if not all(block.address <= source.address <= end - source.nbytes for source in pickler.sources):
+        return None
+    buffers = tuple(BufferSpan(-1, source.address - block.address, source.nbytes) for source in pickler.sources)
+    return PayloadTable(1, (arena.publish(block, is_open=True),), BufferSpan(0, 0, len(head)), buffers), [head]
+
+
 def encode(obj: Any, *, arena: Arena | None = None, contiguous: bool = False) -> tuple[PayloadTable, list[Frame]]:
     """Encode `obj`. The frames refer to its memory, which must not change until they are sent.
 

@@ -25,7 +25,11 @@ from torch_dpflow.workers.scheduler.views import (
 
 
 class Submit(msgspec.Struct, frozen=True, gc=False):
-    """Load these tasks, first in, first out. Pinned tasks run on one worker only and are never stolen."""
+    """Load these tasks, first in, first out. Pinned tasks run on one worker only and are never stolen.
+
+    Numbers rise. A lower number than an earlier one is for a part of a task that a worker has begun: the part goes
+    before all tasks with higher numbers.
+    """
 
     tasks: Sequence[TaskId]
     pinned_to: WorkerId | None
@@ -206,6 +210,8 @@ class Scheduler:
         self.counters = Counters()
         #: Every task that was submitted and is not delivered, cancelled or poisoned.
         self._tasks: dict[TaskId, Task] = {}
+        #: The highest number of a task.
+        self._newest = -1
         self._queue = Backlog()
         #: Pinned, unassigned tasks of each worker id, also of workers that are not there yet.
         self._reserved: dict[WorkerId, Backlog] = {}
@@ -262,9 +268,13 @@ class Scheduler:
             known = next(task_id for task_id in event.tasks if task_id in tasks)
             raise OptionError(f"task {known!r} is submitted and unfinished; give each task a new id")
         backlog = self._queue if event.pinned_to is None else self._reserved_for(event.pinned_to)
-        for order, task_id in enumerate(event.tasks, self.counters.submitted):
-            task = tasks[task_id] = Task(task_id, order, event.pinned_to)
-            backlog.append(task)
+        for task_id in event.tasks:
+            task = tasks[task_id] = Task(task_id, event.pinned_to)
+            if task_id > self._newest:
+                self._newest = task_id
+                backlog.append(task)
+            else:
+                backlog.give_back(task)
         self.counters.submitted += len(event.tasks)
         if event.pinned_to is not None and event.pinned_to in self._views.views:
             self._views.freed.append(self._views.views[event.pinned_to])

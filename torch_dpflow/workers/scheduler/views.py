@@ -20,12 +20,11 @@ _MAX_GAPS = 64
 class Task:
     """One task from its submission until it is delivered, cancelled or poisoned."""
 
-    __slots__ = ("backlog", "holders", "id", "late", "losses", "order", "pinned_to")
+    __slots__ = ("backlog", "holders", "id", "late", "losses", "pinned_to")
 
-    def __init__(self, task_id: TaskId, order: int, pinned_to: WorkerId | None) -> None:
+    def __init__(self, task_id: TaskId, pinned_to: WorkerId | None) -> None:
+        #: Smaller is older.
         self.id = task_id
-        #: Position in the order of submission. Smaller is older.
-        self.order = order
         self.pinned_to = pinned_to
         #: Where it waits for a worker; None while workers hold it.
         self.backlog: Backlog | None = None
@@ -70,7 +69,7 @@ class Backlog:
     def give_back(self, task: Task) -> None:
         """Return a task that was taken."""
         task.backlog = self
-        self._returned.push(task, task.order)
+        self._returned.push(task, task.id)
         self._length += 1
 
     def discard(self, task: Task) -> None:
@@ -308,7 +307,7 @@ class WorkerViews:
         # times as many tasks twice and gains less than 1% of time.
         for level in reversed(self.levels[2:]):
             movable = [
-                (view.since, task.order, task) for view in level.values() if (task := view.last_movable()) is not None
+                (view.since, task.id, task) for view in level.values() if (task := view.last_movable()) is not None
             ]
             if movable:
                 return min(movable)[2]

@@ -1,0 +1,131 @@
+"""Batches that a worker has begun and all workers load: which rows are whose, and what becomes of each batch.
+
+Of a private shard, in its thread. It neither sends nor waits: pieces go to the scheduler as all tasks do, so that they
+are stolen, repeated after a death, and counted against a worker's time limit as batches are.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import ceil
+from typing import Any, NamedTuple
+
+from torch_dpflow.ipc.messages.headers import BATCH, FAILURE, Frame, PayloadTable
+from torch_dpflow.workers.batch_pieces import UNDIVIDED, BatchPiece, OpenedBatch, part_of
+
+#: A piece takes about so long, seconds; a batch has at most so many for each worker.
+PIECE_S, PIECES_EACH = 0.05, 4
+
+
+class Opening(NamedTuple):
+    """A batch as it was opened."""
+
+    opened: OpenedBatch
+    #: It encoded, for other workers.
+    payload: PayloadTable
+    head: Frame
+    #: Ends the writing of workers into the batch; returns False if that fails.
+    end_writing: Callable[[], bool]
+
+
+@dataclass
+class _Open:
+    opening: Opening
+    #: The tasks that are not finished.
+    left: set[int] = field(default_factory=set)
+    #: The first row's task that has failed, and its error.
+    failure: tuple[int, Any] | None = None
+
+
+class OpenBatches:
+    """The batches that are open, by the task that began each.
+
+    Args:
+        workers: the number of workers.
+        submit: has tasks loaded that are (task, payload), before all batches at later positions.
+        cancel: cancels tasks.
+        deliver: called with a batch's task, kind, value and size in bytes.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        submit: Callable[[Sequence[tuple[int, Frame]]], None],
+        cancel: Callable[[Sequence[int]], None],
+        deliver: Callable[[int, int, Any, int], None],
+    ) -> None:
+        self._workers = workers
+        self._submit, self._cancel, self._deliver = submit, cancel, deliver
+        self._batches: dict[int, _Open] = {}
+        #: Whether batches may be opened. No more after one that had to be loaded as a whole.
+        self.opens = True
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def add(self, task: int, opening: Opening) -> None:
+        """Divide what is left of a batch among the workers."""
+        batch, opened = _Open(opening), opening.opened
+        self._batches[task] = batch
+        if not self.opens:
+            self._load_whole(task)
+            return
+        left = len(opened.indices) - opened.rows
+        left_s = opened.took_s / opened.rows * left
+        count = min(ceil(left_s / PIECE_S), PIECES_EACH * self._workers, left, UNDIVIDED - 1)
+        bounds = [opened.rows + left * number // count for number in range(count + 1)]
+        pieces = []
+        for number, (begin, end) in enumerate(pairwise(bounds), 1):
+            piece = BatchPiece(begin, opened.indices[begin:end], opened.lender, opening.payload, bytes(opening.head))
+            pieces.append((task + number, pickle.dumps(piece, pickle.HIGHEST_PROTOCOL)))
+        batch.left = {number for number, _ in pieces}
+        self._submit(pieces)
+
+    def finish(self, task: int, kind: int, value: Any) -> None:
+        """Handle the result of a piece."""
+        batch = self._batches.get(task - part_of(task))
+        if batch is None or task not in batch.left:
+            return
+        batch.left.discard(task)
+        if kind == FAILURE:
+            # The error of the lowest row is the one that a single worker would have met.
+            batch.failure = task, value
+            later = [number for number in batch.left if number > task]
+            batch.left.difference_update(later)
+            self._cancel(later)
+        elif kind != BATCH:
+            self.opens = self.opens and bool(value)
+            self._load_whole(task - part_of(task))
+            return
+        if not batch.left:
+            self._end(task - part_of(task), batch)
+
+    def drop(self, task: int) -> int:
+        """Drop the open batch of this task, if it is one of its pieces; return the number of the batch's task."""
+        whole = task - part_of(task)
+        batch = self._batches.pop(whole, None)
+        if batch is not None:
+            self._cancel([*batch.left])
+        return whole
+
+    def clear(self) -> None:
+        """Forget all batches; their tasks are cancelled."""
+        self._batches.clear()
+
+    def _end(self, task: int, batch: _Open) -> None:
+        if batch.failure is not None:
+            del self._batches[task]
+            self._deliver(task, FAILURE, batch.failure[1], 0)
+        elif batch.opening.end_writing():
+            del self._batches[task]
+            self._deliver(task, BATCH, batch.opening.opened.value, batch.opening.payload.nbytes)
+        else:  # a worker whose piece was taken over writes into it now, or the lender has died
+            self._load_whole(task)
+
+    def _load_whole(self, task: int) -> None:
+        batch = self._batches.pop(task)
+        self._cancel([*batch.left])
+        self._submit([(task + UNDIVIDED, pickle.dumps(batch.opening.opened.indices, pickle.HIGHEST_PROTOCOL))])

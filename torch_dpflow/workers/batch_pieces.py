@@ -1,0 +1,240 @@
+"""A batch that several workers load: one begins it and opens it to others, which write their rows into its memory.
+
+A worker begins each batch as a whole. Once that has taken a while and the rest will take longer, it makes the batch's
+memory, writes the rows that it has, and returns the batch as opened. The shard then has other rows loaded by all
+workers, each of which collates its rows straight into that memory. So only the time that samples have taken decides,
+and a batch that costs little is never divided.
+
+The result equals that of one worker: torch's default collate joins rows independently of each other, and rows whose
+collated form is another one than that of the first rows make the batch be loaded as a whole. So do rows that have drawn
+random numbers where these are seeded by batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.utils.data import Subset, default_collate
+
+from torch_dpflow._core.checks import working
+from torch_dpflow._core.stage_clock import StageClock
+from torch_dpflow._core.torch_private import default_collate_fn_map, tree_flatten, tree_unflatten
+from torch_dpflow.errors import DescriptorLimitError, TransportError
+from torch_dpflow.ipc.memory.arena import Arena
+from torch_dpflow.ipc.memory.arena_reader import SharedBlocks
+from torch_dpflow.ipc.memory.segment import storage_over, tensor_over
+from torch_dpflow.ipc.messages.headers import BATCH, OPENED, UNFIT, Frame, PayloadTable, aligned
+from torch_dpflow.ipc.serialization.codec import decode, encode_in
+from torch_dpflow.ipc.serialization.pickling import is_plain
+
+#: A batch is opened once its first rows have taken so long, if the rest takes about `REST_S` or longer, seconds. A
+#: piece costs all processes together some 0.3 ms of processor time.
+OPEN_S, REST_S = 0.01, 0.03
+
+#: A task's number: the generation of its epoch, its batch's position, and the part of the batch, 0 for a whole one.
+POSITION_BITS, PART_BITS = 34, 8
+#: The part of a whole batch that must not be opened.
+UNDIVIDED = (1 << PART_BITS) - 1
+
+
+def task_of(generation: int, position: int, part: int = 0) -> int:
+    """Return the number of a task. Numbers rise with the position, and with the part of one batch."""
+    return (generation << POSITION_BITS | position) << PART_BITS | part
+
+
+def generation_of(task: int) -> int:
+    """Return the generation of the epoch of this task."""
+    return task >> POSITION_BITS + PART_BITS
+
+
+def part_of(task: int) -> int:
+    """Return the part of the batch of this task."""
+    return task & UNDIVIDED
+
+
+def position_of(task: int) -> int:
+    """Return the position of the batch of this task."""
+    return (task >> PART_BITS) & ((1 << POSITION_BITS) - 1)
+
+
+#: Collates samples as `default_collate`, and stacks into these tensors, in turn, while they fit.
+CollateAt: TypeAlias = Callable[[list[Any], list[torch.Tensor]], Any]
+
+
+class Lender(NamedTuple):
+    """The worker in whose memory an opened batch lies."""
+
+    worker: int
+    incarnation: int
+    pid: int
+
+
+class OpenedBatch(NamedTuple):
+    """A batch that has its memory and its first rows."""
+
+    #: As the default collate makes it, of all rows.
+    value: Any
+    indices: Sequence[Any]
+    #: How many rows are loaded, and how long that took, seconds.
+    rows: int
+    took_s: float
+    lender: Lender
+
+
+class BatchPiece(NamedTuple):
+    """Rows of an opened batch, for any worker to load."""
+
+    #: The first row.
+    begin: int
+    indices: Sequence[Any]
+    lender: Lender
+    #: The encoded `OpenedBatch`.
+    table: PayloadTable
+    head: bytes
+
+
+def loads_by_sample(dataset: Any) -> bool:
+    """Return whether torch's fetcher reads the samples of a batch one by one, and not by `__getitems__`."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return not callable(working(dataset, "__getitems__"))
+
+
+def _joins_rows() -> bool:
+    """Return whether the default collate has torch's functions only, which join rows independently of each other."""
+    return all(
+        function.__module__ in ("torch.utils.data._utils.collate", "torch_dpflow.workers.batch_worker")
+        for function in default_collate_fn_map.values()
+    )
+
+
+class PieceLoader:
+    """Loads batches that may be opened, and rows of batches that others have opened. Of a worker.
+
+    Args:
+        arena: for the memory of opened batches.
+        lender: this worker.
+        rows: loads the samples of these indices, the first of which is this row of its batch.
+        collate_at: as `batch_worker.collate_at`.
+        clock: measures where the time goes.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        lender: Lender,
+        rows: Callable[[Sequence[Any], int], list[Any]],
+        collate_at: CollateAt,
+        clock: StageClock,
+    ) -> None:
+        self._arena, self._lender, self._rows = arena, lender, rows
+        self._clock, self._collate, self._collate_at = clock, clock.collating(default_collate), collate_at
+        #: Whether batches may be opened. No more after one whose rows do not lie in memory, or draw random numbers.
+        self._opens = True
+        self._shared: dict[Lender, SharedBlocks] = {}
+
+    def begin(self, index: Sequence[Any], has_drawn: Callable[[], bool]) -> tuple[int, Any]:
+        """Load a batch, or the beginning of it if it is worth opening.
+
+        has_drawn: whether samples have drawn random numbers that they would not have drawn in another worker.
+
+        Returns BATCH and the batch, or OPENED and the encoded `OpenedBatch`. Raises the error of a sample.
+        """
+        samples: list[Any] = []
+        count, step, begun = len(index), 1, time.monotonic()
+        while True:
+            done = len(samples)
+            samples += self._rows(index[done : done + step], done)
+            done = len(samples)
+            if done == count:
+                return BATCH, self._collate(samples)
+            took_s = time.monotonic() - begun
+            if self._opens and took_s >= OPEN_S and took_s * (count - done) >= REST_S * done:
+                opened = self._open(index, samples, took_s, has_drawn)
+                if opened is not None:
+                    return OPENED, opened
+            step = 2 * step if self._opens else count
+
+    def _open(
+        self, index: Sequence[Any], samples: list[Any], took_s: float, has_drawn: Callable[[], bool]
+    ) -> tuple[PayloadTable, list[Frame]] | None:
+        if has_drawn() or not _joins_rows():
+            self._opens = False
+            return None
+        leaves: list[Any] = []
+        with suppress(Exception):  # raised again, by all samples
+            leaves, structure = tree_flatten(self._collate(samples))
+        if not leaves or not all(_is_row_wise(leaf, len(samples)) for leaf in leaves):
+            self._opens = False
+            return None
+        sizes = [leaf.nbytes // len(samples) * len(index) for leaf in leaves]
+        block = self._arena.allocate(sum(map(aligned, sizes)))
+        if block is None:
+            return None
+        whole, offset = [], 0
+        for leaf, size in zip(leaves, sizes):
+            storage = storage_over(block.memory[offset : offset + size])
+            whole.append(tensor_over(storage, leaf.dtype, (len(index), *leaf.shape[1:])))
+            whole[-1][: len(samples)] = leaf
+            offset += aligned(size)
+        value = tree_unflatten(whole, structure)
+        opened = OpenedBatch(value, index, len(samples), took_s, self._lender)
+        return encode_in(opened, block, self._arena)
+
+    def load(self, piece: BatchPiece, has_drawn: Callable[[], bool]) -> tuple[int, bool]:
+        """Load rows of an opened batch into its memory. Raises the error of a sample.
+
+        Returns BATCH and True; or UNFIT if the rows cannot be there, and whether those of other batches may.
+        """
+        samples = self._rows(piece.indices, piece.begin)
+        if has_drawn():
+            return UNFIT, False
+        blocks = self._shared.setdefault(piece.lender, SharedBlocks(piece.lender.pid))
+        try:
+            opened: OpenedBatch = decode(piece.table, [piece.head], reader=blocks)
+            with blocks.writing(piece.table.blocks[0]) as is_open:
+                if not is_open:
+                    return UNFIT, True
+                if self._write(opened.value, piece.begin, samples):
+                    return BATCH, True
+        except (TransportError, DescriptorLimitError):
+            return UNFIT, True  # that worker has died
+        return UNFIT, False
+
+    def _write(self, value: Any, begin: int, samples: list[Any]) -> bool:
+        """Collate the samples into their rows; return whether they fit."""
+        leaves, structure = tree_flatten(value)
+        rows = [leaf[begin : begin + len(samples)] for leaf in leaves]
+        # All but numbers are collated by stacking, in this order.
+        places = [place for place in rows if place.dim() > 1]
+        try:
+            collate = self._clock.collating(lambda data: self._collate_at(data, places))
+            collated, own = tree_flatten(collate(samples))
+        except Exception:  # raised again, by the whole batch
+            return False
+        if own != structure or not all(_is_row_wise(leaf, len(samples)) for leaf in collated):
+            return False
+        storages = {place.untyped_storage().data_ptr() for place in rows}
+        for place, leaf in zip(rows, collated):
+            if place.dtype != leaf.dtype or place.shape != leaf.shape:
+                return False
+            if place.data_ptr() != leaf.data_ptr():
+                if leaf.untyped_storage().data_ptr() in storages:  # it lies in the rows of another one
+                    return False
+                place.copy_(leaf)
+        return True
+
+
+def _is_row_wise(leaf: Any, rows: int) -> bool:
+    return (
+        type(leaf) is torch.Tensor
+        and is_plain(leaf)
+        and leaf.dim() > 0
+        and len(leaf) == rows
+        and leaf.nbytes > 0
+        and leaf.is_contiguous()
+    )
