@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from tests.later import Later
 from tests.loader_cases import Augmented, WhoLoads
+from torch_dpflow import ShardedIterableDataset
 from torch_dpflow.options import LoaderOptions
 
 lightning = Later("lightning.pytorch")
@@ -133,3 +137,73 @@ def test_a_run_resumes_in_mid_epoch(OurLoader: Any, Recorder: Any, tmp_path: Pat
     trainer(max_epochs=2).fit(rest, loader(1), ckpt_path=tmp_path / "middle.ckpt", weights_only=False)
     assert len(whole.seen) == 20
     assert rest.seen == whole.seen[6:]
+
+
+class Own(IterableDataset):  # type: ignore[type-arg]
+    """Without a length, with a state."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.at %= 40
+        while self.at < 40:
+            self.at += 1
+            yield self.at - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(40))
+
+
+class Shards(ShardedIterableDataset):
+    def read_shard(self, number: int, start: int) -> Iterator[int]:
+        return iter(range(number * 10 + start, number * 10 + 10))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("make", [Own, Stream, lambda: Shards(4)])
+def test_a_batch_that_lightning_holds_is_not_lost(OurLoader: Any, tmp_path: Path, make: Any, workers: int) -> None:
+    """Of data without a length it reads a batch ahead of training, also of a map-style dataset that is read with it."""
+
+    class Recorder(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(()))
+            self.seen = Counter[tuple[str, int]]()
+            self.until: int | None = None
+
+        def on_train_batch_end(self, _outputs: Any, _batch: Any, number: int) -> None:
+            if number == self.until:
+                self.trainer.save_checkpoint(tmp_path / "saved")
+                raise KeyboardInterrupt
+
+        def training_step(self, batch: Any, _number: int) -> torch.Tensor:
+            self.seen.update((name, index) for name in batch for index in batch[name].tolist())
+            return self.weight * batch["a"].float().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def loaders() -> Any:
+        return {
+            "a": OurLoader(make(), batch_size=4, num_workers=workers),
+            "b": OurLoader(range(80), batch_size=4, num_workers=workers),
+        }
+
+    seen = Counter[tuple[str, int]]()
+    for until, saved in ((3, None), (5, tmp_path / "saved"), (None, tmp_path / "saved")):
+        model = Recorder()
+        model.until = until
+        with suppress(KeyboardInterrupt, SystemExit):
+            trainer(max_epochs=1).fit(model, lightning.utilities.CombinedLoader(loaders(), "min_size"), ckpt_path=saved)
+        seen += model.seen
+    times = 1 if isinstance(make(), Shards) else max(1, workers)  # each worker reads all of it
+    assert seen == Counter({("a", index): times for index in range(40)} | {("b", i): 1 for i in range(40 * times)})

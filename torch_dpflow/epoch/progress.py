@@ -35,7 +35,7 @@ from torch_dpflow.epoch.rng import (
     restore_generator,
     unchanged_generators,
 )
-from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
+from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState, held_ahead
 from torch_dpflow.errors import StateError
 from torch_dpflow.log import LOADER
 
@@ -221,6 +221,8 @@ class EpochProgress:
         self.next_worker = at.next_worker
         #: Returns the dataset's own state, if it has one and is read in this process.
         self.dataset_state: Callable[[], Any] | None = None
+        #: The dataset's own state before the head was loaded, where it may be needed.
+        self.before_head: Any = None
         #: Waits until every worker has reported the beginning of its stream.
         self.await_streams: weakref.WeakMethod[Callable[[], None]] | None = None
         #: The process's generators at the first draw, if they had been used since the opening.
@@ -326,12 +328,18 @@ class EpochProgress:
                 "nothing more; let it begin another epoch, as by set_epoch()"
             )
 
-    def state(self) -> LoaderState:
+    def state(self, held: int = 0) -> LoaderState:
         """Return the state to resume this iteration, or the next one if this one is over. No side effect.
 
-        Raises StateError: the `state_dict` of the dataset or sampler failed.
+        held: how many of the latest batches were taken and not used; 0 or 1.
+
+        Raises StateError: the `state_dict` of the dataset or sampler failed; or the state before held batches is not
+        known.
         """
-        self.note_taken()
+        if held > 1 or (held and self.dataset_state is not None and self.before_head is None):
+            raise held_ahead(held)
+        if not held:  # else the head is left out
+            self.note_taken()
         if self.await_streams is not None and (wait := self.await_streams()) is not None:
             wait()
         if self.finished:
@@ -360,15 +368,15 @@ class EpochProgress:
             ended=self.plan.ended_at == self.position or self._shape.ends_at(self.position, self.plan.end),
             length=length,
             made_of=self._shape.parts(),
-            streams=self._streams_now(),
+            streams=self._streams_now(held),
             due=list(self.due),
             next_worker=self.next_worker,
         )
 
-    def _streams_now(self) -> list[StreamState]:
+    def _streams_now(self, held: int) -> list[StreamState]:
         if self.dataset_state is None:
             return [replace(stream, dataset=opened(stream.dataset)) for stream in self.streams]
-        kept = self.dataset_state()
+        kept = self.before_head if held else self.dataset_state()
         (stream,) = self.streams
         if isinstance(kept, Unsaved) and not stream.delivered:
             kept = None  # at its beginning the dataset needs no state

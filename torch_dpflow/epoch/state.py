@@ -207,3 +207,11 @@ def _objects_of(kept: Any) -> list[Any]:
 def _check_own(kind: str, kept: Any, keys: set[str]) -> None:
     if kept is not None and not (isinstance(kept, dict) and set(kept) == keys):
         raise StateError(f"the state is damaged: the own state of the {kind} is {kept!r:.80}, not of {sorted(keys)}")
+
+
+def held_ahead(held: int) -> StateError:
+    """Return the error for a state before batches that a trainer has read and not used."""
+    return StateError(
+        f"the trainer has read {held} batches ahead, as a dataset has no length, and the state before them is not "
+        "known; give the dataset a __len__, or the loader num_workers=1"
+    )

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from torch_dpflow.epoch.plan import Plan, PlannedBatch
+from torch_dpflow._core.torch_private import BaseDataLoaderIter
+from torch_dpflow.epoch.plan import TAKEN, Plan, PlannedBatch
 from torch_dpflow.epoch.progress import EpochProgress
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.errors import WorkerError
 from torch_dpflow.ipc.memory.headroom import Headroom
+from torch_dpflow.loader.runtime import LoaderRuntime
 from torch_dpflow.log import LOADER
 
 #: Bytes of batches that are always allowed beyond torch's number; more while they are below this fraction of the
@@ -36,6 +38,33 @@ def next_undelivered(plan: Plan, progress: EpochProgress) -> tuple[int, Any]:
         plan.draw()
         position, index = plan.peek()
     return position, index
+
+
+class DeliveringIterator(BaseDataLoaderIter):
+    """Base of a loader's iterators: each batch is delivered once, whatever Control-C interrupts.
+
+    `_next_data` sets `_head` to the batch that is due, and returns the same one until it was taken: see `PlannedBatch`.
+    """
+
+    _runtime: LoaderRuntime
+    #: The batch that is due.
+    _head: Any
+    #: The latest batch that the meter has counted.
+    _metered: Any = None
+
+    def __next__(self) -> Any:
+        batch = super().__next__()
+        # If Control-C comes before this line, the same batch is the next one again.
+        self._head.outcome = TAKEN
+        return batch
+
+    def _meter_once(self, samples: int, nbytes: int = 0) -> bool:
+        """Count the head, unless it was counted; return whether it was not."""
+        if self._metered is self._head:
+            return False
+        self._metered = self._head
+        self._runtime.meter.delivered(samples, nbytes)
+        return True
 
 
 class InFlight:

@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow._core.torch_private import BaseDataLoaderIter
-from torch_dpflow.cluster.client.collate import PlanFeed, ReadyBatch
+from torch_dpflow.cluster.client.collate import PlanFeed
 from torch_dpflow.cluster.client.options import JobOptions
 from torch_dpflow.cluster.control.lookaheads import MAX_WHOLE
 from torch_dpflow.epoch.index_order import draws_at_end, is_drawn_at_start, settled_length
-from torch_dpflow.epoch.plan import TAKEN, Plan
+from torch_dpflow.epoch.plan import Plan
 from torch_dpflow.epoch.progress import OPENING_ALONE, EpochProgress, LoaderShape
 from torch_dpflow.epoch.rng import generator_state, restore_generator
-from torch_dpflow.epoch.state import LoaderState
+from torch_dpflow.epoch.state import LoaderState, held_ahead
 from torch_dpflow.errors import StateError
-from torch_dpflow.loader.batch_planner import interrupted_draw, next_undelivered
+from torch_dpflow.loader.batch_planner import DeliveringIterator, interrupted_draw, next_undelivered
 from torch_dpflow.loader.flow_job import RoutedOrder, job_of, routed_order
 from torch_dpflow.loader.iteration_start import LoaderView, Pin, begin, flat_keys
 from torch_dpflow.loader.runtime import LoaderRuntime
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from torch_dpflow.cluster.client.shared_job import SharedJob
 
 
-class SharedLoaderIterator(BaseDataLoaderIter):
+class SharedLoaderIterator(DeliveringIterator):
     """One epoch of a job that shares its flow with others.
 
     With the samplers that `routed_order` supports, `shuffle=True` among them, the flow's router decides the order
@@ -45,10 +44,6 @@ class SharedLoaderIterator(BaseDataLoaderIter):
     def __init__(self, loader: Any) -> None:
         self._runtime: LoaderRuntime = loader._runtime
         self._progress: EpochProgress | RoutedProgress
-        #: The batch that is due.
-        self._head: ReadyBatch
-        #: Batches that have been counted.
-        self._counted = 0
         #: Draws the batches of a sampler whose order may change; None where the order is fixed.
         self._planner: FlowPlanner | None = None
         epoch, pending, progress = self._runtime.epoch, self._runtime.pending, self._runtime.progress
@@ -124,12 +119,6 @@ class SharedLoaderIterator(BaseDataLoaderIter):
         self._runtime.progress = _PlannedProgress(progress, batches)
         return batches
 
-    def __next__(self) -> Any:
-        batch = super().__next__()
-        # If Control-C comes before this line, the same batch is the next one again: see `PlannedBatch`.
-        self._head.value = TAKEN
-        return batch
-
     def _next_data(self) -> Any:
         with self._runtime.meter.waiting():
             if self._planner is not None:
@@ -143,10 +132,8 @@ class SharedLoaderIterator(BaseDataLoaderIter):
                 raise
             if self._planner is not None:
                 self._planner.draw_beyond(ready.number + 1)
-        if ready.number >= self._counted:
-            self._runtime.meter.delivered(len(ready.keys), 0)
-            self._counted = ready.number + 1
-        return ready.value if self._pin is None else self._pin(ready.value)
+        self._meter_once(len(ready.keys))
+        return ready.outcome if self._pin is None else self._pin(ready.outcome)
 
 
 def _order_of(loader: Any, pending: LoaderState | None) -> RoutedOrder | None:
@@ -208,10 +195,11 @@ class _PlannedProgress:
         """Whether the epoch is over."""
         return self.progress.finished
 
-    def state(self) -> LoaderState:
+    def state(self, held: int = 0) -> LoaderState:
         """Return the state to resume the iteration, as `EpochProgress.state` does."""
-        self.batches.note_delivered()
-        return self.progress.state()
+        if not held:
+            self.batches.note_delivered()
+        return self.progress.state(held)
 
 
 class RoutedProgress:
@@ -231,11 +219,13 @@ class RoutedProgress:
         self.epoch = epoch
         self.finished = False
 
-    def state(self) -> LoaderState:
+    def state(self, held: int = 0) -> LoaderState:
         """Return the state to resume the epoch, or the next one if this one is over.
 
-        One bit per sample of the flow; up to three where the job has ranks.
+        One bit per sample of the flow; up to three where the job has ranks. Raises StateError for `held` batches.
         """
+        if held and not self.finished:
+            raise held_ahead(held)
         after = {"seed": self._job.seed, "epoch": self.epoch + 1}
         return LoaderState(
             epoch=self._iteration + self.finished,

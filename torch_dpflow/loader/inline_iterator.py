@@ -11,19 +11,19 @@ import torch
 from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
 
 from torch_dpflow._core.stage_clock import StageClock
-from torch_dpflow._core.torch_private import BaseDataLoaderIter, DatasetKind, pin_memory
+from torch_dpflow._core.torch_private import DatasetKind, pin_memory
 from torch_dpflow.epoch.own_state import Stream, at_rest, copied, has_state, return_dataset
 from torch_dpflow.epoch.plan import TAKEN, Plan, PlannedBatch, samples_in
 from torch_dpflow.epoch.progress import OPENING_ALONE
 from torch_dpflow.epoch.rng import EPOCH_HERE, capture_rng, preserved_rng
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.errors import WorkerError
-from torch_dpflow.loader.batch_planner import interrupted_draw, next_undelivered
+from torch_dpflow.loader.batch_planner import DeliveringIterator, interrupted_draw, next_undelivered
 from torch_dpflow.loader.iteration_start import EpochAnnouncement, begin
 from torch_dpflow.workers.batches import timed_fetch
 
 
-class SingleProcessIterator(BaseDataLoaderIter):
+class SingleProcessIterator(DeliveringIterator):
     """Iterator of a `DPFlowDataLoader` that loads each batch in `next()`, in the training process."""
 
     def __init__(self, loader: Any) -> None:
@@ -41,9 +41,6 @@ class SingleProcessIterator(BaseDataLoaderIter):
         self._loader = loader
         #: The drawn batch until it is loaded, so that Control-C does not skip it.
         self._due: PlannedBatch | None = None
-        #: The latest batch that was loaded, and the latest that the meter has counted.
-        self._head: PlannedBatch
-        self._metered: PlannedBatch | None = None
         #: Whether Control-C interrupted the reading of an iterable dataset.
         self._is_torn = False
         self._clock = StageClock()
@@ -58,12 +55,6 @@ class SingleProcessIterator(BaseDataLoaderIter):
             self._progress.streams = self._progress.streams or [StreamState()]
         self._runtime.meter.begin_epoch()
 
-    def __next__(self) -> Any:
-        batch = super().__next__()
-        # If Control-C comes before this line, the same batch is the next one again: see `PlannedBatch`.
-        self._head.outcome = TAKEN
-        return batch
-
     def _next_data(self) -> Any:
         self._progress.note_taken()
         if self._progress.head is None:
@@ -73,11 +64,8 @@ class SingleProcessIterator(BaseDataLoaderIter):
                 except StopIteration:
                     self._progress.finish()
                     raise
-        head = self._head
-        if self._metered is not head:
-            self._metered = head
-            self._runtime.meter.delivered(head.samples, 0)
-        return head.outcome
+        self._meter_once(self._head.samples)
+        return self._head.outcome
 
     def _load(self) -> None:
         if self._is_torn:
@@ -89,6 +77,8 @@ class SingleProcessIterator(BaseDataLoaderIter):
             self._progress.head, self._due = self._due, None
             self._progress.note_taken()
         due = self._due or self._draw()
+        if self._runtime.may_be_held and self._progress.dataset_state is not None:
+            self._progress.before_head = self._progress.dataset_state()
         try:
             due.outcome = self._fetch(due)
             self._head = self._progress.head = due

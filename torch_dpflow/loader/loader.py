@@ -226,7 +226,7 @@ class DPFlowDataLoader(DataLoader[T]):
         if runtime.pending is not None:
             return as_own(runtime.pending, self).as_dict()
         if runtime.progress is not None:
-            return runtime.progress.state().as_dict()
+            return runtime.progress.state(runtime.held()).as_dict()
         shape = LoaderShape(self)
         state = LoaderState(
             kind=shape.kind,

@@ -1,8 +1,9 @@
-"""Lets accelerate and Fabric prepare a loader as one of our class, with its options and its state.
+"""Lets accelerate, Fabric, Lightning and Ray Train take a loader as one of our class, with its options and its state.
 
 accelerate makes a loader of torch's class with torch's arguments from the one that it is given, and has no hook. Its
-two functions that do so are wrapped where it is imported. Both libraries' wrappers count epochs from 0 and set them, so
-they count from the loaded state. Ray Train and Ignite have other ways, which `docs/howto/libraries.md` lists.
+two functions that do so are wrapped where it is imported. Its wrapper and Fabric's count epochs from 0 and set them, so
+they count from the loaded state. Lightning, for data without a length, and Ray Train's wrapper read a batch ahead,
+which a saved position must not count. `docs/howto/libraries.md` lists the ways for Ray Train and Ignite.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from types import ModuleType
@@ -23,6 +25,8 @@ from torch_dpflow.errors import OptionError
 
 _ACCELERATE = "accelerate.data_loader"
 _FABRIC = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
+_LIGHTNING = ("lightning.pytorch.loops.fetchers", "pytorch_lightning.loops.fetchers")
+_RAY = "ray.train.torch.train_loop_utils"
 _FUNCTIONS = ("prepare_data_loader", "skip_first_batches")
 #: The arguments that torch's loader does not have.
 _OURS = ("options", "flow", "address", "job", "platform")
@@ -31,8 +35,13 @@ _PREPARED: ContextVar[Any] = ContextVar("prepared", default=None)
 
 
 def keep_class_when_prepared(ours: type[Any]) -> None:
-    """Let accelerate and Fabric prepare loaders of class `ours` as such, now or once they are imported."""
-    amend_by_module = {_ACCELERATE: _amend_accelerate, **dict.fromkeys(_FABRIC, _amend_fabric)}
+    """Let these libraries prepare loaders of class `ours` as such, now or once they are imported."""
+    amend_by_module = {
+        _ACCELERATE: _amend_accelerate,
+        _RAY: _amend_ray,
+        **dict.fromkeys(_FABRIC, _amend_fabric),
+        **dict.fromkeys(_LIGHTNING, _amend_lightning),
+    }
     for name, amend in amend_by_module.items():
         if name in sys.modules:
             amend(ours, sys.modules[name])
@@ -53,6 +62,42 @@ def _amend_fabric(ours: type[Any], module: ModuleType) -> None:
         yield from iterate(self)
 
     wrapper.__iter__ = iterate_from_state
+
+
+def _amend_lightning(ours: type[Any], module: ModuleType) -> None:
+    fetcher: Any = vars(module).get("_PrefetchDataFetcher")
+    if fetcher is None:
+        return
+    iterate = fetcher.__iter__
+
+    @functools.wraps(iterate)
+    def iterate_and_note(self: Any) -> Any:
+        found, latest = iterate(self), weakref.ref(self)
+        for loader in self.combined_loader.flattened:
+            if isinstance(loader, ours):
+                loader._runtime.held = lambda: 0 if (alive := latest()) is None else len(alive.batches)
+        return found
+
+    fetcher.__iter__ = iterate_and_note
+
+
+def _amend_ray(ours: type[Any], module: ModuleType) -> None:
+    wrapper: Any = vars(module).get("_WrappedDataLoader")
+    if wrapper is None:
+        return
+    iterate = wrapper.__iter__
+
+    @functools.wraps(iterate)
+    def iterate_in_step(self: Any) -> Iterator[Any]:
+        def moved(batch: Any) -> Any:
+            batch = self._move_to_device(batch)
+            self._wait_for_batch(batch)
+            return batch
+
+        # Ray's own iterator reads one batch ahead, which a saved position would count as read.
+        return map(moved, self._dataloader) if isinstance(self._dataloader, ours) else iterate(self)
+
+    wrapper.__iter__ = iterate_in_step
 
 
 def _amend_accelerate(ours: type[Any], module: ModuleType) -> None:

@@ -61,6 +61,10 @@ class Workload:
         self._shard = None
 
 
+def _none() -> int:
+    return 0
+
+
 class IterationProgress(Protocol):
     """The progress of an iteration, as its loader reads it."""
 
@@ -68,8 +72,11 @@ class IterationProgress(Protocol):
     def finished(self) -> bool:
         """Whether the epoch is over."""
 
-    def state(self) -> LoaderState:
-        """Return the state to resume the iteration, or the next one if this one is over. No side effect."""
+    def state(self, held: int = 0) -> LoaderState:
+        """Return the state to resume the iteration, or the next one if this one is over. No side effect.
+
+        held: see `LoaderRuntime.held`.
+        """
 
 
 class LoaderRuntime:
@@ -84,6 +91,8 @@ class LoaderRuntime:
         self.resumed_end: int | None = None
         #: Whether the script has read the loader's length before a state was loaded.
         self.is_measured = False
+        #: Returns how many batches of the latest iteration a trainer has read and not used.
+        self.held = _none
         #: Fingerprints of the process's generators at the beginning of the first iteration.
         self.began: dict[str, str] = {}
         #: The latest iteration.
@@ -101,6 +110,11 @@ class LoaderRuntime:
         #: Returns the latest iteration with workers, while it lives; for the live page.
         self.iterator: Callable[[], Any] = lambda: None
 
+    @property
+    def may_be_held(self) -> bool:
+        """Whether a trainer reads ahead in this iteration."""
+        return self.held is not _none
+
     def __reduce__(self) -> tuple[Any, ...]:
         return LoaderRuntime, (self.epoch,)
 
@@ -111,7 +125,7 @@ class LoaderRuntime:
 
     def take_pending(self) -> LoaderState | None:
         """Return the loaded state and drop it, as it applies to one iteration."""
-        pending, self.pending = self.pending, None
+        pending, self.pending, self.held = self.pending, None, _none
         if pending is None:
             self.resumed_end = None
         else:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from multiprocessing.util import Finalize
 from typing import Any
 
-from torch_dpflow._core.torch_private import BaseDataLoaderIter, ExceptionWrapper
+from torch_dpflow._core.torch_private import ExceptionWrapper
 from torch_dpflow.epoch.index_order import is_drawn_at_start
 from torch_dpflow.epoch.plan import TAKEN, PlannedBatch, samples_in
 from torch_dpflow.epoch.progress import OPENING_AGAIN, OPENING_WORKERS
@@ -16,6 +16,7 @@ from torch_dpflow.ipc.memory.headroom import machine_total
 from torch_dpflow.ipc.messages.headers import END, FAILURE
 from torch_dpflow.loader.batch_planner import (
     BatchPlanner,
+    DeliveringIterator,
     InFlight,
     InFlightLimit,
     Rotation,
@@ -50,7 +51,7 @@ from torch_dpflow.workers.platform import Handle
 from torch_dpflow.workers.scheduler.machine import Counters
 
 
-class WorkerIterator(BaseDataLoaderIter):
+class WorkerIterator(DeliveringIterator):
     """Iterator of a `DPFlowDataLoader` over the batches that a private shard's workers load.
 
     Belongs to the thread that calls `next()`, which plans, waits, and starts replacements for workers that died.
@@ -158,11 +159,8 @@ class WorkerIterator(BaseDataLoaderIter):
                 self._num_workers, in_order=self._in_order, limit=self._usual, first=progress.next_worker
             )
         self._planner = BatchPlanner(progress, rotation, self._in_flight)
-        #: The batch to deliver, and how many batches are planned once another one is in its place.
-        self._head: PlannedBatch
+        #: How many batches are planned once another one is in the place of the head.
         self._goal = 0
-        #: The latest batch that the meter has counted.
-        self._metered: PlannedBatch | None = None
         self._has_idle_worker = False
         grows = self._in_order and not self._own_stream and is_drawn_at_start(loader._index_sampler)
         #: Most batches in flight.
@@ -223,12 +221,6 @@ class WorkerIterator(BaseDataLoaderIter):
 
     # -- delivery ----------------------------------------------------------------------------------------
 
-    def __next__(self) -> Any:
-        batch = super().__next__()
-        # If Control-C comes before this line, the same batch is the next one again: see `PlannedBatch`.
-        self._head.outcome = TAKEN
-        return batch
-
     def _next_data(self) -> Any:
         progress = self._progress
         if self._shard is None and not progress.finished:
@@ -243,7 +235,7 @@ class WorkerIterator(BaseDataLoaderIter):
                     goal = self._planner.planned + self._limit.next(self._largest, len(self._in_flight))
                     # It stays the head until it is taken. Everything before that may be repeated.
                     self._head, self._goal, progress.head = due, goal, due
-                head = self._head
+                head: PlannedBatch = self._head
                 if head.outcome.__class__ is Arrived and head.outcome.kind == END:
                     self._end_stream(head)
                     continue
@@ -275,9 +267,7 @@ class WorkerIterator(BaseDataLoaderIter):
             assert isinstance(outcome.value, ExceptionWrapper)
             head.outcome = TAKEN
             outcome.value.reraise()
-        if self._metered is not head:
-            self._metered = head
-            self._runtime.meter.delivered(head.samples, outcome.size)
+        if self._meter_once(head.samples, outcome.size):
             self._count()
         return outcome.value
 

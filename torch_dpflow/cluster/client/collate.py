@@ -11,7 +11,7 @@ in which they were received.
 Keys go to the reader's thread, and batches come back. A sampler whose order may still change is called where torch
 calls it: in the training loop's thread, and no further ahead than torch. `PlanFeed` passes its batches of keys to the
 reader's thread. `ReadyBatches` passes batches in order from the reader's thread to the training loop. A batch stays the
-next one until it was taken, which is one assignment, `ready.value = TAKEN`; see `PlannedBatch` for the reason.
+next one until it was taken, which is one assignment, `ready.outcome = TAKEN`; see `PlannedBatch` for the reason.
 """
 
 from __future__ import annotations
@@ -209,14 +209,14 @@ def build_batch(
     collate: Callable[[list[Any]], Any],
     how_workers_ended: Callable[[], str] = str,
 ) -> None:
-    """Set the value of `ready` to the batch, or its error to the first error among the samples.
+    """Set the outcome of `ready` to the batch, or its error to the first error among the samples.
 
     how_workers_ended: for the error of a sample that ended its workers.
     """
     keeps_layout = collate is collate_channels_last
     if keeps_layout or collate is collate_samples:
-        ready.value = _made_at_once(came, keeps_layout)
-        if ready.value is not None:
+        ready.outcome = _made_at_once(came, keeps_layout)
+        if ready.outcome is not None:
             return
     values = [_opened(one) if isinstance(one, tuple) else one for one in came]
     broken = next(((key, value) for key, value in zip(ready.keys, values) if _is_error(value)), None)
@@ -224,7 +224,7 @@ def build_batch(
         ready.error = _error_of(*broken, how_workers_ended)
         return
     try:
-        ready.value = collate(values)
+        ready.outcome = collate(values)
     except Exception:
         ready.error = ExceptionWrapper(where="while putting a batch together")
 
@@ -329,7 +329,7 @@ class ReadyBatch:
 
     #: Counts the batches from 0 on.
     number: int
-    value: Any
+    outcome: Any
     keys: list[int]
     #: Number of the epoch's samples up to its end.
     end: int

@@ -143,12 +143,12 @@ class EpochReader:
 
     def __next__(self) -> Any:
         ready = self.head()
-        value = ready.value
-        ready.value = TAKEN
+        value = ready.outcome
+        ready.outcome = TAKEN
         return value
 
     def head(self, timeout_s: float | None = None) -> ReadyBatch:
-        """Wait for the next batch; it stays the next until its value is set to `TAKEN`.
+        """Wait for the next batch; it stays the next until its outcome is set to `TAKEN`.
 
         Raises:
             StopIteration: the epoch is over.
@@ -172,7 +172,7 @@ class EpochReader:
         error = ready.error
         if error is None:
             return ready
-        ready.value = TAKEN
+        ready.outcome = TAKEN
         if isinstance(error, BaseException):
             raise error
         error.reraise()
@@ -190,7 +190,7 @@ class EpochReader:
     def note_delivered(self) -> None:
         """Pass the taken batch to `delivered`, unless that was done."""
         ready = self._ready.in_hand
-        if ready is not None and ready.value is TAKEN:
+        if ready is not None and ready.outcome is TAKEN:
             self._delivered(ready.number, ready.keys, ready.end)
             self._given = ready.number + 1
             self._ready.done()
