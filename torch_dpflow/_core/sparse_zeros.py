@@ -23,3 +23,12 @@ def sparse_zeros(length: int, dtype: DTypeLike) -> NDArray[Any]:
         return np.zeros(length, kind)
     memory = mmap.mmap(-1, length * kind.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(memory, kind)
+
+
+def clear_before(array: NDArray[Any], end: int) -> None:
+    """Set the elements of `sparse_zeros` before `end` to zero, and give back the memory of whole pages of them."""
+    memory = getattr(array.base, "obj", None)
+    whole = end * array.itemsize // mmap.PAGESIZE * mmap.PAGESIZE if isinstance(memory, mmap.mmap) else 0
+    if isinstance(memory, mmap.mmap) and whole:
+        memory.madvise(mmap.MADV_DONTNEED, 0, whole)
+    array[whole // array.itemsize : end] = 0

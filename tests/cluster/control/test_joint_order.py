@@ -87,6 +87,22 @@ def test_what_all_ranks_have_read_is_extended_by_what_they_read_since(monkeypatc
     assert marked == [0, 200, 400, 2, 0, 100]
 
 
+def test_places_that_a_job_without_ranks_has_passed_are_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint_order, "KEPT_PLACES", 20)
+    order, read = make(300, 1), list[int]()
+    order.start(0, [Held(0)])
+    while len(read) < 250:
+        read += order.draw(0, 0, len(read), 7).tolist()
+    assert order.draw(0, 0, len(read) - 20, 20).tolist() == read[-20:]
+    with pytest.raises(OutOfStepError):
+        order.draw(0, 0, 100, 7)
+    slots = next(iter(order._epochs.values()))._slots
+    assert np.count_nonzero(slots) <= 2 * 20 + 7
+    order.start(0, [held(0, read[:200])])  # as after an answer that was lost: what follows is dealt again
+    assert sorted(read[:200] + order.draw(0, 0, 200, 100).tolist()) == list(range(300))
+    order.validate()
+
+
 def test_one_that_is_epochs_ahead_leaves_the_others_theirs() -> None:
     order = make(9, 2, drop_last=True)
     for rank in range(2):

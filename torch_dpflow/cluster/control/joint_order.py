@@ -25,13 +25,16 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_dpflow._core.sparse_zeros import sparse_zeros
+from torch_dpflow._core.sparse_zeros import clear_before, sparse_zeros
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import AwaitedRanksError, OutOfStepError
 from torch_dpflow.samplers.group import SamplingGroup
 from torch_dpflow.samplers.indices import CompactArray, IndexArray, compact, mark
 from torch_dpflow.samplers.passes import RankShares
 
+#: The places that a job without ranks may draw again, or that count as drawn in lookaheads; earlier ones are cleared
+#: once there are as many more. It has requested few samples beyond those that it has received.
+KEPT_PLACES = 1 << 21
 #: Most epochs that are kept for ranks that are behind: one takes as much memory as the flow's samples have numbers.
 MAX_EPOCHS = 16
 _NOTHING: IndexArray = np.empty(0, np.int64)
@@ -318,6 +321,8 @@ class _JointEpoch:
         #: The slots to fill, ascending.
         self._open = _OpenSlots(shares.total, [one.position for one in held])
         self._filled = 0
+        #: The slots before it are cleared.
+        self._kept_from = 0
         #: The padding of an uneven end, and how much of it has been used.
         self._head: IndexArray = done[: self._replicas]
         self._padded = 0
@@ -328,11 +333,12 @@ class _JointEpoch:
     def drawn(self, most: int | None = None) -> CompactArray:
         """Return the samples in the slots that were filled, without padding; the last ones, if there are more."""
         end = self._filled - self._padded
-        return self._slots[self._open.part(0 if most is None else max(0, end - most), end)] - 1
+        drawn = self._slots[self._open.part(0 if most is None else max(0, end - most), end)]
+        return drawn[drawn > 0] - 1
 
     def first_of(self, rank: int) -> int:
         """Return the first place that this rank can draw."""
-        return self._held[rank].position
+        return max(self._held[rank].position, self._kept_from)
 
     def agrees(self, rank: int, held: Held) -> bool:
         """Return whether `held` is what the rank has if it received its places in order."""
@@ -346,11 +352,15 @@ class _JointEpoch:
         """Return the samples in a rank's places from `start` to before `end`."""
         if end > start:
             self._fill(rank + self._replicas * (end - 1), now)
-        return self._slots[rank :: self._replicas][start:end].astype(np.int64) - 1
+        found = self._slots[rank :: self._replicas][start:end].astype(np.int64) - 1
+        if self._replicas == 1 and start - self._kept_from >= 2 * KEPT_PLACES:
+            self._kept_from = start - KEPT_PLACES
+            clear_before(self._slots, self._kept_from)
+        return found
 
     def read_by_all(self, position: int, size: int) -> NDArray[np.uint8] | None:
         """See `JointOrder.read_by_all`; size: of the group."""
-        if any(one.position > position for one in self._held):
+        if self._kept_from or any(one.position > position for one in self._held):
             return None
         end = self._replicas * position
         self._fill(end - 1, None)
@@ -388,7 +398,7 @@ class _JointEpoch:
     def validate(self) -> None:
         """Raises AssertionError."""
         filled, empty = self._open.part(0, self._filled), self._open.part(self._filled, len(self._open))
-        assert (self._slots[filled] > 0).all()
+        assert (self._slots[filled] > 0).all() or self._kept_from
         assert not self._slots[empty].any()
 
 
