@@ -36,13 +36,20 @@ WAITING = (
     "tests/packaging/",
     "tests/integration/",
     "tests/cluster/shard/",
-    "tests/remote/launchers/",
-    "tests/remote/fleet/",
-    "tests/remote/worker/",
+    "tests/remote/",
     "tests/hosts/",
+    "tests/pool/",
+    "tests/core/test_time_outs.py",
 )
 #: What computes, and fills the other half.
-COMPUTING = ("tests/examples/", "tests/benchmarks/", "tests/caches/", "tests/samplers/", "tests/properties/")
+COMPUTING = (
+    "tests/examples/",
+    "tests/benchmarks/",
+    "tests/caches/",
+    "tests/samplers/",
+    "tests/vision/",
+    "tests/workers/",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
