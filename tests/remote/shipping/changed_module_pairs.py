@@ -11,6 +11,27 @@ FUNCTIONS = (
 )
 COUNTING = "C, L = 0, [0]\ndef f(x):\n    global C\n    C += 1\n    L.append(x)\n    return x"
 READ = "\ndef f(t=''):\n    try: return eval({})\n    except NameError: return 7"
+LABELED = """'''Doc'''
+import abc
+x: int = 3
+L = []
+M = list((1,))
+N = M
+def f(x: int = 1) -> 'list[int]':
+    '''Doc'''
+class K:
+    '''Doc'''
+    a: int | None = 1
+    b = 2
+    c = []
+    def m(self, x: int): pass
+a = 1
+class A(abc.ABC): pass
+"""
+ADD = "for n in ('p', 'q') if @@ == 'a' else ('q', 'p'): setattr({}, n, 1)"
+MOVE = "if @@ == 'b':\n    del {0}.a\n    {0}.a = 1"
+REGISTER = "cfg.A.register({} if @@ == 'b' else {})"
+ONE = "{0}, {1} = [3], [3]\nif @@ == 'b': {1} = {0}"
 CHANGED = [
     Pair("computed variable set", "cfg.S", data("cfg.S", "import cfg\ncfg.S = @@"), files={"cfg.py": "S = 2**5"}),
     Pair(
@@ -261,6 +282,55 @@ CHANGED = [
         files={"cfg.py": "import contextvars\nV = contextvars.ContextVar('V')"},
         loads="cfg.V has another value in the script",
     ),
+    *[
+        Pair(
+            f"{name}, set",
+            part,
+            data(read, f"import abc, cfg, collections.abc\nclass S: pass\n{put}"),
+            *(("'a'", "'b'") if "@@" in put else ("", "")),
+            files={"cfg.py": LABELED},
+        )
+        for name, part, read, put in [
+            (
+                "annotations of a function",
+                "cfg.f.__annotations__",
+                "cfg.f.__annotations__",
+                "cfg.f.__annotations__['x'] = @@",
+            ),
+            (
+                "annotations of a method",
+                "cfg.K.m.__an",
+                "cfg.K.m.__annotations__",
+                "cfg.K.m.__annotations__['x'] = @@",
+            ),
+            ("annotations of a class", "cfg.K.__annot", "cfg.K.__annotations__", "cfg.K.__annotations__['x'] = @@"),
+            ("annotations of a module", "cfg.__annot", "cfg.__annotations__", "cfg.__annotations__['x'] = @@"),
+            ("name of a function", "cfg.f.__name__", "cfg.f.__name__", "cfg.f.__name__ = @@"),
+            ("qualified name of a function", "cfg.f", "cfg.f.__qualname__", "cfg.f.__qualname__ = @@"),
+            ("module of a function", "cfg.f", "cfg.f.__module__", "cfg.f.__module__ = @@"),
+            ("docstring of a function", "cfg.f.__doc__", "cfg.f.__doc__", "cfg.f.__doc__ = @@"),
+            ("docstring of a class", "cfg.K.__doc__", "cfg.K.__doc__", "cfg.K.__doc__ = @@"),
+            ("docstring of a module", "cfg.__doc__", "cfg.__doc__", "cfg.__doc__ = @@"),
+            ("name of a class", "cfg.K.__name__", "cfg.K.__name__", "cfg.K.__name__ = @@"),
+            ("qualified name of a class", "cfg.K", "cfg.K.__qualname__", "cfg.K.__qualname__ = @@"),
+            ("order of a class", "cfg.K.(order)", "[n for n in vars(cfg.K) if n[0] != '_']", ADD.format("cfg.K")),
+            ("order of a module", "cfg.(order)", "[n for n in vars(cfg) if n[0] != '_']", ADD.format("cfg")),
+            ("order of a function", "cfg.f.(order)", "[*vars(cfg.f)]", ADD.format("cfg.f")),
+            ("place in a class", "cfg.K.(order)", "[n for n in vars(cfg.K) if n[0] != '_']", MOVE.format("cfg.K")),
+            ("place in a module", "cfg.(order)", "[n for n in vars(cfg) if n[0] != '_']", MOVE.format("cfg")),
+            (
+                "class of numbers registered",
+                "cfg.A.(reg",
+                "isinstance(1, cfg.A)",
+                REGISTER.format("int", "str"),
+            ),
+            ("class of the script registered", "cfg.A.(reg", "isinstance(S(), cfg.A)", REGISTER.format("S", "str")),
+            ("one list of two modules", "cfg.M(is)", "cfg.M.append(0), cfg.L", ONE.format("cfg.L", "cfg.M")),
+            ("one list of a class", "cfg.K.c(is)", "cfg.K.c.append(0), cfg.L", ONE.format("cfg.L", "cfg.K.c")),
+            ("two lists that were one", "cfg.N(is)", "cfg.N.append(0), cfg.M", "if @@ == 'b': cfg.N = list(cfg.N)"),
+            ("one list of the script", "__main__.Y", "Y.append(0), X", "X, Y = [0], [0]\nif @@ == 'b': Y = X"),
+        ]
+    ],
     Pair("variable by a text", "__main__.V", data("f()", VALUE + READ.format("'V' + '* 2'")), loads=""),
     Pair("variables by a text", "__main__.V", data("eval('globals().get(\"V\", 7)')", VALUE), loads=""),
     Pair(

@@ -44,6 +44,7 @@ from torch_dpflow.remote.shipping.values import (
     Columns,
     columns_of,
     is_harmless,
+    is_mutable,
     memory_of,
     plain_bytes,
     sorted_plain,
@@ -116,6 +117,12 @@ class Walk:
         while self._waiting:
             path, obj = self._waiting.popleft()
             self.roots[path] = hidden(path.rpartition(".")[2], self._digest(obj, path))
+        first: dict[int, str] = {}
+        for path, obj in sorted(self._queued.items(), key=lambda one: one[0]):
+            if is_mutable(obj) and (one := first.setdefault(id(obj), path)) != path:
+                part = self.roots[path]
+                same = PartNode(digest_of(one.encode()), one)
+                self.roots[path] = PartNode(part.own, part.text, {**(part.parts or {}), "(is)": same})
 
     def digest_apart(self, obj: Any) -> PartNode:
         """Digest an object; `run` digests the roots that it refers to."""
@@ -416,7 +423,9 @@ class Walk:
                 continue
             if not is_shared or not self.add(f"{module}.{name}", value):
                 parts[f"({name})"] = hidden(name, (yield value))
-        own = [code_digest(code, self.names, self._without_addresses), obj.__name__.encode(), module.encode()]
+        of = SCRIPT[0] if obj.__module__ in SCRIPT else str(obj.__module__)
+        own = [code_digest(code, self.names, self._without_addresses)]
+        own += [one.encode() for one in (obj.__name__, obj.__qualname__, of, module)]
         names = variables if reads_all_variables(code) else sorted(variables)
         own += [digest_of(self._without_addresses(name).encode()) for name in names]
         own += yield from _digests(slots["_cloudpickle_submodules"])

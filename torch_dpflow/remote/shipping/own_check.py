@@ -15,8 +15,10 @@ from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.content_parts import is_ignored
 from torch_dpflow.remote.shipping.canonical import Walk
 from torch_dpflow.remote.shipping.content_pack import ScriptPickler
+from torch_dpflow.remote.shipping.own_labels import ORDER, REGISTERED, put_in_order, register
 from torch_dpflow.remote.shipping.own_source import COMPUTED, OwnSource, parsed
 from torch_dpflow.remote.shipping.own_state import (
+    SAME,
     Codes,
     ModuleMember,
     NotSent,
@@ -29,7 +31,7 @@ from torch_dpflow.remote.shipping.own_state import (
     set_attribute,
 )
 from torch_dpflow.remote.shipping.run_text import set_script_variables
-from torch_dpflow.remote.shipping.values import Bulk
+from torch_dpflow.remote.shipping.values import Bulk, is_mutable
 from torch_dpflow.workers.script_settings import ScriptSettings
 
 
@@ -161,14 +163,42 @@ class _Checked(MetaPathFinder):
         """Compare loaded modules with what the script has, and set what differs."""
         self._has_other_imports = False
         replaced = {name: self._set(name) for name in names}
-        if not self._has_other_imports and not any(replaced.values()):
-            return
         loaded = [name for name in self._state.members if name in sys.modules]
+        if self._has_other_imports or any(replaced.values()):
+            self._set_again(loaded, replaced)
+        self._share(loaded)
+
+    def _set_again(self, loaded: Sequence[str], replaced: dict[str, list[str]]) -> None:
+        """Have imports refer to what has been set, and set what differs then."""
         for _ in loaded:  # a module can import from one that imports
             if not [name for name in loaded if self._import_again(name)]:
                 break
         for name in loaded:
             self._set(name, replaced.setdefault(name, []))
+
+    def _share(self, names: Sequence[str]) -> None:
+        """Have members of loaded modules be one object where they are one in the script, and several otherwise."""
+        shared = self._state.shared
+        objects: dict[str, Any] = {}
+        owners: dict[int, str] = {}
+        for name in names:
+            for path, member in [*members_of(name, sys.modules[name])]:
+                value = member.value
+                if member.kind or member.put is None or not is_mutable(value):
+                    continue
+                first = shared.get(f"{name}{path}", f"{name}{path}")
+                if first not in objects and owners.get(id(value), first) != first:
+                    sent = self._state.members[name].get(path)
+                    if sent is None or sent.value is NotSent or id(sent.value) in owners:
+                        raise _other(f"{name}{path}")
+                    value = sent.value
+                value = objects.setdefault(first, value)
+                owners[id(value)] = first
+                if value is not member.value:
+                    put: Any = member.put
+                    if getattr(put, "func", None) is set_attribute:  # which would fill the present object
+                        put = functools.partial(setattr, *put.args)
+                    put(value)
 
     def _import_again(self, name: str) -> bool:
         """Have a module's imports refer to what has been set where they come from; return whether one did not."""
@@ -203,8 +233,10 @@ class _Checked(MetaPathFinder):
         here = members_not_as_file(walk, name, module, source)
         members = dict(members_of(name, module))
         replaced = [*(done or ())]
-        for path in sorted({*here, *sent}):
+        for path in dict.fromkeys((*sent, *here)):  # attributes are added in the order of the script
             wanted = sent.get(path)
+            if path.endswith(SAME):
+                continue
             is_same = wanted is not None and path in here and here[path][0].digest == wanted.digest
             if wanted is not None and (not wanted.digest or (is_same and not isinstance(wanted.value, Replaced))):
                 continue
@@ -241,12 +273,19 @@ def _has_codes(member: ModuleMember | None, sent: Codes) -> bool:
 def _putter(members: Mapping[str, ModuleMember], module: types.ModuleType, path: str) -> Callable[[Any], object] | None:
     """Return what sets a member that a module lacks."""
     outer, _, name = path.rpartition(".")
-    if "(" in path or "[" in path or (outer and outer not in members):
+    if "(" in outer or "[" in path or (outer and outer not in members):
         return None
     holder: Any = module
     for one in outer.split(".")[1:]:
         holder = vars(holder)[one]
+    if name in _SPECIAL:
+        return functools.partial(_SPECIAL[name], holder)
+    if "(" in name:
+        return None
     return functools.partial(set_attribute, holder, name)
+
+
+_SPECIAL: dict[str, Callable[..., object]] = {ORDER: put_in_order, REGISTERED: register}
 
 
 def _other(name: str) -> UsageError:

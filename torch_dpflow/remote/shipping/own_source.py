@@ -44,6 +44,51 @@ class OwnSource:
     kinds: dict[str, str] = field(default_factory=dict)
     #: Digests of the code of functions, in the order of their definitions.
     codes: dict[str, list[bytes]] = field(default_factory=dict)
+    #: Docstrings of functions, classes and, by an empty path, of the module.
+    docs: dict[str, str] = field(default_factory=dict)
+    #: Annotations of functions, classes and the module.
+    annotations: dict[str, dict[str, Annotation]] = field(default_factory=dict)
+    #: Names in the order in which classes and the module define them.
+    order: dict[str, list[str]] = field(default_factory=dict)
+
+
+class Annotation(NamedTuple):
+    """An annotation as the file has it."""
+
+    #: By `ast.dump`.
+    text: str
+    #: What it evaluates; None if evaluating it can run more code than reading names.
+    code: types.CodeType | None
+
+    def makes(self, value: Any, module: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
+        """Return whether it provably makes this value. module, inner: variables of its module and of its class."""
+        if type(value) is str and _dump_of(value) == self.text:  # as of `from __future__ import annotations`
+            return True
+        try:
+            made = COMPUTED if self.code is None else eval(self.code, dict(module), dict(inner))
+            return made is value or (type(made) is type(value) and bool(made == value))
+        except Exception:  # code of the user's own runs
+            return False
+
+
+#: What an annotation consists of that only reads names.
+_READING = (
+    ast.Name | ast.Attribute | ast.Constant | ast.Subscript | ast.Tuple | ast.List | ast.BinOp | ast.BitOr | ast.Load
+)
+
+
+def _annotation(expression: ast.expr) -> Annotation:
+    is_reading = all(isinstance(node, _READING) for node in ast.walk(expression))
+    code = compile(ast.Expression(expression), "", "eval", dont_inherit=True) if is_reading else None
+    return Annotation(ast.dump(expression), code)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dump_of(text: str) -> str:
+    try:
+        return ast.dump(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError):
+        return ""
 
 
 class OwnCode(NamedTuple):
@@ -92,7 +137,9 @@ def parsed(content: bytes, package: str) -> OwnSource:
     """Return what a module's source defines. package: that relative imports start from."""
     found = OwnSource(imports=frozenset(imports_of(content, package)))
     try:
-        found.part = _SourceReader(found, package).body(_without_lines(ast.parse(content)).body, "")
+        tree = _without_lines(ast.parse(content))
+        found.docs = {"": vars(tree)["docstring"]} if "docstring" in vars(tree) else {}
+        found.part = _SourceReader(found, package).body(tree.body, "")
         _add_codes(compile(content, "", "exec", dont_inherit=True), "", found)
     except (SyntaxError, ValueError, RecursionError):
         found.part = PartNode(digest_of(content), "code")
@@ -120,6 +167,7 @@ def _without_lines(tree: ast.Module) -> ast.Module:
             first = body[0]
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and type(first.value.value) is str:
                 node.body = body[1:] or [_PASS]
+                vars(node)["docstring"] = first.value.value
     return tree
 
 
@@ -140,6 +188,10 @@ class _SourceReader:
                 defined += self._import(one, prefix)
                 continue
             names, value = _defined(one)
+            if "docstring" in vars(one):
+                found.docs[f"{prefix}.{_mangled(names[0], prefix)}"] = vars(one)["docstring"]
+            if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and one.simple:
+                found.annotations.setdefault(prefix, {})[_mangled(one.target.id, prefix)] = _annotation(one.annotation)
             if isinstance(one, ast.ClassDef):
                 inner = self.body(one.body, f"{prefix}.{one.name}")
                 header = ast.ClassDef(**{**vars(one), "body": [_PASS]})
@@ -157,6 +209,7 @@ class _SourceReader:
             for name in names:
                 before = parts.get(f".{name}")
                 parts[f".{name}"] = part if before is None else PartNode(digest_of(before.digest, part.digest), "code")
+        found.order[prefix] = [*dict.fromkeys(_mangled(name, prefix) for name in defined)]
         parts[".(order)"] = PartNode(digest_of(repr(defined).encode()), "order of definitions")
         return PartNode(digest_of(*sorted(imports), b"", *order), "code", parts)
 
@@ -184,6 +237,9 @@ class _SourceReader:
         if len(decorators) > 1:
             self._found.kinds[path] = ""
         given, every = node.args, [*node.args.posonlyargs, *node.args.args]
+        named = [(one.arg, one.annotation) for one in (*every, *given.kwonlyargs, given.vararg, given.kwarg) if one]
+        annotated = {name: _annotation(one) for name, one in (*named, ("return", node.returns)) if one is not None}
+        self._found.annotations[path] = annotated
         pairs = [*zip(every[len(every) - len(given.defaults) :], given.defaults, strict=True)]
         pairs += [(one, value) for one, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if value]
         self._found.literals |= {f"{path}({one.arg})": _literal(value) for one, value in pairs}

@@ -21,11 +21,12 @@ from torch_dpflow.remote.shipping.canonical import Walk
 from torch_dpflow.remote.shipping.code_digest import code_digest
 from torch_dpflow.remote.shipping.content_pack import can_pack
 from torch_dpflow.remote.shipping.modules import is_own_path
+from torch_dpflow.remote.shipping.own_labels import labels_not_as_file
 from torch_dpflow.remote.shipping.own_source import COMPUTED, OwnCode, OwnSource
 from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of
 from torch_dpflow.remote.shipping.pickled_parts import NO_MEMBERS, content_of_cell
 from torch_dpflow.remote.shipping.reducers import NO_VARIABLES, LruCache
-from torch_dpflow.remote.shipping.values import is_harmless
+from torch_dpflow.remote.shipping.values import is_harmless, is_mutable
 
 #: Maximum bytes of a value that is sent.
 _MAX_SENT = 4 << 20
@@ -85,6 +86,8 @@ class OwnState:
     #: Variables of the script.
     script: frozenset[str] = frozenset()
     ignore: Sequence[str] = ()
+    #: By path, the first path of the same object.
+    shared: Mapping[str, str] = field(default_factory=dict)
     #: Names by which the script has put modules into `sys.modules`, and what they are.
     placed: Mapping[str, str] = field(default_factory=dict)
 
@@ -100,10 +103,36 @@ class OwnState:
 def set_members(walk: Walk, code: OwnCode, modules: Collection[str]) -> dict[str, dict[str, tuple[PartNode, Any]]]:
     """Return the members of loaded modules that are not provably what the files define, with their values."""
     found = {}
-    for name in sorted(modules):
-        if (module := sys.modules.get(name)) is not None:
-            found[name] = members_not_as_file(walk, name, module, code.sources[name])
+    loaded = [name for name in sorted(modules) if name in sys.modules]
+    for name in loaded:
+        found[name] = members_not_as_file(walk, name, sys.modules[name], code.sources[name])
+    for (name, path), first in shared_members(loaded).items():
+        if not origins(path, code.sources[name]):
+            found[name][f"{path}{SAME}"] = (PartNode(digest_of("".join(first).encode()), "".join(first)), NotSent)
     walk.run()
+    return found
+
+
+#: Ends the path of a member that is the object of another member.
+SAME = "(is)"
+
+
+def shared_members(modules: Iterable[str]) -> dict[tuple[str, str], tuple[str, str]]:
+    """Return members that are the same object as an earlier member, by module and path, with that member."""
+    first: dict[int, tuple[str, str]] = {}
+    found = {}
+    for name in modules:
+        for path, member in members_of(name, sys.modules[name]):
+            if (
+                not member.kind
+                and is_mutable(member.value)
+                and first.setdefault(id(member.value), (name, path))
+                != (
+                    name,
+                    path,
+                )
+            ):
+                found[name, path] = first[id(member.value)]
     return found
 
 
@@ -124,7 +153,8 @@ def own_state(
             for path, (part, value) in of.items()
         }
     script = frozenset(name for name in vars(sys.modules["__main__"]) if not name.startswith("__"))
-    return OwnState(sent, others, script, ignore, dict(placed_modules(own)))
+    shared = {"".join(one): "".join(first) for one, first in shared_members(sorted(members)).items()}
+    return OwnState(sent, others, script, ignore, shared, dict(placed_modules(own)))
 
 
 def _ids_of_replaced(values: Iterable[Any]) -> frozenset[int]:
@@ -153,6 +183,8 @@ def members_not_as_file(
         outer = path.rpartition(".")[0]
         if "(" not in path and (not outer or (outer in members and members[outer].kind == "class")):
             found[path] = (PartNode(digest_of(b"deleted"), "deleted"), Deleted)
+    for path, value in labels_not_as_file(module, members, source):
+        found[path] = (walk.digest_apart(value), value)
     walk.read_from("")
     return found
 
@@ -207,7 +239,7 @@ def members_of(name: str, module: Any) -> Iterator[tuple[str, ModuleMember]]:
     if not isinstance(module, types.ModuleType):  # an object in the place of the module
         yield "", ModuleMember(module, None, "object")
         return
-    for variable, value in sorted(vars(module).items()):
+    for variable, value in [*vars(module).items()]:
         if variable in NO_VARIABLES or value is sys.modules.get(f"{name}.{variable}"):
             continue
         yield from _members(name, f".{variable}", value, functools.partial(set_attribute, module, variable))
@@ -216,8 +248,8 @@ def members_of(name: str, module: Any) -> Iterator[tuple[str, ModuleMember]]:
 def _members(module: str, path: str, value: Any, put: Callable[[Any], object]) -> Iterator[tuple[str, ModuleMember]]:
     functions = _functions_of(value)
     if isinstance(value, type) and (value.__module__, f".{value.__qualname__}") == (module, path):
-        yield path, ModuleMember((type(value), *value.__bases__), put, "class")
-        for name, inner in sorted(vars(value).items()):
+        yield path, ModuleMember((type(value), *value.__bases__), put, "class", value)
+        for name, inner in [*vars(value).items()]:
             if type(inner) is value:  # a member of an enumeration is pickled by its name
                 for attribute, inside in vars(inner).items():
                     if not (attribute.startswith("_") and attribute.endswith("_")):

@@ -14,7 +14,7 @@ from torch_dpflow.remote.shipping.values import ATOMS
 #: Longest text of a value.
 _MAX_TEXT = 60
 #: The first name of a path.
-_NAME = re.compile(r"[.\[(][^.\[(]*")
+_NAME = re.compile(r"\.\(\w+\)|[.\[(][^.\[(]*")
 #: Variables whose values are not shown.
 _SECRET = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
 

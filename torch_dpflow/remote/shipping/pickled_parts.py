@@ -17,6 +17,7 @@ NO_MEMBERS = frozenset(
         "__weakref__",
         "__doc__",
         "__module__",
+        "__qualname__",
         "__firstlineno__",
         "__static_attributes__",
         "__slotnames__",

@@ -113,8 +113,9 @@ def in_its_module(function: types.FunctionType, reduced: Any) -> Any:
 
 
 def in_order(kind: type, reduced: Any) -> Any:
-    """Have attributes of a class sent in the order in which it has them, which cloudpickle sorts."""
+    """Have attributes of a class sent in the order in which it has them, which cloudpickle sorts, and where it is."""
     attributes, *rest = reduced[2]
+    attributes = {"__qualname__": kind.__qualname__, **attributes}
     ordered = {name: attributes[name] for name in vars(kind) if name in attributes}
     return (*reduced[:2], ({**ordered, **attributes}, *rest), *reduced[3:])
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copyreg
+import enum
 import functools
 import hashlib
 import pickle
 import random
 import sys
 import types
+from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
@@ -48,6 +50,20 @@ def is_harmless(kind: type) -> bool:
     if kind.__module__.partition(".")[0] not in sys.stdlib_module_names:
         return False
     return any(base.__qualname__ in _HARMLESS.get(base.__module__, ()) for base in kind.__mro__)
+
+
+_MUTABLE = (list, dict, set, bytearray, deque, types.SimpleNamespace)
+_NO_OBJECTS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, enum.Enum)
+
+
+def is_mutable(value: Any) -> bool:
+    """Return whether it matters that two names have one object, and not two equal ones."""
+    if isinstance(value, _MUTABLE) or type(value) is object:
+        return True
+    kind = type(value)
+    if isinstance(value, _NO_OBJECTS) or kind.__module__.partition(".")[0] in sys.stdlib_module_names:
+        return False
+    return hasattr(value, "__dict__") or kind.__name__ in ("ndarray", "Tensor")
 
 
 class Bulk:
