@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch_dpflow.epoch.shards import ShardedIterableDataset
     from torch_dpflow.errors import DPFlowError
     from torch_dpflow.flows import DataLoadFlow
+    from torch_dpflow.loader.dataset_export import export_dataset
     from torch_dpflow.loader.loader import DPFlowDataLoader
     from torch_dpflow.metrics import LoaderStats
     from torch_dpflow.options import LoaderOptions
@@ -34,6 +35,7 @@ __all__ = [
     "PooledDataset",
     "ShardedIterableDataset",
     "__version__",
+    "export_dataset",
     "open_dataset",
 ]
 
@@ -47,6 +49,7 @@ __getattr__, __dir__ = lazy_names(
         "errors": ["DPFlowError"],
         "flows": ["DataLoadFlow"],
         "loader": ["DPFlowDataLoader"],
+        "loader.dataset_export": ["export_dataset"],
         "metrics": ["LoaderStats"],
         "options": ["LoaderOptions"],
         "cluster.client.options": ["JobOptions"],

@@ -55,6 +55,9 @@ class FileFormat(Protocol):
     def begin(self, first: ExportSample) -> None:
         """Take notice of the first sample of all. Raises SourceError if the format cannot hold the annotations."""
 
+    def is_unchanged(self) -> bool:
+        """Return whether files look as at `begin`, after further samples were observed."""
+
     def name(self, variant: str, number: int, count: int) -> str:
         """Return the name of file `number`, from 0."""
 
@@ -121,7 +124,7 @@ def export(
         MissingExtraError: pyarrow is not installed.
     """
     check_type("stored", stored, StoredDataset, "the result of DatasetStore.open")
-    settings = _checked_settings(format, main, samples_per_file, file_size, row_group_size, annotations)
+    settings = checked_settings(format, main, samples_per_file, file_size, row_group_size, annotations)
     if not len(stored):
         raise OptionError(f"{stored.ref} has no samples, and nothing to export")
     if stored.variant.source.get("importer") in _ENCODED:
@@ -132,11 +135,13 @@ def export(
     files = Files(target, options, read_options)
     source = _Samples(stored, read_options)
     try:
-        kind = _format_of(stored, settings, is_webdataset=source.is_webdataset)
+        kind = format_of(settings, name=str(stored.ref), is_webdataset=source.is_webdataset)
         plan = _plan(stored, source, kind, settings)
         kind.begin(next(source.read(range(1))))
         names = [kind.name(stored.variant_name, number, len(plan)) for number in range(len(plan))]
-        present = _begin(files, stored, settings, names)
+        made_from: dict[str, Any] = {"dataset": str(stored.ref), "digest": stored.dataset.digest, "settings": settings}
+        made_from |= {"files": len(names), "info": stored.variant.info}
+        present = begin_export(files, stored.variant_name, made_from, names)
         for name, numbers in zip(names, plan, strict=True):
             if name not in present:
                 files.write(name, kind.content(source.read(numbers)))
@@ -146,7 +151,7 @@ def export(
     return Exported(files.url, names, len(present), len(stored))
 
 
-def _checked_settings(
+def checked_settings(
     format: object, main: object, samples_per_file: int | None, file_size: str, row_group_size: str, annotations: object
 ) -> dict[str, Any]:
     """Return the options on which the bytes of files depend. Raises OptionError, OptionTypeError."""
@@ -172,7 +177,8 @@ def _checked_settings(
     }
 
 
-def _format_of(stored: StoredDataset, settings: Mapping[str, Any], *, is_webdataset: bool) -> TarFiles | ParquetFiles:
+def format_of(settings: Mapping[str, Any], *, name: str, is_webdataset: bool = False) -> TarFiles | ParquetFiles:
+    """Return what makes the files. name: of the dataset, for errors. Raises MissingExtraError."""
     if settings["format"] == "webdataset":
         return TarFiles(settings["main"])
     from torch_dpflow.datasets.export_parquet import ParquetFiles
@@ -181,7 +187,7 @@ def _format_of(stored: StoredDataset, settings: Mapping[str, Any], *, is_webdata
         settings["main"],
         settings["row_group_size"],
         as_json=settings["annotations"] == "json" and not is_webdataset,
-        name=str(stored.ref),
+        name=name,
     )
 
 
@@ -237,16 +243,27 @@ def _size_of(number: int, meta: SampleMeta, fields: Mapping[str, Any], *, is_nee
     return size
 
 
-def _begin(files: Files, stored: StoredDataset, settings: Mapping[str, Any], names: list[str]) -> set[str]:
-    """Return the files that an earlier run has written. Raises OptionError if they are of another export."""
-    variant = stored.variant_name
-    made_from = {"dataset": str(stored.ref), "digest": stored.dataset.digest, "settings": settings, "files": len(names)}
-    record = json.dumps({**made_from, "info": stored.variant.info}, indent=1, sort_keys=True).encode()
+def begin_export(
+    files: Files, variant: str, made_from: Mapping[str, Any], names: list[str], *, resumes: bool = True
+) -> set[str]:
+    """Return the files that an earlier run has written.
+
+    variant: the beginning of the names. made_from: what the bytes of the files depend on. resumes: whether there may be
+    files of an earlier run.
+
+    Raises OptionError if they are of another export.
+    """
+    record = json.dumps(made_from, indent=1, sort_keys=True).encode()
     ending = names[0].rpartition(".")[2]
     ours = re.compile(rf"{re.escape(variant)}-\d+(-of-\d+)?\.{ending}")
     present = {child.name for child in files.children() if ours.fullmatch(child.name)}
     path = f".{variant}.{ending}.export.json"
-    if files.exists(path):
+    if present and not resumes:
+        raise OptionError(
+            f"{files.url} has {min(present)}; give an empty directory or, if it is of this export of the same dataset, "
+            "resume=True to continue"
+        )
+    if resumes and files.exists(path):
         found = files.read(path)
         if found != record and (files.writes_whole or not record.startswith(found)):
             raise OptionError(

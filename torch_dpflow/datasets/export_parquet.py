@@ -164,6 +164,12 @@ class ParquetFiles:
         metadata = {"huggingface": json.dumps(features)} if is_image else None
         self._schema = pa.schema([(self._main, content), *columns], metadata=metadata)
 
+    def is_unchanged(self) -> bool:
+        return self._as_json or (
+            [field.name for field in self._schema][1:] == [*self._columns]
+            and all(self._schema.field(name).type == column.arrow(name) for name, column in self._columns.items())
+        )
+
     def name(self, variant: str, number: int, count: int) -> str:
         return f"{variant}-{number:05d}-of-{count:05d}.parquet"
 

@@ -73,6 +73,9 @@ class TarFiles:
     def begin(self, first: ExportSample) -> None:
         """Do nothing: each sample has its own members."""
 
+    def is_unchanged(self) -> bool:
+        return True
+
     def name(self, variant: str, number: int, count: int) -> str:
         return f"{variant}-{number:06d}.tar"
 

@@ -1,0 +1,248 @@
+"""Export of any map-style dataset to shards, by the workers of a loader."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from itertools import islice
+from typing import Any, TypeAlias
+
+import msgspec
+import torch
+from torch.utils.data import IterableDataset
+
+from torch_dpflow._core.checks import check_flag, check_int, working
+from torch_dpflow.datasets.annotations import encode_annotations
+from torch_dpflow.datasets.export import (
+    MAX_FILE_SIZE,
+    Annotations,
+    Exported,
+    FileFormat,
+    Format,
+    begin_export,
+    checked_settings,
+    format_of,
+)
+from torch_dpflow.datasets.export_tar import ExportSample
+from torch_dpflow.datasets.files import Files
+from torch_dpflow.datasets.storage.base import ReadOptions
+from torch_dpflow.epoch.rng import preserved_rng, seed_batch
+from torch_dpflow.errors import OptionError, OptionTypeError, SourceError
+from torch_dpflow.loader.loader import DPFlowDataLoader
+
+#: Makes bytes and annotations of a sample.
+Encode: TypeAlias = Callable[[Any], tuple[bytes, Mapping[str, Any]]]
+#: Samples of a task of a worker, and samples by whose mean size files are divided.
+_TASK_SAMPLES, _MEASURED = 64, 256
+
+
+def export_dataset(
+    dataset: Any,
+    target: str | os.PathLike[str],
+    *,
+    format: Format = "webdataset",
+    encode: Encode | None = None,
+    workers: int | None = None,
+    name: str = "train",
+    main: str | None = None,
+    samples_per_file: int | None = None,
+    file_size: str = "256MiB",
+    row_group_size: str = "16MiB",
+    annotations: Annotations = "columns",
+    resume: bool = False,
+    options: Mapping[str, Any] | None = None,
+    write_options: ReadOptions | None = None,
+    progress: Callable[[int], None] = lambda samples: None,
+) -> Exported:
+    """Write all samples of a map-style dataset, each once and in order, as files that other libraries read.
+
+    Worker processes read the samples; this process writes. The files do not depend on the number of workers. They are
+    equal in every run if the dataset is; its random numbers are seeded by the number of the sample. Each file appears
+    whole or not at all. One file and what workers have loaded ahead are in memory.
+
+    Args:
+        dataset: a sample is (bytes, mapping of annotations), or what `encode` makes one of.
+        target: the directory, also a URL.
+        format, main, file_size, row_group_size, annotations, options: as of `torch_dpflow.datasets.export.export`.
+        encode: a function of a sample that returns (bytes, mapping of annotations). Workers call it.
+        workers: processes that read; 0: this one. None: one for each processor.
+        name: the beginning of the names of the files.
+        samples_per_file: None: `file_size`, divided by the mean size of the first 256 samples.
+        resume: whether to keep the files of an earlier run of this export that was killed. The dataset must not have
+            changed: only its class, its length and its first samples are compared.
+        write_options: timeouts and retries of writing files.
+        progress: called with the number of samples that are written, or kept.
+
+    Raises:
+        OptionError, OptionTypeError: an option is not allowed; the dataset is empty or has no length; the target has
+            other files of these names, or those of an earlier run without `resume=True`.
+        SourceError: a sample cannot be read or encoded, or has what the format cannot hold. Its number is in the text.
+        StorageError: a file cannot be written.
+        MissingExtraError: pyarrow is not installed.
+    """
+    settings = checked_settings(format, main, samples_per_file, file_size, row_group_size, annotations)
+    if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", name)):
+        raise OptionError(f"name={name!r}: give up to 64 letters, digits, '_' and '-', such as 'train'")
+    if encode is not None and not callable(encode):
+        raise OptionTypeError(f"encode={encode!r:.80}: give a function of a sample, or None")
+    check_flag("resume", resume)
+    count = _length_of(dataset)
+    processes = len(os.sched_getaffinity(0)) if workers is None else check_int("workers", workers, minimum=0)
+    encoded = EncodedSamples(dataset, encode)
+    first = _first_samples(encoded, count)
+    size = sum(len(data) + len(notes) for data, notes in first) // len(first)
+    each = samples_per_file or max(1, min(settings["file_size"], MAX_FILE_SIZE) // max(1, size))
+    kind = format_of(settings, name=type(dataset).__name__)
+    plan = [range(start, min(start + each, count)) for start in range(0, count, each)]
+    names = [kind.name(name, number, len(plan)) for number in range(len(plan))]
+    digest = hashlib.sha256(b"".join(part for sample in first for part in sample)).hexdigest()
+    made_from = {
+        "dataset": type(dataset).__qualname__,
+        "samples": count,
+        "first": digest,
+        "settings": {**settings, "samples_per_file": each},
+        "files": len(names),
+    }
+    files = Files(target, options, write_options)
+    present = begin_export(files, name, made_from, names, resumes=resume)
+    _write(files, kind, encoded, plan, names, present, processes, progress)
+    return Exported(files.url, names, len(present), count)
+
+
+def _write(
+    files: Files,
+    kind: FileFormat,
+    encoded: EncodedSamples,
+    plan: Sequence[range],
+    names: Sequence[str],
+    present: set[str],
+    processes: int,
+    progress: Callable[[int], None],
+) -> None:
+    """Write the files that are not there yet. Raises as `export_dataset`."""
+    # The first file decides about columns, so it is read again where it is kept.
+    read = [part for part, one in zip(plan, names) if one not in present or part is plan[0]]
+    with preserved_rng(), closing(_samples(encoded, read, processes)) as samples:
+        for part, one in zip(plan, names, strict=True):
+            if one not in present or part is plan[0]:
+                found = [*islice(samples, len(part))]
+                _check_size(found)
+                _observe(kind, found, is_first=part is plan[0])
+                if one not in present:
+                    files.write(one, kind.content(iter(found)))
+            progress(part.stop)
+
+
+def _samples(encoded: EncodedSamples, parts: Sequence[range], processes: int) -> Generator[ExportSample, None, None]:
+    """Yield the samples of these files. Tasks do not cross files, so they are the same whatever is written already."""
+    tasks = [part[start : start + _TASK_SAMPLES] for part in parts for start in range(0, len(part), _TASK_SAMPLES)]
+    loader: DPFlowDataLoader[Any] = DPFlowDataLoader(
+        encoded,
+        batch_sampler=tasks,  # type: ignore[arg-type]  # not lists, as a million numbers take memory
+        num_workers=processes,
+        collate_fn=list,
+        generator=torch.Generator(),
+    )
+    for task, batch in zip(tasks, loader, strict=True):
+        for number, (data, notes) in zip(task, batch, strict=True):
+            yield ExportSample(number, {"": data}, None, notes, f"sample {number}")
+
+
+def _observe(kind: FileFormat, samples: Sequence[ExportSample], *, is_first: bool) -> None:
+    """Take notice of the annotations of a file. Raises SourceError if they do not fit those of the first file."""
+    for sample in samples:
+        kind.observe(sample.number, msgspec.json.decode(sample.annotations))
+    if is_first:
+        kind.begin(samples[0])
+    elif not kind.is_unchanged():
+        raise SourceError(
+            f"samples {samples[0].number} to {samples[-1].number} have annotations that those of the first file lack, "
+            "or of other types; give annotations='json', or encode= that returns the same fields for all samples"
+        )
+
+
+def _check_size(samples: Sequence[ExportSample]) -> None:
+    size = 0
+    for sample in samples:
+        size += sum(map(len, sample.members.values())) + len(sample.annotations)
+        if size > MAX_FILE_SIZE:
+            raise SourceError(
+                f"samples {samples[0].number} to {sample.number} have more than {MAX_FILE_SIZE} bytes, the most of a "
+                "file; give a smaller samples_per_file"
+            )
+
+
+def _length_of(dataset: Any) -> int:
+    try:
+        count = len(dataset)
+    except TypeError:
+        count = None
+    if count is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise OptionTypeError(
+            f"dataset={dataset!r:.80} is of type {type(dataset).__name__}; give a map-style dataset: with __getitem__ "
+            "and __len__"
+        )
+    if not count:
+        raise OptionError("the dataset has no samples, and nothing to export")
+    return int(count)
+
+
+def _first_samples(encoded: EncodedSamples, count: int) -> list[tuple[bytes, bytes]]:
+    """Return the first samples, read here, so that wrong input fails before anything is written."""
+    with preserved_rng():
+        return encoded.__getitems__(range(min(count, _MEASURED)))
+
+
+class EncodedSamples(torch.utils.data.Dataset[tuple[bytes, bytes]]):
+    """Samples of a dataset as bytes and JSON, each seeded by its number. Raises SourceError, which names the sample."""
+
+    def __init__(self, dataset: Any, encode: Encode | None) -> None:
+        self._dataset, self._encode = dataset, encode
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, number: int) -> tuple[bytes, bytes]:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[tuple[bytes, bytes]]:
+        """Return the samples of a task; a dataset that has this method reads them in one call."""
+        together = working(self._dataset, "__getitems__")
+        if together is None:
+            return [self._encoded(number, self._read(number)) for number in numbers]
+        seed_batch(0, 0, numbers[0])
+        try:
+            found = [*together([*numbers])]
+        except Exception as error:
+            raise SourceError(f"samples {numbers[0]} to {numbers[-1]} cannot be read: {_shown(error)}") from error
+        if len(found) != len(numbers):
+            raise SourceError(f"__getitems__ returned {len(found)} samples for {len(numbers)} numbers")
+        return [self._encoded(number, sample) for number, sample in zip(numbers, found)]
+
+    def _read(self, number: int) -> Any:
+        seed_batch(0, 0, number)
+        try:
+            return self._dataset[number]
+        except Exception as error:
+            raise SourceError(f"sample {number} cannot be read: {_shown(error)}") from error
+
+    def _encoded(self, number: int, sample: Any) -> tuple[bytes, bytes]:
+        if self._encode is not None:
+            try:
+                sample = self._encode(sample)
+            except Exception as error:
+                raise SourceError(f"sample {number} cannot be encoded: {_shown(error)}") from error
+        data, notes = sample if isinstance(sample, tuple) and len(sample) == 2 else (None, None)
+        if not isinstance(data, bytes | bytearray | memoryview) or not isinstance(notes, Mapping):
+            raise SourceError(
+                f"sample {number} is {sample!r:.200}; give encode=, a function of a sample that returns (bytes, "
+                "mapping of annotations)"
+            )
+        return bytes(data), bytes(encode_annotations(notes, f"sample {number}"))
+
+
+def _shown(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
