@@ -1,4 +1,4 @@
-"""Images with the channels of a pixel beside each other in memory, as they were decoded, and batches of them.
+"""Images with the channels of a pixel next to each other in memory, as they were decoded, and batches of them.
 
 Not in `vision`, as serialization needs it without Pillow.
 """
@@ -36,7 +36,7 @@ def _stack(batch: Sequence[torch.Tensor], *, collate_fn_map: dict[Any, Callable[
 
 
 def has_channels_last(tensor: torch.Tensor) -> bool:
-    """Return whether this is an image, (channels, height, width), with the channels of each pixel beside each other."""
+    """Return whether this is an image, (channels, height, width), whose pixels have adjacent channels."""
     if tensor.dim() != 3 or tensor.layout is not torch.strided or tensor.is_contiguous():
         return False
     return tensor.permute(1, 2, 0).is_contiguous()

@@ -193,7 +193,10 @@ class SuspendAwareClock:
 
 
 class StopSignal:
-    """Like `threading.Event`, but safe in finalizers: `Event.set` takes a lock, which the interrupted code may hold."""
+    """Like `threading.Event`, but safe in finalizers.
+
+    `Event.set` takes a lock. A finalizer can interrupt a thread that holds this lock, and would then wait for itself.
+    """
 
     def __init__(self) -> None:
         self._set = False

@@ -36,7 +36,11 @@ class _Bucket:
 
 
 class CoarseOrder:
-    """A stack of buckets with ascending bounds; no key ranks above the bound of its bucket.
+    """A stack of buckets of keys, ordered by eviction rank.
+
+    A key's rank is its place in the order of eviction; it is not the rank of a process. Bounds ascend from the bottom
+    bucket to the top one, and no key of a bucket ranks above the bucket's bound. The *floor* is the bound of the top
+    bucket: keys that rank above it are not in the stack.
 
     Args:
         front: about how many keys `open` returns. More make each eviction slower, fewer make `open` more frequent.
@@ -70,7 +74,10 @@ class CoarseOrder:
         self.size += len(keys)
 
     def cover(self, keys: Keys, ranks: Ranks) -> None:
-        """Add keys that rank above the floor as the topmost bucket, and raise the floor to the highest of them."""
+        """Push keys, all of which rank above the floor, on top of the stack.
+
+        The highest of their ranks becomes the floor. A small top bucket takes the keys, else they are a new bucket.
+        """
         top = complex(ranks.max())
         if self._stack and self._stack[-1].size < self._front * _FAN_OUT:
             self._stack[-1].add(keys)
@@ -81,7 +88,10 @@ class CoarseOrder:
         self._changed()
 
     def open(self) -> Keys | None:
-        """Remove and return the highest keys: all that rank above the new floor. None when there are no keys."""
+        """Remove and return the keys with the highest ranks, and lower the floor below them.
+
+        Return None if there are no keys.
+        """
         while self._stack:
             bucket = self._stack.pop()
             self.size -= bucket.size

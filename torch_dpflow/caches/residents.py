@@ -23,7 +23,7 @@ from torch_dpflow.lookahead import Keys
 Distances = npt.NDArray[np.float64]
 
 _NO_KEYS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-#: The least load numbers that there is room for.
+#: Minimum capacity for load numbers.
 _MIN_ROOM = 1 << 12
 #: Keys that are recomputed at once, which bounds the memory.
 _CHUNK = 1 << 16

@@ -188,14 +188,14 @@ class SampleStore:
     """Samples by key, as many as the policy keeps. Thread-safe.
 
     The lock is held while the policy decides, never while a sample is loaded, measured or copied, or a sampler is
-    polled. A load may read samples from this store; a sample that its own load reads, also through a cycle of threads,
-    is loaded separately and not kept. If a load raises, the error reaches every thread that waited for it, and the
-    next reader loads again. After a fork the child has its own store with the same samples, or an empty one if another
-    thread was changing it at that moment.
+    polled. A load can read samples from this store. If a load reads its own sample, directly or through other threads,
+    this sample is loaded separately and not kept. If a load raises, the error reaches every thread that waited for it,
+    and the next reader loads again. After a fork the child has its own store with the same samples, or an empty one if
+    another thread was changing it at that moment.
 
     Args:
-        make_policy: makes a new policy.
-        copies: whether to keep copies of loaded samples and to return copies of those.
+        make_policy: returns a new policy.
+        copies: whether to store a copy of each loaded sample, and to return a copy of the stored one.
         before_read: called with the number of samples about to be read; returns a new lookahead for the policy.
     """
 

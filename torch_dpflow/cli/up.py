@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _END = b"\0"
 #: How long a start takes before its log is named, seconds.
 _NOTICE_S = 10.0
-#: Most characters of a log in an error.
+#: Maximum number of characters of a log in an error.
 _MAX_TAIL = 2000
 
 

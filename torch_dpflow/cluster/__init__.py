@@ -1,1 +1,1 @@
-"""One loading for many jobs: services, what they decide, and the training process's side."""
+"""Data loading that many jobs share: services, what they decide, and the training process's side."""

@@ -49,7 +49,7 @@ class RankOrder:
 
     @property
     def left(self) -> int:
-        """Number of samples that are left of the epoch."""
+        """Number of samples that remain in this rank's epoch."""
         assert self._at is not None
         return self._at.end(self._sampler.num_replicas, drop_last=self._sampler.drop_last) - self._at.position
 
@@ -75,7 +75,7 @@ class RankOrder:
         self._epoch = self._sampler.epoch
 
     def rest(self) -> Iterator[int]:
-        """Yield the indices that are left of the epoch, drawn as they are read."""
+        """Yield the remaining indices of this rank's epoch. Each index is computed when it is yielded."""
         assert self._at is not None
         sampler, at = self._sampler, self._at
         length = len(sampler.dataset)

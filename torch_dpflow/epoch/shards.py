@@ -21,17 +21,17 @@ class ShardedIterableDataset(IterableDataset[Any]):
     """Base of iterable datasets that read shards, each to its end before the next one.
 
     Rank `r` of `R` reads the shards `r`, `r + R`, and so on. Its workers divide these in the same way. A loader's state
-    has the position in each shard, so that the rest of an epoch can be read by another number of workers or ranks: each
-    shard goes on where it was. The batches are others then, as each worker fills its own.
+    contains the position in each shard, so a different number of workers or ranks can read the rest of an epoch. The
+    batches then differ, as each worker fills its own batches.
 
-    Give at least as many shards as there are workers in all ranks; further workers read nothing. Ranks read different
-    numbers of samples unless their shards are even.
+    Give at least as many shards as there are workers in all ranks; further workers read nothing. Ranks read the same
+    number of samples only if their shards have the same number.
 
     Args:
         num_shards: number of shards.
         num_replicas: number of ranks; by default torch.distributed's, if it is initialised, else 1.
         rank: this rank; by default torch.distributed's, if it is initialised, else 0.
-        ranks: a 1-D DeviceMesh or a process group to take both from.
+        ranks: a 1-D DeviceMesh or a process group that defines both.
 
     Raises:
         OptionError: a number is out of range.

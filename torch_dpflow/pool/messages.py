@@ -151,7 +151,7 @@ class PreloadDataset(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class StartReading(msgspec.Struct, frozen=True, tag=True):
-    """This process reads this dataset until the connection ends; answered by Acknowledged."""
+    """Request: declare that this process reads the dataset until the connection ends. Answered by Acknowledged."""
 
     identity: bytes
 

@@ -44,7 +44,7 @@ _POLL_S = 0.02
 
 
 def pushed_source(name: str, array: _Array) -> ArraySource:
-    """Return the source of an array in memory. It depends on the content, so pushing the same array again continues.
+    """Return the source of an array in memory. The same rows give the same source, so a push can be continued.
 
     Raises OptionError or OptionTypeError if it cannot be cached, or the name is not NAMESPACE/NAME:VERSION.
     """

@@ -140,7 +140,7 @@ class Instructions(msgspec.Struct, frozen=True, tag=True):
 
 
 class GetStripeTable(msgspec.Struct, frozen=True, tag=True):
-    """Request the owners of a dataset's stripes from this one on; answered by StripeTablePart."""
+    """Request the owners of a dataset's stripes, starting at stripe `first`; answered by StripeTablePart."""
 
     identity: bytes
     first: int = 0

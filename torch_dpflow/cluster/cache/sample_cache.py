@@ -53,9 +53,9 @@ class SampleCache:
     samples.
 
     Args:
-        capacity_bytes: most bytes of samples that are held or being loaded. It is exceeded by a single sample that is
-            larger, and while samples turn out larger than those before.
-        concurrency: most running loads.
+        capacity_bytes: maximum bytes of samples that are held or being loaded. A single larger sample
+            exceeds it, and it is exceeded while samples turn out larger than earlier ones.
+        concurrency: maximum number of running loads.
         repeatable: whether loading a sample twice gives the same value (if `by_draw`, with the same draw).
         by_draw: whether each draw of a sample is an object of its own. Then only samples that jobs have requested are
             kept.
@@ -92,7 +92,7 @@ class SampleCache:
         self._numbers = itertools.count(1) if numbers is None else numbers
         #: By the number of the running load.
         self._loading: dict[int, CacheEntry] = {}
-        #: Most running loads; may be changed at any time.
+        #: Maximum number of running loads; may be changed at any time.
         self.concurrency = concurrency
         self._wants = self._shared = self._loads = 0
         #: Whether a requested sample does not fit although everything that can be evicted has been.
@@ -132,14 +132,17 @@ class SampleCache:
             self._objects.hint(job, lookahead, weight)
 
     def note_reads(self, reader: str, keys: Sequence[int]) -> None:
-        """Report reads to the cache's policy, for a reader whose samples another reader requests."""
+        """Report the reads of `reader` to the cache's policy, without a request.
+
+        Used if a sample has two stages: reader `reader` reads a result, for which another reader requests the sample.
+        """
         self._objects.read(keys, self._reader(reader).job)
 
     # -- capacity --------------------------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
-        """Most bytes that are held or being loaded."""
+        """Maximum bytes that are held or being loaded."""
         return self._objects.capacity
 
     @property

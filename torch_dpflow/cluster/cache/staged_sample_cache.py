@@ -72,7 +72,7 @@ class StagedSampleCache:
 
     Args:
         capacity_bytes: as for `SampleCache`, of both caches together.
-        concurrency: most running loads of each cache.
+        concurrency: maximum number of running loads of each cache.
         policy: makes the kept cache's policy; None keeps nothing.
     """
 
@@ -103,7 +103,7 @@ class StagedSampleCache:
 
     @property
     def concurrency(self) -> int:
-        """Most running loads of each cache; may be changed at any time."""
+        """Maximum number of running loads of each cache; may be changed at any time."""
         return self._kept.concurrency
 
     @concurrency.setter

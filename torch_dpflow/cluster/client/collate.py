@@ -343,7 +343,7 @@ class ReadyBatches:
     """Queue of ready batches: one thread puts and one takes.
 
     Args:
-        capacity: most batches that wait, besides the one in hand.
+        capacity: maximum number of batches that wait, besides the one in hand.
         closed: set to end the epoch early; call `wake` after that.
     """
 

@@ -49,7 +49,7 @@ class Pipeline:
     Args:
         ready: batches that are collated ahead of need; as many more are fetched at a time, or two calls of small ones.
         requested: batches that are requested from shards ahead of need; more than `ready`.
-        budget_bytes: most bytes of fetched batches; one batch alone may be larger.
+        budget_bytes: maximum bytes of fetched batches; one batch alone may be larger.
         reconnect_timeout_s: how long the cluster may be unreachable, seconds.
         loading_s: how much longer samples may take while the cluster answers, seconds.
     """
@@ -79,7 +79,7 @@ class _Batch:
 
     @property
     def is_poisoned(self) -> bool:
-        """Whether an error will take the batch's place, whatever else arrives."""
+        """Whether an error is certain to be raised instead of this batch."""
         values = self.values
         return any(isinstance(values.get(one.ticket), WorkerError) for one in self.wanted)
 
@@ -432,7 +432,7 @@ class EpochReader:
 
 
 def end_calls(thread: threading.Thread, deadline: float, links: ShardLinks) -> None:
-    """Wait for a thread of a job that ends; interrupt its calls from `deadline` on, by `time.monotonic`."""
+    """Wait for a thread of a job that is ending. After `deadline` (by `time.monotonic`), interrupt its calls."""
     thread.join(max(0.0, deadline - time.monotonic()))
     while thread.is_alive():
         links.interrupt()

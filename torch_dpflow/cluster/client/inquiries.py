@@ -12,7 +12,7 @@ from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.errors import DeadlineError, PeerLostError, RemoteCallError
 from torch_dpflow.ipc.rpc import RpcClient
 
-#: Least time between two requests for the cost, timeout of one, and pause after one without an answer, seconds. A
+#: Minimum time between two requests for the cost, timeout of one, and pause after one without an answer, seconds. A
 #: coordinator may be away while jobs read.
 COST_S, COST_CALL_S, COST_PAUSE_S = 1.0, 1.0, 30.0
 #: Timeout of the request for how a sample's workers ended, seconds, and how many of them an error names.

@@ -97,7 +97,7 @@ class JobOptions:
         ready: batches that are collated ahead of need (P_L).
         requested: batches that are requested from shards ahead of need (P_R), more than `ready`. A sampler whose order
             may change while it is read is drawn no further ahead than torch draws it.
-        budget_bytes: most bytes of batches in transit; one batch alone may be larger.
+        budget_bytes: maximum bytes of batches in transit; one batch alone may be larger.
         reconnect_timeout_s: how long the cluster may be unreachable, or all workers that a platform runs for the flow
             may be lost, before a call fails, seconds.
 

@@ -34,9 +34,9 @@ TOGETHER_S = 0.1
 FETCH_S = 30.0
 #: Timeout of a heartbeat, seconds; then the job fetches the routing table, as another shard may own the keys.
 HEARTBEAT_TIMEOUT_S = 2 * HEARTBEAT_S
-#: Most samples of one fetch: the answer fits into a message even if each sample has many frames.
+#: Maximum number of samples of one fetch: the answer fits into a message even if each sample has many frames.
 FETCH_SAMPLES = 256
-#: Most shared memory lent to a shard on this host, bytes.
+#: Maximum shared memory lent to a shard on this host, bytes.
 LENT_BYTES = 1 << 28
 
 

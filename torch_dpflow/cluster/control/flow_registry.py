@@ -30,7 +30,7 @@ from torch_dpflow.cluster.messages.coordinator import MAX_LIFE, FlowSpec, FlowVi
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import UnknownFlowError
 
-#: Most flows of a cluster, each version counted.
+#: Maximum number of flows of a cluster, each version counted.
 MAX_FLOWS = 4096
 #: A flow that no job has used for so long may be stopped in favour of another, seconds.
 UNREAD_S = LEASE_S

@@ -28,7 +28,7 @@ from torch_dpflow.cluster.messages.coordinator import (
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.ipc.messages.remote_worker import RemoteWorkerView
 
-#: Most jobs of a flow whose worker-seconds are kept.
+#: Maximum number of jobs of a flow whose worker-seconds are kept.
 MAX_JOBS = 1024
 #: Time between two steps of the autoscalers, seconds.
 STEP_S = 1.0

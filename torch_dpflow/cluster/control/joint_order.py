@@ -35,7 +35,7 @@ from torch_dpflow.samplers.passes import RankShares
 #: The places that a job without ranks may draw again, or that count as drawn in lookaheads; earlier ones are cleared
 #: once there are as many more. It has requested few samples beyond those that it has received.
 KEPT_PLACES = 1 << 21
-#: Most epochs that are kept for ranks that are behind: one takes as much memory as the flow's samples have numbers.
+#: Maximum number of epochs that are kept for ranks that are behind. An epoch takes memory for one number per sample.
 MAX_EPOCHS = 16
 _NOTHING: IndexArray = np.empty(0, np.int64)
 _NO_MARKS: NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -337,7 +337,7 @@ class _JointEpoch:
         return drawn[drawn > 0] - 1
 
     def first_of(self, rank: int) -> int:
-        """Return the first place that this rank can draw."""
+        """Return the first position of the order that this rank can draw."""
         return max(self._held[rank].position, self._kept_from)
 
     def agrees(self, rank: int, held: Held) -> bool:
@@ -421,7 +421,7 @@ class _OpenSlots:
         return len(self._some) + self._total - self._first
 
     def up_to(self, last: int) -> int:
-        """Return how many are open of the slots 0 to `last`."""
+        """Return the number of open slots among the slots 0 to `last`."""
         if last >= self._first:
             return len(self._some) + last + 1 - self._first
         return int(np.searchsorted(self._some, last, side="right"))

@@ -35,7 +35,7 @@ START_PACE_S = 10.0
 #: at most this factor.
 LATE_HEARTBEAT_S, MAX_LEASE_FACTOR = 2 * clocks.HEARTBEAT_S, 6.0
 WORKER = "worker"
-#: Most characters of the description of how a process ended.
+#: Maximum number of characters of the description of how a process ended.
 MAX_ENDED = 300
 #: Key in the status of a worker that has started.
 UP = "up"

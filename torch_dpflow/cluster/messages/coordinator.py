@@ -22,11 +22,11 @@ from torch_dpflow.ipc.messages.content_parts import (
 )
 from torch_dpflow.ipc.messages.fields import Body, Count, Name, Seconds, Text
 
-#: Most samples, shards and workers of a flow.
+#: Maximum number of samples, shards and workers of a flow.
 MAX_SIZE, MAX_SHARDS, MAX_WORKERS = 2**31 - 1, 256, 4096
-#: Least memory of the cache of a shard, bytes.
+#: Minimum memory of the cache of a shard, bytes.
 MIN_MEMORY = 1 << 20
-#: Least time for which services outlive their last job, seconds; a router reports its jobs once a second.
+#: Minimum time for which services outlive their last job, seconds; a router reports its jobs once a second.
 MIN_IDLE_S = 3.0
 #: Fields of which each shard needs a part.
 _OF_EVERY_SHARD = ("workers", "memory_bytes")
@@ -148,11 +148,11 @@ def check_flow_name(name: str) -> None:
         )
 
 
-#: Most bytes of the content of a flow (the pickled dataset), and of one piece of it.
+#: Maximum bytes of the content of a flow (the pickled dataset), and of one piece of it.
 MAX_CONTENT_BYTES, CONTENT_PIECE_BYTES = 1 << 30, 4 << 20
-#: Most states in the history of a flow.
+#: Maximum number of states in the history of a flow.
 MAX_LIFE = 32
-#: Most jobs that have ended of which a cluster keeps a record.
+#: Maximum number of jobs that have ended of which a cluster keeps a record.
 MAX_ENDED = 256
 
 Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
@@ -334,8 +334,8 @@ class ClusterLimits:
     """Limits of all flows of a cluster together.
 
     Args:
-        workers: most processes that load; None: as many as the flows request.
-        memory_bytes: most memory for samples, bytes; None: as much as the flows request.
+        workers: maximum number of processes that load; None: as many as the flows request.
+        memory_bytes: maximum memory for samples, bytes; None: as much as the flows request.
         autoscale: bounds between which the number of workers follows the demand of jobs; None: as the flows request.
         shards: number of ports at which remote workers connect; None: any number.
 
@@ -354,7 +354,7 @@ class ClusterLimits:
 
     @property
     def flows(self) -> int | None:
-        """Most flows that can run at once; None: any number."""
+        """Maximum number of flows that can run at once; None: any number."""
         most = [one for one in (self.workers, self.shards) if one is not None]
         most += [self.memory_bytes // MIN_MEMORY] if self.memory_bytes is not None else []
         return min(most, default=None)

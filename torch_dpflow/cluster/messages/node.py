@@ -9,9 +9,9 @@ import msgspec
 from torch_dpflow._core.clocks import HEARTBEAT_S
 from torch_dpflow.ipc.messages.fields import MAX_NAME, Body, Count, Name, Seconds, Text
 
-#: Most processes of one node.
+#: Maximum number of processes of one node.
 MAX_PROCESSES = 8192
-#: Most nodes that join one cluster.
+#: Maximum number of nodes that join one cluster.
 MAX_NODES = 256
 #: Name of a node; part of the ids of its shards.
 NODE_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"

@@ -23,7 +23,7 @@ from torch_dpflow.workers.platform import End, Limits
 
 #: Most remote workers of one shard at a time: with successors and ending ones, more than it has in service.
 MAX_OWNED = 4 * MAX_WORKERS
-#: Most requests in one call, and events in one answer.
+#: Maximum number of requests in one call, and events in one answer.
 MAX_REQUESTS, MAX_EVENTS = 256, 256
 
 #: Subclasses before their base classes.

@@ -244,7 +244,7 @@ class ReadByAll(Body):
 
 #: How long the leases of jobs and shards last after the latest heartbeat, seconds.
 JOB_LEASE_S, SHARD_LEASE_S = 3 * LEASE_S, LEASE_S
-#: Most processes that read one flow.
+#: Maximum number of processes that read one flow.
 MAX_JOBS = 1024
 
 

@@ -17,8 +17,8 @@ from torch_dpflow.ipc.messages.headers import Frame, PayloadGroup, PayloadTable,
 
 #: How many workers a sample may kill before it is reported as poisoned.
 POISON_LIMIT = 3
-#: Most samples that a job may have requested ahead of need and not received, of all shards together; and of one shard,
-#: as many again that it waits for.
+#: Maximum number of samples that a job may have requested ahead of need and not received, of all shards together; and
+#: also maximum number that it waits for, of one shard.
 MAX_WANTS = 1 << 16
 
 

@@ -256,7 +256,7 @@ class Cluster:
     def connect(self, address: str | None = None, *, timeout_s: float = 60.0, shared_bytes: int = 0) -> RpcClient:
         """Return a client of one of its services; without an address, of the coordinator.
 
-        shared_bytes: most shared memory for calls with large payloads, bytes.
+        shared_bytes: maximum shared memory for calls with large payloads, bytes.
         """
         return RpcClient(
             self.address if address is None else address,

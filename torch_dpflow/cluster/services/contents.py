@@ -32,7 +32,7 @@ from torch_dpflow.errors import DPFlowError, MessageError, StateError, UsageErro
 from torch_dpflow.ipc.messages.fields import OverloadedError
 from torch_dpflow.log import SERVICE
 
-#: Most simultaneous uploads to the coordinator, and most calls that wait for its thread.
+#: Maximum number of simultaneous uploads to the coordinator, and of calls that wait for its thread.
 MAX_DRAFTS, MAX_WAITING = 64, 32
 #: Timeout of the transfer of a piece, seconds.
 PIECE_S = 30.0

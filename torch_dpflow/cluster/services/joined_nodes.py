@@ -36,7 +36,7 @@ from torch_dpflow.remote.shipping.compatibility import unfit, versions_here
 
 #: The lease of a node expires this long after its latest report, seconds: as long as that of a node's processes.
 NODE_LEASE_S = 2 * LEASE_S
-#: Most nodes that join under one coordinator: the generations of the next one are above.
+#: Maximum number of nodes that join under one coordinator: the generations of the next one are above.
 _MAX_JOINS = 1 << 12
 #: Methods for nodes and about them, like `coordinator.METHODS`.
 NODE_METHODS: dict[str, Any] = {

@@ -54,7 +54,7 @@ LEAVE_S = START_S
 #: Roles that a joined node may be assigned; all others run on the cluster's own host.
 JOINED_ROLES = ("shard", "worker")
 _POLL_S = 0.02
-#: Most processes that a node starts under one generation.
+#: Maximum number of processes that a node starts under one generation.
 _MAX_STARTS = 1 << 20
 
 

@@ -26,13 +26,13 @@ class NodeOptions:
     """The options of a node that joins a cluster.
 
     Args:
-        join: the cluster's connection file with the server key, or its path: the file that `dpflow up` has written, or
-            that of its keys with the cluster's address.
+        join: the cluster's connection file with the server key, or its path. `dpflow up` writes this file; a key
+            file to which the cluster's address was added works too.
         name: unique among the cluster's nodes; None: the name of this host.
-        listen: the IP address of this host by which jobs reach it; None: the one by which it reaches the cluster.
+        listen: the IP address at which jobs reach this host; None: the one with which it connects to the cluster.
         preload: as for `ClusterOptions`.
-        processors: number that it may use, for display; None: as many as this process.
-        log: how its processes log.
+        processors: number of processors that it may use, for display; None: those of this process.
+        log: log settings of its processes.
 
     Raises:
         OptionError: a file, name, address or module is not usable.

@@ -219,7 +219,7 @@ class LocalCluster:
         self._announcement: Announcement | None = None
         check_vacant(self._path)
         raise_limit(WISHED_DESCRIPTORS)
-        #: Most workers of all flows, by the options and the limit of open files.
+        #: Maximum number of workers of all flows, by the options and the limit of open files.
         self.workers = min(options.limits.workers or MAX_WORKERS, max_workers())
         autoscale = options.limits.autoscale
         # The scaling law must know the limit of open files.

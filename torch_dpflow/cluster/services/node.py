@@ -59,7 +59,7 @@ HOLD_S = HEARTBEAT_S / 2
 GRACE_S = 8.0
 #: The session of a silent client is dropped after this long, seconds; processes send a heartbeat each second.
 IDLE_CLIENT_S = START_S / 2
-#: Most messages that a node handles before it checks its processes.
+#: Maximum number of messages that a node handles before it checks its processes.
 BURST = 1024
 
 

@@ -70,10 +70,10 @@ class Provisioner:
     """Serves the shards of a cluster. One thread drives it, and none of its methods blocks.
 
     Args:
-        server: methods are registered with it; the caller serves.
-        spec: the platform.
-        place: how shards use it.
-        prefix: of the names of the workers of the cluster.
+        server: server to which the methods are added; the caller serves.
+        spec: settings of the platform.
+        place: address and key with which shards connect.
+        prefix: prefix of the names of the cluster's workers.
         on_opened: called in the server's thread once the platform is open.
     """
 

@@ -64,7 +64,7 @@ class WorkerPlatform:
     name: str
     #: Address at which shards listen for workers: see `RemoteWorkers`.
     listen_at: str = ""
-    #: Most workers of all flows together.
+    #: Maximum number of workers of all flows together.
     max_workers: int
 
 
@@ -277,7 +277,10 @@ class DesiredProcesses:
         self._applied: Desire | None = None
 
     def send(self, desire: Desire) -> bool:
-        """Send these, unless the node has them; return whether it had not. Raises DPFlowError if it does not answer."""
+        """Send these processes to the node unless it has them; return whether they were sent.
+
+        Raises DPFlowError if the node does not answer.
+        """
         if desire == self._applied:
             return False
         self._applied = None  # it may have them, although it does not answer

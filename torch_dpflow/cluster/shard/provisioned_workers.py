@@ -218,7 +218,7 @@ class ProvisionedPlatform:
                 self._requests.pop((StartRequest, name), None)
 
 
-#: Most messages of remote workers that are handled before one of a job.
+#: Maximum number of messages of remote workers that are handled before one of a job.
 _BURST = 64
 #: Timeout of sending the last messages to remote workers, seconds.
 LINGER_S = 1.0

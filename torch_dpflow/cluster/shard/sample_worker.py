@@ -32,7 +32,7 @@ from torch_dpflow.workers.batches import unpicklable_failure
 from torch_dpflow.workers.process_control import exit_with, use_sched_batch
 from torch_dpflow.workers.task_worker import Compress, TaskWorker
 
-#: Most shared memory that a worker uses for its results, bytes.
+#: Maximum shared memory that a worker uses for its results, bytes.
 SHARED_MEMORY_BYTES = 64 << 20
 #: How long a worker waits for its shard's answer before it repeats its handshake, seconds.
 HANDSHAKE_S = 1.0

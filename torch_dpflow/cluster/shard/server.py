@@ -41,7 +41,7 @@ from torch_dpflow.ipc.transport.link_time import LinkTime
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
 
-#: Most frames and bytes of one answer; a job requests the rest again.
+#: Maximum frames and bytes of one answer; a job requests the rest again.
 MAX_FRAMES, MAX_ANSWER_BYTES = 2048, 256 << 20
 #: How long a shard that owns no keys any more waits for its jobs to leave, seconds.
 LINGER_S = 20.0
@@ -159,7 +159,7 @@ class SampleShard:
 
     @property
     def workers(self) -> ShardWorkers:
-        """The shard's workers. For the server's thread."""
+        """The shard's workers. Call this from the server's thread only."""
         return self._workers
 
     @property

@@ -12,7 +12,7 @@ from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.messages.headers import BufferSpan, PayloadTable
 from torch_dpflow.ipc.transport import Frame, Listener
 
-#: Most messages of workers that are handled before the server handles another one.
+#: Maximum number of messages of workers that are handled before the server handles another one.
 _BURST = 64
 
 

@@ -59,7 +59,7 @@ class _FlowWorker:
     is_ending: bool = False
     #: Number of samples that it has loaded.
     samples: int = 0
-    #: Most tasks that it holds.
+    #: Maximum number of tasks that it holds.
     window: int = WINDOW
 
 

@@ -26,12 +26,12 @@ class DelimitedRows:
 
     Args:
         file: the file, at its start.
-        delimiter: between cells.
-        name: names the file in errors.
-        path_column: the column of paths; None: none, so that joined rows are not noticed.
+        delimiter: separator of cells.
+        name: name of the file in errors.
+        path_column: the column of paths; None: there is none, so joined rows are not detected.
 
-    Raises SourceError, also while rows are read: the file is no UTF-8, has no header, has a column name twice, a row of
-    another number of cells, a quote that is not doubled inside quotes, or a cell in quotes that contains another row.
+    Raises SourceError, also while rows are read: the file is no UTF-8, has no header, has a column name twice, a row
+    with too few or too many cells, a quote that is not doubled inside quotes, or a quoted cell with another row.
     """
 
     def __init__(self, file: IO[bytes], delimiter: str, name: str, path_column: str | None = None) -> None:

@@ -135,7 +135,7 @@ class ImageFolderImporter:
         return any(child.name.lower().endswith(IMAGE_ENDINGS) for child in children)
 
     def objects(self) -> list[tuple[str | None]]:
-        """Return a digest of the names, sizes and states of all images, or None if one has no state; lists the tree."""
+        """List the tree, and return a digest of the names, sizes and states of all images; None if one has no state."""
         digest = hashlib.sha256()
         has_states = True
         for folder in self._find_classes().values():

@@ -116,7 +116,7 @@ class SourceFiles:
         return None if folder is None else find_sources(f"{self.given}/{folder}", self.options, self.read_options)
 
     def of(self, files: Sequence[SourceFile]) -> SourceFiles:
-        """Return a source of these objects of the same directory."""
+        """Return a source with only these objects, of the same directory."""
         return SourceFiles(
             self.given,
             files,

@@ -42,7 +42,7 @@ _RETAINED_BYTES = 32 << 20
 _IDLE_ALLOCATIONS = 256
 #: A new segment takes at most this share of the available memory, unless it is of the smallest size.
 _SHARE_OF_AVAILABLE = 0.5
-#: Most segments of one arena: each costs the writer a descriptor, and a process often has 1,024.
+#: Maximum number of segments of one arena: each costs the writer a descriptor, and a process often has 1,024.
 MAX_SEGMENTS = 256
 _NONE: deque[Segment] = deque()
 
@@ -70,7 +70,7 @@ class Arena:
     parent: in the child it lends nothing.
 
     Args:
-        budget_bytes: most memory of the arena, in use and free together. On a platform without memfds it lends nothing.
+        budget_bytes: maximum memory of the arena, in use and free together, bytes. Without memfds it lends nothing.
     """
 
     def __init__(self, *, budget_bytes: int) -> None:

@@ -17,7 +17,7 @@ from torch_dpflow.ipc.memory import segment as segments
 from torch_dpflow.ipc.memory.segment import FORKS, FREE, PUBLISHED, RETIRED, TOKEN_BYTES, Forks, Memory, Segment
 from torch_dpflow.ipc.messages.headers import BlockRef, ProbeRef
 
-#: Most segments that are mapped for one writer, which may ignore its own limit.
+#: Maximum number of segments that are mapped for one writer, which may ignore its own limit.
 _MAX_MAPPED = 1024
 
 

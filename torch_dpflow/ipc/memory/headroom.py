@@ -103,7 +103,7 @@ class Headroom:
         return bool(self._groups)
 
     def total(self) -> int:
-        """Return the bytes that this process can ever have, by the machine and its control groups."""
+        """Return the memory limit of this process, bytes: the minimum of the machine and its control groups."""
         limits = (_number(folder / files.limit, self._machine) for folder, files in self._groups)
         return min([self._machine, *limits])
 

@@ -29,7 +29,7 @@ SampleKeys: TypeAlias = Annotated[list[Count], msgspec.Meta(max_length=MAX_SAMPL
 
 
 class Body(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """A call's arguments or result: an array on the wire; unknown fields are an error."""
+    """Arguments or result of a call, encoded as a msgpack array of the fields; unknown fields are an error."""
 
 
 class WorkerRefusedError(WorkerError):

@@ -73,7 +73,7 @@ class ProbeRef(msgspec.Struct, array_like=True, frozen=True):
 
 
 class BufferSpan(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Where one piece of a payload lies: `size` bytes at `offset` of a frame or a block."""
+    """Span of one piece of a payload: `size` bytes at `offset` in a frame or a block."""
 
     #: Number of the frame; or -1 for the first block, -2 for the second, and so on.
     part: int
@@ -228,7 +228,7 @@ class Missing(Body, tag=14):
 #: The outcome of a task: a batch, or rows of one, written where they belong; an exception; the end of the worker's
 #: stream; a batch whose first rows are loaded, in an open block; rows that cannot be written into such a block.
 BATCH, FAILURE, END, OPENED, UNFIT = range(5)
-#: Maximum tasks, and most results, in one message.
+#: Maximum numbers of tasks and of results in one message.
 MAX_TASKS = 1 << 16
 
 

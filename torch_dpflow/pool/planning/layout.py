@@ -94,7 +94,7 @@ class SampleLayout(RecordLayout):
         self._ends = np.cumsum(padded)
 
     def offsets(self, stripe: int) -> npt.NDArray[np.int64]:
-        """Return where each record of a stripe begins in it."""
+        """Return the offset of each record in a stripe."""
         own = self.records_of(stripe)
         ends = self._ends[own.start : own.stop]
         return np.concatenate([[self._start(stripe)], ends[:-1]]) - self._start(stripe)
@@ -115,8 +115,8 @@ class ArrayLayout(RecordLayout):
     than small rows do. Blocks fill whole cache lines, so rows lie at multiples of their size throughout.
 
     Args:
-        dtype: of the elements, as numpy writes it; no Python objects, no fields.
-        shape: of one record; empty for a scalar.
+        dtype: dtype of the elements, as numpy prints it; neither objects nor structured.
+        shape: shape of one record; empty for a scalar.
 
     Raises:
         OptionTypeError: the dtype is of objects, or has fields.

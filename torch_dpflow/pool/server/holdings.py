@@ -128,7 +128,7 @@ class _Holding:
 class Holdings:
     """Datasets that a server holds, by identity, and their readers. Thread-safe.
 
-    ahead_bytes: memory for reading ahead records without a place.
+    ahead_bytes: memory for reading ahead the records that do not stay in memory.
     """
 
     def __init__(self, ahead_bytes: int) -> None:

@@ -79,7 +79,7 @@ class PoolSegment:
         self.memory[offset : offset + length] = content
 
     def copy_from(self, fd: int, start: int, stripe: int, number: int) -> int:
-        """Server: fill a record's place from a file that `check_pushed` has accepted; return its bytes."""
+        """Server: copy a record from a file that `check_pushed` has accepted to its offset; return its bytes."""
         offset, length = self.place(stripe, number)
         copied = os.preadv(fd, [memoryview(self.memory)[offset : offset + length]], start)
         assert copied == length

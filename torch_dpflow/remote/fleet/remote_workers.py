@@ -72,21 +72,21 @@ class Shell(Protocol):
 
 
 class RemoteWorkers:
-    """The workers of one shard that a platform runs.
+    """Remote workers of one shard, which a platform runs.
 
     Args:
-        platform: where they run; opened here, closed with this.
-        content: what they load.
-        workers: how many.
-        listen_at: where they connect, `tcp://HOST:PORT`, or `tcp://HOST:FIRST-LAST` for the first port that is free;
-            empty: chosen by the platform.
-        least: how many must be connected before any loads; 0: any number.
-        kind: what they load.
-        cluster: the first part of their names, 8 hexadecimal digits; empty: random ones.
+        platform: settings of the platform. It is opened here, and closed by `close`.
+        content: the code and the dataset that are sent to each worker.
+        workers: number of workers.
+        listen_at: address to which workers connect, `tcp://HOST:PORT`, or `tcp://HOST:FIRST-LAST` for the first free
+            port; empty: the platform chooses it.
+        least: number of workers that must be connected before the first one loads; 0: do not wait.
+        kind: whether a task is a batch or a sample, with the matching program and logger.
+        cluster: first part of the workers' names, 8 hexadecimal digits; empty: random digits.
 
     Raises:
-        OptionError: workers cannot reach that address, or a setting of the platform is not possible.
-        TransportError: the address cannot be listened at.
+        OptionError: workers cannot reach `listen_at`, or a setting of the platform is invalid.
+        TransportError: `listen_at` is in use, or no address of this host.
         PlatformError, MissingExtraError: see `PlatformSpec.open`.
     """
 

@@ -326,7 +326,7 @@ class StartLimits:
         return self._rate.wait_s(now) <= 0
 
     def note_start(self, now: float) -> None:
-        """Record a start."""
+        """Record that a start was requested from the platform."""
         self._rate.note(now)
 
     def note_accepted(self, begun: float) -> None:

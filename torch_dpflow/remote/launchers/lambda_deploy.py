@@ -40,11 +40,11 @@ def function_of(settings: Lambda, handler: str = HANDLER) -> dict[str, Any]:
 
 
 def deploy(settings: Lambda, image: str, *, dry_run: bool = False, handler: str = HANDLER) -> Iterator[str]:
-    """Create the function or update it to these settings; yield what is done, for display.
+    """Create the function, or update it to these settings. Yield a line of text for each change.
 
     Args:
-        dry_run: only report what would be done; without credentials nothing is compared.
-        handler: runs the launch specs; another one is for tests of the launcher.
+        dry_run: change nothing, and yield what would be done; without credentials nothing is compared.
+        handler: the function's entry point, which runs launch specs; tests replace it.
 
     Raises:
         OptionError: there is no image or no role.

@@ -89,7 +89,7 @@ class _Source:
     lines: tuple[str, ...] = ()
 
     def place(self, table: str, key: str) -> str:
-        """Return where a key of a table stands, for display. table: empty for the file's own."""
+        """Return the file and line, or the variable, that sets a key. table: empty for keys outside tables."""
         wanted, current = f"{table}.{key}".strip("."), ""
         if not self.lines:
             variable = _variable(wanted)
