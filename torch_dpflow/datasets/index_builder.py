@@ -258,8 +258,9 @@ def _remove_unused(folder: str) -> None:
             for path in _files(group):
                 if os.path.basename(path) not in used and _is_unused(path):
                     shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
-            with suppress(OSError):
-                os.rmdir(group)
+            if _is_unused(group):  # a new one may be about to be written to
+                with suppress(OSError):
+                    os.rmdir(group)
     for kind in _OLD:
         for path in _files(f"{folder}/{kind}"):
             if all(map(_is_unused, _files(f"{path}/versions"))):

@@ -279,6 +279,7 @@ def test_the_index_of_a_source_that_grows_does(tmp_path: Path, index_dir: Path) 
 def test_an_index_that_was_not_opened_for_long_is_removed(tmp_path: Path, scans: Path, index_dir: Path) -> None:
     """With parts that no other index has, and indexes of earlier releases."""
     samples = write_shards(tmp_path / "data", 3, 700)
+    (index_dir / "parts" / "of-another-process").mkdir(parents=True)
     other = open_dataset(f"{tmp_path}/data/train-000.tar")
     whole = open_dataset(tmp_path / "data")
     for age, release in ((0, "old"), (time.time(), "recent")):
@@ -294,6 +295,7 @@ def test_an_index_that_was_not_opened_for_long_is_removed(tmp_path: Path, scans:
     open_dataset(tmp_path / "data")
     names = {path.name for path in index_dir.glob("joined/*")}
     assert other.stored.name not in names
+    assert (index_dir / "parts" / "of-another-process").is_dir()  # it has made it, and writes next
     assert kept.stored.name in names
     assert len([*index_dir.glob("parts/*/*")]) == 4
     assert [path.name for path in index_dir.glob("webdataset/*")] == ["recent"]
