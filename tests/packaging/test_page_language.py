@@ -69,6 +69,35 @@ def test_a_how_to_page_has_the_shape_of_all(page: Path) -> None:
     assert shaped[1] == "Example"
 
 
+#: Words that readers of pages stumble over: unidiomatic, archaic, or with a plainer word.
+AVOIDED_IN_PAGES = re.compile(
+    r"\b(another number of|(one|a) loading(?! flow)|beside|anew|whoever|nobody|of our own|times? of change|of a cloud|"
+    r"where (it|they) lies?|as ever|at any size|is told|for ever(?! and)|the like)\b|\bfrom [0-9][\w., ]{0,20} on\b",
+    re.IGNORECASE,
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_a_page_has_no_word_that_readers_stumble_over(page: Path) -> None:
+    assert [found[0] for found in AVOIDED_IN_PAGES.finditer(page.read_text("utf-8"))] == []
+
+
+def test_a_word_that_readers_of_pages_stumble_over_is_found() -> None:
+    text = "Resume with another number of ranks, anew: one loading beside the other, from 10 samples on."
+    found = ["another number of", "anew", "one loading", "beside", "from 10 samples on"]
+    assert [one[0] for one in AVOIDED_IN_PAGES.finditer(text)] == found
+
+
+@pytest.mark.parametrize("page", sorted(HOWTO.glob("*.md")), ids=named)
+def test_a_table_of_errors_names_the_error_the_cause_and_what_to_do(page: Path) -> None:
+    text = page.read_text("utf-8")
+    section = re.search(r"^## When it fails\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert section is not None
+    tables = re.findall(r"(?:^\|.*\n)+", section[1], re.MULTILINE)
+    columns = [[cell.strip() for cell in table.splitlines()[0].strip("|").split("|")] for table in tables]
+    assert all(len(one) == 3 and one[2] == "what to do" for one in columns[:1])
+
+
 PACKAGE = ROOT / "torch_dpflow"
 #: Words that the project does not use for programs, or that readers stumble over.
 AVOIDED = re.compile(
