@@ -50,6 +50,8 @@ SMALL = 100_000
 MAX_RUNNING = 16
 SHARD, GROUP = "fleet:v1/shard-000", "0123456789"
 LATEST_S = 120.0
+#: Jobs that join between two heartbeats of the shard.
+BEATS = 50
 
 
 def provisioner(count: int, calls: int) -> Figures:
@@ -123,8 +125,9 @@ def router(count: int, calls: int) -> Figures:
 
         def draw(position: int) -> None:
             client = service.client()
-            register(client, 0)
             for number in range(count):
+                if not number % BEATS:
+                    register(client, 0)
                 name = f"job-{number}"
                 body = Join(name, flow, number + 1, 0, BATCH, None, False)
                 id = JobId(name, client.call("join", body, reply_type=Joined).body.generation, flow, "")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 
 import pytest
 
-from benchmarks import scale
+from benchmarks import scale, scale_samples
 from benchmarks.cluster import cpu_s
 from benchmarks.scale_job import SleepingRows
 
@@ -43,6 +44,17 @@ def test_memory_is_compared_between_few_and_many(monkeypatch: pytest.MonkeyPatch
     assert figures.keys() == {metric.name for metric in scale.MEMORY}
     for name in ("job_mib", "worker_own_mib", "worker_start_ms", "shard_mib", "router_mib"):
         assert figures[name] > 0
+
+
+def test_a_row_that_fails_says_so_and_has_no_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> dict[str, float]:
+        raise RuntimeError("a job has ended")
+
+    figures = scale_samples._row(fail)
+    assert figures.keys() == {metric.name for metric in scale_samples.METRICS}
+    assert all(map(math.isnan, figures.values()))
+    assert capsys.readouterr().err == "no figures: RuntimeError: a job has ended\n"
+    assert scale_samples.drawn(100)["first_s"] > 0
 
 
 def test_parts_are_chosen_by_name() -> None:
