@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from torch_dpflow.cli.common import json_option, size_of, to_json, with_options
+from torch_dpflow.cli.common import json_option, preload_option, size_of, to_json, with_options
 from torch_dpflow.errors import MissingExtraError, OptionError
 from torch_dpflow.remote.launchers.registry import resolve, warn_experimental
 
@@ -220,6 +220,14 @@ _options = with_options(
         multiple=True,
         help="Namespace of jobs; by default that of the cluster.",
     ),
+    click.option(
+        "--metrics-to",
+        metavar="NAMESPACE",
+        default="",
+        help="Serve metrics at port 9400 to the pods of this namespace, where Prometheus runs.",
+    ),
+    click.option("--page", is_flag=True, help="Serve the live page at port 8265 of the pod, for kubectl port-forward."),
+    preload_option,
     click.option("--keys", help="File of `dpflow keygen`. Without it, new keys are generated."),
     click.option("--without-secrets", is_flag=True, help="Print no keys, as their secrets exist already."),
 )
@@ -238,6 +246,7 @@ def kubernetes(
     nodes: int,
     node_cpu: str,
     node_memory: str,
+    preload: tuple[str, ...],
     **given: Any,
 ) -> None:
     """Print a cluster with workers in pods as YAML for `kubectl apply -f -`, by [platform.kubernetes].
@@ -248,7 +257,8 @@ def kubernetes(
     from torch_dpflow.cluster.messages.coordinator import ClusterLimits
     from torch_dpflow.cluster.services.local_cluster import scaled_limits
     from torch_dpflow.remote.launchers.kubernetes import Kubernetes
-    from torch_dpflow.remote.launchers.kubernetes_manifest import ClusterManifest, NodePods
+    from torch_dpflow.remote.launchers.kubernetes_manifest import ClusterManifest
+    from torch_dpflow.remote.launchers.kubernetes_node_pods import NodePods
 
     settings = resolve("kubernetes")
     assert isinstance(settings, Kubernetes)
@@ -265,7 +275,7 @@ def kubernetes(
     if scale is not None:
         scaling = ("--autoscale", f"{scale.least}:{scale.most}")
         given["hold_s"] = scale.hold_s
-    given["nodes"] = NodePods(count=nodes, cpu=node_cpu, memory=node_memory)
+    given["nodes"] = NodePods(count=nodes, cpu=node_cpu, memory=node_memory, preload=preload)
     head = ClusterManifest(workers=settings, scaling=scaling, memory_bytes=memory, **given)
     click.echo(_written(head, keys, without_secrets), nl=False)
 

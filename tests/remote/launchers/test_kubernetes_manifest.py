@@ -78,6 +78,8 @@ def of(objects: list[dict[str, Any]], kind: str, name: str = "") -> dict[str, An
         ("--state-size", "1Gi", "--storage-class", "fast.ssd", "--jobs-in", "a", "--jobs-in", "b"),
         ("--state", "redis://redis.default.svc:6379/0", "--name", "n" * 52, "--worker-ports", "7700"),
         ("--state-secret", "redis", "--namespace", "1e3", "--memory", "1GiB", "--cpu", "1500m"),
+        ("--metrics-to", "monitoring", "--page"),
+        ("--metrics-to", "monitoring", "--nodes", "2", "--preload", "torchvision.io"),
     ],
 )
 def test_kubernetes_takes_what_is_printed(arguments: tuple[str, ...]) -> None:
@@ -95,8 +97,11 @@ def test_kubernetes_takes_what_is_printed(arguments: tuple[str, ...]) -> None:
         "ServiceAccount",
         "StatefulSet",
     ]
+    if "--nodes" in arguments:
+        kinds = sorted({*kinds, "Deployment"} - {"Role", "RoleBinding"})
+    else:
+        assert of(objects, "Role")["rules"] == RULES
     assert sorted({one["kind"] for one in objects}) == kinds
-    assert of(objects, "Role")["rules"] == RULES
     spec = of(objects, "StatefulSet")["spec"]["template"]["spec"]
     for text in ("hostNetwork", "hostPID", "hostIPC", "hostPath", "privileged"):
         assert text not in json.dumps(spec)
@@ -209,6 +214,11 @@ def test_a_value_is_written_as_it_is_read(value: Any) -> None:
         ([*NEEDED, "--worker-ports", "7700-70000"], "give FIRST-LAST from 1024"),
         ([*NEEDED, "--worker-ports", "7700-"], "give FIRST-LAST from 1024"),
         ([*NEEDED, "--worker-ports", "80-90"], "give FIRST-LAST from 1024"),
+        ([*NEEDED, "--metrics-to", "a b"], "namespace='a b'"),
+        ([*NEEDED, "--metrics-to", "m", "--port", "9400"], "port 9400 is that of metrics"),
+        ([*NEEDED, "--page", "--worker-ports", "8000-9000"], "port 8265 is that of the page"),
+        ([*NEEDED, "--preload", "torchvision"], "give --nodes N too"),
+        ([*NEEDED, "--nodes", "1", "--preload", "a;b"], "--preload 'a;b': give the name of a module"),
         ([*NEEDED, "--keys", "/nowhere"], "No such file.*dpflow keygen"),
     ],
 )
@@ -218,6 +228,32 @@ def test_what_is_not_possible_is_refused_with_what_to_give(arguments: list[str],
     assert not done.stdout
     assert re.search(told, " ".join(done.output.split())), done.output
     assert "s3same" not in done.output
+
+
+def test_only_the_given_namespace_reaches_the_metrics_and_nothing_the_page() -> None:
+    objects = printed(*NEEDED, "--metrics-to", "monitoring", "--page", "--worker-ports", "7700")
+    ingress = of(objects, "NetworkPolicy")["spec"]["ingress"]
+    (metrics,) = (one for one in ingress if {"protocol": "TCP", "port": 9400} in one.get("ports", []))
+    assert metrics["from"] == [
+        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}},
+    ]
+    template = of(objects, "StatefulSet")["spec"]["template"]
+    assert template["metadata"]["annotations"].items() >= {"prometheus.io/port": "9400"}.items()
+    (container,) = template["spec"]["containers"]
+    arguments = " ".join(container["args"])
+    assert "--metrics $(POD_IP):9400 --metrics-public --web 127.0.0.1:8265" in arguments
+    assert [one["name"] for one in container["ports"]] == ["jobs", "metrics"]
+    plain = printed(*NEEDED)
+    assert "9400" not in json.dumps(plain)
+    assert "8265" not in json.dumps(plain)
+
+
+def test_modules_are_imported_once_for_the_workers_of_a_node() -> None:
+    objects = printed(*NEEDED, "--nodes", "1", "--preload", "torchvision.io", "--preload", "PIL")
+    (node,) = of(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    assert node["args"][-4:] == ["--preload", "torchvision.io", "--preload", "PIL"]
+    (head,) = of(objects, "StatefulSet")["spec"]["template"]["spec"]["containers"]
+    assert "--preload" not in head["args"]
 
 
 def test_fewer_workers_than_are_asked_for_are_refused(no_settings: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from torch_dpflow._core.checks import MAX_PORT, check_fields, check_int
 from torch_dpflow.errors import OptionError
 from torch_dpflow.remote.launchers.kubernetes import Kubernetes
+from torch_dpflow.remote.launchers.kubernetes_node_pods import NodePods, resources_of
 from torch_dpflow.remote.launchers.kubernetes_specs import (
     HOME,
     LABELS,
@@ -24,98 +25,8 @@ from torch_dpflow.remote.launchers.kubernetes_specs import (
     check_label,
     check_quantity,
     field_env,
-    merged,
     safe_pod,
 )
-
-#: Time of a leaving node, seconds: `cluster.services.joining_node.LEAVE_S` for its jobs, and its own end.
-_NODE_GRACE_S = 75
-#: Maximum nodes of a cluster.
-_MAX_NODES = 256
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodePods:
-    """Pods that join a cluster as nodes: each runs shards of flows, with their workers beside them.
-
-    Args:
-        count: of pods; 0: none, and workers are pods.
-        cpu, memory: requests of each, as quantities: for all its workers, and for the samples that its shards keep.
-
-    Raises:
-        OptionError: a value is not possible.
-    """
-
-    count: int = 0
-    cpu: str = "4"
-    memory: str = "16Gi"
-
-    def __post_init__(self) -> None:
-        check_fields(self, check_int, "count", minimum=0, maximum=_MAX_NODES)
-        check_quantity("--node-cpu", self.cpu)
-        check_quantity("--node-memory", self.memory)
-
-    def deployment(
-        self,
-        settings: Kubernetes,
-        *,
-        labels: Mapping[str, str],
-        keys: tuple[str, str, str],
-        account: str,
-        digest: str,
-    ) -> dict[str, Any]:
-        """Return the spec of a Deployment: pods have names of their own, so a new one does not wait for an earlier one.
-
-        Args:
-            settings: image, user, and additions to the pods and containers of this cluster.
-            labels: of the pods.
-            keys: the secret with the cluster's keys and address, the folder where it is mounted, its file.
-            digest: changes with them.
-        """
-        secret, folder, file = keys
-        pod: dict[str, Any] = {
-            "serviceAccountName": account,
-            "automountServiceAccountToken": bool(settings.service_account),
-            "enableServiceLinks": False,
-            # Its first process does not reap what its services leave, as in the coordinator's pod.
-            "shareProcessNamespace": True,
-            "terminationGracePeriodSeconds": _NODE_GRACE_S,
-            "securityContext": safe_pod(settings.user),
-            "volumes": [
-                {"name": "keys", "secret": {"secretName": secret, "defaultMode": 0o440}},
-                {"name": "tmp", "emptyDir": {}},
-            ],
-            "containers": [merged(self._container(settings, folder, file), settings.container)],
-        }
-        if settings.node_selector:
-            pod["nodeSelector"] = {**settings.node_selector}
-        metadata = {"labels": {**labels}, "annotations": {"dpflow/settings-digest": digest}}
-        return {
-            "replicas": self.count,
-            "selector": {"matchLabels": {**labels}},
-            "template": {"metadata": metadata, "spec": merged(pod, settings.pod)},
-        }
-
-    def _container(self, settings: Kubernetes, folder: str, file: str) -> dict[str, Any]:
-        return {
-            "name": "node",
-            "image": settings.image,
-            "command": ["python", "-m", "torch_dpflow.cli", "node"],
-            "args": [
-                *("--join", f"{folder}/{file}"),
-                *("--name", "$(POD_NAME)"),
-                *("--listen", "$(POD_IP)"),
-            ],
-            "env": [field_env("POD_IP", "status.podIP"), field_env("POD_NAME", "metadata.name"), *HOME],
-            "resources": _resources(self.cpu, self.memory),
-            "securityContext": SAFE_CONTAINER,
-            "terminationMessagePolicy": "FallbackToLogsOnError",
-            "volumeMounts": [
-                {"name": "keys", "mountPath": folder, "readOnly": True},
-                {"name": "tmp", "mountPath": "/tmp"},
-            ],
-        }
-
 
 #: The label that lets pods of jobs in; its value is the cluster's name.
 JOBS = "dpflow-cluster"
@@ -126,6 +37,8 @@ _TOML, _KEYS, CONNECTION, _URL = "dpflow.toml", "keys.json", "connection.json", 
 #: Memory of the coordinator's processes beside samples, bytes: torch's code, once, and buffers.
 _OWN_BYTES = 2 << 30
 _GRACE_S = 60
+#: Where metrics are, and the live page, which only a connection from within the pod reaches.
+METRICS_PORT, PAGE_PORT = 9400, 8265
 #: Lower ports are reserved for root on most networks.
 _MIN_PORT = 1024
 _PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
@@ -150,6 +63,8 @@ class ClusterManifest:
         port, worker_ports: where jobs connect, and where workers connect: FIRST-LAST.
         nodes: pods that join it and run its flows' workers; else these are pods of their own.
         jobs_in: the namespaces of jobs; empty: that of the workers.
+        metrics_to: the namespace whose pods read metrics; empty: there are none.
+        page: whether to serve the live page, within the pod.
 
     Raises:
         OptionError: a value is not possible.
@@ -169,14 +84,19 @@ class ClusterManifest:
     worker_ports: str = "7700-7799"
     nodes: NodePods = field(default_factory=NodePods)
     jobs_in: Sequence[str] = ()
+    metrics_to: str = ""
+    page: bool = False
 
     def __post_init__(self) -> None:
         check_label("--name", self.name, longest=_MAX_NAME, begins_with_letter=True)
-        for namespace in (self.namespace, *self.jobs_in):
+        for namespace in (self.namespace, *self.jobs_in, *([self.metrics_to] if self.metrics_to else ())):
             check_label("namespace", namespace)
         check_quantity("--cpu", self.cpu)
         check_fields(self, check_int, "port", minimum=_MIN_PORT, maximum=MAX_PORT)
         first, last = self._worker_ports()
+        for name, port, is_used in (("metrics", METRICS_PORT, self.metrics_to), ("the page", PAGE_PORT, self.page)):
+            if is_used and (port == self.port or first <= port <= last):
+                raise OptionError(f"port {port} is that of {name}: give other --port and --worker-ports")
         if first <= self.port <= last:
             raise OptionError(f"--port {self.port} is one of --worker-ports {self.worker_ports}: give another")
         self._check_state()
@@ -309,20 +229,20 @@ class ClusterManifest:
         Jobs reach the coordinator, at any port as its services have their own, and workers theirs.
         """
         jobs = [
-            {
-                "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}},
-                "podSelector": {"matchLabels": {JOBS: self.name}},
-            }
-            for namespace in self._jobs_in
+            {**_namespace(namespace), "podSelector": {"matchLabels": {JOBS: self.name}}} for namespace in self._jobs_in
         ]
         first, last = self._worker_ports()
         ports = [{"protocol": "TCP", "port": first, "endPort": last}]
+        metrics: list[dict[str, Any]] = []
+        if self.metrics_to:
+            port = {"protocol": "TCP", "port": METRICS_PORT}
+            metrics = [{"from": [_namespace(self.metrics_to)], "ports": [port]}]
         if self.nodes.count:
             # Nodes connect to the coordinator and routers, which have ports of their own.
-            yield self._policy(self._labels, [{"from": jobs}, {"from": [_pods(self._node_labels)]}])
+            yield self._policy(self._labels, [{"from": jobs}, {"from": [_pods(self._node_labels)]}, *metrics])
             yield self._policy(self._node_labels, [{"from": jobs}], suffix="-nodes")
         else:
-            yield self._policy(self._labels, [{"from": jobs}, {"from": [_pods(LABELS)], "ports": ports}])
+            yield self._policy(self._labels, [{"from": jobs}, {"from": [_pods(LABELS)], "ports": ports}, *metrics])
             yield self._policy(LABELS, [], suffix="-workers")
 
     def _policy(
@@ -354,6 +274,8 @@ class ClusterManifest:
         if pull := self.workers.pod.get("imagePullSecrets"):
             pod["imagePullSecrets"] = pull
         annotations = {"dpflow/settings-digest": digest}
+        if self.metrics_to:  # which Prometheus' usual configuration for pods looks for
+            annotations |= {"prometheus.io/scrape": "true", "prometheus.io/port": str(METRICS_PORT)}
         spec: dict[str, Any] = {
             "replicas": 1,
             "serviceName": self.name,
@@ -386,6 +308,9 @@ class ClusterManifest:
         ]
         if self.state_size:
             mounts.append({"name": "state", "mountPath": STATE})
+        ports = [{"name": "jobs", "containerPort": self.port, "protocol": "TCP"}]
+        if self.metrics_to:
+            ports.append({"name": "metrics", "containerPort": METRICS_PORT, "protocol": "TCP"})
         return {
             "name": "head",
             "image": self.workers.image,
@@ -397,11 +322,13 @@ class ClusterManifest:
                 *self.scaling,
                 *("--memory", f"{self.memory_bytes}B"),
                 *(("--state", f"{STATE}/flows") if self.state_size else ()),
+                *(("--metrics", f"$(POD_IP):{METRICS_PORT}", "--metrics-public") if self.metrics_to else ()),
+                *(("--web", f"127.0.0.1:{PAGE_PORT}") if self.page else ()),
             ],
             "env": [*self._environment()],
-            "ports": [{"name": "jobs", "containerPort": self.port, "protocol": "TCP"}],
+            "ports": ports,
             "readinessProbe": {"tcpSocket": {"port": "jobs"}},
-            "resources": _resources(self.cpu, memory),
+            "resources": resources_of(self.cpu, memory),
             "securityContext": SAFE_CONTAINER,
             "terminationMessagePolicy": "FallbackToLogsOnError",
             "volumeMounts": mounts,
@@ -422,8 +349,8 @@ class ClusterManifest:
             yield {"name": "DPFLOW_STATE", "valueFrom": url}
 
 
-def _resources(cpu: str, memory: str) -> dict[str, Any]:
-    return {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": memory}}
+def _namespace(name: str) -> dict[str, Any]:
+    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
 
 
 def _pods(labels: Mapping[str, str]) -> dict[str, Any]:

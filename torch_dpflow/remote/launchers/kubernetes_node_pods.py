@@ -1,0 +1,120 @@
+"""Pods that join a cluster on Kubernetes as nodes: a Deployment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch_dpflow._core.checks import check_fields, check_int
+from torch_dpflow.errors import OptionError
+from torch_dpflow.remote.launchers.kubernetes import Kubernetes
+from torch_dpflow.remote.launchers.kubernetes_specs import (
+    HOME,
+    SAFE_CONTAINER,
+    check_quantity,
+    field_env,
+    merged,
+    safe_pod,
+)
+
+#: Time of a leaving node, seconds: `cluster.services.joining_node.LEAVE_S` for its jobs, and its own end.
+_NODE_GRACE_S = 75
+#: Maximum nodes of a cluster.
+_MAX_NODES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePods:
+    """Pods that join a cluster as nodes: each runs shards of flows, with their workers beside them.
+
+    Args:
+        count: of pods; 0: none, and workers are pods.
+        cpu, memory: requests of each, as quantities: for all its workers, and for the samples that its shards keep.
+        preload: modules that are imported once for its workers.
+
+    Raises:
+        OptionError: a value is not possible.
+    """
+
+    count: int = 0
+    cpu: str = "4"
+    memory: str = "16Gi"
+    preload: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self, check_int, "count", minimum=0, maximum=_MAX_NODES)
+        check_quantity("--node-cpu", self.cpu)
+        check_quantity("--node-memory", self.memory)
+        for module in self.preload:
+            if not all(part.isidentifier() for part in module.split(".")):
+                raise OptionError(f"--preload {module!r:.80}: give the name of a module, such as torchvision.io")
+        if self.preload and not self.count:
+            raise OptionError("--preload: workers that are pods have no common process; give --nodes N too")
+
+    def deployment(
+        self,
+        settings: Kubernetes,
+        *,
+        labels: Mapping[str, str],
+        keys: tuple[str, str, str],
+        account: str,
+        digest: str,
+    ) -> dict[str, Any]:
+        """Return the spec of a Deployment: pods have names of their own, so a new one does not wait for an earlier one.
+
+        Args:
+            settings: image, user, and additions to the pods and containers of this cluster.
+            labels: of the pods.
+            keys: the secret with the cluster's keys and address, the folder where it is mounted, its file.
+            digest: changes with them.
+        """
+        secret, folder, file = keys
+        pod: dict[str, Any] = {
+            "serviceAccountName": account,
+            "automountServiceAccountToken": bool(settings.service_account),
+            "enableServiceLinks": False,
+            # Its first process does not reap what its services leave, as in the coordinator's pod.
+            "shareProcessNamespace": True,
+            "terminationGracePeriodSeconds": _NODE_GRACE_S,
+            "securityContext": safe_pod(settings.user),
+            "volumes": [
+                {"name": "keys", "secret": {"secretName": secret, "defaultMode": 0o440}},
+                {"name": "tmp", "emptyDir": {}},
+            ],
+            "containers": [merged(self._container(settings, folder, file), settings.container)],
+        }
+        if settings.node_selector:
+            pod["nodeSelector"] = {**settings.node_selector}
+        metadata = {"labels": {**labels}, "annotations": {"dpflow/settings-digest": digest}}
+        return {
+            "replicas": self.count,
+            "selector": {"matchLabels": {**labels}},
+            "template": {"metadata": metadata, "spec": merged(pod, settings.pod)},
+        }
+
+    def _container(self, settings: Kubernetes, folder: str, file: str) -> dict[str, Any]:
+        return {
+            "name": "node",
+            "image": settings.image,
+            "command": ["python", "-m", "torch_dpflow.cli", "node"],
+            "args": [
+                *("--join", f"{folder}/{file}"),
+                *("--name", "$(POD_NAME)"),
+                *("--listen", "$(POD_IP)"),
+                *(part for module in self.preload for part in ("--preload", module)),
+            ],
+            "env": [field_env("POD_IP", "status.podIP"), field_env("POD_NAME", "metadata.name"), *HOME],
+            "resources": resources_of(self.cpu, self.memory),
+            "securityContext": SAFE_CONTAINER,
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+            "volumeMounts": [
+                {"name": "keys", "mountPath": folder, "readOnly": True},
+                {"name": "tmp", "mountPath": "/tmp"},
+            ],
+        }
+
+
+def resources_of(cpu: str, memory: str) -> dict[str, Any]:
+    """Return the resources of a container that requests these, and may use as much memory."""
+    return {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": memory}}
