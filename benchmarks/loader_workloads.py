@@ -15,6 +15,9 @@ WORKERS = 2
 SKEW = 100
 READ_LATENCY_S = 0.030
 LIGHT_SAMPLE_S = 0.001
+SLOW_SAMPLE_S = 0.010
+#: Of workload h.
+MANY_WORKERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +95,14 @@ class SlowStorage(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(READ_LATENCY_S)
+        return torch.full((256,), index, dtype=torch.float32)
+
+
+class SlowSamples(SlowStorage):
+    """Every sample takes 10 ms: a sleep, and no CPU time."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(SLOW_SAMPLE_S)
         return torch.full((256,), index, dtype=torch.float32)
 
 
@@ -243,5 +254,13 @@ WORKLOADS: Mapping[str, Workload] = {
         dataset=lambda setting: Ready(setting.samples(8000)),
         batch_size=1,
         sides=BOTH,
+    ),
+    "h": Workload(
+        title="first batch of samples of 10 ms, 8 workers",
+        dataset=lambda setting: SlowSamples(setting.samples(4096)),
+        batch_size=256,
+        sides=_with(num_workers=MANY_WORKERS),
+        whole_epoch=False,
+        parameters={"sample_s": SLOW_SAMPLE_S, "workers": MANY_WORKERS, "cost": "sleep"},
     ),
 }

@@ -17,7 +17,7 @@ from torch_dpflow.ipc.messages.headers import BATCH, FAILURE, Frame, PayloadTabl
 from torch_dpflow.workers.batch_pieces import UNDIVIDED, BatchPiece, OpenedBatch, part_of
 
 #: A piece takes about so long, seconds; a batch has at most so many for each worker.
-PIECE_S, PIECES_EACH = 0.05, 4
+PIECE_S, PIECES_EACH = 0.025, 4
 
 
 class Opening(NamedTuple):
@@ -74,8 +74,7 @@ class OpenBatches:
             self._load_whole(task)
             return
         left = len(opened.indices) - opened.rows
-        left_s = opened.took_s / opened.rows * left
-        count = min(ceil(left_s / PIECE_S), PIECES_EACH * self._workers, left, UNDIVIDED - 1)
+        count = min(ceil(opened.left_s / PIECE_S), PIECES_EACH * self._workers, left, UNDIVIDED - 1)
         bounds = [opened.rows + left * number // count for number in range(count + 1)]
         pieces = []
         for number, (begin, end) in enumerate(pairwise(bounds), 1):

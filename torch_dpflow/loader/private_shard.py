@@ -147,7 +147,7 @@ class PrivateShard:
             if fresh:
                 self._latest = fresh[-1][0]
                 if not self._open.opens:
-                    fresh = [(task + UNDIVIDED, payload) for task, payload in fresh]
+                    fresh = [(task | UNDIVIDED, payload) for task, payload in fresh]
                 self._shard.submit(fresh, pinned_to=pinned_to)
 
         self._command(submit)

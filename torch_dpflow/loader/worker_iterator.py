@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from multiprocessing.util import Finalize
 from typing import Any
 
 from torch_dpflow._core.torch_private import ExceptionWrapper
-from torch_dpflow.epoch.index_order import is_drawn_at_start
+from torch_dpflow.epoch.index_order import is_drawn_at_start, settled_length
 from torch_dpflow.epoch.plan import TAKEN, PlannedBatch, samples_in
 from torch_dpflow.epoch.progress import OPENING_AGAIN, OPENING_WORKERS
 from torch_dpflow.errors import LoaderTimeoutError, WorkerError, WorkerStartError
@@ -24,7 +25,7 @@ from torch_dpflow.loader.batch_planner import (
     interrupted_draw,
 )
 from torch_dpflow.loader.iteration_start import EpochAnnouncement, Pin, begin
-from torch_dpflow.loader.private_shard import PrivateShard
+from torch_dpflow.loader.private_shard import WINDOW, PrivateShard
 from torch_dpflow.loader.shard_events import (
     Arrived,
     Died,
@@ -44,7 +45,7 @@ from torch_dpflow.loader.worker_processes import (
     local_workers,
 )
 from torch_dpflow.options import LoaderOptions
-from torch_dpflow.workers.batch_pieces import generation_of, position_of, task_of
+from torch_dpflow.workers.batch_pieces import UNDIVIDED, generation_of, position_of, task_of
 from torch_dpflow.workers.batches import SHARED_FRACTION, Begun, EpochSpec
 from torch_dpflow.workers.local_platform import LocalHandle
 from torch_dpflow.workers.platform import Handle
@@ -165,6 +166,12 @@ class WorkerIterator(DeliveringIterator):
         grows = self._in_order and not self._own_stream and is_drawn_at_start(loader._index_sampler)
         #: Most batches in flight.
         self._max_in_flight = int(self._usual * self._options.prefetch_growth) if grows else self._usual
+        #: How many batches may be opened to all workers at the beginning, and from which position on at the end: where
+        #: workers would wait for the others. In between each worker has batches, and rows that wait behind a slow one
+        #: would delay more of them.
+        self._opened: tuple[int, float] = WINDOW * self._num_workers, math.inf
+        if grows and (end := settled_length(loader._index_sampler, progress.plan.end)):
+            self._opened = self._opened[0], end - self._num_workers
         # Before new workers copy the dataset.
         self._announcement = EpochAnnouncement(loader, progress.plan, self._max_in_flight)
         self._runtime.meter.begin_epoch()
@@ -211,13 +218,15 @@ class WorkerIterator(DeliveringIterator):
         if self._announcement.accepted:
             self._announcement.drawn(batch.position, batch.index)
         self._in_flight.add(batch)
-        self._shard.submit([(self._task(batch.position), batch.index)], pinned_to=batch.worker)
+        first, last = self._opened
+        part = 0 if self._own_stream or self._planner.planned < first or batch.position >= last else UNDIVIDED
+        self._shard.submit([(self._task(batch.position, part), batch.index)], pinned_to=batch.worker)
         self._planner.submitted()
         self._has_idle_worker = False
         return True
 
-    def _task(self, position: int) -> int:
-        return task_of(self._generation, position)
+    def _task(self, position: int, part: int = 0) -> int:
+        return task_of(self._generation, position, part)
 
     # -- delivery ----------------------------------------------------------------------------------------
 

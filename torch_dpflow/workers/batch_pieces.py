@@ -1,9 +1,9 @@
 """A batch that several workers load: one begins it and opens it to others, which write their rows into its memory.
 
-A worker begins each batch as a whole. Once that has taken a while and the rest will take longer, it makes the batch's
-memory, writes the rows that it has, and returns the batch as opened. The shard then has other rows loaded by all
-workers, each of which collates its rows straight into that memory. So only the time that samples have taken decides,
-and a batch that costs little is never divided.
+A worker begins each batch as a whole. Where the loader allows it, and once that has taken a while and the rest will
+take longer, it makes the batch's memory, writes the rows that it has, and returns the batch as opened. The shard then
+has other rows loaded by all workers, each of which collates its rows straight into that memory. So a batch that costs
+little is never divided.
 
 The result equals that of one worker: torch's default collate joins rows independently of each other, and rows whose
 collated form is another one than that of the first rows make the batch be loaded as a whole. So do rows that have drawn
@@ -12,6 +12,7 @@ random numbers where these are seeded by batch.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -33,7 +34,7 @@ from torch_dpflow.ipc.serialization.pickling import is_plain
 
 #: A batch is opened once its first rows have taken so long, if the rest takes about `REST_S` or longer, seconds. A
 #: piece costs all processes together some 0.3 ms of processor time.
-OPEN_S, REST_S = 0.01, 0.03
+OPEN_S, REST_S = 0.01, 0.1
 
 #: A task's number: the generation of its epoch, its batch's position, and the part of the batch, 0 for a whole one.
 POSITION_BITS, PART_BITS = 34, 8
@@ -79,9 +80,10 @@ class OpenedBatch(NamedTuple):
     #: As the default collate makes it, of all rows.
     value: Any
     indices: Sequence[Any]
-    #: How many rows are loaded, and how long that took, seconds.
+    #: How many rows are loaded.
     rows: int
-    took_s: float
+    #: How long the rest may take, seconds.
+    left_s: float
     lender: Lender
 
 
@@ -145,22 +147,25 @@ class PieceLoader:
         Returns BATCH and the batch, or OPENED and the encoded `OpenedBatch`. Raises the error of a sample.
         """
         samples: list[Any] = []
-        count, step, begun = len(index), 1, time.monotonic()
+        count, step, row_s = len(index), 1, math.inf
+        begun = now = time.monotonic()
         while True:
             done = len(samples)
-            samples += self._rows(index[done : done + step], done)
-            done = len(samples)
-            if done == count:
+            loaded = self._rows(index[done : done + step], done)
+            samples += loaded
+            if len(samples) == count:
                 return BATCH, self._collate(samples)
-            took_s = time.monotonic() - begun
-            if self._opens and took_s >= OPEN_S and took_s * (count - done) >= REST_S * done:
-                opened = self._open(index, samples, took_s, has_drawn)
+            before, now = now, time.monotonic()
+            row_s = min(row_s, (now - before) / len(loaded))  # without the slow ones among the first rows
+            left_s = row_s * (count - len(samples))
+            if self._opens and now - begun >= OPEN_S and left_s >= REST_S:
+                opened = self._open(index, samples, left_s, has_drawn)
                 if opened is not None:
                     return OPENED, opened
             step = 2 * step if self._opens else count
 
     def _open(
-        self, index: Sequence[Any], samples: list[Any], took_s: float, has_drawn: Callable[[], bool]
+        self, index: Sequence[Any], samples: list[Any], left_s: float, has_drawn: Callable[[], bool]
     ) -> tuple[PayloadTable, list[Frame]] | None:
         if has_drawn() or not _joins_rows():
             self._opens = False
@@ -182,7 +187,7 @@ class PieceLoader:
             whole[-1][: len(samples)] = leaf
             offset += aligned(size)
         value = tree_unflatten(whole, structure)
-        opened = OpenedBatch(value, index, len(samples), took_s, self._lender)
+        opened = OpenedBatch(value, index, len(samples), left_s, self._lender)
         return encode_in(opened, block, self._arena)
 
     def load(self, piece: BatchPiece, has_drawn: Callable[[], bool]) -> tuple[int, bool]:
