@@ -73,7 +73,6 @@ def read(fates: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> list[list[int
     epochs: list[list[int]] = []
     for number in range(EPOCHS):
         cursor = EpochCursor(JOB, number)
-        cursor.follows_router = True
         link.start_epoch(cursor)
         drawn: list[int] = []
         while part := drawn_part(link):
