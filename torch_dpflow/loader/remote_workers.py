@@ -22,7 +22,9 @@ from torch_dpflow.remote.fleet.content import BATCH_WORKERS, RemoteContent
 from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
 from torch_dpflow.remote.launchers.registry import resolve
 from torch_dpflow.remote.shipping.code_bundle import make_bundle
+from torch_dpflow.remote.shipping.content_identity import state_of
 from torch_dpflow.remote.shipping.content_pack import pack_load_spec
+from torch_dpflow.remote.shipping.own_check import Beginning
 from torch_dpflow.workers.batches import LoadSpec
 from torch_dpflow.workers.scheduler.machine import Scheduler
 
@@ -38,8 +40,11 @@ def workers_of(
     Raises as `RemoteWorkers`.
     """
     platform = resolve(loader.platform)
-    packed = pack_load_spec(spec)
-    bundle = make_bundle(packed, options.code if platform.sends_code or options.code != "auto" else None)
+    code = options.code if platform.sends_code or options.code != "auto" else None
+    parts = {"dataset": spec.dataset, "collate_fn": spec.collate_fn, "worker_init_fn": spec.worker_init_fn}
+    state = state_of(parts, code)
+    packed = pack_load_spec(spec, before=Beginning(spec.settings, state), replaced=state.replaced())
+    bundle = make_bundle(packed, code)
     remote = RemoteWorkers(
         platform,
         RemoteContent(packed, b"" if bundle is None else bundle.data),

@@ -91,12 +91,14 @@ def raised(batches, error):
     raise AssertionError("no error")
 
 def loads(here):
+    import e2e_late
+    e2e_late.HUNDRED = 200
     batches = read(here, Data(), Processes(python=sys.executable, env={"HOME": here}))
     for number in (0, 1):
         batch = next(batches)
         assert type(batch) is Batch, batch
         for offset, (box, item, file) in enumerate(batch.boxes):
-            assert (type(box), box.value) == (Box, 2 * (2 * number + offset) + 110)
+            assert (type(box), box.value) == (Box, 2 * (2 * number + offset) + 210)
             assert (type(item), item.value) == (Item, 10)
             assert "/project/" not in file, file
     assert "4 is four" in raised(batches, Wrong)

@@ -55,6 +55,7 @@ CHANGED = [
         data("cfg.f()", "import cfg\ncfg.W = torch.ones(2) * @@"),
         files={"cfg.py": "W = None\ndef f(): return W"},
     ),
+    Pair("set to None", "cfg.S", data("cfg.S", "import cfg\ncfg.S = @@"), "2", "None", files={"cfg.py": "S = 3"}),
     Pair(
         "its function replaced",
         "cfg.f",

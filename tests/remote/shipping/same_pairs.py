@@ -7,6 +7,7 @@ from tests.remote.shipping.identity_pairs import Pair, data
 #: What the scripts do before: look at samples, or make the same in another way.
 PEEK = "if @@: dataset[0]; dataset[1]"
 LABELS = "def make(k):\n    x = ['cat', 'dog'] * 20\n    return {}\n"
+MEMO = "def memo(g):\n    kept = {}\n    def inner(i): return kept.setdefault(i, g(i))\n    return inner\nf = memo(abs)"
 SAME = [
     Pair(
         "function compiled by torch",
@@ -225,6 +226,35 @@ SAME = [
         "1",
     ),
     Pair("counter of a function", "[__main__.f.n]", data("f()", "def f(): f.n += 1\nf.n = 0", after=PEEK), "0", "1"),
+    *[
+        Pair(f"look: {name}", f"[{part}]", data(body, before, after=PEEK, inside="name = 'n'"), "0", "1", files)
+        for name, part, body, before, files in [
+            ("key is an attribute", "__main__.C", "C.setdefault(self.name, i)", "C = {}", {}),
+            ("counts in a dict", "__main__.C", "f(i)", "C = {0: 0, 1: 0}\ndef f(i): C[i] += 1", {}),
+            ("counts in a list", "__main__.C", "f(i)", "C = [0] * 8\ndef f(i): C[i] += 1", {}),
+            ("Counter", "__main__.C", "C.update([i])", "C = collections.Counter()", {}),
+            ("defaultdict", "__main__.C", "C[i].append(i)", "C = collections.defaultdict(list)", {}),
+            ("OrderedDict", "__main__.C", "C.setdefault(i, i)", "C = collections.OrderedDict()", {}),
+            ("set", "__main__.C", "C.add(i)", "C = set()", {}),
+            ("object", "__main__.C.n", "f()", "class S: n = 0\nC = S()\ndef f(): C.n += 1", {}),
+            ("another class", "__main__.S.n", "f()", "class S: n = 0\ndef f(): S.n += 1", {}),
+            ("cache of a class", "__main__.K.c", "K.c.setdefault(i, i)", "class K: c = {}", {}),
+            ("memo", "__main__.f[kept]", "f(i)", MEMO, {}),
+            ("namespace", "__main__.C.n", "f()", "C = types.SimpleNamespace(n=0)\ndef f(): C.n += 1", {}),
+            ("count", "__main__.C", "next(C)", "import itertools\nC = itertools.count()", {}),
+            ("tensor", "__main__.C", "f(i)", "C = torch.zeros(8)\ndef f(i): C[i] += 1", {}),
+            ("own counter", "lib.N", "lib.f()", "import lib", {"lib.py": "N = 0\ndef f():\n    global N\n    N += 1"}),
+            ("own class", "lib.S.n", "lib.f()", "import lib", {"lib.py": "class S: n = 0\ndef f(): S.n += 1"}),
+            ("own default", "lib.f", "lib.f(i)", "import lib", {"lib.py": "def f(i, kept={}): kept[i] = i"}),
+            (
+                "own generator",
+                "lib.R",
+                "lib.R.random()",
+                "import lib",
+                {"lib.py": "import random\nR = random.Random(3)"},
+            ),
+        ]
+    ],
     Pair("flag", "[__main__.W]", data("f()", "W = False\ndef f():\n    global W\n    W = True", after=PEEK), "0", "1"),
     Pair("recent ones", "[__main__.L]", data("L.append(i)", "L = collections.deque(maxlen=4)", after=PEEK), "0", "1"),
     Pair(

@@ -20,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import new_process
 from tests.new_process import ROOT, interpreter, run_interpreter
 from tests.remote.shipping.changed_module_pairs import CHANGED, UNREAD
 from tests.remote.shipping.hostile_pairs import HOSTILE
@@ -240,13 +241,19 @@ def test_arguments_that_an_installed_class_holds_all_count() -> None:
     assert [*differences(here.parts, there.parts, ())] == ["dataset.args.rate"]
 
 
-def test_own_modules_are_neither_sent_nor_compared_if_they_are_installed_where_workers_run() -> None:
+def test_files_of_modules_that_are_installed_where_workers_run_do_not_count_but_what_the_script_sets_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = identify({"dataset": Held(1)})
-    assert found.bundle is not None
-    assert f"{__name__}.Held" in found.parts
     installed = identify({"dataset": Held(1)}, code=None)
+    assert found.bundle is not None
     assert installed.bundle is None
-    assert not [path for path in installed.parts if path.startswith("tests.")]
+    assert __name__ in found.own.parts
+    assert not installed.own.parts
+    monkeypatch.setattr(new_process, "ROOT", "another")
+    there = identify({"dataset": Held(1)}, code=None)
+    assert differences(installed.parts, there.parts, ())
+    assert there.state.members["tests.new_process"][".ROOT"].value == "another"
 
 
 def test_patterns() -> None:

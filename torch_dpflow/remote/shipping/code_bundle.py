@@ -66,12 +66,16 @@ def make_bundle(pickled: bytes, code: Code) -> CodeBundle | None:
     return bundle_of(names.modules, names.used, () if code == "auto" else code)
 
 
-def bundle_of(modules: Iterable[str], names: Iterable[str], paths: Sequence[str] = ()) -> CodeBundle | None:
+def bundle_of(
+    modules: Iterable[str], names: Iterable[str], paths: Sequence[str] = (), *, is_sent: bool = True
+) -> CodeBundle | None:
     """Pack the user's own among these modules and names in code, and what they import; None if there are none.
+
+    is_sent: whether limits apply.
 
     Raises OptionError as `make_bundle`.
     """
-    collected = _Collected()
+    collected = _Collected(is_sent=is_sent)
     for name in sorted({*modules} | own_names(names)):
         collected.need(name)
     for path in paths:
@@ -82,7 +86,8 @@ def bundle_of(modules: Iterable[str], names: Iterable[str], paths: Sequence[str]
 class _Collected:
     """The files of a bundle, by their paths in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_sent: bool = True) -> None:
+        self._is_sent = is_sent
         self._files: dict[str, bytes] = {}
         self._sizes: Counter[str] = Counter()
         self._entries = 0
@@ -123,7 +128,8 @@ class _Collected:
                 archive.writestr(info, content)
         data = out.getvalue()
         try:
-            _checked(data)
+            if self._is_sent:
+                _checked(data)
         except ValueError as error:
             raise OptionError(f"the code that workers need cannot be sent: {error}") from error
         return CodeBundle(hashlib.sha256(data).hexdigest(), data)
@@ -140,7 +146,7 @@ class _Collected:
         new = [(place, path) for place, path in found if place not in self._files]
         for place, path in new:
             self._sizes[place] = os.stat(path).st_size
-            if top := _module_of(place):
+            if self._is_sent and (top := _module_of(place)):
                 _check_not_installed(top, path)
         self._check()
         imported: list[str] = []
@@ -155,7 +161,7 @@ class _Collected:
 
     def _check(self) -> None:
         total = self._sizes.total()
-        if total <= MAX_BYTES and len(self._sizes) <= MAX_FILES:
+        if not self._is_sent or (total <= MAX_BYTES and len(self._sizes) <= MAX_FILES):
             return
         tops: Counter[str] = Counter()
         for place, size in self._sizes.items():
@@ -190,7 +196,7 @@ class _Collected:
 
     def _count(self, folder: str) -> None:
         self._entries += 1
-        if self._entries > _MAX_ENTRIES:
+        if self._is_sent and self._entries > _MAX_ENTRIES:
             raise OptionError(
                 f"the code that workers need lies among more than {_MAX_ENTRIES:,} files, such as those in {folder}; "
                 "keep data out of packages, or install them where the workers run and give LoaderOptions(code=None)"

@@ -93,7 +93,7 @@ def _identify(
         sent = frozenset(walk.names).union(*(own.sources[name].names for name in reached))
         walk = _walk(roots, bulk, sent)
         members = set_members(walk, own, reached)
-    packages = _distributions(walk, own, reached)
+    packages = _distributions(walk, own, reached, sent=() if bundle is None else own.sources)
     return ContentIdentity(
         _listed(walk, own, reached, members, packages, patterns),
         patterns,
@@ -106,17 +106,25 @@ def _identify(
     )
 
 
+def state_of(roots: Mapping[str, Any], code: Code) -> OwnState:
+    """Return what the workers of a private loader are sent of own modules, in addition to their files."""
+    with script_by_value():
+        walk = _walk(roots, Bulk(), None)
+        _, own, _, _ = _own_modules(walk, code)
+        members = set_members(walk, own, frozenset(own.sources))
+        return own_state(members, own.sources, frozenset(), None)
+
+
 def _own_modules(walk: Walk, code: Code) -> tuple[CodeBundle | None, OwnCode, frozenset[str], Members]:
     """Return the user's own modules: files, which of them workers can import, and what they have set."""
     paths = () if code == "auto" or code is None else code
-    own = OwnCode({}, {})
-    if code is None:
-        return None, own, frozenset(), {}
     while True:
         before = len(walk.modules) + len(walk.names)
         names = walk.names - {script_name()}  # a word in code is not the script
-        bundle = bundle_of(walk.modules, names, paths)
+        bundle = bundle_of(walk.modules, names, paths, is_sent=code is not None)
         own = OwnCode({}, {}) if bundle is None else own_code(bundle.data)
+        if code is None:  # workers have the files, of any version
+            bundle, own = None, OwnCode({}, own.sources)
         reached = frozenset(own.sources) if paths else own.reached(walk.modules, names)
         members = set_members(walk, own, reached)
         if len(walk.modules) + len(walk.names) == before:  # else their values refer to other modules
@@ -133,7 +141,7 @@ def _listed(
 ) -> dict[str, PartDigest]:
     files = {name: part for name, part in own.parts.items() if name in reached or name not in own.sources}
     set_here = {name: {path: part for path, (part, _) in of.items()} for name, of in members.items() if of}
-    files |= {name: merged(files[name], parts) for name, parts in set_here.items()}
+    files |= {name: merged(files.get(name) or PartNode(b"", "code"), parts) for name, parts in set_here.items()}
     roots = _nested({**walk.roots, **files, **packages})
     listed = flatten(roots, MAX_PARTS, lambda path: is_ignored(path, patterns), MAX_PATH)
     return {path: _digest(part) for path, part in listed.items()}
@@ -196,12 +204,12 @@ def _above(path: str) -> Iterable[str]:
     return (path[:at] for at in range(len(path) - 1, 0, -1) if path[at] == ".")
 
 
-def _distributions(walk: Walk, own: OwnCode, reached: Iterable[str]) -> dict[str, PartNode]:
-    """Return the versions of the installed packages that code names."""
+def _distributions(walk: Walk, own: OwnCode, reached: Iterable[str], sent: Iterable[str]) -> dict[str, PartNode]:
+    """Return the versions of the installed packages that code names. sent: modules that are sent as files."""
     owners = _owners()
     imported = {name.partition(".")[0] for module in reached for name in own.sources[module].imports}
     tops = {module.partition(".")[0] for module in walk.modules} | imported | owners.keys() & walk.names
-    tops -= {*own.sources, _THIS, SCRIPT_PART, *sys.stdlib_module_names}
+    tops -= {*sent, _THIS, SCRIPT_PART, *sys.stdlib_module_names}
     found = {one for top in tops for one in owners.get(top, ())}
     versions = {name: _version(name) for name in sorted(found)}
     return {

@@ -157,10 +157,16 @@ class _TooLargeError(Exception):
     """More bytes than are allowed."""
 
 
-def pack_load_spec(spec: Any, *, limit: int = MAX_CONTENT_BYTES) -> bytes:
+def pack_load_spec(
+    spec: Any, *, limit: int = MAX_CONTENT_BYTES, before: Any = None, replaced: Collection[int] = ()
+) -> bytes:
     """Pickle a `LoadSpec` for workers; `unpack_load_spec` is its inverse.
 
-    limit: maximum bytes.
+    Args:
+        spec: what is pickled.
+        limit: maximum bytes.
+        before: what is unpickled first; it is returned with `spec`. None: nothing.
+        replaced: as of `pack`.
 
     Raises:
         NotPicklableError: a part of it cannot be pickled; the message has its place.
@@ -169,7 +175,7 @@ def pack_load_spec(spec: Any, *, limit: int = MAX_CONTENT_BYTES) -> bytes:
     out = io.BytesIO()
     try:
         with _keys_left_out():
-            _BoundedPickler(_Bounded(out, limit), limit).pack(spec)
+            _BoundedPickler(_Bounded(out, limit), limit, replaced).pack(spec if before is None else (before, spec))
     except _TooLargeError:
         raise _too_large(spec, limit) from None
     except Exception as error:

@@ -190,7 +190,7 @@ class _Checked(MetaPathFinder):
                 if first not in objects and owners.get(id(value), first) != first:
                     sent = self._state.members[name].get(path)
                     if sent is None or sent.value is NotSent or id(sent.value) in owners:
-                        raise _other(f"{name}{path}")
+                        raise _other(f"{name}{path}", self._state)
                     value = sent.value
                 value = objects.setdefault(first, value)
                 owners[id(value)] = first
@@ -221,7 +221,7 @@ class _Checked(MetaPathFinder):
         """Set what differs, and return the paths. done: paths that are set already; None: imports can differ still."""
         state = self._state
         if name in state.others:
-            if not is_ignored(name, state.ignore):
+            if not is_ignored(name, state.ignore or ()):
                 raise UsageError(
                     f"the module {name!r} was imported in a worker of a flow, and no code that was sent imports it by "
                     "its name: its variables were not compared between jobs. Import it in the module of the dataset, "
@@ -253,13 +253,13 @@ class _Checked(MetaPathFinder):
             ):
                 put = None
             if wanted is None or wanted.value is NotSent or put is None:
-                if not is_ignored(f"{name}{path}", state.ignore):
-                    raise _other(f"{name}{path}")
+                if not is_ignored(f"{name}{path}", state.ignore or ()):
+                    raise _other(f"{name}{path}", self._state)
                 continue
             try:
                 put(wanted.value)
             except ValueError as error:  # code with other variables of outer functions
-                raise _other(f"{name}{path}") from error
+                raise _other(f"{name}{path}", self._state) from error
             if not isinstance(wanted.value, Codes):  # defaults, variables of outer functions and attributes count alone
                 replaced.append(path)
         return replaced
@@ -288,11 +288,12 @@ def _putter(members: Mapping[str, ModuleMember], module: types.ModuleType, path:
 _SPECIAL: dict[str, Callable[..., object]] = {ORDER: put_in_order, REGISTERED: register}
 
 
-def _other(name: str) -> UsageError:
+def _other(name: str, state: OwnState) -> UsageError:
+    hint = "" if state.ignore is None else f", or give JobOptions(ignore=[{name!r}]) if it does not affect samples"
     return UsageError(
         f"{name} has another value in the script than after an import in a worker, and cannot be sent: the script has "
         "set it, its file has changed since the script imported it, or it depends on the process. Put it into the "
-        f"dataset, restart the script, or give JobOptions(ignore=[{name!r}]) if it does not affect samples"
+        f"dataset, or restart the script{hint}"
     )
 
 

@@ -38,7 +38,8 @@ def labels_not_as_file(module: Any, members: Mapping[str, Any], source: OwnSourc
             labels = {"__doc__": definition.__doc__, "__annotations__": definition.__annotations__}
             yield from _texts(path, labels, vars(module), source)
             yield from _order(path, [*vars(definition)], source)
-    names = [name for name, value in vars(module).items() if value is not sys.modules.get(f"{module.__name__}.{name}")]
+    submodules = {f"{module.__name__}.{name}" for name in vars(module)} & sys.modules.keys()
+    names = [name for name in vars(module) if f"{module.__name__}.{name}" not in submodules]
     yield from _order("", [name for name in names if name not in NO_VARIABLES], source)
 
 

@@ -85,7 +85,8 @@ class OwnState:
     others: frozenset[str] = frozenset()
     #: Variables of the script.
     script: frozenset[str] = frozenset()
-    ignore: Sequence[str] = ()
+    #: Patterns of parts that do not count; None for a private loader, which has none.
+    ignore: Sequence[str] | None = ()
     #: By path, the first path of the same object.
     shared: Mapping[str, str] = field(default_factory=dict)
     #: Names by which the script has put modules into `sys.modules`, and what they are.
@@ -140,7 +141,7 @@ def own_state(
     members: Mapping[str, Mapping[str, tuple[PartNode, Any]]],
     own: Collection[str],
     others: frozenset[str],
-    ignore: Sequence[str],
+    ignore: Sequence[str] | None,
 ) -> OwnState:
     """Return what workers are sent. own: all modules; others: those that are not compared."""
     sent = {}
@@ -240,7 +241,7 @@ def members_of(name: str, module: Any) -> Iterator[tuple[str, ModuleMember]]:
         yield "", ModuleMember(module, None, "object")
         return
     for variable, value in [*vars(module).items()]:
-        if variable in NO_VARIABLES or value is sys.modules.get(f"{name}.{variable}"):
+        if variable in NO_VARIABLES or value is sys.modules.get(f"{name}.{variable}", COMPUTED):
             continue
         yield from _members(name, f".{variable}", value, functools.partial(set_attribute, module, variable))
 

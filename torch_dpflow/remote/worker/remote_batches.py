@@ -11,6 +11,7 @@ from torch_dpflow.ipc.memory.headroom import machine_total
 from torch_dpflow.ipc.rpc.carrier import compress
 from torch_dpflow.ipc.transport import Connection
 from torch_dpflow.remote.shipping.content_pack import unpack_load_spec
+from torch_dpflow.remote.shipping.own_check import guard_script
 from torch_dpflow.workers.batch_worker import BatchWorker
 from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
 
@@ -18,6 +19,9 @@ from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
 def open_spec(packed: bytes) -> LoadSpec:
     """Unpickle what to load. Raises whatever unpickling raises."""
     spec: Any = unpack_load_spec(packed)
+    if isinstance(spec, tuple):
+        beginning, spec = spec
+        guard_script(beginning.state)
     if not isinstance(spec, LoadSpec):
         raise MessageError(f"the content is a {type(spec).__name__}; a LoadSpec belongs there")
     if spec.shared_memory is None:
