@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, Subset, default_collate
 
 from tests.loader_cases import assert_same, seed_everything
 from torch_dpflow import DPFlowDataLoader
+from torch_dpflow.ipc.messages.headers import BATCH, FAILURE, BufferSpan, PayloadTable
 from torch_dpflow.loader import open_batches
 from torch_dpflow.options import LoaderOptions
 from torch_dpflow.workers import batch_pieces
@@ -187,6 +188,32 @@ def test_the_error_is_that_of_the_first_damaged_sample(opened: list[int]) -> Non
         next(whole)
     assert_same(list(whole), read(Samples(), 1)[3:])
     assert len(opened) == 6
+
+
+def test_an_error_waits_for_the_rows_before_it() -> None:
+    submitted: list[int] = []
+    cancelled: list[int] = []
+    delivered: list[Any] = []
+    batches = open_batches.OpenBatches(
+        2,
+        lambda tasks: submitted.extend(task for task, _ in tasks),
+        cancelled.extend,
+        lambda *arguments: delivered.append(arguments),
+    )
+    task = batch_pieces.task_of(0, 7)
+    lender = batch_pieces.Lender(0, 0, 0)
+    opened = batch_pieces.OpenedBatch(None, range(7), 1, 1.0, lender)
+    table = PayloadTable(1, (), BufferSpan(0, 0, 0), ())
+    batches.add(task, open_batches.Opening(opened, table, b"", lambda: True))
+    first, second, third, *later = submitted
+    assert len(later) == 3
+    batches.finish(third, FAILURE, "the third")
+    batches.finish(first, BATCH, True)
+    assert (sorted(cancelled), delivered) == (later, [])
+    batches.finish(second, FAILURE, "the second")
+    batches.finish(later[0], BATCH, True)  # late
+    assert delivered == [(task, FAILURE, "the second", 0)]
+    assert not len(batches)
 
 
 def test_indices_beyond_the_dataset_are_named(opened: list[int]) -> None:
