@@ -98,3 +98,13 @@ def test_a_cluster_of_another_login_is_found(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "login").mkdir()
     write_connection_file(default_connection_file(), generate_keys("ipc:///login"))
     assert find_cluster().address == "ipc:///login"
+
+
+def test_a_cluster_without_a_login_as_in_a_container_is_written_where_it_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    write_connection_file(default_connection_file(), generate_keys("ipc:///here"))
+    assert find_cluster().address == "ipc:///here"

@@ -206,8 +206,9 @@ LONGEST_SOCKET_PATH = 107
 
 
 def default_connection_file() -> Path:
-    """Return the path at which `dpflow up` writes the connection file."""
-    return _places(os.getuid())[0]
+    """Return the path at which `dpflow up` writes the connection file, in a folder that containers have too."""
+    folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(folder) / f"dpflow-connection-{os.getuid()}.json"
 
 
 def _places(user: int | str) -> list[Path]:
