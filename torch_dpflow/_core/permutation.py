@@ -74,7 +74,7 @@ class Permutation:
                 targets = targets[done:]
 
     def _targets(self, left: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return the places that the next ones are exchanged with. left: of each, the places from it on."""
+        """Return the places that the next ones are exchanged with. left: of each, the positions starting at it."""
         raw = self._bits.random_raw(len(left))
         if len(self) >= MAX_TORCH:
             raw = raw << np.uint64(32) | self._bits.random_raw(len(left))

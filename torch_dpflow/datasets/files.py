@@ -78,7 +78,7 @@ class Files:
     """A directory, by URL, and everything below it. Paths are relative to it, with "/" between parts.
 
     A file appears with all its bytes or not at all, even if the writer is killed: on disks, mounts and hosts it is
-    written beside its place and renamed, on object stores it is a single put. See `writes_whole`. Thread-safe; a pickle
+    written next to its place and renamed, on object stores it is one put. See `writes_whole`. Thread-safe; a pickle
     or a fork opens its own connection. Reading and listing have a deadline on every storage, writing has none.
 
     Failures of the storage are raised as StorageError, which names the file, such as AccessDeniedError; a missing file

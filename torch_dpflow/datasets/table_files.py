@@ -24,7 +24,7 @@ from torch_dpflow.errors import OptionError, SourceError
 _PARQUET, _ARROW = (".parquet", ".pq", ".parq"), (".arrow", ".feather", ".ipc")
 #: HuggingFace's list of the files of a dataset, and its mark of a directory of several.
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
-#: Beginnings and endings of files that writers and hubs lay beside a table: marks, checksums, descriptions.
+#: Beginnings and endings of files that writers and hubs put next to a table: marks, checksums, descriptions.
 _BESIDE = ("_", "."), (".json", ".md", ".txt", ".yaml", ".yml", ".crc", ".md5", ".sha1", ".sha256", ".sha512")
 
 

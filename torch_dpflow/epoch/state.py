@@ -14,7 +14,7 @@ VERSION = 2
 
 #: Keys that accelerate adds to the state of a loader that it has wrapped.
 _OTHERS_KEYS = frozenset({"_iterator_finished"})
-#: What a state shows beside its text, which has everything.
+#: Keys that a state repeats outside its text, which contains everything.
 _SHOWN = ("version", "epoch", "fresh", "position", "samples")
 _KEYS = frozenset({*_SHOWN, "state", "objects"})
 #: The own states of datasets, samplers and flows.

@@ -157,7 +157,7 @@ class StartReading(msgspec.Struct, frozen=True, tag=True):
 
 
 class OpenDataset(msgspec.Struct, frozen=True, tag=True):
-    """Map this server's segments of a dataset; answered by DatasetOpened, with segments from `first` on."""
+    """Map this server's segments of a dataset; answered by DatasetOpened, with segments starting at `first`."""
 
     identity: bytes
     first: int = 0

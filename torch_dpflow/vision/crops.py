@@ -109,7 +109,7 @@ def decode_random_resized_crop(
 ) -> torch.Tensor:
     """Decode a random part of an image and resize it, with antialiasing: uint8 RGB, (3, height, width).
 
-    The channels of a pixel are beside each other in memory, as from `load_rgb`. The draws from torch's generator are
+    The channels of a pixel are next to each other in memory, as from `load_rgb`. The draws from torch's generator are
     those of torchvision's `RandomResizedCrop`. Rows below the crop are not decoded, and JPEGs much larger than the
     output are decoded at a half, a quarter or an eighth of their size.
 

@@ -115,7 +115,7 @@ def load_rgb(source: Source) -> torch.Tensor:
     """Decode an image: uint8 RGB of shape (3, height, width). A `loader` for torchvision's ImageFolder.
 
     The pixels are those of Pillow's `Image.open(source).convert("RGB")`, which ignores the orientation in EXIF. The
-    channels of a pixel are beside each other in memory, as from torchvision's own decoders.
+    channels of a pixel are next to each other in memory, as from torchvision's own decoders.
 
     Args:
         source: the path of a file, or its bytes.

@@ -10,7 +10,7 @@ loaded once.
 once to each job: a job that wants the key again gets another draw. The policy may keep it for jobs that have not
 had it; it is dropped when every job has.
 
-**Capacity.** A load begins when its expected bytes fit beside those that are held and those that running loads are
+**Capacity.** A load begins when its expected bytes fit next to those that are held and those that running loads are
 expected to bring. To prefetch a sample the cache evicts at most half of the capacity. For a sample that a job waits
 for, the cache evicts everything if need be; then ready samples that are wanted farthest ahead are dropped and queued
 again. If that is not enough, requests are answered with the samples that are ready, so that their jobs release them. So

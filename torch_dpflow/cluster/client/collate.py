@@ -327,7 +327,7 @@ LOOK_S, IDLE_S = 1.0, 0.1
 class ReadyBatch:
     """A batch of a flow that is ready to be delivered, or the error in its place."""
 
-    #: Counts the batches from 0 on.
+    #: Counts the batches, starting at 0.
     number: int
     outcome: Any
     keys: list[int]

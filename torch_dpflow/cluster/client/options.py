@@ -42,7 +42,7 @@ class Replica:
     """Rank of this process in a job of several ranks; each reads its part of one order.
 
     Args:
-        rank: from 0 on.
+        rank: this rank's number, starting at 0.
         num_replicas: number of ranks.
         drop_last: drop samples that do not divide evenly, instead of reading some twice.
 

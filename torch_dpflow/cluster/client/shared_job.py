@@ -177,7 +177,7 @@ class SharedJob:
         order: the samples of all batches, if they are known now; the caches then keep what is read next. If the dataset
             is a `Subset`, these are places in it, as in the plan.
         draw_seed: as for `traverse`.
-        passed: called with the number of each delivered batch, from 0 on, and its number of samples. Called before the
+        passed: called with each delivered batch's number, counted from 0, and its number of samples. Called before the
             next batch is delivered, or by the reader's `note_delivered`; twice after an interrupt.
         """
         self._begin(self._cursor_at_start(epoch))

@@ -149,7 +149,7 @@ class JointOrder:
         *,
         alone: bool = False,
     ) -> IndexArray:
-        """Return the samples in `count` places of a rank, from `position` on; fewer at the end of its part.
+        """Return the samples in `count` places of a rank, starting at `position`; fewer at the end of its part.
 
         alone: whether ranks that have not reported count as having nothing, if all others have nothing.
 

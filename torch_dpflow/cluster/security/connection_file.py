@@ -108,7 +108,7 @@ def write_connection_file(path: str | os.PathLike[str], connection: ConnectionFi
 
 
 def draft_connection_file(path: str | os.PathLike[str], connection: ConnectionFile) -> Path:
-    """Write a connection file beside `path`, to be moved there atomically; returns its path."""
+    """Write a connection file next to `path`, to be moved there atomically; returns its path."""
     draft = Path(path).with_name(f".{Path(path).name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

@@ -49,11 +49,11 @@ class ForwardReader:
         self._ahead = ahead
         self._blocks: dict[int, bytes | Future[bytes]] = {}
         self._last = -1
-        #: Position from which on blocks are held for `held`, as far as `_MAX_HELD` allows.
+        #: Position after which blocks are held for `held`, as far as `_MAX_HELD` allows.
         self.held_from: int | None = None
 
     def at(self, start: int, length: int) -> bytes:
-        """Return `length` bytes from `start` on; fewer at the end of the object."""
+        """Return `length` bytes starting at `start`; fewer at the end of the object."""
         stop = min(start + length, self.size)
         if stop <= start:
             return b""

@@ -51,7 +51,7 @@ class SourceFile(NamedTuple):
 
 
 class SourceFiles:
-    """The objects of one source, in order, and the names of the directories beside them.
+    """The objects of one source, in order, and the names of the directories next to them.
 
     Args:
         given: the source in words, for errors and descriptions.

@@ -17,7 +17,7 @@ from torch_dpflow.log import DATASETS
 #: are no annotations.
 KEY, MAIN, PARTS = "__key__", "__main__", "__parts__"
 #: Bytes up to which a member that is UTF-8 text becomes an annotation. A million samples with longer ones would not
-#: fit the memory that readers keep metadata in; and they are read with the sample, as they are beside it.
+#: fit the memory that readers keep metadata in; and they are read with the sample, as they are next to it.
 _MAX_TEXT = 256
 #: Endings of members that are mostly annotations.
 _TEXTS = frozenset({"cls", "cls2", "class", "count", "index", "inx", "id", "txt", "text", "transcript", "json", "jsn"})

@@ -36,7 +36,7 @@ ALIGNMENT = 64
 #: The alignment that a received frame has at best, by libzmq's header. It is enough for every dtype but numpy's long
 #: double, whose frames are copied; to copy the others would cost more than unaligned vectors do.
 WORD = 8
-#: From this size on data goes through shared memory where possible, bytes. Measured: below it the socket is as fast.
+#: Larger data goes through shared memory where possible, bytes. Measured: below it the socket is as fast.
 SHARED_BYTES = 1 << 15
 
 #: One part of a message.
@@ -182,7 +182,7 @@ class Reading(Body, tag=6):
 class Request(Body, tag=10):
     """Client to server: call `method`. Payload frames follow."""
 
-    #: Counts the client's calls from 1 on.
+    #: Counts the client's calls, starting at 1.
     call: Count
     method: Name
     #: How long the client waits from now on, seconds.

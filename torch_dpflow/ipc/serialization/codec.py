@@ -42,10 +42,10 @@ from torch_dpflow.ipc.messages.headers import (
 )
 from torch_dpflow.ipc.serialization.pickling import MemoryRange, PayloadPickler, explain
 
-#: From this size on a buffer has a block or a frame of its own, bytes. Measured: coalescing a smaller one costs no more
+#: A buffer of at least this size has a separate block or frame, bytes. Measured: coalescing a smaller one costs no more
 #: than a block, and less than a frame.
 LARGE_BYTES = 1 << 16
-#: From this size on `contiguous` applies to a tensor, bytes; smaller ones are collated quickly in any layout.
+#: `contiguous` applies to tensors of at least this size, bytes; smaller ones are collated quickly in any layout.
 ORDERED_BYTES = 1 << 15
 #: Maximum buffers of a payload with a frame of their own: a message has a limit.
 MAX_LARGE_FRAMES = 1000
@@ -115,7 +115,7 @@ def decode(table: PayloadTable, frames: Sequence[Frame], *, reader: ArenaReader 
 def decode_heads(
     payloads: Sequence[tuple[PayloadTable, Sequence[Frame]]],
 ) -> list[tuple[bytes, memoryview]] | None:
-    """Return each payload's pickled head and its buffer; None unless each has one, in a frame or beside its head.
+    """Return each payload's pickled head and its buffer; None unless each has one, in a frame or next to its head.
 
     As in `decode`, the frame can become an object's memory.
     """

@@ -72,7 +72,7 @@ class _Span(NamedTuple):
     memory: Memory
 
 
-#: From this size on pickle writes a bytes object by a `write` of its own, without a copy.
+#: pickle writes a bytes object of at least this size by a separate `write`, without a copy.
 _APART_BYTES = 1 << 16
 #: Opcodes: call `bytes` with the next buffer.
 _BYTES_OF_BUFFER = pickle.GLOBAL + b"builtins\nbytes\n" + pickle.NEXT_BUFFER + pickle.TUPLE1 + pickle.REDUCE

@@ -78,7 +78,7 @@ class StripeTable(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     servers: list[str]
     owners: list[int]
-    #: Stripes that servers hold beside their owners.
+    #: Stripes that servers hold in addition to their owners.
     copies: dict[str, list[int]]
     #: Bytes of the stripes that have an owner.
     placed_bytes: int

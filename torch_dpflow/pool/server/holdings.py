@@ -211,7 +211,7 @@ class Holdings:
             self._readers.setdefault(identity, set()).add(reader)
 
     def open(self, identity: bytes, first: int) -> tuple[DatasetOpened, list[int]]:
-        """Return a dataset's segments from `first` on; the caller closes the descriptors.
+        """Return a dataset's segments starting at `first`; the caller closes the descriptors.
 
         Raises OSError if no descriptor is free.
         """

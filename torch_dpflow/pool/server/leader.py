@@ -119,7 +119,7 @@ class PoolLeader:
             return self._info(known)
 
     def table(self, identity: bytes, first: int) -> StripeTablePart:
-        """Return who holds the stripes of a dataset from `first` on. Raises UsageError if it is not placed."""
+        """Return the servers of a dataset's stripes, starting at `first`. Raises UsageError if it is not placed."""
         with self._changed:
             table, held = self._allocator.table(identity), self._holdings.get(identity)
             infos = self._infos()
@@ -339,7 +339,7 @@ class PoolLeader:
         return self._followers.infos(self._server, self._allocator.servers())
 
     def _list(self, first: int) -> CachedDatasetList:
-        """Return the datasets from `first` on, as many as fit in one message."""
+        """Return the datasets that fit in one message, starting at `first`."""
         known = [one for one in self._datasets.values() if one.refusal is None and not one.is_unloaded]
         datasets = [self._info(one) for one in known]
         ends = itertools.accumulate(len(msgspec.msgpack.encode(one)) for one in datasets[first:])

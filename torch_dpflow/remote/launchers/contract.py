@@ -7,7 +7,7 @@ explains ends.
 A platform's module implements `Launcher`, with blocking calls and no state machine of its own; `ThreadedPlatform` makes
 a `RemotePlatform` of it. `tests/contracts/launchers.py` has the contract suite.
 
-It stands beside `workers.platform.Platform`, with which it shares `Limits`, `End`, `wakeup_fd` and `close`, since
+It resembles `workers.platform.Platform`, with which it shares `Limits`, `End`, `wakeup_fd` and `close`, since
 starts differ. A process of this host is started by a function with what a fork inherits, in the calling thread, which
 gets the error. A remote worker is started by bytes; its start takes seconds, and may be rejected or succeed without an
 answer, so its outcome is an event.

@@ -34,7 +34,7 @@ JOBS = "dpflow-cluster"
 SETTINGS, KEYS, STATE = "/etc/dpflow", "/var/run/dpflow", "/var/lib/dpflow"
 #: Their names, in the objects and there.
 _TOML, _KEYS, CONNECTION, _URL = "dpflow.toml", "keys.json", "connection.json", "url"
-#: Memory of the coordinator's processes beside samples, bytes: torch's code, once, and buffers.
+#: Memory of the coordinator's processes in addition to samples, bytes: torch's code, once, and buffers.
 _OWN_BYTES = 2 << 30
 _GRACE_S = 60
 #: Where metrics are, and the live page, which only a connection from within the pod reaches.

@@ -26,7 +26,7 @@ _MAX_NODES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class NodePods:
-    """Pods that join a cluster as nodes: each runs shards of flows, with their workers beside them.
+    """Pods that join a cluster as nodes: each runs shards of flows and their workers.
 
     Args:
         count: of pods; 0: none, and workers are pods.

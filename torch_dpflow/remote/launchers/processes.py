@@ -71,7 +71,7 @@ class SubprocessLauncher:
 
     Args:
         module: the module that workers run. python: the interpreter.
-        env: variables for workers, beside those of this process.
+        env: variables for workers, in addition to those of this process.
     """
 
     limits = Limits(shares_memory=True, accepts_connections=True, max_lifetime_s=None)
@@ -238,7 +238,7 @@ class Processes:
 
     Args:
         python: the interpreter of workers; empty: this one, with this one's module path.
-        env: variables for workers, beside those of this process.
+        env: variables for workers, in addition to those of this process.
 
     Raises:
         OptionError: a variable of `env` has a name or value that no process can have.

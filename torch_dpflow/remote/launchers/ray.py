@@ -71,7 +71,7 @@ class Ray:
     With `dpflow up --nodes`, each actor is a node of the cluster with shards and their workers.
 
     An actor leaves the placement group of the task or actor that starts it, as of a trial of Ray Tune, so the cluster
-    needs capacity beside it. It ends with the process that has started it.
+    needs additional capacity. It ends with the process that has started it.
 
     Args:
         cpus: of each actor; fractions are allowed.

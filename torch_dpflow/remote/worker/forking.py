@@ -39,7 +39,7 @@ class Fork:
 
     Args:
         run: what the child runs with the launch spec; returns the exit code.
-        env: variables of the child alone, beside those of this process.
+        env: variables of the child, in addition to those of this process.
         close: descriptors that the child closes.
     """
 

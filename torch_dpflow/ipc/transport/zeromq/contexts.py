@@ -24,7 +24,7 @@ ZAP_DOMAIN = b"dpflow"
 #: Bytes of a key in binary form.
 _KEY_BYTES = 32
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
-#: Just below the size from which on glibc always returns freed memory to the kernel at once (32 MiB), bytes.
+#: Just below the size above which glibc always returns freed memory to the kernel at once (32 MiB), bytes.
 _MAX_KEPT_BYTES = 31 * 1024 * 1024
 
 

@@ -33,7 +33,7 @@ from torch_dpflow.ipc.transport.base import (
 from torch_dpflow.ipc.transport.zeromq import contexts
 from torch_dpflow.log import TRANSPORT
 
-#: From this size on a frame is sent without a copy, bytes. Below it a memcpy is cheaper than pyzmq's release thread.
+#: A larger frame is sent without a copy, bytes. Below it a memcpy is cheaper than pyzmq's release thread.
 ZERO_COPY_BYTES = 128 * 1024
 #: Up to this size a received frame is copied, bytes: libzmq leaves it in a buffer with other frames, all of which it
 #: would keep alive.
