@@ -83,6 +83,10 @@ def open_index(
     return index
 
 
+class _LostPartsError(Exception):
+    """Parts of an index are missing or damaged, and have to be written."""
+
+
 class _Builder:
     """Writes the index of one source."""
 
@@ -105,7 +109,7 @@ class _Builder:
         for _ in range(_ATTEMPTS):
             keys = self._write_parts(report)
             name = self.name or _digest([*self._given, keys])
-            with suppress(FileNotFoundError):  # another process has removed a part, or it was damaged
+            with suppress(_LostPartsError, FileNotFoundError):  # another process has removed one, or it was damaged
                 self._join(name, keys)
                 return Index.open(self._files, name)
         raise DamagedStoreError(f"{self._files.url} loses what is written there; give another index_dir=")
@@ -159,18 +163,37 @@ class _Builder:
                     file.write(content)
 
     def _parts(self, keys: Sequence[str]) -> Iterator[tuple[int, bytes]]:
-        """Yield number of samples and rows of each part. Raises FileNotFoundError for a missing or damaged one."""
+        """Yield number of samples and rows of each part.
+
+        All parts are read also after a damaged one, so that the next attempt finds every part that it has to write.
+
+        Raises:
+            _LostPartsError: parts are missing or damaged.
+        """
         paths = [f"parts/{self._folder}/{key}" for key in keys]
+        lost = 0
         with ThreadPoolExecutor(_READ_THREADS, "dpflow-parts") as threads:
             for first in range(0, len(paths), _READ_THREADS):
-                batch = paths[first : first + _READ_THREADS]
-                for path, content in zip(batch, threads.map(self._files.read, batch)):
-                    samples, crc = _PART.unpack_from(content) if len(content) >= _PART.size else (0, -1)
-                    rows = content[_PART.size :]
-                    if zlib.crc32(rows) != crc:
-                        self._files.remove(path)
-                        raise FileNotFoundError(f"{path} is damaged")
-                    yield samples, rows
+                for part in threads.map(self._part, paths[first : first + _READ_THREADS]):
+                    if part is None:
+                        lost += 1
+                    elif not lost:
+                        yield part
+        if lost:
+            raise _LostPartsError(f"{lost} parts are missing or damaged")
+
+    def _part(self, path: str) -> tuple[int, bytes] | None:
+        """Return number of samples and rows of a part; None if it is missing, or damaged and removed here."""
+        try:
+            content = self._files.read(path)
+        except FileNotFoundError:
+            return None
+        samples, crc = _PART.unpack_from(content) if len(content) >= _PART.size else (0, -1)
+        rows = content[_PART.size :]
+        if zlib.crc32(rows) == crc:
+            return samples, rows
+        self._files.remove(path)
+        return None
 
     def _join(self, name: str, keys: Sequence[str]) -> None:
         """Join the parts in a file on a local disk, and upload it if the directory of indexes is elsewhere."""
@@ -208,9 +231,7 @@ def _hints() -> Iterator[None]:
     """Add to errors of the directory of indexes how to give another one."""
     try:
         yield
-    except (SourceError, FileNotFoundError):
-        raise
-    except (OSError, StorageError) as error:
+    except OSError as error:  # StorageError is one
         raise StorageError(
             f"{error}; indexes are written there: give index_dir=, or set DPFLOW_INDEX_DIR, to a directory that "
             "you can write to"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Mapping
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from torch_dpflow._core.checks import check_type
 from torch_dpflow.datasets.importers import importer_class
@@ -22,12 +25,14 @@ from torch_dpflow.datasets.table_files import are_tables
 from torch_dpflow.datasets.tables import TableDataset
 from torch_dpflow.datasets.views import Decode, decoder_of
 from torch_dpflow.datasets.writer import ProgressCallback
-from torch_dpflow.errors import OptionError, SourceError
+from torch_dpflow.errors import OptionError, OptionTypeError, SourceError
 
 #: Formats whose samples an importer describes in an index.
 _INDEXED = ("imagefolder", "litdata", "mds", "tfrecord", "webdataset")
 #: All formats. Tables have no index: their footers say where rows are.
 FORMATS = (*_INDEXED, "table")
+#: Further arguments of `open_dataset`.
+_READING = ("read_options", "check", "on_error", "through")
 
 
 def open_dataset(
@@ -53,8 +58,8 @@ def open_dataset(
 
     Args:
         source: a path or URL of an object or a directory; `{000..146}` and `{a,b}` are expanded, `*`, `?` and `[…]`
-            match names. Or a list of these. A local path that exists, and a `pathlib.Path`, is no pattern. Or the name
-            of a stored dataset, such as "core/pets:v1:train".
+            match names. Or a list of these, in which an object that is named twice is read twice. A local path that
+            exists, and a `pathlib.Path`, is no pattern. Or the name of a stored dataset, such as "core/pets:v1:train".
         format: one of `FORMATS`; None: found by names, or else by first bytes.
         split: which of the splits to read if the directory has several, such as "train"; by names of files, or of
             directories.
@@ -77,6 +82,7 @@ def open_dataset(
         DatasetNotFoundError: no such dataset is stored.
         StorageError: the storage cannot be read.
     """
+    _check_arguments(reading)
     decoder_of(decode)  # before an index is built
     if store is not None or _is_stored(source):
         if format is not None or settings or split is not None:
@@ -107,6 +113,22 @@ def open_dataset(
         importer.fills_cache = checksum is None
     index = open_index(index_dir, importer, checksum, progress)
     return OpenedDataset(index, decode=decode, storage_options=files.options, given_urls=files.given_urls(), **reading)
+
+
+def _check_arguments(reading: Mapping[str, Any]) -> None:
+    """Raise OptionTypeError for arguments that `open_dataset` does not have, with the place for those of loaders."""
+    unknown = [name for name in reading if name not in _READING]
+    if not unknown:
+        return
+    given = ", ".join(f"{name}={reading[name]!r:.80}" for name in unknown)
+    if all(name in inspect.signature(DataLoader).parameters for name in unknown):
+        raise OptionTypeError(
+            f"open_dataset() has no {given}; give it to the loader: DPFlowDataLoader(dataset, {given})"
+        )
+    own = [name for name in inspect.signature(open_dataset).parameters if name != "reading"]
+    raise OptionTypeError(
+        f"open_dataset() has no {given}; give {', '.join([*own, *_READING])}, and arguments of the format in settings="
+    )
 
 
 def found_format(files: SourceFiles) -> str:
@@ -140,15 +162,15 @@ def _known_format(name: str) -> str:
 def _table(files: SourceFiles, decode: Decode | None, checksum: Any, how: dict[str, Any]) -> TableDataset:
     if checksum is not None:
         raise OptionError(f"checksum={checksum!r} is not for tables, which are not copied into an index; leave it out")
-    try:
-        return TableDataset(
-            files.given if files.is_directory else [file.url for file in files.files],
-            decode=None if decode is None else decoder_of(decode),
-            storage_options=files.options,
-            **how,
-        )
-    except TypeError as error:
-        raise OptionError(f"{error}; a table takes read_options, and in settings columns and memory") from error
+    unknown = sorted(how.keys() - {"read_options", "columns", "memory", "split"})
+    if unknown:
+        raise OptionError(f"a table has no {unknown}; give read_options=, and in settings= columns and memory")
+    return TableDataset(
+        files.given if files.is_directory else [file.url for file in files.files],
+        decode=None if decode is None else decoder_of(decode),
+        storage_options=files.options,
+        **how,
+    )
 
 
 def _check_apart(files: SourceFiles, index_dir: str | os.PathLike[str] | None) -> None:

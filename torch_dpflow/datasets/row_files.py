@@ -15,7 +15,7 @@ from torch_dpflow.datasets.rows import OBJECT, ROW, PartRows, Rows
 from torch_dpflow.datasets.spec import Dataset, url_below
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
 from torch_dpflow.datasets.storage.base import sha256_of
-from torch_dpflow.datasets.storage.local import beside_name
+from torch_dpflow.datasets.storage.local import beside_name, opened_new
 from torch_dpflow.datasets.storage.urls import join_url
 from torch_dpflow.errors import DamagedStoreError, DPFlowError, ObjectMissingError, StorageError
 
@@ -44,11 +44,17 @@ def map_file(path: str) -> mmap.mmap:
 
 @contextmanager
 def written(path: str) -> Iterator[IO[bytes]]:
-    """Open a file that appears under this path, in place of another one, when it is complete."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+    """Open a file that appears under this path, in place of another one, when it is complete.
+
+    Raises StorageError if there can be no file, or no directory for it.
+    """
     beside = beside_name(path)
     try:
-        with open(beside, "xb") as file:
+        opened = opened_new(beside)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error}") from error
+    try:
+        with opened as file:
             yield file
         os.replace(beside, path)
     except BaseException:

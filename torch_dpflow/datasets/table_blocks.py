@@ -12,8 +12,9 @@ from typing import Any
 
 from torch_dpflow.datasets.importers.sources import SourceFile
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
+from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.urls import printable_url
-from torch_dpflow.errors import MissingExtraError, SourceError
+from torch_dpflow.errors import DPFlowError, MissingExtraError, SourceError
 from torch_dpflow.log import DATASETS
 
 #: Bytes that are searched between the pages of a Parquet file and its footer, where indexes and filters lie.
@@ -281,13 +282,15 @@ def local_path_of(file: SourceFile) -> str | None:
 
 @contextmanager
 def errors_of(file: SourceFile) -> Iterator[None]:
-    """Raise Arrow's errors as a SourceError that names the file."""
+    """Raise errors of Arrow and of the disk as a SourceError or StorageError that names the file."""
     try:
         yield
     except Exception as error:
         # Arrow raises OSError for damaged pages; our errors of storages are DPFlowErrors, and pass.
         if isinstance(error, pyarrow_with_formats().ArrowException) or type(error) is OSError:
             raise SourceError(f"{printable_url(file.url)} cannot be read: {error}") from error
+        if isinstance(error, FileNotFoundError | PermissionError) and not isinstance(error, DPFlowError):
+            raise storage_error(ByteRange(printable_url(file.url)), error) from error
         raise
 
 

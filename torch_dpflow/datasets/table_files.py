@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -130,6 +131,8 @@ def _names_in_state(files: Files) -> list[str]:
         names = [entry["filename"] for entry in state["_data_files"]]
         if not all(isinstance(name, str) and "/" not in name for name in names):
             raise ValueError("it names files of other directories")
+        if len({*names}) < len(names):
+            raise ValueError(f"it names {Counter(names).most_common(1)[0][0]!r} twice; name each file once")
     except (ValueError, KeyError, TypeError) as error:
         raise SourceError(f"{printable_url(files.url)}/{_STATE} is damaged: {error!r}") from error
     return names

@@ -25,6 +25,7 @@ from torch_dpflow.datasets.importers.sources import SourceFile, is_changed
 from torch_dpflow.datasets.sample_reader import check_storage_options
 from torch_dpflow.datasets.storage import ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
+from torch_dpflow.datasets.storage.local import local_path
 from torch_dpflow.datasets.storage.object_reader import disk_cache
 from torch_dpflow.datasets.storage.states import is_settled
 from torch_dpflow.datasets.storage.urls import printable_url
@@ -37,7 +38,7 @@ from torch_dpflow.datasets.table_blocks import (
     pyarrow_with_formats,
 )
 from torch_dpflow.datasets.table_files import find_tables, is_parquet
-from torch_dpflow.errors import ChecksumError, OptionError, OptionTypeError, SourceError
+from torch_dpflow.errors import ChecksumError, ObjectMissingError, OptionError, OptionTypeError, SourceError
 
 Blocks = ParquetBlocks | ArrowBlocks | RemoteArrowBlocks
 
@@ -75,7 +76,7 @@ class TableDataset(Dataset[Any]):
         memory: maximum bytes of decoded blocks in each process; one block is always kept.
 
     Raises:
-        SourceError: a file is damaged, has other columns than the first, or there is none.
+        SourceError: a file is damaged, has other columns than the first, or there is none; no file has a row.
         StorageError: a file cannot be read.
         MissingExtraError: pyarrow is not installed.
         OptionError, OptionTypeError: an argument is not allowed.
@@ -113,6 +114,9 @@ class TableDataset(Dataset[Any]):
         self._places = [(number, block) for number, of_file in enumerate(counts) for block in range(len(of_file))]
         self._stops = np.cumsum(self.blocks)
         self._starts = self._stops - self.blocks
+        if not len(self):
+            given = f"{printable_url(self._files[0].url)}{' and further files' if len(self._files) > 1 else ''}"
+            raise SourceError(f"there is nothing to read from {given}: there are no samples; check what wrote it")
 
     def __len__(self) -> int:
         return int(self._stops[-1]) if len(self._stops) else 0
@@ -318,8 +322,10 @@ def _is_mapped(file: SourceFile) -> bool:
 
 
 def _check_unchanged(file: SourceFile) -> None:
-    """Raise ChecksumError if a local file was written again. Storages check the revision themselves."""
+    """Raise an error if a local file was removed or written again. Storages check the revision themselves."""
     if is_changed(file):
+        if not os.path.exists(local_path(file.url)):
+            raise ObjectMissingError(f"{printable_url(file.url)}: there is no such file; restore it")
         raise ChecksumError(f"{printable_url(file.url)} was written again after it was opened; open the dataset again")
 
 

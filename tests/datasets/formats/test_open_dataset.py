@@ -27,7 +27,7 @@ from torch_dpflow.datasets.importers.shards import ForwardReader
 from torch_dpflow.datasets.importers.sources import SourceFile, expand_braces, find_sources
 from torch_dpflow.datasets.importers.webdataset import WebDatasetImporter
 from torch_dpflow.datasets.index_builder import _Builder
-from torch_dpflow.errors import DamagedStoreError, OptionError, OptionTypeError, SourceError, StorageError
+from torch_dpflow.errors import DamagedStoreError, OptionError, OptionTypeError, SourceError
 
 PIL = Later("PIL.Image")
 
@@ -364,13 +364,6 @@ def test_a_damaged_index_is_built_again(tmp_path: Path, index_dir: Path, change:
         with pytest.raises(DamagedStoreError, match="open the data again, which builds it again"):
             open_dataset(tmp_path / "data").__getitems__(range(5))
     assert open_dataset(tmp_path / "data").__getitems__(range(5)) == samples
-
-
-def test_a_directory_of_indexes_that_cannot_be_written(tmp_path: Path) -> None:
-    write_shards(tmp_path / "data", 1, 5)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="give index_dir=, or set DPFLOW_INDEX_DIR"):
-        open_dataset(tmp_path / "data", index_dir=tmp_path / "file")
 
 
 def test_errors_of_a_source_are_not_kept(tmp_path: Path) -> None:

@@ -212,6 +212,22 @@ def test_another_number_of_samples_in_the_index_is_noticed(tmp_path: Path, write
 
 
 @pytest.mark.parametrize(
+    ("write", "list_name", "shard"),
+    [(write_mds, "shards", "shard.00000.mds"), (write_litdata, "chunks", "chunk-0-0.bin")],
+)
+def test_a_shard_that_the_index_lists_twice_is_refused(tmp_path: Path, write: Any, list_name: str, shard: str) -> None:
+    write(tmp_path / "data")
+    path = tmp_path / "data" / "index.json"
+    index = json.loads(path.read_text())
+    index[list_name].append(index[list_name][0])
+    path.write_text(json.dumps(index))
+    with pytest.raises(
+        SourceError, match=rf"index.json .* it has '{shard}' twice; list each shard once.*ConcatDataset"
+    ):
+        open_dataset(tmp_path / "data")
+
+
+@pytest.mark.parametrize(
     ("name", "compress"),
     [
         ("gz", gzip.compress),

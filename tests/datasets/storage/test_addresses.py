@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import pickle
 import re
@@ -18,7 +19,7 @@ from fsspec.archive import AbstractArchiveFileSystem
 from tests.datasets.samples_source import Numbered, numbers, publish
 from tests.datasets.storage.ftp_server import FTPServer
 from tests.datasets.storage.web_server import WebServer, reply, serve_ranges
-from torch_dpflow.datasets import DatasetStore, Draft
+from torch_dpflow.datasets import DatasetStore, Draft, open_dataset
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.folders import ImageFolderImporter
@@ -37,7 +38,14 @@ from torch_dpflow.datasets.storage.urls import (
 )
 from torch_dpflow.datasets.verify import verify
 from torch_dpflow.datasets.versions import delete, prune
-from torch_dpflow.errors import DPFlowError, ObjectMissingError, OptionError, SourceError, StorageError
+from torch_dpflow.errors import (
+    DPFlowError,
+    ObjectMissingError,
+    OptionError,
+    SourceError,
+    StorageError,
+    StorageUnavailableError,
+)
 from torch_dpflow.flows.flow import load_flow
 
 SECRET = "pa:ss wörd/@"
@@ -47,8 +55,9 @@ ONCE = ReadOptions(attempts=1, deadline_s=10.0)
 
 @pytest.fixture(scope="session", autouse=True)
 def loop() -> None:
-    """fsspec's loop lives as long as the session."""
-    fsspec.asyn.get_loop()
+    """fsspec's loop and its resolver live as long as the session."""
+    loop = fsspec.asyn.get_loop()
+    asyncio.run_coroutine_threadsafe(loop.getaddrinfo("127.0.0.1", 0), loop).result()
 
 
 @pytest.fixture
@@ -405,3 +414,15 @@ def test_an_archive_behind_a_web_server_with_a_password(tmp_path: Path) -> None:
     with WebServer(answer) as server, ObjectReader() as reader:
         host = server.url.partition("://")[2]
         assert reader.read(f"zip://a.bin::http://me:x@{host}/data.zip") == b"inside"
+
+
+def test_a_storage_that_refuses_connections_takes_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the directory that was given is requested."""
+    looked: list[str] = []
+    monkeypatch.setattr(Files, "exists", lambda files, path: looked.append(path))
+    once = {"connect_timeout": 5, "retries": {"max_attempts": 0}}
+    options = {"key": "x", "secret": "y", "endpoint_url": "http://127.0.0.1:1", "config_kwargs": once}
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+    with pytest.raises(StorageUnavailableError, match=r"^s3://b2/tar: .*connection failed"):
+        open_dataset("s3://b2/tar/s-*.tar", storage_options=options, read_options=ReadOptions(attempts=1))
+    assert looked == []

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -65,6 +66,10 @@ class PackedImporter(ShardImporter):
             raise SourceError(f"{files.given} is no directory with an {_INDEX}; give that of a {self.name} dataset")
         try:
             self.shards, self._info = self._read_index(_json_of(index, files))
+            _check_once(
+                [shard.name for shard in self.shards],
+                "; list each shard once. To repeat samples, use torch.utils.data.ConcatDataset",
+            )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise SourceError(
                 f"{index.printable} is no index of {self.name}: {type(error).__name__}: {error}"
@@ -253,11 +258,10 @@ def _leaves(spec: Any) -> int:
     return sum(map(_leaves, children))
 
 
-def _check_once(names: list[Any]) -> None:
-    """Raise ValueError if two values have one name: a dict would have the last."""
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise ValueError(f"it has {twice[0]!r} twice")
+def _check_once(names: list[Any], advice: str = "") -> None:
+    """Raise ValueError if two values or shards have one name: a dict would have the last."""
+    if len({*names}) < len(names):
+        raise ValueError(f"it has {Counter(names).most_common(1)[0][0]!r} twice{advice}")
 
 
 def _check_column(name: str, decoder: Any) -> None:

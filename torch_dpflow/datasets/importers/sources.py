@@ -357,10 +357,11 @@ def _matching(pattern: str, options: Mapping[str, Any], read_options: ReadOption
     if base.endswith(":/"):
         raise OptionError(f"{printable_url(pattern)!r} has a pattern in its bucket or host; give its name")
     root = Files(base or ("/" if pattern.startswith("/") else "."), options, read_options)
-    check_no_log_above(root)
     found = [source_file(root.url, child, path) for path, child in _matched(root, "", parts)]
     if not found:
         raise SourceError(f"nothing matches {printable_url(pattern)}; check the pattern, and the right to list it")
+    # After the listing: without a connection, only the listing takes a deadline, and its error names what was given.
+    check_no_log_above(root)
     return found
 
 

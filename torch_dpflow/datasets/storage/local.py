@@ -155,7 +155,7 @@ def _written_beside(path: str, data: bytes) -> str:
     """Write a new file in the directory of `path`, and return its path once its bytes are on the disk."""
     beside = beside_name(path)
     try:
-        with _opened_new(beside) as file:
+        with opened_new(beside) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -166,7 +166,7 @@ def _written_beside(path: str, data: bytes) -> str:
     return beside
 
 
-def _opened_new(path: str) -> IO[bytes]:
+def opened_new(path: str) -> IO[bytes]:
     """Create a file and its directory, and open the file for writing.
 
     Another process may remove the directory while it is empty (`remove_empty`); it is then made again. Retries are

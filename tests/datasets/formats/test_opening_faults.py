@@ -1,0 +1,85 @@
+"""`open_dataset`: damaged indexes, directories that cannot be written, and arguments that it does not have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.datasets.formats.tars import write_shards
+from torch_dpflow.datasets import open_dataset
+from torch_dpflow.datasets.index_builder import _Builder
+from torch_dpflow.datasets.storage import ReadOptions
+from torch_dpflow.errors import DamagedStoreError, OptionTypeError, StorageError
+
+
+def _flipped(data: bytes) -> bytes:
+    return data[:100] + bytes([data[100] ^ 1]) + data[101:]
+
+
+@pytest.mark.parametrize("count", [1, 8, 24])
+def test_all_damaged_parts_are_written_in_one_opening(
+    tmp_path: Path, index_dir: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """As a power loss leaves them: empty, cut, missing, or with other bytes."""
+    samples = write_shards(tmp_path / "data", 24, 2)
+    open_dataset(tmp_path / "data")
+    parts = sorted(index_dir.glob("parts/*/*"))
+    assert len(parts) == 24
+    (joined,) = index_dir.glob("joined/*")
+    joined.write_bytes(b"")
+    changes = [lambda data: b"", lambda data: data[:9], None, _flipped]
+    for number, part in enumerate(parts[:count]):
+        change = changes[number % len(changes)]
+        part.write_bytes(change(part.read_bytes())) if change else part.unlink()
+    names: list[str] = []
+    write = _Builder._write_part
+    monkeypatch.setattr(_Builder, "_write_part", lambda self, key, items: names.append(key) or write(self, key, items))
+    assert open_dataset(tmp_path / "data").__getitems__(range(48)) == samples
+    assert sorted(names) == [part.name for part in parts[:count]]
+
+
+def test_a_directory_that_loses_what_is_written_is_named(
+    tmp_path: Path, index_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shards(tmp_path / "data", 9, 1)
+    put = _Builder._put
+    monkeypatch.setattr(_Builder, "_put", lambda self, path, content: put(self, path, content[:9]))
+    with pytest.raises(DamagedStoreError, match=rf"{index_dir} loses what is written there; give another index_dir="):
+        open_dataset(tmp_path / "data")
+
+
+@pytest.mark.parametrize("folder", ["file", "file/below", "/proc/x", "/proc/x/y", "/sys/x", "/dev/null"])
+def test_a_directory_of_indexes_that_cannot_be_written(tmp_path: Path, folder: str) -> None:
+    write_shards(tmp_path / "data", 1, 5)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="give index_dir=, or set DPFLOW_INDEX_DIR") as failed:
+        open_dataset(tmp_path / "data", index_dir=tmp_path / folder)
+    assert folder in str(failed.value)
+
+
+def test_a_cache_that_cannot_be_written_is_left_out(tmp_path: Path) -> None:
+    samples = write_shards(tmp_path / "data", 1, 5)
+    dataset = open_dataset(tmp_path / "data", read_options=ReadOptions(cache_dir="/proc/x"))
+    assert dataset.__getitems__(range(5)) == samples
+
+
+@pytest.mark.parametrize(
+    ("given_arguments", "message"),
+    [
+        ({"shuffle": True}, r"open_dataset\(\) has no shuffle=True; .*DPFlowDataLoader\(dataset, shuffle=True\)"),
+        ({"batch_size": 4, "num_workers": 2}, r"DPFlowDataLoader\(dataset, batch_size=4, num_workers=2\)"),
+        ({"drop_last": True, "collate_fn": list, "sampler": None}, r"DPFlowDataLoader\(dataset, drop_last=True, "),
+        ({"main": "jpg"}, r"has no main='jpg'; give source, format, .*, read_options, check, .* in settings="),
+        ({"given_urls": {}}, r"has no given_urls=\{\}; give source, "),
+        ({"transform": 1, "shuffle": True}, r"has no transform=1, shuffle=True; give source, "),
+    ],
+)
+@pytest.mark.parametrize("source", ["shards", "core/x:v1:train", "a.parquet"])
+def test_arguments_of_others_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, given_arguments: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionTypeError, match=message):  # before anything is looked up
+        open_dataset(source, **given_arguments)
