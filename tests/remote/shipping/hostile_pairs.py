@@ -362,3 +362,56 @@ HOSTILE = [
         },
     ),
 ]
+HELD = """import collections, functools
+@functools.lru_cache
+def c(x): return x
+def wrapping(f):
+    @functools.wraps(f)
+    def h(x): return f(x)
+    return h
+@wrapping
+def d(x): return x
+L = [1]
+M = L
+F = collections.defaultdict(int, a=1)
+O = collections.OrderedDict(a=1)
+class E(dict): pass
+E = E(a=1)
+class Z(set): pass
+Z = Z([1])
+class K:
+    l = L
+    @staticmethod
+    def s(x): return x
+    @functools.lru_cache
+    def c(self): return 1
+    @property
+    def p(self): return 1
+    @functools.cached_property
+    def v(self): return 1
+V = K()
+"""
+HELD_FILES = {"cfg.py": HELD, "b_set.py": "from cfg import L"}
+HOSTILE += [
+    Pair(f"{read}, by {put}", part, data(read, f"import b_set, cfg\n{put}"), *texts, files=HELD_FILES)
+    for part, read, put, *texts in [
+        ("cfg.c.k", "cfg.c.k", "cfg.c.k = @@"),
+        ("cfg.c.__wrapped__", "cfg.c.__wrapped__.k", "cfg.c.__wrapped__.k = @@"),
+        ("cfg.K.c.k", "cfg.K.c.k", "cfg.K.c.k = @@"),
+        ("cfg.d.k", "cfg.d.k", "cfg.d.k = @@"),
+        ("cfg.d.__wrapped__", "cfg.d.__wrapped__.k", "cfg.d.__wrapped__.k = @@"),
+        ("cfg.d.__wrapped__", "cfg.d.__wrapped__(3)", "cfg.d.__wrapped__ = lambda x: @@"),
+        ("cfg.d.__wrapped__", "cfg.d.__wrapped__.__defaults__", "cfg.d.__wrapped__.__defaults__ = (@@,)"),
+        ("cfg.K.s.__wrapped__", "cfg.K.s.k", "cfg.K.s.k = @@"),
+        ("cfg.K.s.k", "vars(cfg.K)['s'].k", "vars(cfg.K)['s'].k = @@"),
+        ("cfg.K.p.fget", "cfg.K.p.fget.k", "cfg.K.p.fget.k = @@"),
+        ("cfg.F", "cfg.F['x'], cfg.F['a']", "cfg.F.default_factory = @@", "str", "list"),
+        ("cfg.V.v", "cfg.V.v", "cfg.V.v = @@"),
+        ("cfg.E", "cfg.E.k, cfg.E", "cfg.E.k = @@"),
+        ("cfg.Z", "cfg.Z.k, cfg.Z", "cfg.Z.k = @@"),
+        ("cfg.O", "[*cfg.O]", "cfg.O['b'] = 1\ncfg.O.move_to_end(@@)", "'a'", "'b'"),
+        ("cfg.M(is)", "cfg.M is cfg.L", "if @@ == 2: cfg.M = [1]"),
+        ("cfg.K.l(is)", "cfg.K.l is cfg.L", "if @@ == 2: cfg.K.l = [1]"),
+        ("b_set.L", "b_set.L is cfg.L, b_set.L, cfg.L", "if @@ == 2: b_set.L = [7]"),
+    ]
+]

@@ -7,13 +7,9 @@ two equal strings are one object. An object that cannot be reduced is unknown, a
 
 from __future__ import annotations
 
-import contextvars
-import inspect
 import pickle
-import queue
 import sys
 import types
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import PurePath
@@ -25,7 +21,7 @@ from torch_dpflow.ipc.messages.content_parts import RANDOM_STATE
 from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.remote.shipping.code_digest import ADDRESS, code_digest
 from torch_dpflow.remote.shipping.modules import is_own_class
-from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, entries, hidden, text_of, unknown
+from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, entries, hidden, order_of, text_of, unknown
 from torch_dpflow.remote.shipping.pickled_parts import (
     CLASS_ARGUMENTS,
     NO_MEMBERS,
@@ -38,6 +34,7 @@ from torch_dpflow.remote.shipping.reducers import NO_VARIABLES, ModuleVariables,
 from torch_dpflow.remote.shipping.values import (
     ATOMS,
     GENERATORS,
+    HIDING,
     TORCH_GENERATOR,
     Bulk,
     Column,
@@ -54,14 +51,6 @@ from torch_dpflow.remote.shipping.values import (
 _BY_NAME = "harmless"
 #: Most elements of a list, and of a mapping, whose differences are named one by one.
 _MAX_ITEMS, _MAX_KEYS = 16, 64
-_UNKNOWN = object()
-#: What objects hold that pickle refuses, by their types.
-_BY_CONTENT: dict[type, Callable[[Any], Any]] = {
-    contextvars.ContextVar: lambda obj: (obj.name, obj.get(_BY_NAME)),
-    queue.SimpleQueue: lambda obj: _UNKNOWN if obj.qsize() else (),
-    types.GeneratorType: lambda obj: _state_of(obj),
-    weakref.ref: lambda obj: obj(),
-}
 Steps: TypeAlias = "Generator[Any, PartNode, PartNode]"
 
 
@@ -234,7 +223,7 @@ class Walk:
         if is_harmless(kind):  # type: ignore[arg-type]
             library = obj._name if kind.__module__ == "ctypes" else ""
             return self._other((_BY_NAME, f"{kind.__qualname__} {library}".rstrip()), path)
-        if kind in _BY_CONTENT:
+        if kind in HIDING:
             return self._content(obj)
         return self._other(obj, path)
 
@@ -294,7 +283,7 @@ class Walk:
             if sent is None or sent(name):
                 parts[f".{name}"] = hidden(name, (yield value))
         if len(parts) == len(vars(obj)):  # else they cannot be listed in workers
-            parts |= _order_of(vars(obj))
+            parts |= order_of(vars(obj))
         return PartNode(digest_of(b"argparse.Namespace"), "arguments", parts)
 
     def _path(self, obj: PurePath) -> Steps:
@@ -303,10 +292,7 @@ class Walk:
 
     def _content(self, obj: Any) -> Steps:
         """Digest what an object holds that pickle refuses."""
-        content = _BY_CONTENT[type(obj)](obj)
-        if content is _UNKNOWN:
-            raise TypeError
-        found = yield content
+        found = yield HIDING[type(obj)](obj)
         return PartNode(digest_of(type(obj).__qualname__.encode(), found.digest), type(obj).__qualname__)
 
     def _generator(self, obj: Any) -> Steps:
@@ -321,7 +307,7 @@ class Walk:
             return self._named(obj.__name__, "")
         variables = {f".{name}": value for name, value in reduced[1][1].items() if name not in NO_VARIABLES}
         parts = yield from _parts(variables)
-        parts |= _order_of(variables)
+        parts |= order_of(variables)
         return PartNode(digest_of(b"module", obj.__name__.encode()), "module", parts)
 
     def _named(self, module: str, name: str) -> PartNode:
@@ -387,7 +373,7 @@ class Walk:
                         own.append(digest_of(b"again", name.encode(errors="replace"), part.digest))
                     else:
                         parts[f".{name}"] = part
-                parts |= {} if number else _order_of(name for name in each if name not in derived)
+                parts |= {} if number else order_of(name for name in each if name not in derived)
             elif each is not None:
                 own.append(digest_of(b"state", str(number).encode(), (yield each).digest))
         text = f"{obj}" if isinstance(obj, PurePath) else type(obj).__qualname__
@@ -411,7 +397,7 @@ class Walk:
         inner |= {f"[{name}]": content_of_cell(cell) for name, cell in cells.items()}
         inner |= {f".{name}": value for name, value in attributes.items()}
         parts |= yield from _parts(inner)
-        parts |= _order_of(attributes)
+        parts |= order_of(attributes)
         if slots["__annotations__"]:
             parts[".__annotations__"] = yield dict(slots["__annotations__"])
         is_shared = vars(sys.modules.get(module, object)) is obj.__globals__
@@ -438,7 +424,7 @@ class Walk:
         given = {name: value for name, value in arguments.get("type_kwargs", {}).items() if name != "__module__"}
         made_of = [arguments[name] for name in ("type_constructor", "bases", "members") if name in arguments]
         own += yield from _digests((*made_of, dict(sorted(given.items()))))
-        parts = _order_of(name for name in reduced[2][0] if name not in (*NO_MEMBERS, "__annotations__", "_abc_impl"))
+        parts = order_of(name for name in reduced[2][0] if name not in (*NO_MEMBERS, "__annotations__", "_abc_impl"))
         for name, value in sorted(reduced[2][0].items()):
             if name in NO_MEMBERS or (name in ("__annotations__", "_abc_impl") and not value):
                 continue
@@ -448,25 +434,12 @@ class Walk:
         return PartNode(digest_of(b"class", *own), "class", parts)
 
 
-def _state_of(obj: types.GeneratorType[Any, Any, Any]) -> Any:
-    """Return what a generator that has not begun consists of."""
-    if inspect.getgeneratorstate(obj) != inspect.GEN_CREATED:
-        return _UNKNOWN
-    return obj.gi_code, inspect.getgeneratorlocals(obj)
-
-
 def _parts(named: Mapping[str, Any]) -> Generator[Any, PartNode, dict[str, PartNode]]:
     found: dict[str, PartNode] = {}
     for name, value in sorted(named.items()):
         part = yield value
         found[name] = hidden(name, part)
     return found
-
-
-def _order_of(names: Iterable[str]) -> dict[str, PartNode]:
-    """Return the part of the order of attributes, which code can follow."""
-    order = repr([*names]).encode(errors="replace")
-    return {".(order)": PartNode(digest_of(order), "order of attributes")} if b"," in order else {}
 
 
 def _digests(objects: Iterable[Any]) -> Generator[Any, PartNode, list[bytes]]:

@@ -25,11 +25,13 @@ from torch_dpflow.remote.shipping.own_state import (
     OwnState,
     Replaced,
     imported,
+    inner_functions,
     members_not_as_file,
     members_of,
     origins,
     set_attribute,
 )
+from torch_dpflow.remote.shipping.part_tree import whole
 from torch_dpflow.remote.shipping.run_text import set_script_variables
 from torch_dpflow.remote.shipping.values import Bulk, is_mutable
 from torch_dpflow.workers.script_settings import ScriptSettings
@@ -181,24 +183,22 @@ class _Checked(MetaPathFinder):
         shared = self._state.shared
         objects: dict[str, Any] = {}
         owners: dict[int, str] = {}
-        for name in names:
-            for path, member in [*members_of(name, sys.modules[name])]:
-                value = member.value
-                if member.kind or member.put is None or not is_mutable(value):
-                    continue
-                first = shared.get(f"{name}{path}", f"{name}{path}")
-                if first not in objects and owners.get(id(value), first) != first:
-                    sent = self._state.members[name].get(path)
-                    if sent is None or sent.value is NotSent or id(sent.value) in owners:
-                        raise _other(f"{name}{path}", self._state)
-                    value = sent.value
-                value = objects.setdefault(first, value)
-                owners[id(value)] = first
-                if value is not member.value:
-                    put: Any = member.put
-                    if getattr(put, "func", None) is set_attribute:  # which would fill the present object
-                        put = functools.partial(setattr, *put.args)
-                    put(value)
+        found = [(name, *one) for name in names for one in members_of(name, sys.modules[name])]
+        found.sort(key=lambda one: one[1] in self._state.members[one[0]])  # first what was not sent, and stays
+        for name, path, member in found:
+            value = member.value
+            if member.kind or member.put is None or not is_mutable(value):
+                continue
+            first = shared.get(f"{name}{path}", f"{name}{path}")
+            if first not in objects and owners.get(id(value), first) != first:
+                sent = self._state.members[name].get(path)
+                if sent is None or sent.value is NotSent or id(sent.value) in owners:
+                    raise _other(f"{name}{path}", self._state)
+                value = sent.value
+            value = objects.setdefault(first, value)
+            owners[id(value)] = first
+            if value is not member.value:
+                _replacing(member.put)(value)
 
     def _import_again(self, name: str) -> bool:
         """Have a module's imports refer to what has been set where they come from; return whether one did not."""
@@ -237,7 +237,8 @@ class _Checked(MetaPathFinder):
             wanted = sent.get(path)
             if path.endswith(SAME):
                 continue
-            is_same = wanted is not None and path in here and here[path][0].digest == wanted.digest
+            part = here[path][0] if path in here else None
+            is_same = wanted is not None and part is not None and wanted.digest in (part.digest, whole(part))
             if wanted is not None and (not wanted.digest or (is_same and not isinstance(wanted.value, Replaced))):
                 continue
             if any(path == one or (path.startswith(one) and path[len(one)] in ".([") for one in replaced):
@@ -245,7 +246,9 @@ class _Checked(MetaPathFinder):
             if wanted is None and done is None and path in members and origins(path, source):
                 self._has_other_imports = True  # of what has been set, or is about to be
                 continue
-            put = members[path].put if path in members else _putter(members, module, path)
+            put: Any = members[path].put if path in members else _putter(members, module, path)
+            if origins(path, source):  # which others have too
+                put = _replacing(put)
             if (
                 wanted is not None
                 and isinstance(wanted.value, Codes)
@@ -273,16 +276,31 @@ def _has_codes(member: ModuleMember | None, sent: Codes) -> bool:
 def _putter(members: Mapping[str, ModuleMember], module: types.ModuleType, path: str) -> Callable[[Any], object] | None:
     """Return what sets a member that a module lacks."""
     outer, _, name = path.rpartition(".")
-    if "(" in outer or "[" in path or (outer and outer not in members):
+    if "(" in outer or "[" in path:
         return None
     holder: Any = module
-    for one in outer.split(".")[1:]:
-        holder = vars(holder)[one]
+    if outer in members:
+        holder = members[outer].definition
+        if holder is None:
+            holder = module
+            for one in outer.split(".")[1:]:
+                holder = vars(holder)[one]
+    elif outer:
+        above, _, inner = outer.rpartition(".")
+        definition = members[above].definition if above in members else None
+        holder = dict(inner_functions(definition)).get(f".{inner}")
+        if holder is None:
+            return None
     if name in _SPECIAL:
         return functools.partial(_SPECIAL[name], holder)
     if "(" in name:
         return None
     return functools.partial(set_attribute, holder, name)
+
+
+def _replacing(put: Any) -> Any:
+    """Return what sets a member to another object, and does not fill the present one."""
+    return functools.partial(setattr, *put.args) if getattr(put, "func", None) is set_attribute else put
 
 
 _SPECIAL: dict[str, Callable[..., object]] = {ORDER: put_in_order, REGISTERED: register}

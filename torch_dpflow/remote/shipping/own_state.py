@@ -23,7 +23,7 @@ from torch_dpflow.remote.shipping.content_pack import can_pack
 from torch_dpflow.remote.shipping.modules import is_own_path
 from torch_dpflow.remote.shipping.own_labels import labels_not_as_file
 from torch_dpflow.remote.shipping.own_source import COMPUTED, OwnCode, OwnSource
-from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of
+from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, whole
 from torch_dpflow.remote.shipping.pickled_parts import NO_MEMBERS, content_of_cell
 from torch_dpflow.remote.shipping.reducers import NO_VARIABLES, LruCache
 from torch_dpflow.remote.shipping.values import is_harmless, is_mutable
@@ -148,14 +148,18 @@ def own_state(
     replaced = _ids_of_replaced(value for of in members.values() for _, value in of.values())
     for name, of in members.items():
         sent[name] = {
-            path: SetMember(
-                part.digest if part.is_known else b"", value if can_pack(value, _MAX_SENT, replaced) else NotSent
-            )
+            path: _set_member(part, value if can_pack(value, _MAX_SENT, replaced) else NotSent)
             for path, (part, value) in of.items()
         }
     script = frozenset(name for name in vars(sys.modules["__main__"]) if not name.startswith("__"))
     shared = {"".join(one): "".join(first) for one, first in shared_members(sorted(members)).items()}
     return OwnState(sent, others, script, ignore, shared, dict(placed_modules(own)))
+
+
+def _set_member(part: PartNode, value: Any) -> SetMember:
+    # The script can have set what looks like the value of a cached property, so it is sent if that is possible.
+    digest = part.digest if value is NotSent else whole(part)
+    return SetMember(digest if part.is_known else b"", value)
 
 
 def _ids_of_replaced(values: Iterable[Any]) -> frozenset[int]:
@@ -267,8 +271,12 @@ def _members(module: str, path: str, value: Any, put: Callable[[Any], object]) -
             kind = f"{kind} with other variables"
         replace = functools.partial(_set_function, functions, put)
         yield path, ModuleMember((kind, *(one.__code__ for one in functions)), replace, "function", value)
-        for one in functions:
-            yield from _parts_of_function(path, one)
+        for inner, one in inner_functions(value):
+            yield from _parts_of_function(path, f"{path}{inner}", one)
+        if isinstance(value, LruCache | staticmethod | classmethod):
+            for name, attribute in vars(value).items():
+                if not name.startswith("__"):
+                    yield f"{path}.{name}", ModuleMember(attribute, functools.partial(setattr, value, name))
     else:
         yield path, ModuleMember(value, put)
 
@@ -291,6 +299,14 @@ def _functions_of(value: Any) -> list[Any]:
     return inside if all(isinstance(one, types.FunctionType) for one in inside) else []
 
 
+def inner_functions(value: Any) -> list[tuple[str, types.FunctionType]]:
+    """Return the functions of `_functions_of`, with the end of the path of their attributes."""
+    functions = _functions_of(value)
+    if isinstance(value, property):
+        return [(f".{name}", one) for name in ("fget", "fset", "fdel") if (one := getattr(value, name)) is not None]
+    return [("" if type(value) is types.FunctionType else ".__wrapped__", one) for one in functions]
+
+
 def _is_here(function: types.FunctionType, module: str, path: str) -> bool:
     if f".{function.__qualname__}" == path:
         return function.__module__ == module
@@ -302,7 +318,10 @@ def _is_here(function: types.FunctionType, module: str, path: str) -> bool:
     )
 
 
-def _parts_of_function(path: str, function: types.FunctionType) -> Iterator[tuple[str, ModuleMember]]:
+def _parts_of_function(path: str, inner: str, function: types.FunctionType) -> Iterator[tuple[str, ModuleMember]]:
+    """Yield defaults, variables of outer functions and attributes. inner: the path of the function in its wrapper."""
+    if inner.endswith((".fset", ".fdel")):
+        path = inner
     code, defaults = function.__code__, function.__defaults__ or ()
     names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     for number, (name, value) in enumerate(zip(names, defaults, strict=True)):
@@ -316,8 +335,7 @@ def _parts_of_function(path: str, function: types.FunctionType) -> Iterator[tupl
                 ModuleMember(content_of_cell(cell), functools.partial(setattr, cell, "cell_contents")),
             )
     for name, value in vars(function).items():
-        if name != "__wrapped__":
-            yield f"{path}.{name}", ModuleMember(value, functools.partial(setattr, function, name))
+        yield f"{inner}.{name}", ModuleMember(value, functools.partial(setattr, function, name))
 
 
 def set_attribute(holder: Any, name: str, value: Any) -> None:
@@ -325,7 +343,7 @@ def set_attribute(holder: Any, name: str, value: Any) -> None:
     present = vars(holder).get(name)
     if value is Deleted:
         delattr(holder, name)
-    elif type(present) is type(value) and isinstance(present, dict | set):
+    elif type(present) is type(value) and type(value) in (dict, set):
         present.clear()
         present.update(value)
     elif type(present) is type(value) is list:

@@ -6,7 +6,7 @@ import hashlib
 import re
 import secrets
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch_dpflow.remote.shipping.values import ATOMS
@@ -45,6 +45,12 @@ def joined(own: bytes, parts: Mapping[str, PartNode]) -> bytes:
     return digest_of(own, *(one for name, digest in sorted(counted) for one in (name.encode(errors="replace"), digest)))
 
 
+def whole(part: PartNode) -> bytes:
+    """Return the digest of a part with all its parts, also optional ones."""
+    inside = {name: PartNode(whole(one)) for name, one in (part.parts or {}).items()}
+    return joined(part.own, inside) if inside else part.digest
+
+
 def digest_of(*pieces: bytes | memoryview) -> bytes:
     """Return the digest of pieces, which cannot be taken for others."""
     found = hashlib.sha256()
@@ -52,6 +58,12 @@ def digest_of(*pieces: bytes | memoryview) -> bytes:
         found.update(len(piece).to_bytes(8, "little"))
         found.update(piece)
     return found.digest()[:8]
+
+
+def order_of(names: Iterable[str]) -> dict[str, PartNode]:
+    """Return the part of the order of attributes, which code can follow."""
+    order = repr([*names]).encode(errors="replace")
+    return {".(order)": PartNode(digest_of(order), "order of attributes")} if b"," in order else {}
 
 
 def hidden(name: str, part: PartNode) -> PartNode:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextvars
 import copyreg
 import enum
 import functools
 import hashlib
+import inspect
 import pickle
+import queue
 import random
 import sys
 import types
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -64,6 +68,29 @@ def is_mutable(value: Any) -> bool:
     if isinstance(value, _NO_OBJECTS) or kind.__module__.partition(".")[0] in sys.stdlib_module_names:
         return False
     return hasattr(value, "__dict__") or kind.__name__ in ("ndarray", "Tensor")
+
+
+def _state_of(obj: types.GeneratorType[Any, Any, Any]) -> Any:
+    """Return what a generator consists of. Raises TypeError if it has begun."""
+    if inspect.getgeneratorstate(obj) != inspect.GEN_CREATED:
+        raise TypeError("a generator that has begun")
+    return obj.gi_code, inspect.getgeneratorlocals(obj)
+
+
+def _entries_of(obj: queue.SimpleQueue[Any]) -> tuple[()]:
+    """Return what a queue holds. Raises TypeError if that is not nothing."""
+    if obj.qsize():
+        raise TypeError("a queue with entries")
+    return ()
+
+
+#: What objects hold that pickle refuses, by their types.
+HIDING: dict[type, Callable[[Any], Any]] = {
+    contextvars.ContextVar: lambda obj: (obj.name, obj.get("no value")),
+    queue.SimpleQueue: _entries_of,
+    types.GeneratorType: _state_of,
+    weakref.ref: lambda obj: obj(),
+}
 
 
 class Bulk:
