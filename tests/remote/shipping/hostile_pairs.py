@@ -21,6 +21,13 @@ def hostile(
 
 
 HOSTILE = [
+    hostile(
+        "default of a context variable",
+        "cfg.V.get()",
+        "os.environ['ADVX']='@@'\nimport cfg\ndel os.environ['ADVX']",
+        files={"cfg.py": "import contextvars, os\nV = contextvars.ContextVar('V', default=os.environ.get('ADVX', 7))"},
+        loads="cfg.V has another value",
+    ),
     hostile("metaclass attr", "K.s", "class M(type):\n    s=@@\nclass K(metaclass=M): pass"),
     hostile("init_subclass", "K.s", "class B:\n    def __init_subclass__(cls, s=0): cls.s=s\nclass K(B, s=@@): pass"),
     hostile("dataclass default", "K().a", "@dataclasses.dataclass\nclass K:\n    a: int = @@"),

@@ -77,6 +77,14 @@ def _state_of(obj: types.GeneratorType[Any, Any, Any]) -> Any:
     return obj.gi_code, inspect.getgeneratorlocals(obj)
 
 
+def _value_of(obj: contextvars.ContextVar[Any]) -> Any:
+    """Return the name of a variable and its value here, which can be its default."""
+    try:
+        return obj.name, obj.get()
+    except LookupError:
+        return (obj.name,)
+
+
 def _entries_of(obj: queue.SimpleQueue[Any]) -> tuple[()]:
     """Return what a queue holds. Raises TypeError if that is not nothing."""
     if obj.qsize():
@@ -86,7 +94,7 @@ def _entries_of(obj: queue.SimpleQueue[Any]) -> tuple[()]:
 
 #: What objects hold that pickle refuses, by their types.
 HIDING: dict[type, Callable[[Any], Any]] = {
-    contextvars.ContextVar: lambda obj: (obj.name, obj.get("no value")),
+    contextvars.ContextVar: _value_of,
     queue.SimpleQueue: _entries_of,
     types.GeneratorType: _state_of,
     weakref.ref: lambda obj: obj(),
