@@ -198,7 +198,7 @@ def format_duration(seconds: float) -> str:
 def working(part: Any, name: str, default: Any = None) -> Any:
     """Return an optional attribute of a user's object, or `default` if there is none or reading it fails.
 
-    A property or a `__getattr__` may raise any error for a name that only this package reads.
+    A property or a `__getattr__` of theirs may raise any error: only this package asks for the name.
     """
     try:
         return getattr(part, name, default)

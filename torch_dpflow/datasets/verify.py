@@ -21,7 +21,7 @@ _Numbered = tuple[int, str, SampleMeta]
 
 @dataclass
 class Compared:
-    """How many samples were compared in which way, with `data=True`."""
+    """How many samples `verify(data=True)` compared, by the way in which it compared them."""
 
     #: by checksum
     checksums: int = 0

@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class SamplerIterator(Iterator[T]):
-    """One iteration of a sampler. Its state is whether it has begun and ended; the sampler's has the position.
+    """One iteration of a sampler. Its state says whether it has begun and ended; the sampler's state has the position.
 
-    StatefulDataLoader loads the sampler's state, makes an iterator and loads that one's state. If the saved iteration
-    had nothing left, the iterator yields nothing, and the next one reads a whole epoch.
+    StatefulDataLoader loads the sampler's state, makes an iterator, and loads the iterator's state. If the saved
+    iteration had nothing left, the iterator yields nothing, and the next one reads a whole epoch.
 
     Args:
         items: what is left of the epoch, or a whole epoch.

@@ -112,7 +112,7 @@ class StagedSampleCache:
 
     @property
     def cache_samples(self) -> int:
-        """As `SampleCache.cache_samples`, of the cacheable stage's outputs."""
+        """How many outputs of the cacheable stage the cache can hold, by the size of the latest; 0 before the first."""
         return self._kept.cache_samples
 
     def resize(self, capacity_bytes: int) -> list[CacheInstruction]:
@@ -143,10 +143,10 @@ class StagedSampleCache:
     def want(
         self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int | None, *, counts: bool = True
     ) -> list[CacheInstruction]:
-        """As `SampleCache.want`.
+        """Record what `job` will fetch, as `SampleCache.want` does.
 
         draw: determines the random draws; None: outputs of the cacheable stage are wanted.
-        Raises UsageError too if the job has wanted the other kind.
+        Raises UsageError also if the job has wanted samples before and wants outputs now, or the reverse.
         """
         wanted = list(wants)
         if wanted and self._cacheable_only.setdefault(job, draw is None) != (draw is None):

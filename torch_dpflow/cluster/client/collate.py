@@ -410,5 +410,5 @@ class ReadyBatches:
         self._went.put(None)
 
     def clear(self) -> None:
-        """Drop the waiting batches, once closed and the thread that puts has ended."""
+        """Drop the waiting batches. Call it after `close`, and after the thread that puts has ended."""
         self._waiting = deque()  # a new one: the thread that takes may be using the old one

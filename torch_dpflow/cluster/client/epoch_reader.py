@@ -236,7 +236,7 @@ class EpochReader:
         )
 
     def abandon(self) -> None:
-        """Make the thread release its samples and end, without waiting for it. A finalizer may call."""
+        """Make the thread release its samples and end, without waiting for it. Finalizers call it."""
         self._closed.set()
         self._ready.wake()
 

@@ -92,7 +92,7 @@ class NodeTable:
         return record
 
     def report(self, name: str, generation: int, standing: str, processes: Sequence[ProcessView], now: float) -> bool:
-        """Record a node's report; return whether it belongs to the cluster. A node that leaves does not return."""
+        """Record a node's report; return whether it belongs to the cluster. A node that has left cannot come back."""
         node = self._nodes.get(name)
         if node is None or node.record.generation != generation:
             return False

@@ -233,7 +233,7 @@ class ShardWorkers:
     def outage(self) -> RecoverableError | None:
         """Return the reason why nothing is loaded, once no worker has worked for `OUTAGE_S`; None otherwise.
 
-        Jobs wait without a time limit for workers that start, and for a platform that is short of capacity. If all
+        Jobs wait longer for workers that start, and for a platform that is short of capacity (`epoch_reader`). If all
         workers are gone for another reason, the job's timeout for an unreachable cluster applies.
         """
         if self._none_since is None or self._clock() - self._none_since < OUTAGE_S:

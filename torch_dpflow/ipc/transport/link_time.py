@@ -17,7 +17,10 @@ _TAIL = 2
 
 
 class LinkTime:
-    """Connections of this process from or to a TCP port; port 0: no connections. Not thread-safe."""
+    """Measures how long data waited or was in transit on this process's TCP connections from or to a port.
+
+    Port 0: there are no connections. Not thread-safe.
+    """
 
     def __init__(self, port: int) -> None:
         self._port = port

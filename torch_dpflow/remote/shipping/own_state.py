@@ -102,7 +102,7 @@ class OwnState:
 
 
 def set_members(walk: Walk, code: OwnCode, modules: Collection[str]) -> dict[str, dict[str, tuple[PartNode, Any]]]:
-    """Return the members of loaded modules that are not provably what the files define, with their values."""
+    """Return the members of loaded modules, with their values; without members that certainly are as in the files."""
     found = {}
     loaded = [name for name in sorted(modules) if name in sys.modules]
     for name in loaded:
