@@ -122,14 +122,14 @@ def test_the_stages_of_loading_are_measured_wherever_workers_run(OurLoader: Any,
     first = loader.stats()
     list(loader)
     times = loader.stats().since(first).times
-    assert times.samples == 40
+    assert times.samples in range(40, 80, 8)  # an idle worker may load a batch a second time
     assert times.read_s >= 4 * 0.02 + 36 * 0.001
     assert min(times.dataset_s, times.collate_s) > 0 == times.decode_s
     assert (times.hand_over_s > 0) is (options["num_workers"] > 0)
     assert times.p50_s >= 0.00095
     if type(dataset) is Staged:
         assert times.p99_s >= 0.019  # of the fastest of them, by the width of a bucket
-    assert loader.stats().times.samples == 80
+    assert loader.stats().times.samples in range(80, 160, 8)
     assert f"A sample took p50 {loader.stats().times.shown()[0][4:8]}" in str(loader.explain())
     assert "of the workers' time: read " in str(loader.explain())
     assert "stages       read " in str(loader.stats())
@@ -142,12 +142,12 @@ def test_what_a_dataset_does_not_say_is_its_own_time(OurLoader: Any, num_workers
         loader = OurLoader(dataset, batch_size=4, num_workers=num_workers, drop_last=drop_last)
         delivered = sum(len(batch[0]) if isinstance(batch, list) else len(batch) for batch in loader)
         times = loader.stats().times
-        assert delivered <= times.samples <= 10
+        assert delivered <= times.samples <= 20  # an idle worker may load a batch a second time
         assert (times.read_s, times.decode_s) == (0.0, 0.0)
         assert times.dataset_s > 0
     single = OurLoader(Rows(10), batch_size=None, num_workers=num_workers)
     list(single)
-    assert single.stats().times.samples == 10
+    assert single.stats().times.samples in range(10, 21)
 
 
 def test_a_loader_that_has_read_nothing_has_no_times(OurLoader: Any) -> None:

@@ -63,11 +63,18 @@ def timed(load: Callable[[Any], Any], index: Any) -> tuple[Any, float, float, fl
     return value, perf_counter() - began, marked.read, marked.decode
 
 
+#: If the samples of a batch take less on average, seconds, the next batch is measured as a whole: to measure each of
+#: them would cost a tenth of that.
+SHORT_S = 2e-5
+
+
 class StageClock:
     """Measures the stages of one worker. For one thread, unless said otherwise."""
 
     def __init__(self) -> None:
         self._times = StageTimes()
+        #: Whether the samples of the latest batch took less than `SHORT_S` on average.
+        self._is_short = False
         #: By `time.perf_counter`: when the latest batch was begun, its latest sample loaded, and when it was collated.
         self._began = self._last = self._fetched_at = 0.0
 
@@ -95,22 +102,28 @@ class StageClock:
 
         return collate
 
-    def fetch(self, fetcher: Any, index: Any, *, one_by_one: bool, samples: int) -> Any:
+    def fetch(self, fetcher: Any, index: Any, *, one_by_one: bool, samples: int, is_whole: bool = True) -> Any:
         """Return `fetcher.fetch(index)`, whose collate function is one of `collating`.
 
-        one_by_one: whether it requests each number of `index` when it loads that sample. samples: of the batch.
+        one_by_one: whether it requests each number of `index` when it loads that sample. samples: of the batch; fewer
+        if not `is_whole`, as at the end of an iterable dataset.
         """
         marked = _marked
         marked.read = marked.decode = marked.inner = 0.0
-        self._began = self._last = perf_counter()
-        if not one_by_one:
+        self._began = self._last = began = perf_counter()
+        if not one_by_one or (self._is_short and is_whole):
             batch = fetcher.fetch(index)
-            self._add(self._fetched_at - self._began, marked.read, marked.decode, samples)
-            return batch
-        try:
-            return fetcher.fetch(_Numbers(index, self))
-        finally:  # of a batch that fails, the samples before the error
-            self._add(self._last - self._began, marked.read, marked.decode, 0)
+            fetched_at = self._fetched_at
+            seconds = (fetched_at if fetched_at >= began else perf_counter()) - began
+            self._add(seconds, marked.read, marked.decode, samples)
+        else:
+            try:
+                batch = fetcher.fetch(_Numbers(index, self))
+            finally:  # of a batch that fails, the samples before the error
+                seconds = self._last - began
+                self._add(seconds, marked.read, marked.decode, 0)
+        self._is_short = seconds < samples * SHORT_S
+        return batch
 
     def numbers(self, index: Any) -> Iterator[Any]:
         """Yield each number of `index`; the time until the next one is requested is that of its sample."""

@@ -44,7 +44,8 @@ class StageTimes(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     #: Seconds in which results were encoded and sent.
     hand_over_s: _Seconds = 0.0
     #: Samples by bucket of their time, in the first three stages; bucket `b` ends at 2 ** (b / 8 - 20) seconds or, the
-    #: last, has no end. What a dataset loads in one call is divided evenly among its samples.
+    #: last, has no end. What a dataset loads in one call is divided evenly among its samples, and so is a batch of
+    #: samples that take less than 20 µs.
     counts: dict[_Bucket, _Count] = {}
 
     @property
@@ -88,8 +89,12 @@ class StageTimes(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     def add(self, other: StageTimes) -> None:
         """Add the times of another record to this one."""
-        for name in _STAGES:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        # By name, as a loop over names takes three times as long.
+        self.read_s += other.read_s
+        self.decode_s += other.decode_s
+        self.dataset_s += other.dataset_s
+        self.collate_s += other.collate_s
+        self.hand_over_s += other.hand_over_s
         counts = self.counts
         for bucket, count in other.counts.items():
             counts[bucket] = counts.get(bucket, 0) + count

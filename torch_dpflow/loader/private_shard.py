@@ -266,14 +266,18 @@ class PrivateShard:
         while message is not None:
             self._receive(*message)
             message = self._listener.receive(0)
-        while self._commands:
-            self._commands.popleft()()
+        self._run_commands()
         is_due = self._tick_s is not None and time.monotonic() >= self._tick_at
         if is_quiet or is_due:
             self._look_after_workers()
         if is_due and self._tick_s is not None:
             self._shard.check_timeouts()
             self._tick_at = time.monotonic() + self._tick_s
+        self._run_commands()
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
 
     def _receiver(self) -> Callable[[bytes, list[memoryview]], None]:
         return self._shard.on_message
@@ -396,7 +400,7 @@ class PrivateShard:
             self._notify(Poisoned(self._open.drop(task), workers))
 
     def starved(self) -> None:
-        self._command(self._note_idle)
+        self._commands.append(self._note_idle)  # without waking this thread, which has it soon
 
     def _note_idle(self) -> None:
         workers, busy = self._scheduler.workers

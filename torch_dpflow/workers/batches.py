@@ -396,7 +396,8 @@ def timed_fetch(clock: StageClock, fetcher: Any, index: Any, dataset: Any, *, ba
     dataset: that of a map-style fetcher, else None. batched: whether the fetcher collates samples.
     """
     one_by_one = batched and not getattr(dataset, "__getitems__", None)
-    return clock.fetch(fetcher, index, one_by_one=one_by_one, samples=samples_in(index) if batched else 1)
+    samples = samples_in(index) if batched else 1
+    return clock.fetch(fetcher, index, one_by_one=one_by_one, samples=samples, is_whole=dataset is not None)
 
 
 def failure(worker: int, *, dataset: Any = None, index: Any = None) -> ExceptionWrapper:
