@@ -100,7 +100,7 @@ class Training:
             "time_to_first_batch_s": self.history[0]["time_to_first_batch_s"] if self.history else None,
             "accuracy": self.history[-1]["accuracy"] if self.history else None,
             "epochs": self.history,
-            "loader_stats": None if stats is None else dataclasses.asdict(stats),
+            "loader_stats": None if stats is None else {**dataclasses.asdict(stats), "times": stats.times.stages},
         }
 
     def _train_epoch(self) -> dict[str, Any]:

@@ -182,5 +182,7 @@ class Directory:
 
 
 def _joined(pieces: list[tuple[CompactArray, IndexArray]]) -> tuple[CompactArray, IndexArray]:
+    if not pieces:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
     samples, numbers = zip(*pieces)
     return np.concatenate(samples), np.concatenate(numbers)

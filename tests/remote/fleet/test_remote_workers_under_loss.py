@@ -6,6 +6,7 @@ connection is a model, as it is a thread; the loader is the model of `tests/work
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -26,6 +27,7 @@ from torch_dpflow.ipc.messages.remote_worker import (
     WorkerGoodbye,
     WorkerHeartbeat,
 )
+from torch_dpflow.loader.open_batches import OpenBatches
 from torch_dpflow.remote.fleet import remote_workers
 from torch_dpflow.remote.fleet.content import RemoteContent
 from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
@@ -142,6 +144,8 @@ class RemoteModel(LoaderModel):
         self.listener = listener
         self.scheduler = Scheduler(window=2, max_window=8, poison_limit=1 << 30)
         self.shard = Shard(self.remote, self.scheduler, self, clock=lambda: self.now)
+        self.open_batches = OpenBatches(WORKERS, self.shard.submit, self.shard.cancel, self.arrived)
+        self.commands = deque()
         self.remote.shard = self.shard
         self.remote.start_all()
 
