@@ -36,7 +36,7 @@ class LoaderOptions:
             idle worker may take over a batch. "sample" seeds them before each sample from (base seed, epoch, batch,
             place in the batch), and as "batch" before `collate_fn`: as repeatable, and several workers may load one
             batch although its samples draw. Datasets with `__getitems__` are seeded by batch. "worker" uses torch's
-            stream and round-robin assignment: batches equal those of torch's loader bit for bit, and no work is
+            stream and round-robin assignment: batches equal torch's bit for bit, and no work is
             stolen. (If persistent workers begin another epoch before the end of one, their streams continue behind the
             last delivered batch; torch's continue behind the last prefetched one.) "auto" is "worker" with a
             `worker_init_fn`, an iterable dataset or one with a state, else "batch".

@@ -15,7 +15,9 @@ from torch.utils.data import Dataset, Subset, default_collate
 
 from tests.loader_cases import assert_same, seed_everything
 from torch_dpflow import DPFlowDataLoader
-from torch_dpflow.ipc.messages.headers import BATCH, FAILURE, BufferSpan, PayloadTable
+from torch_dpflow.errors import MessageError
+from torch_dpflow.ipc.messages.headers import BATCH, FAILURE, OPENED, BufferSpan, PayloadTable
+from torch_dpflow.ipc.serialization.codec import encode
 from torch_dpflow.loader import open_batches
 from torch_dpflow.options import LoaderOptions
 from torch_dpflow.workers import batch_pieces
@@ -26,7 +28,7 @@ BY_SAMPLE = LoaderOptions(seeding="sample")
 
 @pytest.fixture(autouse=True)
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Every batch is worth dividing, into single rows. The tasks of those that were opened."""
+    """Have every batch divided into single rows, and return the tasks of the opened batches."""
     monkeypatch.setattr(batch_pieces, "OPEN_S", 0.0)
     monkeypatch.setattr(batch_pieces, "REST_S", 0.0)
     monkeypatch.setattr(open_batches, "PIECE_S", 1e-9)
@@ -140,6 +142,19 @@ def test_subsets_are_divided(opened: list[int]) -> None:
     part = Subset(Subset(Samples(), range(100)), range(0, 100, 2))
     assert_same(read(part), read(part, 1))
     assert opened
+
+
+def test_an_opened_batch_without_shared_memory_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = batch_pieces.PieceLoader.begin
+
+    def opens_nothing(self: Any, index: Any, has_drawn: Any) -> Any:
+        return (OPENED, encode(index)) if 0 in index else begin(self, index, has_drawn)
+
+    monkeypatch.setattr(batch_pieces.PieceLoader, "begin", opens_nothing)
+    batches = iter(DPFlowDataLoader(Samples(), batch_size=ROWS, num_workers=2))
+    with pytest.raises(MessageError, match="an opened batch in 0 blocks of shared memory"):
+        next(batches)
+    assert [batch["label"].tolist()[0] for batch in batches] == [*range(ROWS, 6 * ROWS, ROWS)]
 
 
 def test_workers_that_die_in_a_piece_or_after_they_opened_a_batch(tmp_path: Path, opened: list[int]) -> None:

@@ -55,7 +55,7 @@ class stage:
 
 
 def timed(load: Callable[[Any], Any], index: Any) -> tuple[Any, float, float, float]:
-    """Call `load(index)`; return its result, the seconds that it took, and those of them in "read" and "decode"."""
+    """Call `load(index)`; return its result, the seconds that it took, and its seconds in "read" and "decode"."""
     marked = _marked
     marked.read = marked.decode = marked.inner = 0.0
     began = perf_counter()

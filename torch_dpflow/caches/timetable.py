@@ -53,7 +53,7 @@ class JobProgress:
     likely_rank: float = 1.0
     #: by key, its position in the next epoch, which its cell holds once it is read; exclusive-or READ. None: not known
     following: npt.NDArray[np.int32] | None = None
-    #: reads of all jobs for each of its own, and the number of these at which it read position 0, or would have
+    #: reads of all jobs for each read of this job; the number of all reads at which it read position 0, or would have
     pace: float = 1.0
     base: float = 0.0
     #: whether its pace was measured; when it was last, and the job's reads since then

@@ -116,7 +116,7 @@ def open_dataset(
 
 
 def _check_arguments(reading: Mapping[str, Any]) -> None:
-    """Raise OptionTypeError for arguments that `open_dataset` does not have, with the place for those of loaders."""
+    """Raise OptionTypeError for arguments that `open_dataset` does not have; it says where arguments of loaders go."""
     unknown = [name for name in reading if name not in _READING]
     if not unknown:
         return

@@ -78,7 +78,7 @@ def export_dataset(
 
     Raises:
         OptionError, OptionTypeError: an option is not allowed; the dataset is empty or has no length; the target has
-            other files of these names, or those of an earlier run without `resume=True`.
+            other files of these names, or files of an earlier run without `resume=True`.
         SourceError: a sample cannot be read or encoded, or has what the format cannot hold. Its number is in the text.
         StorageError: a file cannot be written.
         MissingExtraError: pyarrow is not installed.
@@ -152,14 +152,14 @@ def _samples(encoded: EncodedSamples, parts: Sequence[range], processes: int) ->
 
 
 def _observe(kind: FileFormat, samples: Sequence[ExportSample], *, is_first: bool) -> None:
-    """Take notice of the annotations of a file. Raises SourceError if they do not fit those of the first file."""
+    """Take notice of the annotations of a file. Raises SourceError if they do not fit the first file's."""
     for sample in samples:
         kind.observe(sample.number, msgspec.json.decode(sample.annotations))
     if is_first:
         kind.begin(samples[0])
     elif not kind.is_unchanged():
         raise SourceError(
-            f"samples {samples[0].number} to {samples[-1].number} have annotations that those of the first file lack, "
+            f"samples {samples[0].number} to {samples[-1].number} have annotations that the first file lacks, "
             "or of other types; give annotations='json', or encode= that returns the same fields for all samples"
         )
 

@@ -344,10 +344,11 @@ class PrivateShard:
         stream = pickle.loads(frames.pop()) if finished.has_stream else None
         try:
             value = decode(finished.payload, frames, reader=reader)
-            if finished.kind == OPENED and reader is not None:
-                value = Opening(
-                    value, finished.payload, frames[0], partial(reader.end_writing, finished.payload.blocks[0])
-                )
+            if finished.kind == OPENED:
+                blocks = finished.payload.blocks
+                if reader is None or len(blocks) != 1:
+                    raise MessageError(f"an opened batch in {len(blocks)} blocks of shared memory: it has one")
+                value = Opening(value, finished.payload, frames[0], partial(reader.end_writing, blocks[0]))
             return value, stream
         except (MessageError, DescriptorLimitError) as error:
             # The message is intact, as it is from a worker of ours: a class of the batch fails to unpickle here.

@@ -49,7 +49,7 @@ class Poisoned(msgspec.Struct, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """A worker with a stream of its own has begun an epoch."""
+    """A worker with a separate stream has begun an epoch."""
 
     worker: int
     begun: Begun

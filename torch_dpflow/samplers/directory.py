@@ -39,7 +39,7 @@ class Directory:
         self._loaded = sparse_zeros(size, np.int64)
         #: Loads so far.
         self._loads = 0
-        #: Samples and numbers of loads, in order, in pieces; those of samples that were evicted or loaded again stay
+        #: Samples and numbers of loads, in order, in pieces; entries of samples that were evicted or loaded again stay
         #: until `_current`. Draws are collected until they make a piece.
         self._log: list[tuple[CompactArray, IndexArray]] = []
         self._latest: list[tuple[CompactArray, IndexArray]] = []

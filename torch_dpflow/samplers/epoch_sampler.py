@@ -245,7 +245,7 @@ class EpochSampler(Sampler[T]):
         restored_number("epoch", state.get("epoch"), maximum=self._max_epoch)
 
     def _checked_rest(self, states: Sequence[dict[str, Any]], at: RankPosition) -> Any:
-        """Check what states have beside the position that was restored from them. Raises StateError.
+        """Check what states have in addition to the position that was restored from them. Raises StateError.
 
         Returns what `Start.shared` is to be.
         """

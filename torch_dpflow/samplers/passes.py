@@ -122,7 +122,7 @@ class SharedPass:
         self._ended = why
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the samples from `position` on."""
+        """Yield the samples starting at `position`."""
         part = self._record[0]
         while True:
             yield from part.tolist()

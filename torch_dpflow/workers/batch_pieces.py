@@ -193,7 +193,7 @@ class PieceLoader:
     def load(self, piece: BatchPiece, has_drawn: Callable[[], bool]) -> tuple[int, bool]:
         """Load rows of an opened batch into its memory. Raises the error of a sample.
 
-        Returns BATCH and True; or UNFIT if the rows cannot be there, and whether those of other batches may.
+        Returns BATCH and True; or UNFIT if the rows cannot be there, and whether rows of other batches can.
         """
         samples = self._rows(piece.indices, piece.begin)
         if has_drawn():

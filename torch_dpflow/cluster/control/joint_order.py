@@ -33,7 +33,7 @@ from torch_dpflow.samplers.indices import CompactArray, IndexArray, compact, mar
 from torch_dpflow.samplers.passes import RankShares
 
 #: The places that a job without ranks may draw again, or that count as drawn in lookaheads; earlier ones are cleared
-#: once there are as many more. It has requested few samples beyond those that it has received.
+#: once there are as many more. It has requested few samples more than it has received.
 KEPT_PLACES = 1 << 21
 #: Maximum number of epochs that are kept for ranks that are behind. An epoch takes memory for one number per sample.
 MAX_EPOCHS = 16

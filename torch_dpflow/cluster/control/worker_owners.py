@@ -131,7 +131,7 @@ class WorkerOwners:
         return owner.seen + len(told), told
 
     def release(self, shard: str, incarnation: int, end_at: float) -> list[str]:
-        """Detach a shard that is ending. Return its workers; those that still run at `end_at` are to be ended."""
+        """Detach a shard that is ending. Return its workers; whichever still run at `end_at` are to be ended."""
         owner = self._owners.get(shard)
         if owner is None or owner.incarnation != incarnation:
             return []

@@ -306,7 +306,7 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _recent(now: StageTimes, before: StageTimes | None) -> tuple[str, str]:
-    """Return the times of the last seconds for display; those of all time if nothing was loaded in them."""
+    """Return the times of the last seconds for display; the times since the start if nothing was loaded in them."""
     recent = now if before is None else now.since(before)
     return (recent if recent.counts else now).shown()
 

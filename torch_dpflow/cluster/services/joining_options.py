@@ -31,7 +31,7 @@ class NodeOptions:
         name: unique among the cluster's nodes; None: the name of this host.
         listen: the IP address at which jobs reach this host; None: the one with which it connects to the cluster.
         preload: as for `ClusterOptions`.
-        processors: number of processors that it may use, for display; None: those of this process.
+        processors: number of processors that it may use, for display; None: the number of this process.
         log: log settings of its processes.
 
     Raises:

@@ -291,7 +291,7 @@ def open_memfd(pid: int, fd: int, number: int, capacity: int, token: bytes | Non
 def locked(pid: int, fd: int, segment: Segment, *, alone: bool) -> Iterator[bool]:
     """Lock the file of another process's segment during the body; yield False if it cannot be locked now.
 
-    alone: exclude all other locks; else only those that exclude this one.
+    alone: exclude all other locks; else only locks that exclude this one.
     """
     try:
         own = _open(f"/proc/{pid}/fd/{fd}", f"segment {segment.number} of process {pid}")

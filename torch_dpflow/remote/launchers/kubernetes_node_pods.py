@@ -61,7 +61,7 @@ class NodePods:
         account: str,
         digest: str,
     ) -> dict[str, Any]:
-        """Return the spec of a Deployment: pods have names of their own, so a new one does not wait for an earlier one.
+        """Return the spec of a Deployment: pods have unique names, so a new one does not wait for an earlier one.
 
         Args:
             settings: image, user, and additions to the pods and containers of this cluster.

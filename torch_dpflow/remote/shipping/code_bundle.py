@@ -63,39 +63,42 @@ def make_bundle(pickled: bytes, code: Code) -> CodeBundle | None:
     if code is None:
         return None
     names = names_in(pickled)
-    return bundle_of(names.modules, names.used, () if code == "auto" else code)
+    files = OwnFiles(() if code == "auto" else code)
+    files.add(names.modules, names.used)
+    return files.bundle()
 
 
-def bundle_of(
-    modules: Iterable[str], names: Iterable[str], paths: Sequence[str] = (), *, is_sent: bool = True
-) -> CodeBundle | None:
-    """Pack the user's own among these modules and names in code, and what they import; None if there are none.
+class OwnFiles:
+    """The user's own files that workers need, by their paths in a bundle. Each is read once.
 
-    is_sent: whether limits apply.
+    Args:
+        paths: files and directories to add too, with what they import.
+        is_sent: whether limits apply.
 
-    Raises OptionError as `make_bundle`.
+    Raises OptionError as `make_bundle`, also in `add` and `bundle`.
     """
-    collected = _Collected(is_sent=is_sent)
-    for name in sorted({*modules} | own_names(names)):
-        collected.need(name)
-    for path in paths:
-        collected.add_path(os.path.abspath(path))
-    return collected.bundle()
 
-
-class _Collected:
-    """The files of a bundle, by their paths in it."""
-
-    def __init__(self, *, is_sent: bool = True) -> None:
+    def __init__(self, paths: Sequence[str] = (), *, is_sent: bool = True) -> None:
         self._is_sent = is_sent
         self._files: dict[str, bytes] = {}
+        #: The latest bundle, and of how many files.
+        self._bundle: tuple[int, CodeBundle | None] = (0, None)
         self._sizes: Counter[str] = Counter()
         self._entries = 0
         #: Names that were requested, and whether a top-level one is a namespace.
         self._requested: set[str] = set()
         self._namespaces: dict[str, bool] = {}
+        #: Paths that are not added yet: modules that are found by their names come first.
+        self._paths = [*paths]
 
-    def need(self, name: str) -> None:
+    def add(self, modules: Iterable[str], names: Iterable[str]) -> None:
+        """Add the user's own among these modules and names in code, and what they import."""
+        for name in sorted({*modules} | own_names(names)):
+            self._need(name)
+        while self._paths:
+            self._add_path(os.path.abspath(self._paths.pop(0)))
+
+    def _need(self, name: str) -> None:
         """Add the user's own package or module of `name`, and what it imports; nothing for installed ones."""
         wanted = [name]
         while wanted:
@@ -109,17 +112,20 @@ class _Collected:
                 module = own_module(name)
                 wanted.extend(() if module is None else self._add_module(module))
 
-    def add_path(self, path: str) -> None:
+    def _add_path(self, path: str) -> None:
         """Add a file, or a directory with everything in it that is not hidden, and what its modules import."""
         place = _place_of(path)
         found = list(self._below(path, place, all_files=True)) if os.path.isdir(path) else [(place, path)]
         for name in self._add_files(found):
-            self.need(name)
+            self._need(name)
 
     def bundle(self) -> CodeBundle | None:
-        """Pack all files."""
-        if not self._files:
-            return None
+        """Pack all files; None if there are none."""
+        if self._bundle[0] != len(self._files):  # files are added, and never changed
+            self._bundle = len(self._files), self._packed()
+        return self._bundle[1]
+
+    def _packed(self) -> CodeBundle:
         out = io.BytesIO()
         with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
             for place, content in sorted(self._files.items()):

@@ -23,7 +23,7 @@ from torch_dpflow.ipc.messages.content_parts import (
 )
 from torch_dpflow.options import Code
 from torch_dpflow.remote.shipping.canonical import Walk
-from torch_dpflow.remote.shipping.code_bundle import CodeBundle, bundle_of
+from torch_dpflow.remote.shipping.code_bundle import CodeBundle, OwnFiles
 from torch_dpflow.remote.shipping.content_pack import ScriptPickler, script_by_value
 from torch_dpflow.remote.shipping.own_source import OwnCode, own_code
 from torch_dpflow.remote.shipping.own_state import OwnState, own_state, set_members
@@ -118,10 +118,12 @@ def state_of(roots: Mapping[str, Any], code: Code) -> OwnState:
 def _own_modules(walk: Walk, code: Code) -> tuple[CodeBundle | None, OwnCode, frozenset[str], Members]:
     """Return the user's own modules: files, which of them workers can import, and what they have set."""
     paths = () if code == "auto" or code is None else code
+    files = OwnFiles(paths, is_sent=code is not None)
     while True:
         before = len(walk.modules) + len(walk.names)
         names = walk.names - {script_name()}  # a word in code is not the script
-        bundle = bundle_of(walk.modules, names, paths, is_sent=code is not None)
+        files.add(walk.modules, names)
+        bundle = files.bundle()
         own = OwnCode({}, {}) if bundle is None else own_code(bundle.data)
         if code is None:  # workers have the files, of any version
             bundle, own = None, OwnCode({}, own.sources)

@@ -143,7 +143,7 @@ def own_state(
     others: frozenset[str],
     ignore: Sequence[str] | None,
 ) -> OwnState:
-    """Return what workers are sent. own: all modules; others: those that are not compared."""
+    """Return what workers are sent. own: all modules; others: modules that are not compared."""
     sent = {}
     replaced = _ids_of_replaced(value for of in members.values() for _, value in of.values())
     for name, of in members.items():
