@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tests.contracts.processes import TIMEOUT_S
 from tests.shared_cluster import wait
 from tests.support.hosts import Hosts, HostsLauncher
 from torch_dpflow.errors import PlatformError, RejectedError
-from torch_dpflow.remote.launchers.contract import Launcher
+from torch_dpflow.remote.launchers.contract import Fate, Launcher
 from torch_dpflow.remote.launchers.processes import SubprocessLauncher
 
 
@@ -31,6 +32,23 @@ class TestSubprocesses(LauncherContract):
         with caller(listener):
             kept = [Path(f"/proc/{pid}/{file}").read_bytes() for file in ("environ", "cmdline", "fd/0")]
             assert not [text for text in kept if SECRET.encode() in text]
+
+    def test_another_launcher_finds_a_worker_as_soon_as_it_is_started(self, tmp_path: Path) -> None:
+        # The new program has no environment for its first moments, in which its starter may die.
+        program = tmp_path / "python"
+        program.write_text("#!/bin/sh\nexec sleep 100")
+        program.chmod(0o700)
+        with closing(SubprocessLauncher(PROGRAM, python=str(program))) as one, closing(self.new_launcher("")) as other:
+            refs = {}
+            for name in map(name_of, range(20)):
+                refs[name] = one.start(name, b"", deadline_s=TIMEOUT_S)
+                assert other.look({name: refs[name]}) == {name: Fate()}
+                last = one.start(f"{name}0", b"", deadline_s=TIMEOUT_S)
+                assert other.list(f"{name}0") == {f"{name}0": last}
+                one.stop(f"{name}0", last)
+            for name, ref in refs.items():
+                one.stop(name, ref)
+            assert all(fate.end is not None for fate in other.look(refs).values())
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -104,13 +105,11 @@ class SubprocessLauncher:
     def look(self, workers: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
         with self._lock:
             fates = {name: self._fate(child) for name in workers if (child := self._children.get(name))}
-        if unknown := workers.keys() - fates.keys():
-            there = self.list("")
-            for name in unknown:
-                if name in there:
-                    fates[name] = Fate()
-                elif workers[name] is not None:  # it was there, so it has ended
-                    fates[name] = Fate(end=End(place=f"pid {workers[name]}"))
+        for name in workers.keys() - fates.keys():  # started by another launcher
+            if ref := workers[name]:
+                fates[name] = Fate() if _name_of(int(ref)) == name else Fate(end=End(place=f"pid {ref}"))
+            elif name in self.list(name):
+                fates[name] = Fate()
         return fates
 
     def stop(self, name: str, ref: Ref | None) -> None:
@@ -206,14 +205,26 @@ def _kill(pid: int, name: str = "") -> None:
 
 def _name_of(pid: int) -> str:
     """Return the name of a process's worker; empty if it is none, has ended, or is another user's."""
+    file, until = Path(f"/proc/{pid}/environ"), time.monotonic() + END_S
     try:
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        while not (environ := file.read_bytes()) and _has_variables(pid) and time.monotonic() < until:
+            time.sleep(0.001)
         if os.getsid(pid) != pid:
             return ""  # its worker's child
     except OSError:
         return ""
     key = f"{NAME_VARIABLE}=".encode()
-    return next((one[len(key) :].decode() for one in variables if one.startswith(key)), "")
+    return next((one[len(key) :].decode() for one in environ.split(b"\0") if one.startswith(key)), "")
+
+
+def _has_variables(pid: int) -> bool:
+    """Return whether a process of this user has an environment, or will have: its program is being loaded."""
+    try:
+        start, end = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[47:49]
+        os.readlink(f"/proc/{pid}/exe")  # a process that has ended has none
+    except OSError:
+        return False
+    return start != end or end == "0"
 
 
 def _tail(file: IO[bytes]) -> str:
