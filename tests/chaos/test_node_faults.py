@@ -57,9 +57,17 @@ def service_of(cluster: TestCluster, part: str) -> ProcessView:
     return next(view for view in cluster.running() if part in view.id and view.role != "worker")
 
 
-def worker_of(cluster: TestCluster) -> list[int]:
-    """The pid of the first worker, where one runs."""
-    return [view.pid for view in cluster.running() if view.id.endswith("/worker-0")]
+def worker_of(cluster: TestCluster) -> int:
+    """The pid of the first worker. One that has ended is listed until the node has reaped it."""
+    found: list[int] = []
+
+    def is_there() -> bool:
+        listed = [view.pid for view in cluster.running() if view.id.endswith("/worker-0")]
+        found[:] = [pid for pid in listed if not has_ended(pid)]
+        return bool(found)
+
+    wait(is_there, what="the worker")
+    return found[0]
 
 
 # A router serves as a coordinator does, and takes another cluster's time.
@@ -73,13 +81,12 @@ def test_a_service_without_descriptors_lives_on(
     wait(lambda: job.batches() >= 5, what="the first batches")
     before = {part: service_of(cluster, part) for part in parts}
     for service in before.values():
-        wait(lambda: worker_of(cluster), what="the worker")
+        killed = worker_of(cluster)
         logged = len(cluster.log.read_text())
         descriptors = len(os.listdir(f"/proc/{service.pid}/fd"))
         limits = resource.prlimit(service.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (descriptors, limits[1]))
         # Its successor cannot connect to the shard for now; nor can other jobs to the others.
-        (killed,) = worker_of(cluster)
         os.kill(killed, signal.SIGKILL)
         wait(lambda killed=killed: has_ended(killed), what="the worker's end")
         wait(

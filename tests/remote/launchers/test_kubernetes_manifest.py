@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 from contextlib import closing, suppress
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.cluster.shared.test_shared_platform import keys
 from tests.remote.launchers.kube_server import NAMESPACE, RULES, kube_server
-from tests.shared_cluster import free_port, open_job, wait
+from tests.shared_cluster import TestCluster, free_port, open_job, wait
 from tests.shared_datasets import SlowNumbers
 from torch_dpflow.cli.main import root
 from torch_dpflow.cluster.security.connection_file import generate_keys, read_key_file, write_connection_file
@@ -314,5 +315,13 @@ def test_a_job_reads_through_the_head_that_is_printed_also_when_that_is_killed(
             read += keys(batches)
             assert sorted(read) == [*range(96)]
             assert head.restarts == 1
+        assert head.is_well()
+        coordinator = TestCluster(str(connection), head.process.pid, tmp_path).process("coordinator").pid
+        for pid in (head.process.pid, coordinator):  # alone, a coordinator that hangs is replaced
+            os.kill(pid, signal.SIGSTOP)
+        assert not head.is_well()
+        for pid in (head.process.pid, coordinator):
+            os.kill(pid, signal.SIGCONT)
+        wait(head.is_well, what="a coordinator that answers")
         head.delete(None)
         wait(lambda: not [pod for pod in server.pods.values() if pod.is_live], what="the end of all")

@@ -328,6 +328,14 @@ class ClusterManifest:
             "env": [*self._environment()],
             "ports": ports,
             "readinessProbe": {"tcpSocket": {"port": "jobs"}},
+            # A slow start makes progress; a coordinator that answers no call for five minutes does not.
+            "startupProbe": {"tcpSocket": {"port": "jobs"}, "periodSeconds": 10, "failureThreshold": 180},
+            "livenessProbe": {
+                "exec": {"command": ["python", "-m", "torch_dpflow.cli", "status"]},
+                "periodSeconds": 60,
+                "timeoutSeconds": 30,
+                "failureThreshold": 5,
+            },
             "resources": resources_of(self.cpu, memory),
             "securityContext": SAFE_CONTAINER,
             "terminationMessagePolicy": "FallbackToLogsOnError",

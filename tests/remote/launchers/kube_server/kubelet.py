@@ -70,6 +70,7 @@ class Pod:
         }
         self.name: str = body["metadata"]["name"]
         self.process: subprocess.Popen[bytes] | None = None
+        self._env: dict[str, str] = {}
         #: How often its container was started again.
         self.restarts = 0
         #: How long its container has run, once that has ended.
@@ -220,7 +221,7 @@ class Pod:
             env["KUBECONFIG"] = f"{shown}/kubeconfig"
             (self._folder / "kubeconfig").write_text(self._config)
         given = {one["name"]: self._value(one) for one in container["env"]}
-        env |= {name: there(value) for name, value in given.items()}
+        self._env = env = env | {name: there(value) for name, value in given.items()}
         words_of = [*container["command"][1:], *container.get("args", [])]
         for name, value in given.items():
             words_of = [word.replace(f"$({name})", value) for word in words_of]
@@ -257,6 +258,21 @@ class Pod:
         numbers = [str(ids[key]) for key in ("runAsUser", "runAsGroup", "fsGroup")]
         places = [str(self._folder), _SHOWN, sys.base_prefix]
         return ["unshare", "--mount", "sh", "-ec", _ISOLATED, "sh", *places, *numbers]
+
+    def is_well(self) -> bool:
+        """Whether the command of its liveness probe succeeds in the container."""
+        assert self.process is not None
+        (container,) = self.body["spec"]["containers"]
+        probe = container["livenessProbe"]
+        command = [sys.executable, *probe["exec"]["command"][1:]]
+        if self._isolates:
+            ids = self.body["spec"]["securityContext"]
+            user = ["--setuid", str(ids["runAsUser"]), "--setgid", str(ids["runAsGroup"])]
+            command = ["nsenter", "--target", str(self.process.pid), "--mount", *user, *command]
+        with suppress(subprocess.TimeoutExpired):
+            limit_s = probe["timeoutSeconds"] * self._second_s
+            return not subprocess.run(command, env=self._env, capture_output=True, timeout=limit_s).returncode
+        return False
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         """Until its end, whose time may be up, or be set."""
