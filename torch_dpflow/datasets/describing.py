@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -64,12 +64,12 @@ class ShardPacks:
     Each is written once, whole.
 
     Args:
-        files: the dataset's directory.
-        folder: the folder of the packs, relative to it.
+        write: writes a file, by its path below the dataset's directory.
+        folder: the folder of the packs, below it.
     """
 
-    def __init__(self, files: Files, folder: str, shard: int) -> None:
-        self._files = files
+    def __init__(self, write: Callable[[str, bytes], None], folder: str, shard: int) -> None:
+        self._write = write
         self.folder = folder
         self._shard = shard
         self._packs = 0
@@ -89,7 +89,7 @@ class ShardPacks:
     def flush(self) -> None:
         """Write the pending pack, whose samples cannot be read before."""
         if self._samples:
-            self._files.ensure(f"{self.folder}/{self._name()}", bytes(self._pending))
+            self._write(f"{self.folder}/{self._name()}", bytes(self._pending))
             self._packs += 1
             self._samples = 0
             self._pending.clear()

@@ -29,8 +29,14 @@ from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.row_files import index_directory, map_file, written
 from torch_dpflow.datasets.rows import Rows
 from torch_dpflow.datasets.spec import DatasetRef
-from torch_dpflow.datasets.storage import ObjectReader
-from torch_dpflow.errors import DamagedStoreError, DPFlowError
+from torch_dpflow.datasets.storage import ByteRange, ObjectReader
+from torch_dpflow.errors import (
+    ChecksumError,
+    DamagedStoreError,
+    DPFlowError,
+    ObjectMissingError,
+    TruncatedObjectError,
+)
 
 #: Begin of a joined file: kind, its bytes, where the tables begin, parts, bytes of the description, CRC-32 of tables.
 HEAD = struct.Struct("<8sQQQII")
@@ -87,6 +93,19 @@ class Index:
         data = _mapped(self.files, self.name)
         firsts, bases, _ = _tables(data, self.name)
         return Rows(data, firsts, bases, self.root, given_urls or {}, self._damaged)
+
+    def lost(self, span: ByteRange, error: DPFlowError) -> DPFlowError:
+        """Return the error of a sample that cannot be read. If it is a damaged copy in a pack, remove its part too.
+
+        The pack stays, as other samples in it may be whole. The next opening writes it again.
+        """
+        packs = f"{self.url}/packs/"
+        is_damage = isinstance(error, ChecksumError | ObjectMissingError | TruncatedObjectError)
+        if not is_damage or not span.url.startswith(packs):
+            return error
+        with suppress(OSError, DPFlowError):
+            self.files.remove(f"parts/{span.url.removeprefix(packs).rpartition('/')[0]}")
+        return self._damaged([0])[0]
 
     def _damaged(self, parts: Sequence[int]) -> dict[int, DPFlowError]:
         """Remove the index, so that the next opening builds it again."""

@@ -143,7 +143,7 @@ class _Builder:
             items = iter(held)
             copied = [sha256_of(item.data) for item in held if item.data is not None]
             key = _digest([self._folder, copied]) if copied else None
-        packs = ShardPacks(self._files, f"packs/{self._folder}/{key}", 0)
+        packs = ShardPacks(self._put, f"packs/{self._folder}/{key}", 0)
         part = PartRows()
         while batch := list(islice(items, _BATCH)):
             part.add(self._describer.describe(batch, packs))

@@ -9,7 +9,7 @@ from torch_dpflow._core.stage_clock import stage
 from torch_dpflow.datasets.importers.webdataset import PARTS
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.rows import Place
-from torch_dpflow.datasets.sample_reader import Plan, SampleTable, wrong
+from torch_dpflow.datasets.sample_reader import Plan, SampleTable
 from torch_dpflow.datasets.storage import ByteRange
 from torch_dpflow.datasets.views import Decode, decoder_of, view_of
 from torch_dpflow.errors import DamagedStoreError, DPFlowError, SourceError
@@ -58,15 +58,9 @@ class OpenedDataset(DatasetReader):
         except (AttributeError, TypeError, ValueError) as error:
             return DamagedStoreError(f"{span}: {PARTS}={fields[PARTS]!r:.200} are no parts: {error}")
 
-    def _finished(
-        self, plan: Plan, content: bytes | DPFlowError, is_checked: bool, parts: Mapping[str, bytes | DPFlowError]
-    ) -> Any:
-        error = wrong(plan[0], content, is_checked)
-        error = error or next((part for part in parts.values() if isinstance(part, DPFlowError)), None)
-        if error is not None:
-            return error
+    def _sample(self, plan: Plan, content: bytes, parts: Mapping[str, bytes]) -> Any:
         try:
             with stage("decode"):
-                return self._decode(self._view(content, plan[1], parts))  # type: ignore[arg-type]
+                return self._decode(self._view(content, plan[1], parts))
         except SourceError as error:
             return SourceError(f"{plan[0]}: {error}")

@@ -189,9 +189,26 @@ class SampleReader:
     def _finished(
         self, plan: Plan, content: bytes | DPFlowError, is_checked: bool, parts: Mapping[str, bytes | DPFlowError]
     ) -> Any:
-        """Return a sample from its bytes and those of its further parts, or an error."""
-        error = wrong(plan[0], content, is_checked)
-        return (content, plan[1]) if error is None else error
+        """Return a sample from its bytes and those of its further parts, or an error. `is_checked`: of the checksum."""
+        span, error = plan[0], None
+        if isinstance(content, DPFlowError):
+            error = content
+        else:
+            length = length_of(span)
+            if length is not None and len(content) != length:
+                text = f"{span}: the object has {len(content)} bytes, its dataset says {length}"
+                kind = TruncatedObjectError if len(content) < length else ChecksumError
+                error = kind(f"{text}; it was replaced or cut short: restore it, or publish a new version")
+            elif span.checksum is not None and not is_checked and not matches(content, span.checksum):
+                error = ChecksumError(f"{span}: the bytes do not match {span.checksum}; the object was altered")
+        error = error or next((part for part in parts.values() if isinstance(part, DPFlowError)), None)
+        if error is not None:
+            return self.stored.lost(span, error) if isinstance(self.stored, Index) else error
+        return self._sample(plan, content, parts)  # type: ignore[arg-type]
+
+    def _sample(self, plan: Plan, content: bytes, parts: Mapping[str, bytes]) -> Any:
+        """Return a sample from its bytes and those of its further parts, or its error."""
+        return content, plan[1]
 
     @property
     def skipped(self) -> dict[str, int]:
@@ -245,17 +262,3 @@ class SampleReader:
 def length_of(span: ByteRange) -> int | None:
     """Return the bytes of a sample; None if unknown."""
     return span.size if span.stop is None else span.stop - span.start
-
-
-def wrong(span: ByteRange, content: bytes | DPFlowError, is_checked: bool) -> DPFlowError | None:
-    """Return the error of a sample with these bytes; None if they are right. `is_checked`: they match the checksum."""
-    if isinstance(content, DPFlowError):
-        return content
-    length = length_of(span)
-    if length is not None and len(content) != length:
-        text = f"{span}: the object has {len(content)} bytes, its dataset says {length}"
-        kind = TruncatedObjectError if len(content) < length else ChecksumError
-        return kind(f"{text}; it was replaced or cut short: restore it, or publish a new version")
-    if span.checksum is not None and not is_checked and not matches(content, span.checksum):
-        return ChecksumError(f"{span}: the bytes do not match {span.checksum}; the object was altered")
-    return None

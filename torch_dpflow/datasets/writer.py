@@ -125,7 +125,7 @@ class VariantWriter:
         )
 
     def _describe(self, items: Iterator[Item], count: int, shard: int) -> list[SampleMeta]:
-        packs = ShardPacks(self._files, f"data/{self._version}/{self._variant}", shard)
+        packs = ShardPacks(self._files.ensure, f"data/{self._version}/{self._variant}", shard)
         samples = self._describer.describe(islice(items, count), packs)
         packs.flush()
         return samples

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.datasets.formats.tars import write_shards
+from tests.datasets.formats.test_packed import COUNT, assert_equal, mds_expected, write_mds
 from torch_dpflow.datasets import open_dataset
+from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.index_builder import _Builder
 from torch_dpflow.datasets.storage import ReadOptions
-from torch_dpflow.errors import DamagedStoreError, OptionTypeError, StorageError
+from torch_dpflow.errors import DamagedStoreError, DPFlowError, OptionTypeError, StorageError
 
 
 def _flipped(data: bytes) -> bytes:
@@ -38,6 +41,41 @@ def test_all_damaged_parts_are_written_in_one_opening(
     monkeypatch.setattr(_Builder, "_write_part", lambda self, key, items: names.append(key) or write(self, key, items))
     assert open_dataset(tmp_path / "data").__getitems__(range(48)) == samples
     assert sorted(names) == [part.name for part in parts[:count]]
+
+
+@pytest.mark.parametrize("place", ["disk", "memory"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda data: data[:100], lambda data: b"", lambda data: None, _flipped],
+    ids=["cut", "empty", "missing", "flipped"],
+)
+def test_copies_of_compressed_samples_are_written_again(tmp_path: Path, change: Any, place: str) -> None:
+    write_mds(tmp_path / "data", "gz", gzip.compress)
+    index_dir = f"memory://{tmp_path.name}" if place == "memory" else str(tmp_path / "index")
+    once = ReadOptions(attempts=1)
+    dataset = open_dataset(tmp_path / "data", index_dir=index_dir, read_options=once)
+    files = Files(index_dir)
+    (folder,) = files.children("packs")
+    packs = [f"packs/{folder.name}/{child.name}/pack-0-0.bin" for child in files.children(f"packs/{folder.name}")]
+    whole = {pack: files.read(pack) for pack in packs}
+    numbers = range(COUNT)
+    assert not [one for one in dataset.read_each(numbers) if isinstance(one, DPFlowError)]
+    for pack in packs[:2]:
+        changed = change(whole[pack])
+        files.remove(pack) if changed is None else files.write(pack, changed)
+    found = dataset.read_each(numbers)
+    lost = [one for one in found if isinstance(one, DPFlowError)]
+    assert lost
+    assert len(lost) < COUNT  # of the third pack none
+    for error in lost:
+        assert isinstance(error, DamagedStoreError)
+        assert "open the data again, which builds it again" in str(error)
+    again = open_dataset(tmp_path / "data", index_dir=index_dir)
+    for number, sample in zip(numbers, again.__getitems__(numbers), strict=True):
+        assert_equal(sample, mds_expected(number))
+    assert {pack: files.read(pack) for pack in packs} == whole
+    assert not [one for one in dataset.read_each(numbers) if isinstance(one, DPFlowError)]  # what was open goes on
+    files.remove("")
 
 
 def test_a_directory_that_loses_what_is_written_is_named(
