@@ -63,6 +63,27 @@ def test_len_of_an_iterator(Loader: Any, num_workers: int) -> None:
     assert len(iter(Loader(Indices(5), batch_size=2, num_workers=num_workers))) == 3
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("dataset", [Indices(8), Stream(8)])
+def test_a_profiler_has_an_annotation_for_each_batch_and_for_the_end(
+    Loader: Any, num_workers: int, dataset: Any
+) -> None:
+    def annotations() -> list[str]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            next(batches)
+            next(batches)
+            list(batches)
+        return [event.name for event in profile.events() if event.is_user_annotation]
+
+    loader = Loader(dataset, batch_size=2, num_workers=num_workers)
+    batches = iter(loader)
+    expected = len(list(iter(loader))) + 1  # an epoch that no profiler sees
+    found = annotations()
+    assert len(found) == expected
+    assert all(name.startswith("enumerate(DataLoader)#") for name in found)
+    assert batches._num_yielded == expected - 1
+
+
 def test_an_iterator_outlives_its_loader(Loader: Any) -> None:
     iterator = iter(Loader(Indices(10), batch_size=5, num_workers=2))
     gc.collect()

@@ -30,6 +30,8 @@ __all__ = [
     "default_collate_fn_map",
     "default_store",
     "generate_state",
+    "is_profiled",
+    "mark_for_profilers",
     "pin_memory",
     "set_worker_info",
     "set_worker_signal_handlers",
@@ -54,9 +56,11 @@ ITERATOR_ATTRIBUTES = (
     "_index_sampler",
     "_next_data",
     "_num_workers",
+    "_num_yielded",
     "_persistent_workers",
     "_pin_memory",
     "_pin_memory_device",
+    "_profile_name",
     "_rank",
     "_reset",
     "_sampler_iter",
@@ -76,7 +80,9 @@ def _unsupported(missing: str) -> UnsupportedTorchError:
 try:
     from torch._C import _nn as _functions
     from torch._C import _set_worker_signal_handlers as set_worker_signal_handlers
+    from torch._C._profiler import _RecordFunctionFast as mark_for_profilers
     from torch._utils import ExceptionWrapper
+    from torch.autograd import profiler as _profiler
     from torch.utils._pytree import tree_flatten, tree_unflatten
     from torch.utils.data._utils import pin_memory as _pin_memory
     from torch.utils.data._utils import worker as _worker
@@ -92,6 +98,11 @@ except ImportError as error:
 #: The functions behind `torch.nn.functional.interpolate` with antialiasing, by mode. Unlike it they take `out`.
 #: Arguments: image, size, align_corners, scales (None).
 antialiased: dict[str, Callable[..., torch.Tensor]] = {}
+
+
+def is_profiled() -> bool:
+    """Return whether a profiler of torch was started in this process, from Python."""
+    return _profiler._is_profiler_enabled
 
 
 def pin_memory(batch: Any, device: str | None) -> Any:

@@ -20,12 +20,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from torch_dpflow._core import descriptors
 from torch_dpflow._core.stage_times import StageTimes
@@ -103,7 +100,8 @@ class PrivateShard:
         #: Of a message whose results are not delivered yet.
         self._times: StageTimes | None = None
         self._events: deque[Event] = deque()
-        #: One entry for each event, to wait for.
+        #: Whether the training thread waits for an event, and what wakes it then: one entry for each event.
+        self._is_awaited = False
         self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._commands: deque[Callable[[], None]] = deque()
         self._closing = False
@@ -138,19 +136,9 @@ class PrivateShard:
 
     # -- for the training thread -------------------------------------------------------------------------
 
-    def submit(self, tasks: Sequence[tuple[int, Any]], *, pinned_to: int | None = None) -> None:
-        """Submit the batches of these indices, in this order. Task numbers rise; repeated ones are ignored."""
-        payloads = [(task, pickle.dumps(index, pickle.HIGHEST_PROTOCOL)) for task, index in tasks]
-
-        def submit() -> None:
-            fresh = [payload for payload in payloads if payload[0] > self._latest]
-            if fresh:
-                self._latest = fresh[-1][0]
-                if not self._open.opens:
-                    fresh = [(task | UNDIVIDED, payload) for task, payload in fresh]
-                self._shard.submit(fresh, pinned_to=pinned_to)
-
-        self._command(submit)
+    def submit(self, task: int, index: Any, *, pinned_to: int | None = None) -> None:
+        """Submit the batch of these indices. Task numbers rise; a repeated one is ignored."""
+        self._command(partial(self._submit, task, pickle.dumps(index, pickle.HIGHEST_PROTOCOL), pinned_to))
 
     def cancel(self, tasks: Sequence[int]) -> None:
         """Cancel these tasks: their results are not needed any more."""
@@ -166,30 +154,37 @@ class PrivateShard:
             LifetimeError: this process was forked from the one that made the shard.
             DescriptorLimitError: this process has too many files open for a worker to connect.
         """
-        self._check_owner()
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            if self._events:
-                return self._events[0]
-            # Python handles a signal that arrived in another thread only when this thread runs Python code.
-            slice_s = max(0.0, min(SIGNALS_S, deadline - time.monotonic()))
-            with suppress(queue.Empty):
-                self._wakeups.get(timeout=slice_s)
-            if time.monotonic() >= deadline and not self._events:
-                return None
-            if not self._events and len(self._shard.connected) < len(self.processes):
-                descriptors.require(descriptors.SPARE, "a worker's connection")
+        self._is_awaited = True
+        try:
+            while (event := self.poll()) is None:
+                # Python handles a signal that arrived in another thread only when this thread runs Python code.
+                slice_s = max(0.0, min(SIGNALS_S, deadline - time.monotonic()))
+                try:
+                    self._wakeups.get(timeout=slice_s)
+                    continue
+                except queue.Empty:
+                    pass
+                if time.monotonic() >= deadline and not self._events:
+                    return None
+                if not self._events and len(self._shard.connected) < len(self.processes):
+                    descriptors.require(descriptors.SPARE, "a worker's connection")
+        finally:
+            self._is_awaited = False
+        return event
 
     def poll(self) -> Event | None:
         """Return the next event as `wait` does, but without waiting; None if there is none. Raises LifetimeError."""
-        self._check_owner()
+        if self._owner != os.getpid():
+            raise LifetimeError(
+                f"this iterator was made in process {self._owner} before the fork and belongs to it; iterate the "
+                "loader anew in this process"
+            )
         return self._events[0] if self._events else None
 
     def acknowledge(self) -> None:
         """Remove the next event, which was handled."""
         self._events.popleft()
-        if self._wakeups.qsize():
-            self._wakeups.get()
 
     def begin_epoch(self, epoch: EpochSpec, streams: Sequence[StreamState | None]) -> None:
         """Cancel the rest of the running epoch and begin another with the same workers."""
@@ -208,8 +203,8 @@ class PrivateShard:
         return self._owner == os.getpid()
 
     def totals(self) -> Counters:
-        """Return the scheduler's counts since the start."""
-        return msgspec.structs.replace(self._scheduler.counters)
+        """Return the scheduler's counts since the start, which go on."""
+        return self._scheduler.counters
 
     def elsewhere(self) -> tuple[int, str]:
         """Return the number of remote workers that work, and the reason why there are no more."""
@@ -236,13 +231,6 @@ class PrivateShard:
         # The shard and this object refer to each other: free now what only the garbage collector would free later.
         self._shard.close()
         self._events.clear()
-
-    def _check_owner(self) -> None:
-        if not self.is_own:
-            raise LifetimeError(
-                f"this iterator was made in process {self._owner} before the fork and belongs to it; iterate the "
-                "loader anew in this process"
-            )
 
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
@@ -279,6 +267,11 @@ class PrivateShard:
         while self._commands:
             self._commands.popleft()()
 
+    def _submit(self, task: int, payload: bytes, pinned_to: int | None) -> None:
+        if task > self._latest:
+            self._latest = task
+            self._shard.submit([(task if self._open.opens else task | UNDIVIDED, payload)], pinned_to=pinned_to)
+
     def _receiver(self) -> Callable[[bytes, list[memoryview]], None]:
         return self._shard.on_message
 
@@ -291,7 +284,8 @@ class PrivateShard:
 
     def _notify(self, event: Event) -> None:
         self._events.append(event)
-        self._wakeups.put(None)
+        if self._is_awaited:  # it looks for events once more after it has set this
+            self._wakeups.put(None)
 
     def _shut_down(self) -> None:
         """Stop the workers and wait for those that are connected."""

@@ -49,7 +49,6 @@ from torch_dpflow.workers.batch_pieces import UNDIVIDED, generation_of, position
 from torch_dpflow.workers.batches import SHARED_FRACTION, Begun, EpochSpec
 from torch_dpflow.workers.local_platform import LocalHandle
 from torch_dpflow.workers.platform import Handle
-from torch_dpflow.workers.scheduler.machine import Counters
 
 
 class WorkerIterator(DeliveringIterator):
@@ -73,7 +72,8 @@ class WorkerIterator(DeliveringIterator):
         self._generation = 0
         self._restarts = Restarts(self._options.restart_limit, loader.num_workers, self._runtime.meter)
         self._ended_workers: list[Any] = []
-        self._counted = Counters()
+        #: The duplicates and steals that the meter has.
+        self._counted = 0, 0
         self._shard: PrivateShard | None = None
         epoch, pending, progress = self._runtime.epoch, self._runtime.pending, self._runtime.progress
         self._progress = begin(self, loader, OPENING_WORKERS, self._start_as_torch)
@@ -220,13 +220,10 @@ class WorkerIterator(DeliveringIterator):
         self._in_flight.add(batch)
         first, last = self._opened
         part = 0 if self._own_stream or self._planner.planned < first or batch.position >= last else UNDIVIDED
-        self._shard.submit([(self._task(batch.position, part), batch.index)], pinned_to=batch.worker)
+        self._shard.submit(task_of(self._generation, batch.position, part), batch.index, pinned_to=batch.worker)
         self._planner.submitted()
         self._has_idle_worker = False
         return True
-
-    def _task(self, position: int, part: int = 0) -> int:
-        return task_of(self._generation, position, part)
 
     # -- delivery ----------------------------------------------------------------------------------------
 
@@ -298,7 +295,7 @@ class WorkerIterator(DeliveringIterator):
         assert head.worker is not None
         self._planner.end_stream(head.worker)
         head.dropped = head.dropped or self._in_flight.waiting(head.worker)
-        self._shard.cancel([self._task(position) for position in head.dropped])
+        self._shard.cancel([task_of(self._generation, position) for position in head.dropped])
         for position in head.dropped:
             self._in_flight.remove(position)
         self._refill(head)
@@ -342,13 +339,13 @@ class WorkerIterator(DeliveringIterator):
 
     def _handle(self, event: Event) -> None:
         match event:
-            case Arrived() | Poisoned():
-                self._restarts.results += 1
-                if isinstance(event, Arrived):
-                    self._largest = max(self._largest, event.size)
-                    self._note_times(event)
-                if generation_of(event.task) == self._generation:
-                    self._in_flight.arrive(position_of(event.task), event)
+            case Arrived(size=size):
+                if size > self._largest:
+                    self._largest = size
+                self._note_times(event)
+                self._arrive(event)
+            case Poisoned():
+                self._arrive(event)
             case RowsArrived():
                 self._note_times(event)
             case Started(worker, begun):
@@ -367,9 +364,14 @@ class WorkerIterator(DeliveringIterator):
         assert self._shard is not None
         self._shard.acknowledge()
 
+    def _arrive(self, event: Arrived | Poisoned) -> None:
+        self._restarts.results += 1
+        if generation_of(event.task) == self._generation:
+            self._in_flight.arrive(position_of(event.task), event)
+
     def _note_times(self, event: Arrived | RowsArrived) -> None:
-        meter = self._runtime.meter
         if event.times is not None:
+            meter = self._runtime.meter
             meter.times.add(event.times)
             if meter.trace is not None:
                 meter.trace.loaded(event.worker, position_of(event.task), event.times, event.at)
@@ -397,8 +399,11 @@ class WorkerIterator(DeliveringIterator):
     def _count(self) -> None:
         """Add the shard's counts since the last call to the meter."""
         assert self._shard is not None
-        before, self._counted = self._counted, self._shard.totals()
-        self._runtime.meter.count(self._counted.duplicates - before.duplicates, self._counted.steals - before.steals)
+        totals, before = self._shard.totals(), self._counted
+        counts = totals.duplicates, totals.steals
+        if counts != before:
+            self._counted = counts
+            self._runtime.meter.count(counts[0] - before[0], counts[1] - before[1])
 
     def _epoch_spec(self) -> EpochSpec:
         return EpochSpec(

@@ -36,6 +36,7 @@ from torch_dpflow.ipc.messages.fields import WorkerRefusedError
 from torch_dpflow.ipc.messages.headers import FAILURE, OPENED, EpochBegin, WorkerBegun, encode
 from torch_dpflow.ipc.serialization.codec import LARGE_BYTES
 from torch_dpflow.ipc.serialization.codec import encode as encode_payload
+from torch_dpflow.ipc.serialization.fast_path import encode_sample
 from torch_dpflow.ipc.transport import Connection, Frame, connect
 from torch_dpflow.workers.batch_pieces import Lender, generation_of
 from torch_dpflow.workers.batches import BatchSource, EpochSpec, LoadedBatch, LoadSpec, unpicklable_failure
@@ -339,7 +340,7 @@ class BatchWorker(TaskWorker):
             encoded: tuple[Any, list[Frame]] = loaded.value
             return encoded
         try:
-            return encode_payload(loaded.value, arena=self._arena)
+            return encode_sample(loaded.value, arena=self._arena, keep_layout=True)
         except NotPicklableError as error:
             if loaded.kind == FAILURE:
                 # The exception's class cannot be pickled; its text can.

@@ -50,14 +50,19 @@ def from_array(array: npt.NDArray[Any]) -> torch.Tensor:
     storage alive, so the storage keeps the memory.
     """
     tensor = torch.from_numpy(array)
-    storage: Any = tensor.untyped_storage()
-    storage.memory = array
+    _keep(tensor, array)
     return tensor
 
 
 def storage_over(memory: Memory) -> torch.UntypedStorage:
     """Return a storage over `memory`, which it keeps alive, even if the storage is shared."""
-    return from_array(memory).untyped_storage()
+    return _keep(torch.from_numpy(memory), memory)
+
+
+def _keep(tensor: torch.Tensor, memory: npt.NDArray[Any]) -> torch.UntypedStorage:
+    storage: Any = tensor.untyped_storage()
+    storage.memory = memory
+    return cast(torch.UntypedStorage, storage)
 
 
 def keeps_memory(storage: torch.UntypedStorage) -> bool:

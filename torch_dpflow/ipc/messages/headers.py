@@ -96,7 +96,8 @@ class PayloadTable(msgspec.Struct, array_like=True, frozen=True, gc=False):
     @property
     def nbytes(self) -> int:
         """Bytes of the head and the buffers, in frames and in shared memory."""
-        return self.head.size + sum(place.size for place in set(self.buffers))
+        places = self.buffers if len(self.buffers) == 1 else set(self.buffers)
+        return self.head.size + sum([place.size for place in places])
 
 
 class PayloadGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):

@@ -103,7 +103,7 @@ def decode(table: PayloadTable, frames: Sequence[Frame], *, reader: ArenaReader 
         DescriptorLimitError: this process has too many files open to map it.
     """
     try:
-        buffers = _whole_frames(table, frames)
+        buffers = _buffers_in_place(table, frames)
         if buffers is not None:
             return _load(memoryview(frames[0])[: table.head.size], buffers)
         return _Unpacking(table, frames, reader).unpack()
@@ -130,7 +130,7 @@ def decode_heads(
                 return None
             found.append((bytes(frame[: table.head.size]), frame[beside]))
             continue
-        buffers = _whole_frames(table, frames)
+        buffers = _buffers_in_place(table, frames)
         if buffers is None or len(buffers) != 1:
             return None
         found.append((bytes(memoryview(frames[0])[: table.head.size]), buffers[0]))
@@ -271,8 +271,8 @@ def _load(head: memoryview, buffers: list[memoryview]) -> Any:
         raise MessageError(f"the head of a payload cannot be opened: {error!r}") from error
 
 
-def _whole_frames(table: PayloadTable, frames: Sequence[Frame]) -> list[memoryview] | None:
-    """Return the buffers if each is a frame that can become the object's memory, as is common; else None.
+def _buffers_in_place(table: PayloadTable, frames: Sequence[Frame]) -> list[memoryview] | None:
+    """Return the buffers if each lies in a frame so that it can become the object's memory, as is common; else None.
 
     Three times as fast as `_Unpacking`, which reports what is wrong.
     """
@@ -282,10 +282,17 @@ def _whole_frames(table: PayloadTable, frames: Sequence[Frame]) -> list[memoryvi
     alignment = max(table.alignment, WORD)
     buffers: list[memoryview] = []
     for place in table.buffers:
-        frame = frames[place.part] if 0 < place.part < count else None
-        if type(frame) is not memoryview or place.offset or frame.readonly or frame.format != "B":
+        part, begin, size = place.part, place.offset, place.size
+        frame = frames[part] if 0 <= part < count else None
+        if type(frame) is not memoryview or frame.readonly or frame.format != "B" or size <= 0:
             return None
-        if not frame.nbytes or frame.nbytes != place.size or not is_aligned(frame, alignment):
+        if part == 0:
+            if begin < head.size or begin + size > frame.nbytes or begin % ALIGNMENT:
+                return None
+            frame = frame[begin : begin + size]
+        elif begin or frame.nbytes != size:
+            return None
+        if not is_aligned(frame, alignment):
             return None
         buffers.append(frame)
     return buffers

@@ -247,7 +247,8 @@ class Scheduler:
         out: list[SchedulerInstruction] = []
         handler(event, out)
         starved = self._fill_windows(event.now)
-        self._views.note_messages(self._revoked.keys() | self._assigned.keys())
+        if self._revoked or self._assigned:
+            self._views.note_messages(self._revoked.keys() | self._assigned.keys())
         if self._revoked:
             out.extend(Revoke(worker, tasks) for worker, tasks in self._revoked.items())
             self._revoked = {}

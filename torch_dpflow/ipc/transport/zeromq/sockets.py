@@ -134,23 +134,22 @@ class _SocketEndpoint:
         """Return one message within the limits; others are dropped and counted."""
         if self._closed or self._foreign:
             self._check_usable()
-        deadline = None
+        deadline = time.monotonic() + timeout_s if timeout_s else None
         while True:
-            # Check first: raising zmq.Again where no message is there takes three times as long.
-            if not int(self._socket.get(_EVENTS)) & _POLLIN:
-                if timeout_s is not None:
-                    deadline = deadline or time.monotonic() + timeout_s
-                    timeout_s = max(0.0, deadline - time.monotonic())
-                if timeout_s == 0 or not self._await_input(timeout_s):
+            if timeout_s == 0:
+                # Raising zmq.Again where no message is there takes three times as long.
+                if not int(self._socket.get(_EVENTS)) & _POLLIN:
                     return None
-                continue
+            elif not self._await_input(timeout_s):
+                return None
             try:
-                first = self._socket.recv(_NOBLOCK, copy=False)
+                frames = self._collect(self._socket.recv(_NOBLOCK, copy=False))
             except zmq.Again:  # its peer has disconnected meanwhile
-                continue
-            frames = self._collect(first)
+                frames = None
             if frames is not None:
                 return frames
+            if deadline is not None:
+                timeout_s = max(0.0, deadline - time.monotonic())
 
     def _note_losses(self) -> None:
         """Count the events of the monitor."""
