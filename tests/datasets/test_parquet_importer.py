@@ -171,6 +171,6 @@ def test_damaged_pages_are_told(tmp_path: Path) -> None:
 
 
 def test_without_pyarrow_the_way_out_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'torch_dpflow\[datasets\]'"):
         next(ListingImporter(str(tmp_path / "list.parquet")).items())

@@ -41,7 +41,7 @@ def test_an_image_that_was_cut_short_is_no_image() -> None:
 
 
 def test_without_pillow_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'torch_dpflow\[vision\]'"):
         ImagePilDecode()
 

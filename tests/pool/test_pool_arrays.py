@@ -240,7 +240,7 @@ def test_a_file_that_is_replaced_is_never_mixed(tmp_path: Path, client: DataClie
     client.preload(anew)
     assert np.array_equal(as_numpy(client.read_batch(anew, range(5000))), ROWS + 1)
     client.unload(source)
-    with pytest.raises(ChecksumError, match="was replaced since it was opened"):
+    with pytest.raises(ChecksumError, match="was written again after the dataset was opened"):
         client.read(source, 3)
     info = client.preload(source, on_error="skip")
     assert (info.loaded, info.failed) == (0, 5000)

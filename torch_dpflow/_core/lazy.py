@@ -1,4 +1,4 @@
-"""Public names of packages, imported at first use, because services and most commands need no torch."""
+"""Names that are imported at first use: of this package, as services need no torch, and of packages of extras."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
+
+from torch_dpflow.errors import MissingExtraError
 
 
 def lazy_names(
@@ -24,6 +26,14 @@ def lazy_names(
         return value
 
     return load, lambda: sorted({*vars(sys.modules[package]), *homes})
+
+
+def imported(module: str, needs: str, extra: str) -> Any:
+    """Import a module of an extra. `needs`: what needs it, for the error. Raises MissingExtraError."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"{needs}; install it with: pip install 'torch_dpflow[{extra}]'") from error
 
 
 def refuse_copy(package: str) -> None:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from torch_dpflow._core.lazy import imported
 from torch_dpflow.cli.common import json_option, preload_option, size_of, to_json, with_options
-from torch_dpflow.errors import MissingExtraError, OptionError
+from torch_dpflow.errors import OptionError
 from torch_dpflow.remote.launchers.registry import resolve, warn_experimental
 
 if TYPE_CHECKING:
@@ -297,14 +298,9 @@ def _written(head: ClusterManifest, keys: str | None, without_secrets: bool) -> 
 
 
 def _yaml(objects: Iterable[Mapping[str, Any]]) -> str:
-    try:
-        import yaml
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(
-            "`dpflow manifest` needs PyYAML; install it with: pip install 'torch_dpflow[kubernetes]'"
-        ) from error
+    yaml = imported("yaml", "`dpflow manifest` needs PyYAML", "kubernetes")
 
-    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc, name-defined]
         def ignore_aliases(self, data: Any) -> bool:
             return True
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 
+from torch_dpflow._core.lazy import imported
 from torch_dpflow.datasets.export_tar import IMAGES, ExportSample, ending_of, main_ending
 from torch_dpflow.datasets.importers.webdataset import KEY
-from torch_dpflow.errors import MissingExtraError, SourceError
+from torch_dpflow.errors import SourceError
 
 _ANNOTATIONS = "annotations"
 #: Bytes of one value, as Arrow counts them in 32 bits.
@@ -116,12 +117,7 @@ class ParquetFiles:
     """
 
     def __init__(self, main: str | None, row_group_size: int, *, as_json: bool, name: str) -> None:
-        try:
-            import pyarrow.parquet  # noqa: F401
-        except ModuleNotFoundError as error:
-            raise MissingExtraError(
-                "Parquet needs pyarrow; install it with: pip install 'torch_dpflow[datasets]'"
-            ) from error
+        imported("pyarrow.parquet", "Parquet needs pyarrow", "datasets")
         self._main = main
         self._row_group_size = row_group_size
         self._as_json = as_json

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch_dpflow._core.lazy import imported
 from torch_dpflow.datasets.importers.sources import SourceFile
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.urls import printable_url
-from torch_dpflow.errors import DPFlowError, MissingExtraError, SourceError
+from torch_dpflow.errors import DPFlowError, SourceError
 from torch_dpflow.log import DATASETS
 
 #: Bytes that are searched between the pages of a Parquet file and its footer, where indexes and filters lie.
@@ -296,12 +297,5 @@ def errors_of(file: SourceFile) -> Iterator[None]:
 
 def pyarrow_with_formats() -> Any:
     """Return pyarrow with its readers of both formats. Raises MissingExtraError."""
-    try:
-        import pyarrow
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(
-            "Parquet and Arrow need pyarrow; install it with: pip install 'torch_dpflow[datasets]'"
-        ) from error
-    return pyarrow
+    imported("pyarrow.parquet", "Parquet and Arrow need pyarrow", "datasets")
+    return imported("pyarrow", "Parquet and Arrow need pyarrow", "datasets")

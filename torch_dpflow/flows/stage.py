@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import cloudpickle
 
+from torch_dpflow._core.lazy import imported
 from torch_dpflow._core.stage_clock import stage
 from torch_dpflow.errors import MissingExtraError, OptionError, OptionTypeError, StageError
 
@@ -136,13 +137,7 @@ class ImagePilDecode:
     def __init__(self, mode: str | None = "RGB", *, decoder: JpegDecoder = "pillow") -> None:
         if decoder not in get_args(JpegDecoder) or (decoder != "pillow" and mode != "RGB"):
             raise OptionError(f"decoder={decoder!r} with mode={mode!r}: give 'pillow', or 'simplejpeg' with mode 'RGB'")
-        try:
-            from PIL import Image
-        except ModuleNotFoundError as error:
-            raise MissingExtraError(
-                "ImagePilDecode needs Pillow; install it with: pip install 'torch_dpflow[vision]'"
-            ) from error
-        self._open = Image.open
+        self._open = imported("PIL.Image", "ImagePilDecode needs Pillow", "vision").open
         self._mode = mode
         if decoder == "simplejpeg":
             _check_simplejpeg()

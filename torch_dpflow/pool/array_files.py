@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from torch_dpflow._core.checks import check_name
+from torch_dpflow._core.lazy import imported
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.file_systems import open_file_system, path_of
 from torch_dpflow.datasets.storage.urls import file_system_of, without_login
 from torch_dpflow.errors import (
     ChecksumError,
     DPFlowError,
-    MissingExtraError,
     OptionError,
     StorageError,
     TruncatedObjectError,
@@ -56,12 +56,7 @@ class HDF5Dataset:
     """
 
     def __init__(self, url: str, options: dict[str, Any], path: str) -> None:
-        try:
-            import h5py
-        except ImportError as error:
-            raise MissingExtraError(
-                f"{without_login(url)} is an HDF5 file; pip install 'torch_dpflow[hdf5]'"
-            ) from error
+        h5py = imported("h5py", f"{without_login(url)} is an HDF5 file", "hdf5")
         self._name = f"{without_login(url)}:{path}"
         self._file: Any = None
         self._content: Any = None
@@ -222,14 +217,12 @@ class ArrayReader:
         """Return the bytes of the rows from each first to each last one (excluded), or the error."""
         source, size = self._source, self._rows.record_bytes
         try:
-            found: Sequence[bytes | DPFlowError]
-            if source.start is None:
-                found = [self._read_hdf5(first, stop) for first, stop in spans]
-            else:
-                base = source.start
-                found = self._objects.read_each(
-                    [ByteRange(source.url, base + first * size, base + stop * size) for first, stop in spans]
-                )
+            if source.start is not None:
+                base, (length, _, state) = source.start, source.stamp.partition(" ")
+                known = int(length) if length.isdecimal() else 0, state  # another process may send any text
+                ranges = [(base + first * size, base + stop * size) for first, stop in spans]
+                return self._objects.read_each([ByteRange(source.url, *one, *known) for one in ranges])
+            found = [self._read_hdf5(first, stop) for first, stop in spans]
             # After reading, as the file may be replaced until then.
             if _stamp(source.url, source.options)[1] != source.stamp:
                 raise ChecksumError(f"{source.ref} was replaced since it was opened; open it again")

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+from torch_dpflow._core.lazy import imported
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.monitoring.cluster_figures import (
@@ -16,7 +17,7 @@ from torch_dpflow.cluster.monitoring.cluster_figures import (
     figures_of,
 )
 from torch_dpflow.cluster.monitoring.page_access import check_vacant, is_loopback, parse_address
-from torch_dpflow.errors import MissingExtraError, OptionError
+from torch_dpflow.errors import OptionError
 from torch_dpflow.ipc.messages.fields import UNNAMED
 from torch_dpflow.log import SERVICE
 
@@ -224,10 +225,4 @@ def _family(
 
 
 def _require_client() -> Any:
-    try:
-        import prometheus_client
-    except ImportError as error:
-        raise MissingExtraError(
-            "metrics need the package prometheus-client: pip install 'torch_dpflow[metrics]'"
-        ) from error
-    return prometheus_client
+    return imported("prometheus_client", "metrics need prometheus-client", "metrics")

@@ -11,13 +11,14 @@ from itertools import islice
 from math import isfinite
 from typing import IO, Any, Literal
 
+from torch_dpflow._core.lazy import imported
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.delimited import DelimitedRows, check_names
 from torch_dpflow.datasets.importers.folders import files_below
 from torch_dpflow.datasets.importers.splits import check_no_log, check_no_log_above, files_of_split
 from torch_dpflow.datasets.storage.urls import join_url, printable_url, split_name
-from torch_dpflow.errors import MissingExtraError, OptionError, SourceError, StorageError
+from torch_dpflow.errors import OptionError, SourceError, StorageError
 from torch_dpflow.log import DATASETS
 
 #: Rows of a Parquet file that are in memory at a time.
@@ -159,15 +160,11 @@ class ListingImporter:
                     raise SourceError(f"{name} has changed while it was read: {error}; import it again") from error
 
     def _parquet_rows(self, start: int) -> Iterator[dict[str, Any]]:
-        try:
-            import pyarrow
-            from pyarrow import parquet
+        parquet = imported("pyarrow.parquet", "Parquet needs pyarrow", "datasets")
+        import pyarrow
 
-            from torch_dpflow.datasets.importers.table_values import field_names, rows_of
-        except ModuleNotFoundError as error:
-            raise MissingExtraError(
-                "Parquet needs pyarrow; install it with: pip install 'torch_dpflow[datasets]'"
-            ) from error
+        from torch_dpflow.datasets.importers.table_values import field_names, rows_of
+
         self._total, to_skip = None, start
         paths = self._parquet_files()
         for path in paths:

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torch_dpflow._core.checks import check_json
+from torch_dpflow._core.lazy import imported
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.columns import lit_decoder, mds_decoder
 from torch_dpflow.datasets.importers.shards import ForwardReader, ShardImporter
 from torch_dpflow.datasets.importers.sources import Source, SourceFile, SourceFiles, files_in, find_sources
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
-from torch_dpflow.errors import MissingExtraError, SourceError
+from torch_dpflow.errors import SourceError
 
 _INDEX = "index.json"
 #: Names of compressions here, and Arrow's.
@@ -320,12 +321,7 @@ def _decompressed(data: bytes, compression: str, url: str) -> bytes:
             raise SourceError(f"{url} cannot be decompressed: {error}") from error
     if compression not in _COMPRESSIONS:
         raise SourceError(f"{url} has the compression {compression!r}, which is not read")
-    try:
-        import pyarrow
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(
-            "compressed shards need pyarrow; install it with: pip install 'torch_dpflow[datasets]'"
-        ) from error
+    pyarrow = imported("pyarrow", "compressed shards need pyarrow", "datasets")
     try:
         stream = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), _COMPRESSIONS[compression])
         return bytes(stream.read())

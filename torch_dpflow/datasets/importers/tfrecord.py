@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from torch_dpflow._core.checks import MAX_DEPTH
+from torch_dpflow._core.lazy import imported
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.shards import ForwardReader, ShardImporter
 from torch_dpflow.datasets.importers.sources import SourceFile, SourceFiles
@@ -89,14 +90,8 @@ class TFRecordImporter(ShardImporter):
 @functools.lru_cache(maxsize=1)
 def _extend() -> Callable[[int, bytes], int]:
     """Return the function that extends a CRC-32C by more bytes. Raises MissingExtraError."""
-    try:
-        import google_crc32c
-    except ImportError as error:
-        raise MissingExtraError(
-            "the checksums of TFRecord files need google-crc32c; pip install 'torch_dpflow[datasets]'"
-        ) from error
-    found: Callable[[int, bytes], int] = google_crc32c.extend
-    return found
+    found = imported("google_crc32c", "the checksums of TFRecord files need google-crc32c", "datasets")
+    return found.extend  # type: ignore[no-any-return]
 
 
 def masked_crc32c(data: bytes) -> int:
