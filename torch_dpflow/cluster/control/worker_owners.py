@@ -9,6 +9,7 @@ also loses its workers if it is silent for longer than they wait for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from torch_dpflow._core.clocks import START_S
 from torch_dpflow.cluster.messages.provisioner import MAX_EVENTS, MAX_OWNED
 from torch_dpflow.errors import RejectedError, ThrottledError, UnavailableError, UsageError
 from torch_dpflow.ipc.messages.fields import StaleShardError
+from torch_dpflow.ipc.rpc.leases import Expiry
 from torch_dpflow.remote.launchers.contract import Ended, Outcome, Refused, WorkerName
 
 #: Silence after which a shard has lost its workers, seconds: they have ended, as it does not answer them.
@@ -27,8 +29,6 @@ AGAIN_S = 1.0
 @dataclass(slots=True)
 class _Owner:
     incarnation: int
-    #: When it last called.
-    heard: float
     #: Outcomes that it has not received, and how many it has received before.
     news: list[Outcome] = field(default_factory=list)
     seen: int = 0
@@ -48,9 +48,9 @@ class WorkerOwners:
         #: Largest number of workers.
         self.most = workers + max(1, workers // 10)
         self._owners: dict[str, _Owner] = {}
-        #: The shard of each worker that is not gone; None: none, and it is to be ended at the time in `_doomed`.
-        self._members: dict[str, str | None] = {}
-        self._doomed: dict[str, float] = {}
+        self._leases: Expiry[str] = Expiry(SILENT_S)
+        #: The shard of each worker that is not gone; without one, when it is to be ended; infinite: it is being ended.
+        self._members: dict[str, str | float] = {}
 
     def __len__(self) -> int:
         return len(self._members)
@@ -72,11 +72,9 @@ class WorkerOwners:
             self._check(name, shard)
         if owner is None or owner.incarnation < incarnation:
             self._doom(shard, now)
-            owner = self._owners[shard] = _Owner(incarnation, now)
-        owner.heard = now
-        for name in names:
-            self._members[name] = shard
-            self._doomed.pop(name, None)
+            owner = self._owners[shard] = _Owner(incarnation)
+        self._leases.renew(shard, now)
+        self._members |= dict.fromkeys(names, shard)
         return owner.seen
 
     def hears(self, shard: str, incarnation: int, now: float) -> bool:
@@ -84,13 +82,13 @@ class WorkerOwners:
         owner = self._owners.get(shard)
         if owner is None or owner.incarnation != incarnation:
             return False
-        owner.heard = now
+        self._leases.renew(shard, now)
         return True
 
     def start(self, shard: str, name: str) -> bool:
         """Return whether to start a worker. If not, it was started before, or an outcome reports the reason."""
         if name in self._members:
-            if self._members[name] is None:
+            if isinstance(self._members[name], float):
                 self._owners[shard].news.append(Refused(name, UnavailableError(f"{name} is being ended")))
             return False
         try:
@@ -117,8 +115,7 @@ class WorkerOwners:
         shard = self._members.get(outcome.name)
         if isinstance(outcome, Refused | Ended):
             self._members.pop(outcome.name, None)
-            self._doomed.pop(outcome.name, None)
-        if shard is not None:
+        if isinstance(shard, str):
             self._owners[shard].news.append(outcome)
 
     def news(self, shard: str, seen: int) -> tuple[int, list[Outcome]]:
@@ -136,17 +133,16 @@ class WorkerOwners:
         if owner is None or owner.incarnation != incarnation:
             return []
         del self._owners[shard]
+        self._leases.drop(shard)
         return self._doom(shard, end_at)
 
     def to_end(self, now: float) -> list[str]:
         """Return workers that are to be ended now, each once."""
-        for shard, owner in [*self._owners.items()]:
-            if now - owner.heard >= SILENT_S:
-                del self._owners[shard]
-                self._doom(shard, now)
-        due = [name for name, end_at in self._doomed.items() if now >= end_at]
-        for name in due:
-            del self._doomed[name]
+        for shard in self._leases.expire(now):
+            del self._owners[shard]
+            self._doom(shard, now)
+        due = [name for name, end_at in self._members.items() if isinstance(end_at, float) and now >= end_at]
+        self._members |= dict.fromkeys(due, math.inf)
         return due
 
     def strays(self, found: Iterable[str]) -> list[str]:
@@ -155,20 +151,18 @@ class WorkerOwners:
 
     def _doom(self, shard: str, end_at: float) -> list[str]:
         mine = [name for name, owner in self._members.items() if owner == shard]
-        for name in mine:
-            self._members[name] = None
-            self._doomed[name] = end_at
+        self._members |= dict.fromkeys(mine, float(end_at))
         return mine
 
     def _check(self, name: str, shard: str) -> None:
         if not name.startswith(self._prefix) or not WorkerName.is_one(name):
             raise UsageError(f"{name!r:.80} is no member of this cluster, whose names begin with {self._prefix!r}")
-        if (owner := self._members.get(name)) is not None and owner != shard:
+        if isinstance(owner := self._members.get(name, shard), str) and owner != shard:
             raise UsageError(f"{name} is a member of {owner!r}, and not of {shard!r}")
         if len(self._members) >= MAX_OWNED and name not in self._members:
             raise UsageError(f"{name}: {MAX_OWNED} members are there, the most that a provisioner has")
 
     def validate(self) -> None:
         """Check every invariant; for tests. Raises AssertionError."""
-        assert self._doomed.keys() <= {name for name, owner in self._members.items() if owner is None}
-        assert {owner for owner in self._members.values() if owner is not None} <= self._owners.keys()
+        assert {owner for owner in self._members.values() if isinstance(owner, str)} <= self._owners.keys()
+        assert {*self._leases} == self._owners.keys()

@@ -41,7 +41,7 @@ from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.fleet.content import SAMPLE_WORKERS, RemoteContent
 from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
 from torch_dpflow.remote.fleet.worker_listener import PortsInUseError
-from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Ref, Refused
+from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Refused
 from torch_dpflow.remote.shipping.content_pack import split_content
 
 #: Timeouts of opening the provisioner's platform, and of the call by which a shard leaves the provisioner, seconds.
@@ -85,9 +85,8 @@ class ProvisionedPlatform:
         self._lock = threading.Lock()
         #: Requests that the provisioner has not received, by kind and worker, in order.
         self._requests: dict[tuple[type, str], Request] = {}
-        #: Launch specs of unanswered starts, and the platform's references of the other workers that are not gone.
-        self._launch_specs: dict[str, bytes] = {}
-        self._refs: dict[str, Ref | None] = {}
+        #: Workers that are not gone, for the next provisioner: their starts until these are answered.
+        self._workers: dict[str, StartRequest | OwnedWorker] = {}
         self._outcomes: list[Outcome] = []
         #: How many events the provisioner has sent. For the thread that reads them.
         self._seen = 0
@@ -107,9 +106,10 @@ class ProvisionedPlatform:
     # -- for the shard's thread ------------------------------------------------------------------------------
 
     def start(self, name: str, launch_spec: bytes) -> None:
+        request = StartRequest(name, checked_launch_spec(name, launch_spec))
         with self._lock:
-            self._launch_specs[name] = checked_launch_spec(name, launch_spec)
-        self._ask(StartRequest(name, launch_spec))
+            self._workers[name] = request
+        self._ask(request)
 
     def stop(self, name: str, why: str = "") -> None:
         self._ask(StopRequest(name, why[:MAX_TEXT]))
@@ -146,7 +146,7 @@ class ProvisionedPlatform:
 
     def _attach(self) -> Attached:
         with self._lock:
-            workers = [OwnedWorker(name, ref) for name, ref in self._refs.items()]
+            workers = [one for one in self._workers.values() if isinstance(one, OwnedWorker)]
         body = Attach(self._id, self._incarnation, workers)
         attached: Attached = self._client.call("attach", body, reply_type=Attached, timeout_s=OPEN_S).body
         self._seen = attached.seen
@@ -181,14 +181,14 @@ class ProvisionedPlatform:
         try:
             self._attach()
         except RemoteCallError as error:  # of the platform; workers live on
-            self._add([Refused(name, UnavailableError(str(error))) for name in [*self._launch_specs]])
+            self._add([Refused(start.name, UnavailableError(str(error))) for start in self._unanswered()])
             raise
         with self._lock:
-            requests, self._requests = self._requests, {}
-            for name, launch_spec in self._launch_specs.items():
-                self._requests[StartRequest, name] = StartRequest(name, launch_spec)
-            self._requests |= requests
+            self._requests = {(StartRequest, start.name): start for start in self._unanswered()} | self._requests
         self._sender.wake()
+
+    def _unanswered(self) -> list[StartRequest]:
+        return [one for one in [*self._workers.values()] if isinstance(one, StartRequest)]
 
     def _add(self, outcomes: list[Outcome]) -> None:
         with self._lock:
@@ -207,14 +207,11 @@ class ProvisionedPlatform:
         name = outcome.name
         match outcome:
             case Accepted(ref=ref):
-                self._launch_specs.pop(name, None)
-                self._refs[name] = ref
-            case Answerless():
-                self._launch_specs.pop(name, None)
-                self._refs.setdefault(name, None)
+                self._workers[name] = OwnedWorker(name, ref)
+            case Answerless() if not isinstance(self._workers.get(name), OwnedWorker):
+                self._workers[name] = OwnedWorker(name, None)
             case Refused() | Ended():
-                self._launch_specs.pop(name, None)
-                self._refs.pop(name, None)
+                self._workers.pop(name, None)
                 self._requests.pop((StartRequest, name), None)
 
 
