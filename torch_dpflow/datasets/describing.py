@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -14,39 +14,25 @@ from torch_dpflow.datasets.importers.base import Importer, Item
 from torch_dpflow.datasets.spec import SampleMeta, data_url
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, checksum_of
-from torch_dpflow.datasets.storage.states import ObjectState, is_local
+from torch_dpflow.datasets.storage.states import is_local
 from torch_dpflow.datasets.storage.urls import check_url, join_url, printable_url
 from torch_dpflow.errors import DatasetError, DPFlowError, ObjectMissingError, OptionError, SourceError
 from torch_dpflow.log import DATASETS
+
+T = TypeVar("T")
 
 #: Samples whose bytes are in memory at a time, and entries that are requested at a time.
 _TOGETHER = 32
 
 
-class Objects:
-    """Reads and looks up many objects at a time, by URL. Use it in a `with` statement, in the thread that made it."""
-
-    def __init__(self, options: Mapping[str, Any], read_options: ReadOptions | None = None) -> None:
-        self._reader = ObjectReader(options, options=read_options)
-
-    def contents(self, places: Sequence[tuple[str, SampleMeta]]) -> Iterator[bytes | DPFlowError]:
-        """Yield the bytes of each sample at its URL, or its error. A few of them are in memory at a time."""
-        for first in range(0, len(places), _TOGETHER):
-            yield from self._reader.read_each([_span(url, sample) for url, sample in places[first : first + _TOGETHER]])
-
-    def looks(self, spans: Sequence[ByteRange]) -> Iterator[ObjectState | DPFlowError]:
-        """Yield size and state of the object of each range, or the error of its request."""
-        for first in range(0, len(spans), _TOGETHER):
-            yield from self._reader.look_each(spans[first : first + _TOGETHER])
-
-    def __enter__(self) -> Objects:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._reader.close()
+def by_groups(read: Callable[[Sequence[ByteRange]], Sequence[T]], spans: Sequence[ByteRange]) -> Iterator[T]:
+    """Yield what `read` returns for each range. It gets a few at a time, so that few samples are in memory."""
+    for first in range(0, len(spans), _TOGETHER):
+        yield from read(spans[first : first + _TOGETHER])
 
 
-def _span(url: str, sample: SampleMeta) -> ByteRange:
+def span_of(url: str, sample: SampleMeta) -> ByteRange:
+    """Return the range of a sample whose object is at `url`."""
     if sample.offset is None or sample.length is None:
         return ByteRange(url, size=sample.length, state=sample.revision)
     return ByteRange(url, sample.offset, sample.offset + sample.length, state=sample.revision)
@@ -210,12 +196,12 @@ class Describer:
         """Add checksums and lengths to the samples without checksums."""
         unknown = [position for position, sample in enumerate(samples) if sample.checksum is None]
         urls = [data_url(self._dataset_url, self._root, samples[position].path) for position in unknown]
-        places = [(self._given_urls.get(url, url), samples[position]) for url, position in zip(urls, unknown)]
-        with Objects(self._options) as objects:
-            for position, (url, sample), content in zip(unknown, places, objects.contents(places)):
+        spans = [span_of(self._given_urls.get(url, url), samples[at]) for url, at in zip(urls, unknown)]
+        with ObjectReader(self._options) as reader:
+            for position, span, content in zip(unknown, spans, by_groups(reader.read_each, spans)):
                 if isinstance(content, DPFlowError):
-                    raise SourceError(f"{printable_url(url)} cannot be read: {type(content).__name__}: {content}")
+                    raise SourceError(f"{printable_url(span.url)} cannot be read: {type(content).__name__}: {content}")
                 samples[position] = msgspec.structs.replace(
-                    sample, length=len(content), checksum=checksum_of(content, algorithm), revision=None
+                    samples[position], length=len(content), checksum=checksum_of(content, algorithm), revision=None
                 )
         return samples

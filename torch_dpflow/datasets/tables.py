@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -197,8 +198,10 @@ class _OpenedTable:
         self._reader = ObjectReader(table._storage_options, options=table._read_options)
         self._disk = disk_cache(table._read_options)
         self._lock = threading.Lock()
-        #: Opened files by number, the one used last at the end; by whether they are mapped.
-        self._files: dict[bool, OrderedDict[int, Any]] = {False: OrderedDict(), True: OrderedDict()}
+        # A file that leaves is not closed, as another thread may be reading it: it closes with its last reference.
+        opened = partial(_opened, self._reader)
+        #: Returns the opened file, by whether it is mapped.
+        self._files = {False: lru_cache(_MAX_OPEN)(opened), True: lru_cache(_MAX_MAPPED)(opened)}
         #: Decoded blocks, the one used last at the end, and their bytes.
         self._blocks: OrderedDict[int, _DecodedBlock] = OrderedDict()
         self._bytes = 0
@@ -208,7 +211,7 @@ class _OpenedTable:
         """Return the rows of each block of a file, and its schema without metadata."""
         from torch_dpflow.datasets.importers.table_values import field_names
 
-        opened = self._opened(file)
+        opened = _blocks_of(self._reader, file)
         try:
             check_names([*field_names(opened.schema)], printable_url(file.url))
             return opened.counts(), opened.schema.remove_metadata()
@@ -265,9 +268,7 @@ class _OpenedTable:
             self._blocks.clear()
             self._bytes = 0
             for files in self._files.values():
-                for file in files.values():
-                    file.close()
-                files.clear()
+                files.cache_clear()
 
     def _decoded(self, block: int) -> Any:
         number, group = self._table._places[block]
@@ -281,7 +282,7 @@ class _OpenedTable:
             kept = self._disk.map(key)
             if kept is not None:
                 return pyarrow_with_formats().ipc.open_stream(kept).read_all()
-        decoded = self._file(number).read(group, columns)
+        decoded = self._files[_is_mapped(file)](file).read(group, columns)
         if schema is not None:
             with errors_of(file):
                 fields = [schema.field(name) for name in decoded.schema.names]
@@ -293,28 +294,18 @@ class _OpenedTable:
             self._disk.put(key, sink.getvalue())
         return decoded
 
-    def _file(self, number: int) -> Blocks:
-        file = self._table._files[number]
-        is_mapped = _is_mapped(file)
-        files = self._files[is_mapped]
-        with self._lock:
-            if number in files:
-                files.move_to_end(number)
-                return files[number]  # type: ignore[no-any-return]
-        _check_unchanged(file)
-        opened = self._opened(file)
-        with self._lock:
-            files.setdefault(number, opened)
-            # Not closed: another thread may be reading it, and it closes with its last reference.
-            while len(files) > (_MAX_MAPPED if is_mapped else _MAX_OPEN):
-                files.popitem(last=False)
-        return opened
 
-    def _opened(self, file: SourceFile) -> Blocks:
-        if is_parquet(file):
-            return ParquetBlocks(file, self._reader)
-        path = local_path_of(file)
-        return RemoteArrowBlocks(file, self._reader) if path is None else ArrowBlocks(file, path)
+def _opened(reader: ObjectReader, file: SourceFile) -> Blocks:
+    """Open a file of a table again. Raises an error if it has changed."""
+    _check_unchanged(file)
+    return _blocks_of(reader, file)
+
+
+def _blocks_of(reader: ObjectReader, file: SourceFile) -> Blocks:
+    if is_parquet(file):
+        return ParquetBlocks(file, reader)
+    path = local_path_of(file)
+    return RemoteArrowBlocks(file, reader) if path is None else ArrowBlocks(file, path)
 
 
 def _is_mapped(file: SourceFile) -> bool:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch_dpflow._core.checks import check_type
-from torch_dpflow.datasets.describing import Objects
+from torch_dpflow.datasets.describing import by_groups, span_of
 from torch_dpflow.datasets.spec import SampleMeta
-from torch_dpflow.datasets.storage import ByteRange
+from torch_dpflow.datasets.storage import ByteRange, ObjectReader
 from torch_dpflow.datasets.storage.base import matches
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import DatasetError, DPFlowError, OptionTypeError
@@ -82,14 +82,14 @@ def verify(
     for name, switch in (("data", data), ("own", own)):
         check_type(name, switch, bool, "True or False")
     given = stored.options if options is None else options
-    return _problems(stored, data, own, Objects(given), progress, compared or Compared())
+    return _problems(stored, data, own, ObjectReader(given), progress, compared or Compared())
 
 
 def _problems(
     stored: StoredDataset,
     data: bool,
     own: bool,
-    objects: Objects,
+    objects: ObjectReader,
     progress: Callable[[int], None],
     compared: Compared,
 ) -> Iterator[Problem]:
@@ -109,7 +109,7 @@ def _problems(
 
 def _check(
     stored: StoredDataset,
-    objects: Objects | None,
+    objects: ObjectReader | None,
     samples: Sequence[SampleMeta],
     first: int,
     own: bool,
@@ -129,8 +129,8 @@ def _check(
         yield from _check_sizes(objects, [place for place in numbered if place[2].checksum is None], compared)
 
 
-def _check_bytes(objects: Objects, numbered: Sequence[_Numbered], compared: Compared) -> Iterator[Problem]:
-    contents = objects.contents([(url, sample) for _, url, sample in numbered])
+def _check_bytes(objects: ObjectReader, numbered: Sequence[_Numbered], compared: Compared) -> Iterator[Problem]:
+    contents = by_groups(objects.read_each, [span_of(url, sample) for _, url, sample in numbered])
     for (number, url, sample), content in zip(numbered, contents):
         assert sample.checksum is not None
         if isinstance(content, DPFlowError):
@@ -143,8 +143,9 @@ def _check_bytes(objects: Objects, numbered: Sequence[_Numbered], compared: Comp
             compared.checksums += 1
 
 
-def _check_sizes(objects: Objects, numbered: Sequence[_Numbered], compared: Compared) -> Iterator[Problem]:
-    looks = objects.looks([ByteRange(url, state=sample.revision) for _, url, sample in numbered])
+def _check_sizes(objects: ObjectReader, numbered: Sequence[_Numbered], compared: Compared) -> Iterator[Problem]:
+    spans = [ByteRange(url, state=sample.revision) for _, url, sample in numbered]
+    looks = by_groups(objects.look_each, spans)
     for (number, url, sample), look in zip(numbered, looks, strict=True):
         if isinstance(look, DPFlowError):
             yield Problem(number, 1, _text_of(look))

@@ -17,7 +17,7 @@ import fsspec
 import pytest
 
 from tests.datasets.storage.web_server import WebServer, reply, serve_ranges, then
-from torch_dpflow.datasets.describing import Objects
+from torch_dpflow.datasets.describing import by_groups, span_of
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.spec import SampleMeta
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
@@ -54,9 +54,11 @@ def test_checksums_of_a_tar_are_taken_right(tar: dict[str, Any]) -> None:
         (f"tar://{number}.bin", SampleMeta(path="x", meta=b"{}"))  # type: ignore[arg-type]
         for number in range(COUNT)
     ]
-    with Objects(tar) as objects:
-        assert list(objects.contents(places)) == [_content(number) for number in range(COUNT)]
-        assert {look.size for look in objects.looks([ByteRange(url) for url, _ in places])} == {20_000}  # type: ignore[union-attr]
+    with ObjectReader(tar) as reader:
+        found = by_groups(reader.read_each, [span_of(url, sample) for url, sample in places])
+        assert list(found) == [_content(number) for number in range(COUNT)]
+        looks = by_groups(reader.look_each, [ByteRange(url) for url, _ in places])
+        assert {look.size for look in looks} == {20_000}  # type: ignore[union-attr]
 
 
 class Fragile(fsspec.AbstractFileSystem):

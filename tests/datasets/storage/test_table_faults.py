@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.datasets.storage.test_tables import WRITERS, Write, rows, write_parquet, write_stream
-from torch_dpflow.datasets import open_dataset
-from torch_dpflow.datasets.tables import TableDataset, _OpenedTable
+from torch_dpflow.datasets import open_dataset, tables
+from torch_dpflow.datasets.tables import TableDataset
 from torch_dpflow.errors import ObjectMissingError, SourceError
 
 
@@ -38,13 +38,13 @@ def test_a_file_that_is_removed_while_it_is_opened_is_named(
 ) -> None:
     path = tmp_path / f"a{ending}"
     write(path, rows())
-    opened = _OpenedTable._opened
+    opened = tables._blocks_of
 
-    def removed(self: Any, file: Any) -> Any:
+    def removed(reader: Any, file: Any) -> Any:
         path.unlink()
-        return opened(self, file)
+        return opened(reader, file)
 
-    monkeypatch.setattr(_OpenedTable, "_opened", removed)
+    monkeypatch.setattr(tables, "_blocks_of", removed)
     with pytest.raises(ObjectMissingError, match=rf"a{ending}"):
         TableDataset(path)
 

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch_dpflow.datasets.files import DirectoryEntry, Files
 from torch_dpflow.datasets.importers.base import Item
@@ -15,17 +15,6 @@ from torch_dpflow.datasets.importers.sources import SourceFiles
 from torch_dpflow.datasets.importers.splits import splits_among
 from torch_dpflow.datasets.storage.urls import printable_url
 from torch_dpflow.errors import OptionError, SourceError
-
-
-class FoundFile(NamedTuple):
-    """A file of a tree."""
-
-    #: relative to the listed root
-    path: str
-    #: bytes; None if the storage does not report it
-    size: int | None
-    #: see `storage.states`
-    state: str | None = None
 
 
 def check_folder(files: Files) -> None:
@@ -37,33 +26,33 @@ def check_folder(files: Files) -> None:
         )
 
 
-def files_below(files: Files, folder: str) -> list[FoundFile]:
+def files_below(files: Files, folder: str) -> list[DirectoryEntry]:
     """Return all files below `folder`, hidden ones too, sorted by directory and then by name, as torchvision does.
 
-    Links to directories are followed, except those to a directory that contains them.
+    Their names are paths below the root. Links to directories are followed, except to one that contains them.
     """
-    found: list[tuple[str, FoundFile]] = []
+    found: list[tuple[str, DirectoryEntry]] = []
     pending = [(folder, frozenset({files.real(folder)}))]
     while pending:
         directory, above = pending.pop()
         for child in files.children(directory, all_keys=True, hidden=True):
             path = f"{directory}/{child.name}" if directory else child.name
             if not child.is_directory:
-                found.append((directory, FoundFile(path, child.size, child.state)))
+                found.append((directory, child._replace(name=path)))
             elif (real := files.real(path)) not in above:
                 pending.append((path, above | {real}))
-    found.sort(key=lambda one: (files.label(one[0]), files.label(one[1].path)))
+    found.sort(key=lambda one: (files.label(one[0]), files.label(one[1].name)))
     return [file for _, file in found]
 
 
-def check_links(files: Files, found: Iterable[FoundFile]) -> None:
+def check_links(files: Files, found: Iterable[DirectoryEntry]) -> None:
     """Raise SourceError for a broken link, whose file is lost, and StorageError for a pipe, socket or device."""
     for file in found:
         if not file.size:
-            files.check_regular(file.path)
-        if not file.size and not files.exists(file.path):
+            files.check_regular(file.name)
+        if not file.size and not files.exists(file.name):
             raise SourceError(
-                f"{printable_url(files.url)}/{file.path} is a link that leads nowhere; restore the file that it names, "
+                f"{printable_url(files.url)}/{file.name} is a link that leads nowhere; restore the file that it names, "
                 "or remove it"
             )
 
@@ -139,7 +128,7 @@ class ImageFolderImporter:
         digest = hashlib.sha256()
         has_states = True
         for folder in self._find_classes().values():
-            for path, size, state in self._images(folder):
+            for path, _, size, state in self._images(folder):
                 has_states &= state is not None
                 digest.update(f"{path}\0{size}\0{state}\0".encode(errors="surrogatepass"))
         return [(digest.hexdigest() if has_states else None,)]
@@ -157,7 +146,7 @@ class ImageFolderImporter:
             if position + len(found) > start:
                 for image in found[max(0, start - position) :]:
                     meta = {"label": self._labels[name], "class": name}
-                    yield Item(path=image.path, length=image.size, meta=meta, revision=image.state)
+                    yield Item(path=image.name, length=image.size, meta=meta, revision=image.state)
             position += len(found)
 
     def total(self) -> int | None:
@@ -186,8 +175,8 @@ class ImageFolderImporter:
         self._labels = {name: label for label, name in enumerate(names)}
         return present
 
-    def _images(self, name: str) -> list[FoundFile]:
-        found = [file for file in files_below(self._files, name) if file.path.lower().endswith(self._endings)]
+    def _images(self, name: str) -> list[DirectoryEntry]:
+        found = [file for file in files_below(self._files, name) if file.name.lower().endswith(self._endings)]
         if not found:
             raise SourceError(
                 f"{self.root}/{name} holds no image; a class needs at least one file that ends with one of "

@@ -191,7 +191,7 @@ class ListingImporter:
         """Return the file, or those of the directory. Raises SourceError if there are none, or if it is partitioned."""
         if self._name:
             return [self._name]
-        url, paths = printable_url(self._files.url), sorted(file.path for file in files_below(self._files, ""))
+        url, paths = printable_url(self._files.url), sorted(file.name for file in files_below(self._files, ""))
         check_no_log(self._files, {part for path in paths for part in path.split("/")})
         check_no_log_above(self._files)
         paths = [path for path in paths if not any(part.startswith(_NO_DATA) for part in path.split("/"))]
