@@ -291,7 +291,7 @@ class _Samples:
         self.is_webdataset = stored.variant.source.get("importer") == "webdataset"
         self._reader: Any
         if self.is_webdataset:
-            from torch_dpflow.datasets.opened import OpenedDataset  # it needs torch
+            from torch_dpflow.datasets.reader import OpenedDataset  # it needs torch
 
             self._reader = OpenedDataset(stored, read_options=read_options)
         else:

@@ -16,7 +16,7 @@ from torch_dpflow.datasets.importers.shards import ShardImporter
 from torch_dpflow.datasets.importers.sources import Source, SourceFiles, find_sources
 from torch_dpflow.datasets.importers.splits import check_no_split_folders
 from torch_dpflow.datasets.index_builder import open_index
-from torch_dpflow.datasets.opened import OpenedDataset
+from torch_dpflow.datasets.reader import OpenedDataset
 from torch_dpflow.datasets.row_files import index_directory
 from torch_dpflow.datasets.spec import ID_PATTERN
 from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, ReadOptions

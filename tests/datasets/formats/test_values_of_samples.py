@@ -21,7 +21,7 @@ from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.datasets import DatasetStore, Draft, open_dataset
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.importers.webdataset import PARTS
-from torch_dpflow.datasets.opened import OpenedDataset
+from torch_dpflow.datasets.reader import OpenedDataset
 from torch_dpflow.datasets.tables import TableDataset
 from torch_dpflow.datasets.views import Decoder
 from torch_dpflow.errors import DamagedStoreError, OptionError, SourceError

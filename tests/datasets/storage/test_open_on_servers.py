@@ -28,7 +28,7 @@ from torch_dpflow.datasets import open_dataset
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.sources import find_sources
 from torch_dpflow.datasets.index import Index
-from torch_dpflow.datasets.opened import OpenedDataset
+from torch_dpflow.datasets.reader import OpenedDataset
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.storage.file_systems import fsspec_options
 from torch_dpflow.datasets.tables import TableDataset
