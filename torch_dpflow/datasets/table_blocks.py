@@ -6,8 +6,7 @@ import io
 import os
 import struct
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 from torch_dpflow._core.lazy import imported
@@ -281,18 +280,30 @@ def local_path_of(file: SourceFile) -> str | None:
     return file.url.removeprefix("file://") if file.url.startswith("file://") else None
 
 
-@contextmanager
-def errors_of(file: SourceFile) -> Iterator[None]:
-    """Raise errors of Arrow and of the disk as a SourceError or StorageError that names the file."""
-    try:
-        yield
-    except Exception as error:
+class errors_of:
+    """Context manager that raises errors of Arrow and of the disk as a SourceError or StorageError that names the file.
+
+    By hand: `contextmanager` takes a tenth of the time of a row.
+    """
+
+    __slots__ = ("_file",)
+
+    def __init__(self, file: SourceFile) -> None:
+        self._file = file
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
         # Arrow raises OSError for damaged pages; our errors of storages are DPFlowErrors, and pass.
         if isinstance(error, pyarrow_with_formats().ArrowException) or type(error) is OSError:
-            raise SourceError(f"{printable_url(file.url)} cannot be read: {error}") from error
+            raise SourceError(f"{printable_url(self._file.url)} cannot be read: {error}") from error
         if isinstance(error, FileNotFoundError | PermissionError) and not isinstance(error, DPFlowError):
-            raise storage_error(ByteRange(printable_url(file.url)), error) from error
-        raise
+            raise storage_error(ByteRange(printable_url(self._file.url)), error) from error
 
 
 def pyarrow_with_formats() -> Any:

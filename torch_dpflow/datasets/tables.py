@@ -134,7 +134,7 @@ class TableDataset(Dataset[Any]):
         """
         count = len(self)
         numbers = np.array([_wrapped(operator.index(index), count) for index in indices], np.int64)
-        blocks = np.searchsorted(self._stops, numbers, side="right")
+        blocks = self._stops.searchsorted(numbers, side="right")
         rows = numbers - self._starts[blocks]
         positions: dict[int, list[int]] = {}
         wanted: dict[int, list[int]] = {}
