@@ -22,7 +22,6 @@ from torch_dpflow.remote.fleet.worker_states import (
     RejectWorker,
     StartWorker,
     StopWorker,
-    WorkerState,
 )
 from torch_dpflow.remote.launchers.contract import Accepted, Ended
 from torch_dpflow.workers.platform import End, Limits
@@ -153,7 +152,6 @@ class ScalingRun:
         if now - self._told_at >= HEARTBEAT_S:
             self._told = JobCounts(int(counts.taken), counts.stall_s, counts.reading_s)
             self._told_at = now
-        states = [one.state for one in self._fleet.workers]
         seen = FlowCounts(
             jobs=1,
             readings={"job": self._told},
@@ -164,7 +162,6 @@ class ScalingRun:
             worker_s=counts.worker_s,
             late_s=counts.stall_s,
             working=len(self._working),
-            coming=sum(one.is_expected or one is WorkerState.ON_DECK for one in states),
             refused=self._fleet.limited_by,
         )
         self._fleet.target(self._law(seen, now))

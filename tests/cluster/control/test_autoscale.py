@@ -80,7 +80,6 @@ class Flow:
             queued_s=self.worker_s * self.queued,
             processors=self.processors,
             working=self.working,
-            coming=len(self.coming),
             refused=self.refused,
         )
         self.latest = self.law.step(counts, self.now)

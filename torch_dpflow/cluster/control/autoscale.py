@@ -63,9 +63,8 @@ class FlowCounts(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: float = 0.0
     queued_s: float = 0.0
     processors: int = 0
-    #: Workers that are ready to work, and workers that have been started and are not ready yet.
+    #: Workers that are ready to work.
     working: int = 0
-    coming: int = 0
     #: Why the platform starts no more workers; empty if nothing limits it.
     refused: str = ""
 

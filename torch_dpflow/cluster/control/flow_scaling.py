@@ -26,7 +26,6 @@ from torch_dpflow.cluster.messages.coordinator import (
     WorkerSeconds,
 )
 from torch_dpflow.cluster.messages.node import ProcessView
-from torch_dpflow.ipc.messages.remote_worker import RemoteWorkerView
 
 #: Maximum number of jobs of a flow whose worker-seconds are kept.
 MAX_JOBS = 1024
@@ -37,8 +36,6 @@ STEP_S = 1.0
 LINGER_S = 2.0
 #: The limit of a flow that a shard's thread limits: see `page_figures.FLOW_LIMITS`.
 SHARD = "shard"
-#: States of remote workers that have been started and are not ready yet.
-_COMING = ("requested", "starting", "on deck")
 
 
 @dataclass
@@ -186,7 +183,7 @@ class FlowScaling:
         if router is None:
             return False  # no job can read
         flow.stepped_at = now
-        counts = counts_of(router, own, target=flow.law.target, processors=sum(hosts.values()))
+        counts = counts_of(router, own, processors=sum(hosts.values()))
         self._count(flow, own, counts)
         self.ended.observe(spec.instance, counts.readings, flow.limited_by, self._wall_clock())
         before = (flow.law.target, flow.shards.target, flow.limited_by)
@@ -287,20 +284,15 @@ def _serving(own: Sequence[ProcessView]) -> Shards:
     }
 
 
-def counts_of(router: ProcessView, own: Sequence[ProcessView], *, target: int, processors: int) -> FlowCounts:
+def counts_of(router: ProcessView, own: Sequence[ProcessView], *, processors: int) -> FlowCounts:
     """Return the figures of a flow, from the status of its processes.
 
-    target: the intended number of workers. processors: of the hosts that run shards.
+    processors: of the hosts that run shards.
     """
     workers = [view.status for view in own if view.role == "worker"]
     shards = [view.status for view in own if view.role == "shard"]
     readings = router.status.get("readings")
     known = readings if isinstance(readings, Mapping) else {}
-    working = int(_sum(shards, "working"))
-    has_platform = any("remote_workers" in status for status in shards)
-    members = [
-        one for status in shards for one in msgspec.convert(status.get("remote_workers", []), list[RemoteWorkerView])
-    ]
     return FlowCounts(
         jobs=int(_number(router.status, "jobs")),
         readings={
@@ -318,8 +310,7 @@ def counts_of(router: ProcessView, own: Sequence[ProcessView], *, target: int, p
         cpu_s=_sum(workers, "cpu_s"),
         queued_s=_sum(workers, "queued_s"),
         processors=processors if workers else 0,
-        working=working,
-        coming=sum(one.state in _COMING for one in members) if has_platform else max(0, target - working),
+        working=int(_sum(shards, "working")),
         refused=next((str(one["limited_by"]) for one in shards if one.get("limited_by")), ""),
     )
 
