@@ -50,6 +50,8 @@ class SingleProcessIterator(DeliveringIterator):
             self._runtime.epoch, self._runtime.progress = epoch, progress
             self._runtime.pending = None if isinstance(error, Exception) else pending
             raise
+        dataset = None if self._dataset_kind == DatasetKind.Iterable else self._dataset
+        self._timed_fetch = timed_fetch(self._clock, self._fetcher, dataset, batched=self._auto_collation)
         self._progress.dataset_state = self._dataset_state()
         if self._dataset_kind == DatasetKind.Iterable or self._progress.dataset_state is not None:
             self._progress.streams = self._progress.streams or [StreamState()]
@@ -97,8 +99,7 @@ class SingleProcessIterator(DeliveringIterator):
         before = EPOCH_HERE.get()
         try:
             EPOCH_HERE.set(self._progress.epoch)
-            dataset = None if self._dataset_kind == DatasetKind.Iterable else self._dataset
-            data = timed_fetch(self._clock, self._fetcher, due.index, dataset, batched=self._auto_collation)
+            data = self._timed_fetch(due.index)
             if (times := self._clock.take()) is not None:
                 meter = self._runtime.meter
                 meter.times.add(times)

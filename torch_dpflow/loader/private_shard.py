@@ -357,9 +357,9 @@ class PrivateShard:
         kind = FAILURE if isinstance(value, ExceptionWrapper) else finished.kind
         # The shard is about to send what the scheduler has assigned: other tasks are submitted after that.
         times, self._times = self._times, None
-        if kind != OPENED and part_of(task) in (0, UNDIVIDED):
-            whole = task - part_of(task)
-            self._arrived(whole, kind, value, finished.payload.nbytes, worker=worker, stream=stream, times=times)
+        part = part_of(task)
+        if kind != OPENED and part in (0, UNDIVIDED):
+            self._arrived(task - part, kind, value, finished.payload.nbytes, worker, stream, times)
             return
         self._notify(RowsArrived(task, worker, times, time.perf_counter()))
         if kind == OPENED:
@@ -377,14 +377,13 @@ class PrivateShard:
         kind: int,
         value: Any,
         size: int,
-        *,
         worker: int = -1,
         stream: StreamState | None = None,
         times: StageTimes | None = None,
     ) -> None:
-        if self._pin is not None and not isinstance(value, ExceptionWrapper):
+        if self._pin is not None and kind != FAILURE:
             value = self._pinned(value)
-        kind = FAILURE if isinstance(value, ExceptionWrapper) else kind
+            kind = FAILURE if isinstance(value, ExceptionWrapper) else kind
         self._notify(Arrived(task, worker, kind, value, stream, size, times, time.perf_counter()))
 
     def poisoned(self, task: int, workers: tuple[int, ...], late: int) -> None:

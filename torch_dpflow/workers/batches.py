@@ -133,6 +133,8 @@ class BatchSource:
         self._dataset = spec.dataset
         self._epoch: EpochSpec | None = None
         self._fetcher: Any = None
+        #: Loads the batch of these indices with the fetcher.
+        self._fetch: Callable[[Any], Any]
         self._broken: Any = None
         self._delivered = self._failed = 0
         self._pieces: PieceLoader | None = None
@@ -220,12 +222,6 @@ class BatchSource:
         assert self._epoch is not None
         seed_sample(self._epoch.base_seed, self._epoch.epoch, self._position, row)
 
-    def _fetch(self, index: Any) -> Any:
-        if isinstance(self._fetcher, ThreadedFetcher | SampleFetcher):
-            return self._fetcher.fetch(index)
-        dataset = None if self._iterable else self._dataset
-        return timed_fetch(self._clock, self._fetcher, index, dataset, batched=self._load_spec.auto_collation)
-
     def _begin_stream(self, stream: StreamState | None) -> None:
         """Make the fetcher at the stream's position, with the generators as they were there.
 
@@ -241,6 +237,11 @@ class BatchSource:
         else:
             self._fetcher = self._make_fetcher(stream)
             restore_rng(stream.rng)
+        if isinstance(self._fetcher, ThreadedFetcher | SampleFetcher):  # they measure by themselves
+            self._fetch = self._fetcher.fetch
+        else:
+            dataset, batched = None if self._iterable else self._dataset, self._load_spec.auto_collation
+            self._fetch = timed_fetch(self._clock, self._fetcher, dataset, batched=batched)
 
     def _make_fetcher(self, stream: StreamState | None) -> Any:
         spec = self._load_spec
@@ -390,14 +391,18 @@ class ThreadedFetcher:
         return self._collate_fn(samples)
 
 
-def timed_fetch(clock: StageClock, fetcher: Any, index: Any, dataset: Any, *, batched: bool) -> Any:
-    """Return `fetcher.fetch(index)` of torch's fetcher, measured.
+def timed_fetch(clock: StageClock, fetcher: Any, dataset: Any, *, batched: bool) -> Callable[[Any], Any]:
+    """Return `fetch` of torch's fetcher, measured.
 
     dataset: that of a map-style fetcher, else None. batched: whether the fetcher collates samples.
     """
-    one_by_one = batched and not getattr(dataset, "__getitems__", None)
-    samples = samples_in(index) if batched else 1
-    return clock.fetch(fetcher, index, one_by_one=one_by_one, samples=samples, is_whole=dataset is not None)
+    one_by_one, is_whole = batched and not getattr(dataset, "__getitems__", None), dataset is not None
+
+    def fetch(index: Any) -> Any:
+        samples = samples_in(index) if batched else 1
+        return clock.fetch(fetcher, index, one_by_one=one_by_one, samples=samples, is_whole=is_whole)
+
+    return fetch
 
 
 def failure(worker: int, *, dataset: Any = None, index: Any = None) -> ExceptionWrapper:

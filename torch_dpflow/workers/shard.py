@@ -294,16 +294,16 @@ class Shard:
         worker = _worker_of(peer)
         if (known := self._admitted(worker, peer)) is not None:
             known.starting_since = None
-            self._note_answer(worker)
+            self._note_answer(worker, known)
             self._apply(self._scheduler.handle(AddWorker(worker, self._clock())))
 
     def _on_begun(self, peer: bytes, frames: list[memoryview]) -> None:
         if len(frames) != 1:
             raise MessageError(f"a WorkerBegun has {len(frames)} frames after it; one belongs there")
         worker = _worker_of(peer)
-        if self._admitted(worker, peer) is not None:
+        if (known := self._admitted(worker, peer)) is not None:
             self._requester.begun(worker, frames[0])
-            self._note_answer(worker)
+            self._note_answer(worker, known)
 
     def _exchange(self, peer: bytes, exchange: Exchange, frames: list[memoryview]) -> None:
         worker = _worker_of(peer)
@@ -311,7 +311,7 @@ class Shard:
         if known is None:
             # It was reported as lost and its tasks are requeued.
             return
-        self._note_answer(worker)
+        self._note_answer(worker, known)
         if known.starting_since is not None:  # it is fetching the dataset, and lives
             known.starting_since = self._clock()
             return
@@ -371,12 +371,11 @@ class Shard:
         known.is_behind, known.is_quiet = False, True
         self._send(worker, [encode(EpochBegin()), self._requester.epoch_for(worker)])
 
-    def _note_answer(self, worker: int) -> None:
+    def _note_answer(self, worker: int, known: _Admitted) -> None:
         """Record that a worker has read what it was sent; send it the epoch that waited for that."""
-        if (known := self._workers.get(worker)) is not None:
-            known.is_quiet = False
-            if known.is_behind:
-                self._send_epoch(worker)
+        known.is_quiet = False
+        if known.is_behind:
+            self._send_epoch(worker)
 
     def _admitted(self, worker: int, peer: bytes) -> _Admitted | None:
         """Return the worker with this number, if it has this connection."""
