@@ -14,7 +14,7 @@ from torch_dpflow._core.torch_private import collate, default_collate_fn_map
 
 
 def collate_channels_last(samples: list[Any]) -> Any:
-    """Collate like torch's `default_collate`, but keep images pixel by pixel, as a batch in `torch.channels_last`.
+    """Collate like torch's `default_collate`, but keep images stored pixel by pixel in `torch.channels_last`.
 
     The shape is the same, (images, channels, height, width). Such a batch is copied three times as fast as one whose
     pixels are sorted into planes, and suits convolutions on GPUs. Tensors of other layouts, and all other values, are

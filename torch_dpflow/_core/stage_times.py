@@ -110,7 +110,7 @@ class StageTimes(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         return StageTimes(**{name: getattr(self, name) for name in _STAGES}, counts=self.counts.copy())
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Return the buckets of Prometheus: a bound for each power of 2 seconds, and the samples up to it."""
+        """Return Prometheus buckets: for each power of 2 seconds, the number of samples that took up to this time."""
         bounds = range(MIN_POWER + 1, MAX_POWER)
         ends = [(repr(2.0**power), (power - MIN_POWER) * PER_DOUBLING) for power in bounds] + [("+Inf", BUCKETS)]
         return [(bound, sum(count for bucket, count in self.counts.items() if bucket < end)) for bound, end in ends]

@@ -85,16 +85,16 @@ class ALSDCache(Dataset[Any]):
     Each process has its own cache: a forked worker starts with its parent's samples, any other worker or a pickle
     starts empty. Under torch's loader use `persistent_workers=True`, or the workers' caches end with the epoch.
 
-    Without `sampler`, "alsd" assumes that every sample is read once in an epoch, and keeps those not read in this one.
-    With it, samples whose next use is farthest are evicted. The sampler must draw in the process that reads: a copy in
-    a worker has no position in the epoch, and DynaGCSSampler has no lookahead there.
+    Without `sampler`, "alsd" assumes that every sample is read once per epoch, and keeps the samples that this epoch
+    has not read yet. With `sampler`, it evicts the samples whose next use is farthest. The sampler must draw in the
+    process that reads: in a worker, its copy has no position in the epoch, and DynaGCSSampler has no lookahead.
 
     If the dataset has a length, an integer is a position: a negative one counts from the end, and one outside raises
-    IndexError. Any other index is a key of its own; one that cannot be hashed is passed to the dataset, and its sample
-    is not kept.
+    IndexError. Any other index is a separate key; an index that cannot be hashed is passed to the dataset, and
+    its sample is not kept.
 
     After a change of the dataset's content call `clear()` in each process that reads it, or make a new cache. Only a
-    change of its length and a new `dataset` are detected; they drop all samples and counts.
+    change of its length or a new `dataset` is detected. Either drops all samples and resets the counts.
 
     Args:
         dataset: a map-style dataset; its `__getitems__` is used if it has one.
@@ -102,7 +102,7 @@ class ALSDCache(Dataset[Any]):
         policy: "alsd", "alsd-mean", "use-distance", "refcnt", "lru", "lfu" or "minio".
         transform: applied to each returned sample; its result is not kept.
         sampler: the sampler that draws the indices, if it has a method `lookahead()`.
-        copy: False keeps and returns the dataset's own objects, which must not be written to then.
+        copy: False keeps and returns the dataset's objects without a copy. Do not write to them then.
 
     Raises:
         OptionError: `capacity` or `policy` is not allowed.

@@ -138,7 +138,7 @@ class Policy(ABC):
     def admit_many(self, keys: Keys, sizes: Sizes | None = None) -> npt.NDArray[np.int64]:
         """Offer loaded keys together; returns the keys to drop, which may include some of `keys`.
 
-        `sizes`: bytes of each key, None for 1 each. A repeated key counts once, with its last size.
+        `sizes`: bytes of each key; None: size 1 for each. A repeated key counts once, with its last size.
         """
         check_keys(keys)
         if sizes is not None:

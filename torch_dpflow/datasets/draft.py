@@ -135,10 +135,10 @@ class Draft:
         return written
 
     def check_variants(self, names: Iterable[str]) -> None:
-        """Check that this version has unfinished imports of these variants only.
+        """Check that no other variant of this version has an unfinished import.
 
         Raises:
-            OptionError: there is another one, of an earlier run or of one that runs now.
+            OptionError: another variant has one, from an earlier run or a run in progress.
         """
         others = sorted({child.name for child in self._files.children(self._folder)} - set(names))
         if others:

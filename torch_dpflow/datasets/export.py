@@ -95,26 +95,25 @@ def export(
     """Write all samples of a variant, in order, as files that other libraries read.
 
     The files are equal in every run. Each appears whole or not at all. Call it again to continue an export that was
-    killed: files that are there are kept, except on a storage that cannot rename, where they are written again. Several
-    variants may be exported to one directory. One file is in memory at
-    a time.
+    killed: existing files are kept, except on a storage that cannot rename, where they are written again. Several
+    variants may be exported to one directory. One file is in memory at a time.
 
     Args:
         stored: a variant from `DatasetStore.open`.
         target: the directory, also a URL.
-        format: "webdataset": `train-000000.tar`, … Samples that came from WebDataset keep keys and members. Others have
-            their number as key, a member with their bytes, and their annotations as `json`. "parquet":
+        format: "webdataset": `train-000000.tar`, … Samples that came from WebDataset keep keys and members. Others
+            get their number as key, a member with their bytes, and a member `json` with the annotations. "parquet":
             `train-00000-of-00042.parquet`, …, with a column of structs (bytes, path) as HuggingFace has for images, and
-            one for each annotation. Fields that a sample lacks are null. It needs pyarrow.
-        main: the ending of the member, or the name of the column, with the samples' bytes. None: for WebDataset the
-            ending of the path, or one found by the first bytes, else "bin"; for Parquet "image" or "data".
-        samples_per_file: samples of a file; None: by `file_size`.
+            a column for each annotation. Fields that a sample lacks are null. It needs pyarrow.
+        main: extension of the member, or name of the column, with the samples' bytes. None: for WebDataset the path's
+            extension, or one that fits the first bytes, else "bin"; for Parquet "image" or "data".
+        samples_per_file: number of samples in a file; None: limited by `file_size`.
         file_size: bytes of samples after which a file ends, such as "256MiB", at most 4 GiB.
         row_group_size: bytes of samples after which a row group of Parquet ends, at most 1 GiB.
         annotations: "columns", or "json": one column of JSON texts, for annotations without a common type.
         options: fsspec's options for the target.
         read_options: timeouts and retries of reading samples and writing files.
-        progress: called with the number of samples that are written, or kept.
+        progress: called with the number of samples that were written or kept so far.
 
     Raises:
         OptionError, OptionTypeError: an option is not allowed; the target has other files of these names; sizes of

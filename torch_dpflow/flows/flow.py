@@ -182,12 +182,12 @@ class DataLoadFlow:
 
     @property
     def cacheable(self) -> int:
-        """The number of stages, from the first on, whose output may be kept."""
+        """The number of leading stages whose output may be cached."""
         kept = [stage.cache == "always" for stage in self._stages]
         return kept.index(False) if False in kept else len(kept)
 
     def prepare_read(self, reader: DataLoadFlowReader[Read_co]) -> Read_co:
-        """Build the flow; `reader` determines where it runs. Raises as the reader's `read`."""
+        """Build the flow; `reader` determines where it runs. Raises the errors of `reader.read`."""
         if isinstance(reader, type) or not callable(working(reader, "read")):
             raise OptionTypeError(
                 f"reader={reader!r:.80} cannot build a flow; give a reader, such as LocalDataLoadFlowReader(store)"

@@ -242,7 +242,7 @@ class DataClient:
         return self.dataset(stored).__getitems__([self._number(stored, index) for index in indices])
 
     def close(self) -> None:
-        """Close opened datasets; the client may be used again."""
+        """Close the opened datasets. The client can be used again."""
         for dataset in self._datasets.values():
             dataset.close()
         self._datasets = {}

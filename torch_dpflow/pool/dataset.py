@@ -72,7 +72,7 @@ class PoolSamples:
         self._reading.get().announce(self._plan, order, spread, extends)
 
     def close(self) -> None:
-        """Close this process's connections. It may be used again."""
+        """Close this process's connections. The next read opens them again."""
         reading = self._reading.drop()
         if reading is not None:
             reading.close()

@@ -281,8 +281,8 @@ class SamplingGroup(ABC):
         """Return what is known of the job's future reads, for cache policies. Draws nothing.
 
         Args:
-            horizon: return at most so many of the next samples, and neither members nor the next epoch, so that the
-                cost does not grow with the epoch. None: return all.
+            horizon: maximum number of next samples to return. Members and the next epoch are then left out, so that
+                the cost does not grow with the epoch. None: return everything.
 
         Raises:
             UsageError: the job is no member, or its first epoch was not started.

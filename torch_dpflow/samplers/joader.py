@@ -21,11 +21,12 @@ from torch_dpflow.samplers.group import Member
 
 
 class JoaderGroup(BufferedGroup):
-    """If a job's buffer is short, rounds of the sampling tree fill it, and all other buffers with less than a batch.
+    """Sampling group of Joader: jobs draw common samples in rounds of a sampling tree.
 
-    Jobs share while they have about equally many samples left, because the ratio of what two jobs have
-    left is the probability that the second follows the first. Each epoch of each job is uniform. At most
-    256 jobs.
+    When a job's buffer is short, rounds fill it, and all other buffers that contain less than a batch.
+
+    Two jobs share most while they have about the same number of samples left: the ratio of these numbers is the
+    probability that the second job draws the first one's sample. Each epoch of each job is uniform. At most 256 jobs.
 
     Cost: O(jobs * cells) for a round, which gives each job one sample; O(size) for the start of an epoch.
     """

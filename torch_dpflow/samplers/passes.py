@@ -20,7 +20,7 @@ _NOTHING: IndexArray = np.empty(0, np.int64)
 class RankShares:
     """Shares of an epoch of `length` samples for `replicas` ranks, by DistributedSampler's rule.
 
-    With `drop_last` the tail is dropped; otherwise the order is repeated from its start until it is even.
+    If the order does not divide evenly, `drop_last` drops its tail; otherwise samples from its start are appended.
     """
 
     length: int

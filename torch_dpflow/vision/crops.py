@@ -73,7 +73,7 @@ def random_resized_crop_params(height: int, width: int, scale: Range = SCALE, ra
     """Draw the box of torchvision's `RandomResizedCrop`, bit for bit, with the same draws from torch's generator.
 
     Args:
-        height, width: of the image, in pixels.
+        height, width: size of the image, in pixels.
         scale: the crop's part of the area, minimum and maximum.
         ratio: its width over its height, minimum and maximum.
     """
@@ -115,7 +115,7 @@ def decode_random_resized_crop(
 
     Args:
         source: the path of a file, or its bytes.
-        size: of the output: a side in pixels, or (height, width).
+        size: size of the output: a side in pixels, or (height, width).
         scale, ratio: as in `random_resized_crop_params`.
 
     Raises:
@@ -139,13 +139,13 @@ def decode_random_resized_crops(
 ) -> torch.Tensor:
     """Decode random parts of several images: uint8 RGB, (images, 3, height, width), in `torch.channels_last`.
 
-    The draws are those of `decode_random_resized_crop` of one image after the other. It takes less processor time:
-    files are read and boxes drawn before anything is decoded, so the decoder's pixels do not evict that code from the
-    processor's caches.
+    The crops are the same as if `decode_random_resized_crop` were called for one image after the other. This takes less
+    processor time: all files are read and all boxes drawn before the first image is decoded, so the decoder's pixels do
+    not evict that code from the processor's caches.
 
     Args:
-        sources, size, scale, ratio: as of `decode_random_resized_crop`.
-        lend: returns memory of so many bytes for the result, or None; None: the result has memory of its own.
+        sources, size, scale, ratio: as in `decode_random_resized_crop`.
+        lend: function that returns memory of the given size for the result, or None; None: allocate new memory.
     """
     crops = _empty(len(sources), _pair(size), lend)
     for first in range(0, len(sources), _GROUP):

@@ -67,13 +67,13 @@ class Lambda:
 
     Args:
         function: its name or ARN, with an alias or version behind a colon.
-        region: empty: as AWS's own settings say.
-        lifetime: after how long a worker is replaced, as "14m" or a number of seconds.
-        max_workers: maximum workers at once; required, since each is billed.
-        memory: of the deployed function, as "2GiB"; Lambda gives processors with it, one for 1.77 GB.
-        role: the ARN of the deployed function's role; it has to allow a function in a VPC.
-        vpc: of the deployed function: `subnets` and `security_groups`, lists of their ids.
-        price_per_hour: of a worker, for reports.
+        region: the function's region; empty: from AWS's settings.
+        lifetime: time after which a worker is replaced, such as "14m", or a number of seconds.
+        max_workers: maximum number of concurrent workers; required, since each is billed.
+        memory: memory of the deployed function, such as "2GiB"; Lambda adds one processor for each 1.77 GB.
+        role: ARN of the deployed function's role, which must allow a function in a VPC.
+        vpc: VPC of the deployed function: `subnets` and `security_groups`, lists of ids.
+        price_per_hour: price of a worker, for reports.
 
     Raises:
         OptionError: a value is out of range.

@@ -137,13 +137,13 @@ class NodeGroups:
 
     Args:
         cluster: the nodes' cluster, by `cluster_of`.
-        address: where it listens, TCP.
-        keys: the content of its connection file, with the keys of services. It is not printed.
-        count: of groups.
-        image: of their container, in a registry that the region reaches.
-        vswitch, security_group: of the network of the cluster and its jobs.
-        cpu, memory_gib: of each, for all its workers, and for the samples that its shards keep.
-        spot: whether the platform may end them at any time, for a lower price.
+        address: the cluster's TCP address.
+        keys: content of the cluster's connection file, with the keys of services. It is not printed.
+        count: number of groups.
+        image: image of the groups' container, in a registry that the region reaches.
+        vswitch, security_group: network of the cluster and its jobs.
+        cpu, memory_gib: size of each group, for all its workers and the samples that its shards keep.
+        spot: whether the platform may end the groups at any time, for a lower price.
 
     Raises:
         OptionError: a value is not possible.

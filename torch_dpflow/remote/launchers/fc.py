@@ -49,7 +49,7 @@ class FunctionControl(AlibabaClient):
     Args:
         region: as "cn-hangzhou".
         endpoint: `http(s)://HOST[:PORT]` of the control plane; empty: the region's.
-        function: its name.
+        function: the name of the function.
 
     Raises:
         MissingExtraError: the vendor's client is not installed.
@@ -176,19 +176,19 @@ _LISTEN = (
 class FunctionCompute:
     """`platform="fc"`: workers as invocations of a function, which `dpflow deploy fc` creates. They are billed.
 
-    Credentials come from where the vendor's own client looks: ALIBABA_CLOUD_ACCESS_KEY_ID and its companions, its
-    files, the machine's role.
+    Credentials are found as by the vendor's client: in ALIBABA_CLOUD_ACCESS_KEY_ID and related variables, in the
+    client's files, or from the machine's role.
 
     Args:
-        max_workers: maximum at once, over all that this loader or cluster runs; required.
-        region: of the function.
-        function: its name.
-        cpu, memory: of each worker, of which memory is "2GiB" or a number of bytes: 1 to 4 GiB for each CPU.
-        lifetime: after how long a worker is replaced, as "1h" or seconds, at most a day.
-        role: whose rights the workers have, as "acs:ram::123:role/dpflow-data"; empty: none.
-        vpc: where they run: `id`, `vswitches`, `security_group`; empty: in no VPC.
-        endpoint: of the control plane, `https://HOST`; empty: the region's.
-        price_per_hour: of a worker, for reports.
+        max_workers: maximum number of concurrent workers of this loader or cluster; required.
+        region: the function's region.
+        function: the name of the function.
+        cpu, memory: CPUs and memory of each worker. Memory: "2GiB" or a number of bytes, 1 to 4 GiB for each CPU.
+        lifetime: time after which a worker is replaced, such as "1h", or seconds; at most a day.
+        role: role whose rights the workers have, such as "acs:ram::123:role/dpflow-data"; empty: none.
+        vpc: VPC of the workers: `id`, `vswitches`, `security_group`; empty: no VPC.
+        endpoint: address of the control plane, `https://HOST`; empty: the region's.
+        price_per_hour: price of a worker, for reports.
 
     Raises:
         OptionError: a value is out of range.

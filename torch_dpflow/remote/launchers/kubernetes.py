@@ -59,18 +59,18 @@ class Kubernetes:
     Pods have to reach this process, which therefore runs in the cluster, or where its pods' addresses are routed.
 
     Args:
-        image: of the pods, with torch_dpflow and torch; `dpflow image` writes what it is built from.
-        namespace: where they are created; empty: the kubeconfig's, or this pod's own.
-        requests: of each, as {"cpu": "1", "memory": "2Gi"}; its limits too, except the processors.
-        node_selector: labels of the nodes on which they may run.
-        service_account: of the pods; empty: the namespace's default one, and no token is mounted.
-        user: the id under which they run; nothing in them needs to be root.
-        lifetime: after how long a worker is replaced, as "12h" or a number of seconds.
-        max_workers: maximum workers at once; 0: no limit.
-        context: of the kubeconfig; empty: its current one.
+        image: image of the pods, with torch_dpflow and torch; `dpflow image` writes its Dockerfile.
+        namespace: namespace of the pods; empty: the kubeconfig's, or this pod's.
+        requests: resources of each pod, such as {"cpu": "1", "memory": "2Gi"}; also its limits, except for "cpu".
+        node_selector: labels of the nodes on which the pods may run.
+        service_account: account of the pods; empty: the namespace's default account, without a mounted token.
+        user: user id of the pods' processes; root is not needed.
+        lifetime: time after which a worker is replaced, such as "12h", or a number of seconds.
+        max_workers: maximum number of concurrent workers; 0: no limit.
+        context: context of the kubeconfig; empty: the current one.
         pod, container: additions to the spec of a pod and of its container, as Kubernetes writes it: tolerations and
             volumes, volumeMounts and envFrom. Lists are appended to the existing ones.
-        price_per_hour: of a worker, for reports.
+        price_per_hour: price of a worker, for reports.
 
     Raises:
         OptionError: a value is out of range.

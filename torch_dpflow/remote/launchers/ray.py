@@ -74,13 +74,13 @@ class Ray:
     needs additional capacity. It ends with the process that has started it.
 
     Args:
-        cpus: of each actor; fractions are allowed.
-        memory: that Ray reserves for each actor, as "2GiB" or a number of bytes; empty: none.
-        resources: of each actor, of the cluster's own kinds.
-        address: of the cluster, as "10.0.0.5:6379"; empty: of this process's, else `RAY_ADDRESS`, else of this host's.
-        runtime_env: Ray's option, of each actor. With "working_dir" or "py_modules", the user's modules are not sent as
-            well.
-        wait_s: after how long an actor counts as refused if the cluster is full and the actor does not run, seconds.
+        cpus: CPUs of each actor; fractions are allowed.
+        memory: memory that Ray reserves for each actor, such as "2GiB", or a number of bytes; empty: none.
+        resources: custom resources of each actor, as defined in the Ray cluster.
+        address: the Ray cluster's address, such as "10.0.0.5:6379"; empty: the cluster of this process, else that of
+            `RAY_ADDRESS`, else that of this host.
+        runtime_env: Ray's option, for each actor. With "working_dir" or "py_modules", the user's modules are not sent.
+        wait_s: seconds after which an actor counts as refused if it does not run because the cluster is full.
             Raise it for a slow `runtime_env`, and for an autoscaler, which adds nodes for waiting actors. Without an
             autoscaler the loader fails after this time if no node can hold an actor.
 
