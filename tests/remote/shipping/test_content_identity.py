@@ -6,9 +6,11 @@ import argparse
 import copy
 import dataclasses
 import functools
+import importlib
 import io
 import json
 import pickle
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -177,11 +179,12 @@ HOLDERS: list[Callable[[Any], Any]] = [
 ]
 
 
-KNOWN = identify({"dataset": Held(0)}, code=None)
+#: Without what own modules have set, which is compared in addition: here, all pairs and strategies of this file.
+KNOWN = dataclasses.replace(identify({"dataset": Held(0)}, code=None), reached=frozenset())
 
 
 def digest(obj: Any) -> dict[str, PartDigest]:
-    """Return the parts of an object, without the parts of files."""
+    """Return the parts of an object, without those of own modules."""
     return identify({"dataset": obj}, like=KNOWN).parts
 
 
@@ -350,3 +353,77 @@ def test_another_version_of_an_installed_package_is_named(tmp_path: Path) -> Non
         "package:tiny-tinymods": "1.0 here, 1.1 in the flow",
         "package:tiny-tinypack": "1.0 here, 1.1 in the flow",
     }
+
+
+OWN = """
+import enum
+from typing import Optional
+T = int
+def by(value, size=3, *, name="a") -> Optional[T]:
+    "Read."
+    return value * size
+def other(value): return value
+def listed(value, of=[1]): return of
+def outer():
+    x = 1
+    def inner(): return x
+    return inner
+inner = outer()
+class K:
+    def read(self, at: T = 1): return at
+"""
+#: Changes of a module after which a digest that was kept must not be used.
+CHANGES = """
+m.by.__code__ = m.other.__code__.replace(co_name='by')
+m.by.__defaults__ = (4,)
+m.by.__defaults__ = (3.0,)
+m.by.__defaults__ = (bytearray(b'a'),)
+m.by.__defaults__ = None
+m.by.__kwdefaults__['name'] = 'b'
+m.by.__kwdefaults__ = {'name': 'b'}
+m.by.__kwdefaults__ = None
+m.by.__doc__ = 'Write.'
+m.by.__name__ = 'to'
+m.by.__qualname__ = 'K.by'
+m.by.__module__ = 'another'
+m.by.__annotations__['value'] = int
+m.by.__annotations__['return'] = str
+m.by.__annotations__ = {}
+m.by.scale = 2
+m.by = m.other
+m.by = lambda value: value
+m.by = types.FunctionType(m.by.__code__, {**vars(m)}, 'by', m.by.__defaults__)
+del m.by
+m.by, m.other = m.other, m.by
+m.T = float
+m.Optional = list
+m.listed.__defaults__[0].append(2)
+m.inner.__closure__[0].cell_contents = 2
+m.K.read.__defaults__ = (2,)
+m.K.read = m.other
+m.K.read.__annotations__['at'] = str
+m.K.more = m.by
+del m.K.read
+m.K = type('K', (), {})
+m.more = m.other
+m.__doc__ = 'Module.'
+""".strip().splitlines()
+
+
+def test_what_an_earlier_epoch_found_is_not_used_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for number, change in enumerate(CHANGES):
+        name = f"own_settled_{number}"
+        (tmp_path / f"{name}.py").write_text(OWN)
+        module = importlib.import_module(name)
+        before = identify({"dataset": [module.by, module.K]})
+        assert before.settled[name].functions.keys() == {".by", ".other", ".outer", ".K.read"}
+        assert identify({"dataset": [module.by, module.K]}, like=before).parts == before.parts
+        roots = {"dataset": [module.by, module.K]}
+        exec(change, {"__name__": "changes", "m": module, "types": types})
+        parts = identify(roots, like=before).parts
+        assert parts == identify(roots, like=dataclasses.replace(before, settled={})).parts, change
+        assert differences(parts, before.parts, ()), change
+        del sys.modules[name]

@@ -123,7 +123,7 @@ class Walk:
         """Return whether two objects have one value; 1 is not 1.0."""
         if type(one) is not type(other):
             return False
-        if type(one) in ATOMS and not self.folder:
+        if type(one) in ATOMS and (one is other or not self.folder or type(one) is not str):
             return repr(one) == repr(other)
         return self.digest_apart(one).digest == self.digest_apart(other).digest
 

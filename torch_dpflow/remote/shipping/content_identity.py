@@ -25,6 +25,7 @@ from torch_dpflow.options import Code
 from torch_dpflow.remote.shipping.canonical import Walk
 from torch_dpflow.remote.shipping.code_bundle import CodeBundle, OwnFiles
 from torch_dpflow.remote.shipping.content_pack import ScriptPickler, script_by_value
+from torch_dpflow.remote.shipping.own_settled import Settled
 from torch_dpflow.remote.shipping.own_source import OwnCode, own_code
 from torch_dpflow.remote.shipping.own_state import OwnState, own_state, set_members
 from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, flatten, merged
@@ -51,6 +52,8 @@ class ContentIdentity:
     own: OwnCode = field(default=OwnCode({}, {}), repr=False)
     reached: frozenset[str] = frozenset()
     packages: Mapping[str, PartNode] = field(default_factory=dict, repr=False)
+    #: By module, functions that need not be compared again as long as they are what they were.
+    settled: dict[str, Settled] = field(default_factory=dict, repr=False)
 
 
 def identify(
@@ -84,15 +87,16 @@ def _identify(
     patterns = tuple(map(_canonical, ignore or ()))
     if like is not None:
         walk = _walk(roots, bulk, like.sent_arguments)
-        members = set_members(walk, like.own, like.reached)
+        members = set_members(walk, like.own, like.reached, like.settled)
         return replace(like, parts=_listed(walk, like.own, like.reached, members, like.packages, patterns))
     walk = _walk(roots, bulk, None)
-    bundle, own, reached, members = _own_modules(walk, code)
+    settled: dict[str, Settled] = {}
+    bundle, own, reached, members = _own_modules(walk, code, settled)
     sent: frozenset[str] | None = None
     if walk.has_arguments and (ignore is None or len(ignore)) and code is not None and not walk.lends_arguments:
         sent = frozenset(walk.names).union(*(own.sources[name].names for name in reached))
         walk = _walk(roots, bulk, sent)
-        members = set_members(walk, own, reached)
+        members = set_members(walk, own, reached, settled)
     packages = _distributions(walk, own, reached, sent=() if bundle is None else own.sources)
     return ContentIdentity(
         _listed(walk, own, reached, members, packages, patterns),
@@ -103,6 +107,7 @@ def _identify(
         own,
         reached,
         packages,
+        settled,
     )
 
 
@@ -110,12 +115,15 @@ def state_of(roots: Mapping[str, Any], code: Code) -> OwnState:
     """Return what the workers of a private loader are sent of own modules, in addition to their files."""
     with script_by_value():
         walk = _walk(roots, Bulk(), None)
-        _, own, _, _ = _own_modules(walk, code)
-        members = set_members(walk, own, frozenset(own.sources))
+        settled: dict[str, Settled] = {}
+        _, own, _, _ = _own_modules(walk, code, settled)
+        members = set_members(walk, own, frozenset(own.sources), settled)
         return own_state(members, own.sources, frozenset(), None)
 
 
-def _own_modules(walk: Walk, code: Code) -> tuple[CodeBundle | None, OwnCode, frozenset[str], Members]:
+def _own_modules(
+    walk: Walk, code: Code, settled: dict[str, Settled]
+) -> tuple[CodeBundle | None, OwnCode, frozenset[str], Members]:
     """Return the user's own modules: files, which of them workers can import, and what they have set."""
     paths = () if code == "auto" or code is None else code
     files = OwnFiles(paths, is_sent=code is not None)
@@ -128,7 +136,7 @@ def _own_modules(walk: Walk, code: Code) -> tuple[CodeBundle | None, OwnCode, fr
         if code is None:  # workers have the files, of any version
             bundle, own = None, OwnCode({}, own.sources)
         reached = frozenset(own.sources) if paths else own.reached(walk.modules, names)
-        members = set_members(walk, own, reached)
+        members = set_members(walk, own, reached, settled)
         if len(walk.modules) + len(walk.names) == before:  # else their values refer to other modules
             return bundle, own, reached, members
 

@@ -230,8 +230,8 @@ class _Checked(MetaPathFinder):
             return []
         module, sent = sys.modules[name], state.members[name]
         walk, source = Walk(ScriptPickler(io.BytesIO()), bulk=Bulk()), _source_of(module)
-        here = members_not_as_file(walk, name, module, source)
         members = dict(members_of(name, module))
+        here = members_not_as_file(walk, name, module, source, members)
         replaced = [*(done or ())]
         for path in dict.fromkeys((*sent, *here)):  # attributes are added in the order of the script
             wanted = sent.get(path)

@@ -38,8 +38,7 @@ def labels_not_as_file(module: Any, members: Mapping[str, Any], source: OwnSourc
             labels = {"__doc__": definition.__doc__, "__annotations__": definition.__annotations__}
             yield from _texts(path, labels, vars(module), source)
             yield from _order(path, [*vars(definition)], source)
-    submodules = {f"{module.__name__}.{name}" for name in vars(module)} & sys.modules.keys()
-    names = [name for name in vars(module) if f"{module.__name__}.{name}" not in submodules]
+    names = [name for name in vars(module) if f"{module.__name__}.{name}" not in sys.modules]
     yield from _order("", [name for name in names if name not in NO_VARIABLES], source)
 
 
@@ -79,7 +78,8 @@ def _order(path: str, names: list[str], source: OwnSource) -> Iterator[tuple[str
     present = [name for name in names if not (name.startswith("_") and name.endswith("_"))]
     defined = dict.fromkeys(source.order.get(path, ()))
     others = [name for name in present if name not in defined]
-    is_in_order = [name for name in present if name in defined] == [name for name in defined if name in {*present}]
+    here = {*present}
+    is_in_order = [name for name in present if name in defined] == [name for name in defined if name in here]
     if not is_in_order or len(others) > 1 or (others and present[-1:] != others):
         yield f"{path}.{ORDER}", tuple(present)
 

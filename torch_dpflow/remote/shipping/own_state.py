@@ -14,6 +14,7 @@ import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch_dpflow.ipc.serialization import SCRIPT
@@ -22,9 +23,10 @@ from torch_dpflow.remote.shipping.code_digest import code_digest
 from torch_dpflow.remote.shipping.content_pack import can_pack
 from torch_dpflow.remote.shipping.modules import is_own_path
 from torch_dpflow.remote.shipping.own_labels import labels_not_as_file
+from torch_dpflow.remote.shipping.own_settled import SETTLED, Settled
 from torch_dpflow.remote.shipping.own_source import COMPUTED, OwnCode, OwnSource
 from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, whole
-from torch_dpflow.remote.shipping.pickled_parts import NO_MEMBERS, content_of_cell
+from torch_dpflow.remote.shipping.pickled_parts import NO_MEMBERS, content_of_cell, is_its_dict
 from torch_dpflow.remote.shipping.reducers import NO_VARIABLES, LruCache
 from torch_dpflow.remote.shipping.values import is_harmless, is_mutable
 
@@ -68,6 +70,11 @@ class ModuleMember(NamedTuple):
     definition: Any = None
 
 
+#: Stands for a function that is as its file defines it.
+_SETTLED = ModuleMember(None, None, SETTLED)
+_NONE: Mapping[str, types.FunctionType] = types.MappingProxyType({})
+
+
 class SetMember(NamedTuple):
     """A member that counts by its value. digest: empty if it cannot be compared."""
 
@@ -101,13 +108,23 @@ class OwnState:
         return [f"{name}{path}" for name, of in self.members.items() for path, one in of.items() if not one.digest]
 
 
-def set_members(walk: Walk, code: OwnCode, modules: Collection[str]) -> dict[str, dict[str, tuple[PartNode, Any]]]:
-    """Return the members of loaded modules, with their values; without members that certainly are as in the files."""
-    found = {}
-    loaded = [name for name in sorted(modules) if name in sys.modules]
-    for name in loaded:
-        found[name] = members_not_as_file(walk, name, sys.modules[name], code.sources[name])
-    for (name, path), first in shared_members(loaded).items():
+def set_members(
+    walk: Walk, code: OwnCode, modules: Collection[str], settled: dict[str, Settled]
+) -> dict[str, dict[str, tuple[PartNode, Any]]]:
+    """Return the members of loaded modules, with their values; without members that certainly are as in the files.
+
+    settled: by module, what an earlier call has found; updated.
+    """
+    found, members = {}, dict[str, Mapping[str, ModuleMember]]()
+    for name in sorted(modules & sys.modules.keys()):
+        module, source, known = sys.modules[name], code.sources[name], settled.get(name)
+        if known is None or not known.holds(module, source):
+            known = None
+        members[name] = dict(members_of(name, module, {} if known is None else known.functions))
+        found[name] = members_not_as_file(walk, name, module, source, members[name])
+        if known is None:
+            settled[name] = Settled.of(module, source, members[name], found[name])
+    for (name, path), first in shared_members(members).items():
         if not origins(path, code.sources[name]):
             found[name][f"{path}{SAME}"] = (PartNode(digest_of("".join(first).encode()), "".join(first)), NotSent)
     walk.run()
@@ -118,22 +135,16 @@ def set_members(walk: Walk, code: OwnCode, modules: Collection[str]) -> dict[str
 SAME = "(is)"
 
 
-def shared_members(modules: Iterable[str]) -> dict[tuple[str, str], tuple[str, str]]:
+def shared_members(modules: Mapping[str, Mapping[str, ModuleMember]]) -> dict[tuple[str, str], tuple[str, str]]:
     """Return members that are the same object as an earlier member, by module and path, with that member."""
     first: dict[int, tuple[str, str]] = {}
     found = {}
-    for name in modules:
-        for path, member in members_of(name, sys.modules[name]):
-            if (
-                not member.kind
-                and is_mutable(member.value)
-                and first.setdefault(id(member.value), (name, path))
-                != (
-                    name,
-                    path,
-                )
-            ):
-                found[name, path] = first[id(member.value)]
+    for name, members in modules.items():
+        for path, member in members.items():
+            if not member.kind and is_mutable(member.value):
+                before = first.setdefault(id(member.value), (name, path))
+                if before != (name, path):
+                    found[name, path] = before
     return found
 
 
@@ -152,7 +163,8 @@ def own_state(
             for path, (part, value) in of.items()
         }
     script = frozenset(name for name in vars(sys.modules["__main__"]) if not name.startswith("__"))
-    shared = {"".join(one): "".join(first) for one, first in shared_members(sorted(members)).items()}
+    present = {name: dict(members_of(name, sys.modules[name])) for name in sorted(members)}
+    shared = {"".join(one): "".join(first) for one, first in shared_members(present).items()}
     return OwnState(sent, others, script, ignore, shared, dict(placed_modules(own)))
 
 
@@ -168,13 +180,13 @@ def _ids_of_replaced(values: Iterable[Any]) -> frozenset[int]:
 
 
 def members_not_as_file(
-    walk: Walk, name: str, module: types.ModuleType, source: OwnSource
+    walk: Walk, name: str, module: types.ModuleType, source: OwnSource, members: Mapping[str, ModuleMember]
 ) -> dict[str, tuple[PartNode, Any]]:
-    members = dict(members_of(name, module))
+    """Return what is not provably as the file defines it. members: of the module, as `members_of` has them."""
     found = {}
     walk.read_from(_folder_of(name, module))
     for path, member in members.items():
-        if not _is_as_file(walk, path, member, module, source):
+        if member.kind != SETTLED and not _is_as_file(walk, path, member, module, source):
             value, sent = member.value, member.value
             if member.kind == "function" and _is_replaced(path, member.definition, module, source):
                 value = value[0], *map(_unnamed, _functions_of(member.definition))
@@ -184,9 +196,13 @@ def members_not_as_file(
             elif member.kind or is_harmless(type(value)):  # type: ignore[arg-type]
                 sent = NotSent
             found[path] = (walk.digest_apart(value), sent)
-    for path in {*source.literals, *source.imported, *source.kinds, *source.bases} - members.keys():
-        outer = path.rpartition(".")[0]
-        if "(" not in path and (not outer or (outer in members and members[outer].kind == "class")):
+    for path in chain(source.literals, source.imported, source.kinds, source.bases):
+        if path in members:
+            continue
+        function, _, default = path.partition("(")
+        outer = function if default else path.rpartition(".")[0]
+        holder = members.get(outer, _SETTLED)
+        if not outer or holder.kind == "class" or (holder.kind == "function" and default and outer not in found):
             found[path] = (PartNode(digest_of(b"deleted"), "deleted"), Deleted)
     for path, value in labels_not_as_file(module, members, source):
         found[path] = (walk.digest_apart(value), value)
@@ -239,18 +255,29 @@ def _folder_of(name: str, module: types.ModuleType) -> str:
 # ---- what a module has
 
 
-def members_of(name: str, module: Any) -> Iterator[tuple[str, ModuleMember]]:
-    """Yield what a module has, by path: variables, and what its functions and classes consist of."""
+def members_of(
+    name: str, module: Any, settled: Mapping[str, types.FunctionType] = _NONE
+) -> Iterator[tuple[str, ModuleMember]]:
+    """Yield what a module has, by path: variables, and what its functions and classes consist of.
+
+    settled: functions, by path, that are yielded as one member each.
+    """
     if not isinstance(module, types.ModuleType):  # an object in the place of the module
         yield "", ModuleMember(module, None, "object")
         return
     for variable, value in [*vars(module).items()]:
         if variable in NO_VARIABLES or value is sys.modules.get(f"{name}.{variable}", COMPUTED):
             continue
-        yield from _members(name, f".{variable}", value, functools.partial(set_attribute, module, variable))
+        path = f".{variable}"
+        if settled.get(path, COMPUTED) is value:
+            yield path, _SETTLED
+        else:
+            yield from _members(name, path, value, functools.partial(set_attribute, module, variable), settled)
 
 
-def _members(module: str, path: str, value: Any, put: Callable[[Any], object]) -> Iterator[tuple[str, ModuleMember]]:
+def _members(
+    module: str, path: str, value: Any, put: Callable[[Any], object], settled: Mapping[str, types.FunctionType]
+) -> Iterator[tuple[str, ModuleMember]]:
     functions = _functions_of(value)
     if isinstance(value, type) and (value.__module__, f".{value.__qualname__}") == (module, path):
         yield path, ModuleMember((type(value), *value.__bases__), put, "class", value)
@@ -260,8 +287,11 @@ def _members(module: str, path: str, value: Any, put: Callable[[Any], object]) -
                     if not (attribute.startswith("_") and attribute.endswith("_")):
                         put = functools.partial(setattr, inner, attribute)
                         yield f"{path}.{name}.{attribute}", ModuleMember(inside, put)
-            if not isinstance(inner, _SLOTS) and name not in _DERIVED and not name.startswith("_abc_"):
-                yield from _members(module, f"{path}.{name}", inner, functools.partial(set_attribute, value, name))
+            if settled.get(f"{path}.{name}", COMPUTED) is inner:
+                yield f"{path}.{name}", _SETTLED
+            elif not isinstance(inner, _SLOTS) and name not in _DERIVED and not name.startswith("_abc_"):
+                set_inner = functools.partial(set_attribute, value, name)
+                yield from _members(module, f"{path}.{name}", inner, set_inner, settled)
     elif functions and all(_is_here(one, module, path) for one in functions):
         kind = "function" if isinstance(value, types.FunctionType) else type(value).__name__
         if isinstance(value, LruCache):
@@ -348,20 +378,11 @@ def set_attribute(holder: Any, name: str, value: Any) -> None:
         present.update(value)
     elif type(present) is type(value) is list:
         present[:] = value
-    elif type(present) is type(value) and type(value).__module__ != "builtins" and _is_its_dict(value):
+    elif type(present) is type(value) and type(value).__module__ != "builtins" and is_its_dict(value):
         vars(present).clear()
         vars(present).update(vars(value))
     else:
         setattr(holder, name, value)
-
-
-def _is_its_dict(value: Any) -> bool:
-    """Return whether an object is pickled as its `__dict__`, and nothing else."""
-    try:
-        _, arguments, *state = value.__reduce_ex__(4)[:3]
-        return bool(vars(value)) and len(arguments) == 1 and state == [vars(value)] and not isinstance(value, type)
-    except Exception:
-        return False
 
 
 def _set_function(functions: Sequence[types.FunctionType], put: Callable[[Any], object], value: Any) -> None:

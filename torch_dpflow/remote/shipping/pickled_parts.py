@@ -43,6 +43,15 @@ def is_split(obj: Any, state: Any) -> bool:
     return type(state) is tuple and len(state) == 2 and all(type(one) in (dict, types.NoneType) for one in state)
 
 
+def is_its_dict(value: Any) -> bool:
+    """Return whether an object is pickled as its `__dict__`, and nothing else."""
+    try:
+        _, arguments, *state = value.__reduce_ex__(4)[:3]
+        return bool(vars(value)) and len(arguments) == 1 and state == [vars(value)] and not isinstance(value, type)
+    except Exception:
+        return False
+
+
 def cached_properties(kind: type) -> set[str]:
     return {
         name
