@@ -91,7 +91,11 @@ def test_samples_with_rows_that_repeat_them_are_read_in_place(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("chunk", "changes", "says"),
     [
-        (lambda first, count: with_rows(count), {}, "has rows in Arrow's format and no samples beside them"),
+        (
+            lambda first, count: with_rows(count),
+            {},
+            "has rows in Arrow's format .* with a tensor, an array or an image among",
+        ),
         (
             lambda first, count: b"LDFZ01\0\0" + bytes(100),
             {"compression": "zstd", "compression_level": "batch"},

@@ -231,7 +231,7 @@ class LitDataImporter(PackedImporter):
         if offsets[0] == offsets[-1]:
             raise SourceError(
                 f"{url} has rows in Arrow's format and no samples beside them, and rows cannot be read one by one; "
-                "write Parquet, or samples with a tensor, an array or bytes among their values"
+                "write Parquet, or samples with a tensor, an array or an image among their values"
             )
 
 
