@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -337,3 +338,20 @@ def test_out_of_order_each_sample_comes_once() -> None:
 def test_sample_seeding_needs_one_thread() -> None:
     with pytest.raises(ValueError, match="seeding='sample' with read_threads=2"):
         LoaderOptions(seeding="sample", read_threads=2)
+
+
+class Noted(Samples):
+    """Samples that are containers with an attribute."""
+
+    def __getitem__(self, index: int) -> Any:
+        sample = OrderedDict(label=index)
+        sample.note = index  # type: ignore[attr-defined]
+        return sample
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_attributes_of_containers_are_those_of_the_first_sample(workers: int, opened: list[int]) -> None:
+    batches = [*DPFlowDataLoader(Noted(), ROWS, num_workers=workers)]
+    assert [batch.note for batch in batches] == [*range(0, 6 * ROWS, ROWS)]
+    assert torch.cat([batch["label"] for batch in batches]).tolist() == [*range(6 * ROWS)]
+    assert not opened

@@ -172,7 +172,7 @@ class PieceLoader:
             return None
         leaves: list[Any] = []
         with suppress(Exception):  # raised again, by all samples
-            leaves, structure = tree_flatten(self._collate(samples))
+            leaves, structure = tree_flatten(self._collate(samples), is_leaf=_has_attributes)
         if not leaves or not all(_is_row_wise(leaf, len(samples)) for leaf in leaves):
             self._opens = False
             return None
@@ -232,6 +232,11 @@ class PieceLoader:
                     return False
                 place.copy_(leaf)
         return True
+
+
+def _has_attributes(value: Any) -> bool:
+    """Return whether a container, such as an OrderedDict, has attributes, which flattening it would lose."""
+    return type(value) is not torch.Tensor and bool(getattr(value, "__dict__", None))
 
 
 def _is_row_wise(leaf: Any, rows: int) -> bool:
