@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import closing
 from multiprocessing.context import ForkServerProcess
@@ -32,7 +33,16 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 def serve(folder: str, number: int) -> None:
     """A server with room for a third of the set: with one gone, the others have room for nearly all."""
     address, leader = Path(folder, f"s{number}"), Path(folder, "s0")
-    DataServer(12 << 10, address, join=leader if number else None).serve()
+    try:
+        DataServer(12 << 10, address, join=leader if number else None).serve()
+    except BaseException:
+        ended(folder, number).write_text(traceback.format_exc())
+        raise
+
+
+def ended(folder: str | Path, number: int) -> Path:
+    """The file with the error that ended a server."""
+    return Path(folder, f"ended-{number}")
 
 
 def read_epochs(folder: str, number: int, store: str, epochs: list[int], problems: list[str]) -> None:
@@ -73,9 +83,11 @@ class Pool:
         return process
 
     def signal(self, number: int, what: signal.Signals) -> None:
-        pid = self.servers[number].pid
-        assert pid is not None
-        os.kill(pid, what)
+        """Send a signal to a server. One that has ended without any is the fault that is looked for."""
+        server, error = self.servers[number], ended(self.folder, number)
+        assert server.is_alive(), (number, server.exitcode, error.read_text() if error.exists() else "no error")
+        assert server.pid is not None
+        os.kill(server.pid, what)
 
     def kill(self, number: int) -> None:
         """It is killed, and another begins at its address, with empty memory."""

@@ -34,6 +34,8 @@ from torch_dpflow.errors import ChecksumError, OptionError, OptionTypeError, Sto
 
 COUNT = 40
 BLOCK = 4096
+#: The objects of the store, once they are published: copied to each test's server.
+_OBJECTS: dict[str, StoredObject] = {}
 
 
 @pytest.fixture
@@ -44,8 +46,13 @@ def directory(tmp_path: Path) -> Path:
 @pytest.fixture
 def stored(s3_endpoint: str, oss: OSSServer) -> Iterator[Any]:
     """After the S3 server, which has fsspec's thread started once for all."""
-    store = DatasetStore.create(f"oss://{BUCKET}/datasets", **oss.storage_options())
-    yield publish(store, Numbered(COUNT))
+    url, options = f"oss://{BUCKET}/datasets", oss.storage_options()
+    if not _OBJECTS:
+        publish(DatasetStore.create(url, **options), Numbered(COUNT))
+        _OBJECTS.update(oss.buckets.page(BUCKET, prefix="", delimiter="", after="", limit=1000).objects)
+    for key, one in _OBJECTS.items():
+        oss.buckets.put(BUCKET, key, one)
+    yield DatasetStore(url, **options).open("core/numbers:v1:train")
     files = fsspec.filesystem("oss", **oss.storage_options())
     files._session.session.close()
     type(files).clear_instance_cache()
