@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import types
 import zipfile
@@ -194,7 +195,8 @@ class _SourceReader:
                 found.annotations.setdefault(prefix, {})[_mangled(one.target.id, prefix)] = _annotation(one.annotation)
             if isinstance(one, ast.ClassDef):
                 inner = self.body(one.body, f"{prefix}.{one.name}")
-                header = ast.ClassDef(**{**vars(one), "body": [_PASS]})
+                header = copy.copy(one)
+                header.body = [_PASS]
                 part = PartNode(digest_of(self._statement(header), inner.own), "class", inner.parts)
                 found.bases[f"{prefix}.{one.name}"] = [*map(_dotted, one.bases)]
             else:

@@ -51,7 +51,7 @@ _PLAIN_KINDS = frozenset("biufcSUmM")
 @functools.lru_cache(maxsize=4096)
 def is_harmless(kind: type) -> bool:
     """Return whether objects of a type count by their type only."""
-    if kind.__module__.partition(".")[0] not in sys.stdlib_module_names:
+    if str(kind.__module__).partition(".")[0] not in sys.stdlib_module_names:
         return False
     return any(base.__qualname__ in _HARMLESS.get(base.__module__, ()) for base in kind.__mro__)
 
@@ -65,7 +65,7 @@ def is_mutable(value: Any) -> bool:
     if isinstance(value, _MUTABLE) or type(value) is object:
         return True
     kind = type(value)
-    if isinstance(value, _NO_OBJECTS) or kind.__module__.partition(".")[0] in sys.stdlib_module_names:
+    if isinstance(value, _NO_OBJECTS) or str(kind.__module__).partition(".")[0] in sys.stdlib_module_names:
         return False
     return hasattr(value, "__dict__") or kind.__name__ in ("ndarray", "Tensor")
 
