@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, default_collate
 
-from tests.loader_cases import assert_same, seed_everything
+from tests.loader_cases import assert_same, patiently, seed_everything
 from torch_dpflow import DPFlowDataLoader
-from torch_dpflow.errors import MessageError
+from torch_dpflow.errors import LoaderTimeoutError, MessageError
 from torch_dpflow.ipc.messages.headers import BATCH, FAILURE, OPENED, BufferSpan, PayloadTable
 from torch_dpflow.ipc.serialization.codec import encode
 from torch_dpflow.loader import open_batches
@@ -137,6 +138,15 @@ def test_all_workers_load_one_batch() -> None:
 
     pids = torch.cat(read(Pids(length=20 * ROWS)))
     assert max(len(set(part.tolist())) for part in pids.split(ROWS)) > 1
+
+
+def test_rows_of_a_late_batch_do_not_begin_its_wait_again(opened: list[int]) -> None:
+    rows = iter(loader(Samples(ROWS, at=lambda index: time.sleep(0.15)), 2, timeout=1, options=BY_SAMPLE))
+    with pytest.raises(LoaderTimeoutError, match="it waits for"):
+        next(rows)
+    assert opened
+    (batch,) = patiently(rows)
+    assert batch["label"].tolist() == [*range(ROWS)]
 
 
 def test_subsets_are_divided(opened: list[int]) -> None:

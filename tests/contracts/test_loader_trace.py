@@ -49,7 +49,7 @@ if sys.argv[2] == "killed":
 
 def run(tmp_path: Path, how: str, **environment: str) -> list[dict[str, Any]]:
     path = tmp_path / "trace.json"
-    path.write_text("of an earlier run" * 1000)
+    path.write_text(json.dumps([{"name": "of an earlier run"}] * 1000, indent=0))
     environment = {**os.environ, "DPFLOW_TRACE": str(path), "PYTHONPATH": str(ROOT), **environment}
     subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "mark"), how], env=environment, check=how != "killed", timeout=120
@@ -109,6 +109,30 @@ def test_times_of_threads_are_drawn_within_the_time_that_passed(tmp_path: Path) 
     spans = {(one["name"], one["args"].get("batch")): one for one in events if one["name"] == "batch"}
     assert (spans["batch", 1]["ts"], spans["batch", 1]["dur"]) == (100e6, 20e6)
     assert [one["args"]["seconds"] for one in events if one["name"] == "read"] == [30.0] * 3
+
+
+def test_the_first_batch_of_a_worker_begins_no_earlier_than_its_epoch(tmp_path: Path) -> None:
+    file = TraceFile(str(tmp_path / "trace.json"))
+    one = LoaderTrace(file, "Rows")
+    one.epoch(0, file._began)
+    one.loaded(0, 0, StageTimes(read_s=30.0, counts={80: 4}), file._began + 10)  # by threads
+    file.close()
+    events = json.loads((tmp_path / "trace.json").read_text())
+    assert [(one["ts"], one["dur"]) for one in events if one["name"] == "batch"] == [(0, 10e6)]
+
+
+def test_only_a_trace_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("import torch\n")
+    with pytest.raises(OSError, match="is no trace"):
+        TraceFile(str(path))
+    assert path.read_text() == "import torch\n"
+    for events in ([], [{"ph": "i"}], []):
+        path = tmp_path / "trace.json"
+        file = TraceFile(str(path))
+        file.add(*events)
+        file.close()
+        assert json.loads(path.read_text()) == events
 
 
 def test_a_file_is_bounded_and_valid_after_each_write(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -34,6 +34,8 @@ MAX_EVENTS, MAX_AGE_S = 1000, 1.0
 TRAINING = 0
 
 _END = b"\n]\n"
+#: Of files that may be replaced: an empty one, and traces without and with events.
+_BEGINNINGS = (b"", b"[\n]", b"[\n{")
 
 
 def trace(loader: Any) -> None:
@@ -42,7 +44,7 @@ def trace(loader: Any) -> None:
     Ranks of torchrun write files with their own names: `trace.json` becomes `trace-rank1.json`. If another process
     writes the file, a warning is logged and nothing is traced.
 
-    Raises OptionError: the file cannot be written.
+    Raises OptionError: the file cannot be written, or is no trace.
     """
     if get_worker_info() is not None:
         return  # the loader that has started this process is traced
@@ -80,6 +82,8 @@ class TraceFile:
             if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
                 raise OSError("it is no regular file")
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.pread(self._descriptor, 3, 0) not in _BEGINNINGS:
+                raise OSError("this file exists and is no trace: remove it, or name another")
             os.ftruncate(self._descriptor, 0)
             self._put(b"[", 0)
         except BaseException:
@@ -153,12 +157,12 @@ class LoaderTrace:
         self._number = file.new_loader()
         #: When the latest event of each track ended, by `time.perf_counter`.
         self._ends: dict[int, float] = {}
-        self._epoch = 0
+        self._epoch, self._epoch_began = 0, 0.0
         file.add(self._named("process_name", TRAINING, f"loader {self._number}: {name}"))
 
     def epoch(self, epoch: int, at: float) -> None:
         """Add the start of an iteration."""
-        self._epoch = epoch
+        self._epoch, self._epoch_began = epoch, at
         self._track(TRAINING)
         self._ends[TRAINING] = at
         self._mark(TRAINING, "epoch", at, {"epoch": epoch})
@@ -197,7 +201,7 @@ class LoaderTrace:
 
     def _track(self, track: int) -> None:
         if track not in self._ends:
-            self._ends[track] = 0.0 if track else time.perf_counter()
+            self._ends[track] = self._epoch_began if track else time.perf_counter()
             name = "training loop" if track == TRAINING else f"worker {track - 1}"
             self._file.add(self._named("thread_name", track, name))
 

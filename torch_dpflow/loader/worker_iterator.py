@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections.abc import Callable
 from multiprocessing.util import Finalize
@@ -325,17 +326,21 @@ class WorkerIterator(DeliveringIterator):
             self._handle(event)
 
     def _await_event(self) -> None:
-        """Wait for an event, and handle it."""
-        assert self._shard is not None
-        if self._has_idle_worker and self._limit.may_grow(len(self._in_flight) + 1, self._largest, self._max_in_flight):
-            # A worker is idle because the due batch is late: load more batches meanwhile.
-            self._plan_one()
-        event = self._shard.wait(self._timeout or None)
-        if event is None:
-            waiting = self._in_flight.first_waiting()
-            late = "" if waiting is None or waiting.index is None else f"; it waits for {described(waiting.index)}"
-            raise LoaderTimeoutError(f"DataLoader timed out after {self._timeout} seconds{late}")
-        self._handle(event)
+        """Wait for an event, and handle it. Rows of a batch and an idle worker do not begin the wait again."""
+        until = time.monotonic() + self._timeout if self._timeout else math.inf
+        event: Event | None = WorkerIdle()
+        while isinstance(event, RowsArrived | WorkerIdle):
+            assert self._shard is not None
+            in_flight = len(self._in_flight)
+            if self._has_idle_worker and self._limit.may_grow(in_flight + 1, self._largest, self._max_in_flight):
+                # A worker is idle because the due batch is late: load more batches meanwhile.
+                self._plan_one()
+            event = self._shard.wait(max(until - time.monotonic(), 0.0) if self._timeout else None)
+            if event is None:
+                waiting = self._in_flight.first_waiting()
+                late = "" if waiting is None or waiting.index is None else f"; it waits for {described(waiting.index)}"
+                raise LoaderTimeoutError(f"DataLoader timed out after {self._timeout} seconds{late}")
+            self._handle(event)
 
     def _handle(self, event: Event) -> None:
         match event:

@@ -367,7 +367,10 @@ def test_a_profile_that_does_not_exist_is_told(
 
 
 @pytest.mark.parametrize("fault", [Fault.HANG, Fault.RESET])
-def test_a_listing_that_is_not_answered_is_told(oss: OSSServer, oss_address: Address, fault: Fault) -> None:
+def test_a_listing_that_is_not_answered_is_told(
+    oss: OSSServer, oss_address: Address, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch_dpflow.datasets.files._LISTING_DEADLINES", 1)
     url, options = oss_address
     DatasetStore.create(url, **options)
     limit_s = 3.0 if fault is Fault.HANG else 60.0
