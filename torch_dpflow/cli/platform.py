@@ -10,8 +10,8 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 
+from torch_dpflow._core.decoding import converted
 from torch_dpflow.cli.cluster_views import address_option, ask_views, connect, print_costs, print_remote_workers
 from torch_dpflow.cli.common import json_option, to_json
 from torch_dpflow.cluster.messages.coordinator import FlowView
@@ -147,7 +147,7 @@ def _list_cluster_workers(address: str, *, as_json: bool) -> None:
     with connect(address) as coordinator:
         flows, processes = ask_views(coordinator)
     remote = {
-        view.id: msgspec.convert(view.status["remote_workers"], list[RemoteWorkerView])
+        view.id: converted(view.status["remote_workers"], list[RemoteWorkerView])
         for view in processes
         if "remote_workers" in view.status
     }

@@ -55,8 +55,8 @@ class FileFormat(Protocol):
     def begin(self, first: ExportSample) -> None:
         """Take notice of the first sample of all. Raises SourceError if the format cannot hold the annotations."""
 
-    def is_unchanged(self) -> bool:
-        """Return whether files look as at `begin`, after further samples were observed."""
+    def difference(self) -> str:
+        """Return what has another layout than at `begin`, after further samples were observed; empty if nothing has."""
 
     def name(self, variant: str, number: int, count: int) -> str:
         """Return the name of file `number`, from 0."""

@@ -160,11 +160,14 @@ class ParquetFiles:
         metadata = {"huggingface": json.dumps(features)} if is_image else None
         self._schema = pa.schema([(self._main, content), *columns], metadata=metadata)
 
-    def is_unchanged(self) -> bool:
-        return self._as_json or (
-            [field.name for field in self._schema][1:] == [*self._columns]
-            and all(self._schema.field(name).type == column.arrow(name) for name, column in self._columns.items())
-        )
+    def difference(self) -> str:
+        first = {field.name: field.type for field in self._schema}
+        for name, column in self._columns.items():
+            if name not in first:
+                return f"the annotation {name!r}, which the first file lacks"
+            if first[name] != (kind := column.arrow(name)):
+                return f"the annotation {name!r} of type {kind}, which is {first[name]} in the first file"
+        return ""
 
     def name(self, variant: str, number: int, count: int) -> str:
         return f"{variant}-{number:05d}-of-{count:05d}.parquet"

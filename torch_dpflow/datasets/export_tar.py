@@ -73,8 +73,8 @@ class TarFiles:
     def begin(self, first: ExportSample) -> None:
         """Do nothing: each sample has its own members."""
 
-    def is_unchanged(self) -> bool:
-        return True
+    def difference(self) -> str:
+        return ""
 
     def name(self, variant: str, number: int, count: int) -> str:
         return f"{variant}-{number:06d}.tar"

@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from torch_dpflow._core.decoding import json_decoder
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.row_files import index_directory, map_file, written
 from torch_dpflow.datasets.rows import Rows
@@ -151,7 +152,7 @@ def _tables(data: mmap.mmap, name: str) -> tuple[Sequence[int], Sequence[int], D
         if (kind, size) == (KIND, len(data)) and zlib.crc32(data[at:]) == crc:
             view = memoryview(data)
             middle, stop = at + 8 * (parts + 1), at + 8 * (2 * parts + 1)
-            description = msgspec.json.decode(data[size - described :], type=Description)
+            description = json_decoder(Description).decode(data[size - described :])
             return view[at:middle].cast("q"), view[middle:stop].cast("q"), description
     except (struct.error, msgspec.MsgspecError, TypeError):
         pass

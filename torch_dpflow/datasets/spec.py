@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from torch_dpflow._core.checks import TOO_DEEP, check_json, is_too_deep, may_be_too_deep
+from torch_dpflow._core.decoding import json_decoder
 from torch_dpflow.datasets.storage.base import CHECKSUM_PATTERN, sha256_of
 from torch_dpflow.datasets.storage.states import STATE_PATTERN
 from torch_dpflow.datasets.storage.urls import join_url
@@ -56,7 +57,7 @@ _REVISION_OF_FORMAT_2 = '"[!#-~]+"|[A-Z][a-z]{2}, .* GMT'
 
 #: Errors of decoding bytes that are not the expected JSON.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-_FIELDS = msgspec.json.Decoder(dict[str, Any])
+_FIELDS: msgspec.json.Decoder[dict[str, Any]] = json_decoder(dict[str, Any])
 
 WholeNumber = Annotated[int, msgspec.Meta(ge=0)]
 DatasetId = Annotated[str, msgspec.Meta(pattern=ID_PATTERN, description="namespace/name")]
@@ -342,13 +343,14 @@ def decode_file(data: bytes, kind: type[_Kind], name: str) -> _Kind:
     try:
         if kind is not DatasetShardMeta:  # whose samples are decoded one by one
             check_json(data)
-        header = msgspec.json.decode(data, type=_FileHeader)
+        header = json_decoder(_FileHeader).decode(data)
         newest = SHARD_FORMAT if kind is DatasetShardMeta else FORMAT
         if header.format > newest:
             raise NewerFormatError(
                 f"{name} has format {header.format}; this release reads up to {newest}: update torch_dpflow"
             )
-        return msgspec.json.decode(data, type=kind)
+        found: _Kind = json_decoder(kind).decode(data)
+        return found
     except _UNREADABLE as error:
         raise DamagedStoreError(f"{name} is no {kind.__struct_config__.tag} file: {error}") from error
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from torch_dpflow._core.decoding import converted
 from torch_dpflow.epoch.encoding import HeldObjects, as_text, from_text, packed, unpacked
 from torch_dpflow.epoch.rng import RngState
 from torch_dpflow.errors import StateError
@@ -156,7 +157,7 @@ class LoaderState:
         try:
             own = {name: unpacked(state[name], objects) for name in _OWN}
             streams = [one | {"dataset": unpacked(one["dataset"], objects)} for one in state["streams"]]
-            loaded = msgspec.convert(state | own | {"streams": streams}, cls)
+            loaded = converted(state | own | {"streams": streams}, cls)
         except (msgspec.ValidationError, TypeError, KeyError) as error:
             raise StateError(f"the state is damaged: {error}") from error
         loaded._check()

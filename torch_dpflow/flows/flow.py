@@ -17,6 +17,7 @@ import cloudpickle
 import msgspec
 
 from torch_dpflow._core.checks import check_int, check_json, check_type, working
+from torch_dpflow._core.decoding import json_decoder
 from torch_dpflow._version import __version__
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.spec import DatasetRef
@@ -354,10 +355,11 @@ def _unpickled(code: bytes, url: str) -> Any:
 def _record(line: bytes, url: str) -> FlowRecord:
     try:
         check_json(line)
-        found = msgspec.json.decode(line, type=_Format).format
+        found = json_decoder(_Format).decode(line).format
         if found > _FORMAT:
             raise NewerFormatError(f"{url} has format {found}; this release reads up to {_FORMAT}: update torch_dpflow")
-        return msgspec.json.decode(line, type=FlowRecord)
+        record: FlowRecord = json_decoder(FlowRecord).decode(line)
+        return record
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedStoreError(f"{url} is no file of a flow: {error}") from error
 

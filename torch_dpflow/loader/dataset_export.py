@@ -157,10 +157,10 @@ def _observe(kind: FileFormat, samples: Sequence[ExportSample], *, is_first: boo
         kind.observe(sample.number, msgspec.json.decode(sample.annotations))
     if is_first:
         kind.begin(samples[0])
-    elif not kind.is_unchanged():
+    elif difference := kind.difference():
         raise SourceError(
-            f"samples {samples[0].number} to {samples[-1].number} have annotations that the first file lacks, "
-            "or of other types; give annotations='json', or encode= that returns the same fields for all samples"
+            f"samples {samples[0].number} to {samples[-1].number} have {difference}; give an empty directory and "
+            "annotations='json', or encode= that returns the same fields and types for all samples"
         )
 
 

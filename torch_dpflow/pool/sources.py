@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_dpflow._core.checks import check_type
+from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.index import Index
 from torch_dpflow.datasets.sample_reader import Sample, SampleReader, SampleTable
@@ -45,7 +46,7 @@ _INDEX_STRIPE = 1000
 _CONCURRENCY = 64
 #: Attempts of a read before its samples count as failed and are read again later.
 _ATTEMPTS = 5
-_SOURCES: msgspec.msgpack.Decoder[AnySource] = msgspec.msgpack.Decoder(AnySource)
+_SOURCES: msgspec.msgpack.Decoder[AnySource] = msgpack_decoder(AnySource)
 
 
 class RecordReader(Protocol):

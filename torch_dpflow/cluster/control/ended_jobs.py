@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import msgspec
 
+from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow.cluster.control.autoscale import JobCounts
 from torch_dpflow.cluster.messages.coordinator import MAX_ENDED, EndedJob
 
@@ -28,7 +29,7 @@ class EndedJobs:
         self._seen: dict[str, tuple[Mapping[str, JobCounts], str]] = {}
         self._has_changed = False
         with suppress(msgspec.MsgspecError):  # of another release: it is for display only
-            self._ended |= {(one.flow, one.job): one for one in msgspec.msgpack.decode(packed, type=list[EndedJob])}
+            self._ended |= {(one.flow, one.job): one for one in msgpack_decoder(list[EndedJob]).decode(packed)}
 
     @property
     def views(self) -> list[EndedJob]:

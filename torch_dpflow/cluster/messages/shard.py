@@ -8,6 +8,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._core.stage_times import StageTimes
 from torch_dpflow.cluster.messages.coordinator import FlowSpec
 from torch_dpflow.cluster.messages.router import JobId
@@ -112,7 +113,7 @@ class _TaskHeader(msgspec.Struct, array_like=True, gc=False):
     sizes: list[int]
 
 
-_decoder = msgspec.msgpack.Decoder(_TaskHeader)
+_decoder = msgpack_decoder(_TaskHeader)
 
 
 class SampleTask(NamedTuple):

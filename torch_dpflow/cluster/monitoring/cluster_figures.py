@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from torch_dpflow._core.decoding import converted
 from torch_dpflow._core.stage_times import StageTimes, total_of
 from torch_dpflow.cluster.control.flow_registry import FlowState
 from torch_dpflow.cluster.messages.coordinator import FlowView
@@ -236,7 +237,7 @@ def _sum(figures: Sequence[ShardFigures]) -> ShardFigures:
 
 def _times_of(status: dict[str, Any]) -> StageTimes:
     try:
-        return msgspec.convert(status.get("times", []), StageTimes)
+        return converted(status.get("times", []), StageTimes)
     except msgspec.ValidationError:
         return StageTimes()  # a figure for display: that of a later release is no error
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from torch_dpflow._core.decoding import converted
 from torch_dpflow.cluster.control.ended_jobs import LITTLE_STALL
 from torch_dpflow.cluster.control.supervision import UP
 from torch_dpflow.cluster.messages.coordinator import FlowView
@@ -209,7 +210,7 @@ def _flow_of(id: str) -> str:
 
 def _remote_workers_of(status: dict[str, Any]) -> list[RemoteWorkerView]:
     try:
-        return msgspec.convert(status.get("remote_workers", []), list[RemoteWorkerView])
+        return converted(status.get("remote_workers", []), list[RemoteWorkerView])
     except msgspec.ValidationError:
         return []  # a figure for display: that of a later release is no error
 

@@ -26,6 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from torch_dpflow._core.decoding import json_decoder
 from torch_dpflow.cluster.monitoring.page_access import PageAuthenticator, PagePlace
 from torch_dpflow.cluster.monitoring.page_figures import Observation
 from torch_dpflow.cluster.monitoring.page_history import PageHistory
@@ -258,10 +259,10 @@ def main() -> None:
     """Serve until the parent ends, or closes the pipe."""
     exit_with(os.getppid())
     number, title = sys.argv[1:]
-    place = msgspec.json.decode(sys.stdin.buffer.readline(), type=PagePlace)
+    place = json_decoder(PagePlace).decode(sys.stdin.buffer.readline())
     page = PageServer(socket.socket(fileno=int(number)), place.authenticator, PageHistory("loader", title))
     page.start()
-    decoder = msgspec.json.Decoder(Observation)
+    decoder = json_decoder(Observation)
     for line in sys.stdin.buffer:
         page.observe(decoder.decode(line))
     os._exit(0)

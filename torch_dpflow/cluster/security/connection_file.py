@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from torch_dpflow._core.checks import check_json, check_path, is_loopback
+from torch_dpflow._core.decoding import json_decoder
 from torch_dpflow.cluster.security.certificates import ClusterCertificates, draw_certificates
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.ipc.rpc import ClientOptions, RpcClient
@@ -185,7 +186,7 @@ def _read(path: str | os.PathLike[str], what: str, *, missing: str, other: str) 
         )
     try:
         check_json(content)
-        connection = msgspec.json.decode(content, type=ConnectionFile)
+        connection: ConnectionFile = json_decoder(ConnectionFile).decode(content)
         connection.client_keys()
     except (msgspec.MsgspecError, OptionError, RecursionError) as error:
         raise OptionError(f"{name} is not a valid one, or damaged: {error}; {other}") from error

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow.cluster.control.ended_jobs import EndedJobs
 from torch_dpflow.cluster.control.flow_registry import (
     Flow,
@@ -419,7 +420,7 @@ class Coordinator:
         specs: list[FlowSpec] = []
         for key in self._store.find("flow/"):
             try:
-                spec = msgspec.msgpack.decode(self._store.get(key) or b"", type=FlowSpec)
+                spec = msgpack_decoder(FlowSpec).decode(self._store.get(key) or b"")
                 spec.check()
                 if key != (own := f"flow/{spec.instance}"):  # of an older release
                     self._store.put(own, _encode(spec))

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
+from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow.cluster.messages.coordinator import CoordinatorArguments
 from torch_dpflow.cluster.messages.node import END_NOTICE_S, WAITING, Desire, Launch, ProcessView, Running
@@ -74,7 +73,7 @@ IDLE_POLL_S, LOADING_POLL_S = 0.5, 0.02
 
 def run(service: ServiceSpec) -> None:
     """Run a coordinator: the role of a node's process."""
-    arguments = msgspec.msgpack.decode(service.arguments, type=CoordinatorArguments)
+    arguments = msgpack_decoder(CoordinatorArguments).decode(service.arguments)
     server = RpcServer(service.listen(arguments.address))
     nodes: list[JoinedNodes] = []
     server.register("stop", lambda call: _stop_node(service, server, nodes, call), body_type=None)

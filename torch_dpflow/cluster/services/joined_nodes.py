@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from torch_dpflow._core.clocks import LEASE_S
+from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow._version import __version__
 from torch_dpflow.cluster.control.node_scaling import NodeScaling
@@ -133,7 +134,7 @@ class JoinedNodes:
     def _restore(self) -> None:
         for key in self._store.find(_key("")):
             try:
-                record = msgspec.msgpack.decode(self._store.get(key) or b"", type=NodeRecord)
+                record = msgpack_decoder(NodeRecord).decode(self._store.get(key) or b"")
             except msgspec.MsgspecError:
                 record = None
             if record is None or not self._table.restore(record, self._clock()):

@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-import msgspec
-
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow._core.clocks import HEARTBEAT_S, START_S
+from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._core.descriptors import raise_limit
 from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow._version import __version__
@@ -213,7 +212,7 @@ class CoordinatorLink:
     def _warn_of_memory(self, launches: Sequence[Launch]) -> None:
         """Log once for each amount that shards here may hold more than this host has."""
         shards = [one.settings for one in launches if one.role == "shard"]
-        share = sum(msgspec.msgpack.decode(one, type=ShardSettings).memory_bytes for one in shards)
+        share = sum(msgpack_decoder(ShardSettings).decode(one).memory_bytes for one in shards)
         total = Headroom().total()
         if share > total and share != self._warned_of:
             SERVICE.warning(

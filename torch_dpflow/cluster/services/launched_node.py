@@ -6,6 +6,7 @@ import sys
 
 import msgspec
 
+from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow.cluster.security.connection_file import ConnectionFile
 from torch_dpflow.cluster.services.joining_node import JoiningNode
 from torch_dpflow.cluster.services.joining_options import NodeOptions
@@ -31,7 +32,7 @@ class NodeLaunchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def run(launch_spec: bytes) -> int:
     """Run a node until it has left or the cluster ends, and return its exit code. In a process of its own."""
-    spec = msgspec.msgpack.decode(launch_spec, type=NodeLaunchSpec)
+    spec = msgpack_decoder(NodeLaunchSpec).decode(launch_spec)
     given = {name: getattr(spec, name) for name in ("name", "processors", "preload", "log")}
     try:
         node = JoiningNode(NodeOptions(join=spec.keys, **given))

@@ -16,6 +16,7 @@ from typing import Any, cast
 import msgspec
 
 from torch_dpflow._core.clocks import HEARTBEAT_S
+from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow.cluster.messages.node import FleetTarget, NodeFleet
 from torch_dpflow.cluster.services.joining_node import LEAVE_S
@@ -65,7 +66,7 @@ class PlatformNodes:
         self._place, self._spec = service.place, spec
         assert service.place.keys is not None
         self._keys = msgspec.structs.replace(service.place.keys, certificates=None, version=1)
-        self._preload = msgspec.msgpack.decode(service.arguments, type=NodeArguments).preload
+        self._preload = msgpack_decoder(NodeArguments).decode(service.arguments).preload
         self._platform = spec.open_nodes(MODULE)
         self._prefix = prefix_of(service.place.cluster)
         # Another group than that of an earlier provisioner, whose nodes may not have ended yet.

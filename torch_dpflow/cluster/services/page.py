@@ -9,9 +9,8 @@ import os
 import socket
 import time
 
-import msgspec
-
 from torch_dpflow._core.clocks import HEARTBEAT_S
+from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.monitoring.page_access import PagePlace, listen_at
@@ -69,7 +68,7 @@ def run(service: ServiceSpec) -> None:
     """Run the page: the role of a node's process."""
     from torch_dpflow.cluster.monitoring.page_server import PageServer  # needs an extra
 
-    place = msgspec.msgpack.decode(service.arguments, type=PagePlace)
+    place = msgpack_decoder(PagePlace).decode(service.arguments)
     heartbeats = HeartbeatSender(service, place.url)
     listener = _listen(place, heartbeats)
     server = PageServer(listener, place.authenticator, PageHistory("cluster", socket.gethostname()))

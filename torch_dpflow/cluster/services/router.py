@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow.cluster.control.joint_order import Held
 from torch_dpflow.cluster.control.lookaheads import HORIZON, MAX_WHOLE, KnownEpoch, joint_order
@@ -423,8 +424,8 @@ class Router:
 
 def run(service: ServiceSpec) -> None:
     """Run a router: the role of a node's process."""
-    decoder = msgspec.msgpack.Decoder(RouterSettings)
-    spec = msgspec.msgpack.decode(service.arguments, type=FlowSpec)
+    decoder = msgpack_decoder(RouterSettings)
+    spec = msgpack_decoder(FlowSpec).decode(service.arguments)
     server = RpcServer(service.listen())
     router = Router(
         server,

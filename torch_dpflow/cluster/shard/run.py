@@ -13,9 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from torch_dpflow._core.clocks import HEARTBEAT_S
+from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._core.threads import PeriodicCall, SuspendAwareClock
 from torch_dpflow.cluster.control.lookaheads import LookaheadParts
 from torch_dpflow.cluster.messages.node import Ending, ProcessView
@@ -195,7 +194,7 @@ def run(service: ServiceSpec) -> None:
 
 def _run_with_platform(service: ServiceSpec, platform: WorkerPlatform) -> None:
     signal.signal(signal.SIGTERM, _on_sigterm)
-    arguments = msgspec.msgpack.decode(service.arguments, type=ShardArguments)
+    arguments = msgpack_decoder(ShardArguments).decode(service.arguments)
     shard = _shard_of(service, lambda *_: None)  # its platform ends its workers
     fleet = ProvisionedWorkers(service, platform, shard, arguments.spec.content)
     try:
@@ -217,11 +216,11 @@ def _leave() -> None:
 
 
 def _shard_of(service: ServiceSpec, end_worker: Callable[[int, int], None]) -> SampleShard:
-    arguments = msgspec.msgpack.decode(service.arguments, type=ShardArguments)
+    arguments = msgpack_decoder(ShardArguments).decode(service.arguments)
     shard = SampleShard(
         service.listen(),
         arguments.spec,
-        msgspec.msgpack.decode(service.settings, type=ShardSettings),
+        msgpack_decoder(ShardSettings).decode(service.settings),
         token=service.place.token,
         end_worker=end_worker,
         clock=SuspendAwareClock(),
@@ -235,7 +234,7 @@ def _shard_of(service: ServiceSpec, end_worker: Callable[[int, int], None]) -> S
 def _serve(service: ServiceSpec, shard: SampleShard, figures: Callable[[], dict[str, Any]] | None = None) -> None:
     """Serve a shard. figures: further status of a shard with remote workers."""
     gc.set_threshold(GC_OBJECTS)
-    decoder = msgspec.msgpack.Decoder(ShardSettings)
+    decoder = msgpack_decoder(ShardSettings)
     serve(
         service,
         shard.server,

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import IO, Any
 
-import msgspec
-
+from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._core.processor_time import taken_by
 from torch_dpflow._core.stage_clock import timed
 from torch_dpflow._core.torch_private import set_worker_signal_handlers
@@ -182,7 +181,7 @@ def _processor_time() -> dict[str, float]:
 
 def run(service: ServiceSpec) -> None:
     """Run a worker until it ends: the role of a node's process."""
-    arguments = msgspec.msgpack.decode(service.arguments, type=WorkerArguments)
+    arguments = msgpack_decoder(WorkerArguments).decode(service.arguments)
     heartbeats = HeartbeatSender(service, "", figures=_processor_time, stuck_s=float("inf"))
     address = locate(service.place, arguments.shard)
     connection = connect(

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from torch_dpflow._core.decoding import converted
 from torch_dpflow.datasets.importers.base import Importer, Item
 from torch_dpflow.errors import OptionError
 
@@ -79,6 +80,6 @@ def _converted(setting: str, text: str, hint: Any) -> Any:
         return text
     is_list = "Sequence" in str(hint)
     try:
-        return msgspec.convert(text.split(",") if is_list else text, list[str] if is_list else hint, strict=False)
+        return converted(text.split(",") if is_list else text, list[str] if is_list else hint, strict=False)
     except msgspec.ValidationError as error:
         raise OptionError(f"{setting}={text!r} has the wrong type: {error}") from error

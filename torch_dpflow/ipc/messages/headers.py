@@ -17,6 +17,7 @@ import msgspec
 import msgspec.inspect
 
 from torch_dpflow._core.checks import MAX_DEPTH, check_msgpack
+from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._core.stage_times import StageTimes
 from torch_dpflow.errors import ErrorKind, MessageError, OptionError
 from torch_dpflow.ipc.messages.fields import Body, Count, Name, Seconds, Text
@@ -374,9 +375,9 @@ Header: TypeAlias = (
 )
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Header] = msgspec.msgpack.Decoder(Header)
+_decoder: msgspec.msgpack.Decoder[Header] = msgpack_decoder(Header)
 _AnyGreeting: TypeAlias = _AnyHandshake | _AnyWelcome | _AnyWorkerHandshake | _AnyRemoteHandshake
-_greetings: msgspec.msgpack.Decoder[_AnyGreeting] = msgspec.msgpack.Decoder(_AnyGreeting)
+_greetings: msgspec.msgpack.Decoder[_AnyGreeting] = msgpack_decoder(_AnyGreeting)
 
 T = TypeVar("T")
 
@@ -420,7 +421,7 @@ def decode_body(body: msgspec.Raw, decoder: msgspec.msgpack.Decoder[T]) -> T:
 
 def body_decoder(body_type: Any) -> msgspec.msgpack.Decoder[Any]:
     """Return a decoder for bodies of `body_type`: a struct, a builtin, or Any."""
-    return msgspec.msgpack.Decoder(body_type)
+    return msgpack_decoder(body_type)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], data: msgspec.Raw | bytes | bytearray | memoryview) -> T:

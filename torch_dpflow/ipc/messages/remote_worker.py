@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from torch_dpflow._core.checks import check_json
+from torch_dpflow._core.decoding import json_decoder
 from torch_dpflow.errors import MessageError, OptionError
 from torch_dpflow.ipc.messages.fields import Body, Count, Name, Seconds, Text
 
@@ -74,13 +75,14 @@ def decode_launch_spec(data: bytes) -> LaunchSpec:
         if len(data) > MAX_LAUNCH_SPEC_BYTES:
             raise MessageError(f"a launch spec of {len(data)} bytes; at most {MAX_LAUNCH_SPEC_BYTES} are allowed")
         check_json(data)
-        version = msgspec.json.decode(data, type=_Version).version
+        version = json_decoder(_Version).decode(data).version
         if version != LAUNCH_SPEC_VERSION:
             raise MessageError(
                 f"a launch spec of version {version}; this torch_dpflow reads version {LAUNCH_SPEC_VERSION}: install "
                 "the same release where remote workers run"
             )
-        return msgspec.json.decode(data, type=LaunchSpec)
+        found: LaunchSpec = json_decoder(LaunchSpec).decode(data)
+        return found
     except (msgspec.DecodeError, RecursionError) as error:
         raise MessageError(f"not a launch spec: {error}") from None
 

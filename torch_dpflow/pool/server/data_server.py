@@ -12,9 +12,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-import msgspec
-
 from torch_dpflow._core.checks import check_int, check_seconds, check_type, is_loopback
+from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow.cluster.services.service import HeartbeatSender, ServiceSpec
 from torch_dpflow.errors import DPFlowError, MessageError, OptionError, PeerLostError, UsageError
 from torch_dpflow.ipc.memory.headroom import check_memory
@@ -342,7 +341,7 @@ _POLL_S, _RETRY_S = 0.5, 2.0
 
 def run_service(service: ServiceSpec) -> None:
     """Serve until the process ends, as a process of a node. Its arguments are the bytes of memory, msgpack."""
-    memory_bytes = msgspec.msgpack.decode(service.arguments, type=int)
+    memory_bytes = msgpack_decoder(int).decode(service.arguments)
     heartbeats = HeartbeatSender(service, str(find_directory()))
     serving = threading.Thread(target=_opened(memory_bytes, heartbeats).serve, name="dpflow-pool", daemon=True)
     serving.start()

@@ -20,6 +20,7 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from torch_dpflow._core.checks import check_msgpack
+from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow.errors import MessageError, OptionError, PeerLostError, UsageError
 from torch_dpflow.log import DATASETS
 from torch_dpflow.pool.messages import (
@@ -69,8 +70,8 @@ PoolAnswer: TypeAlias = (
     CachedDataset | DatasetOpened | RecordStates | CachedDatasetList | PoolRefusal | AheadAnswer | ServerAnswer
 )
 PoolMessage: TypeAlias = PoolRequest | PoolAnswer | CountReads
-REQUESTS: msgspec.msgpack.Decoder[PoolRequest | CountReads] = msgspec.msgpack.Decoder(PoolRequest | CountReads)
-ANSWERS: msgspec.msgpack.Decoder[PoolAnswer] = msgspec.msgpack.Decoder(PoolAnswer)
+REQUESTS: msgspec.msgpack.Decoder[PoolRequest | CountReads] = msgpack_decoder(PoolRequest | CountReads)
+ANSWERS: msgspec.msgpack.Decoder[PoolAnswer] = msgpack_decoder(PoolAnswer)
 
 
 def encode(message: PoolMessage) -> bytes:

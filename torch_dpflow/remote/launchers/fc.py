@@ -21,6 +21,7 @@ from torch_dpflow._core.checks import (
     parse_bytes,
     parse_duration,
 )
+from torch_dpflow._core.decoding import json_decoder
 from torch_dpflow.errors import OptionError, PlatformError
 from torch_dpflow.remote.launchers.alibaba_client import ANSWER_S, AlibabaClient, ConflictError, MissingError
 from torch_dpflow.remote.launchers.contract import (
@@ -386,7 +387,7 @@ def _fate_of(task: Any) -> Fate:
         for text in (task.return_payload, task.task_error_message):
             with suppress(msgspec.DecodeError, RecursionError):
                 check_json((text or "").encode())
-                result = msgspec.json.decode(text or "", type=WorkerAnswer)
+                result = json_decoder(WorkerAnswer).decode(text or "")
                 report = result.report[-MAX_REPORT_CHARS:]
                 ran_s = result.ran_s if billed_s is None else billed_s
                 return Fate(end=End(code=result.code, signal=result.signal, report=report, place=place, ran_s=ran_s))

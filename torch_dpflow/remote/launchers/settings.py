@@ -25,6 +25,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from torch_dpflow._core.checks import check_int, check_tcp_address, parse_duration
+from torch_dpflow._core.decoding import converted
 from torch_dpflow.errors import MissingExtraError, OptionError, UsageError
 
 #: The variable that names the one file to read.
@@ -133,7 +134,7 @@ def _setting(source: _Source, table: str, key: str, value: Any, kind: type[Any])
         raise OptionError(f"{place}: {table} has no {key!r}{_hint(key, fields)}")
     try:
         # Variables are text, whatever the setting is.
-        value = msgspec.convert(value, types[key], strict=bool(source.lines))
+        value = converted(value, types[key], strict=bool(source.lines))
         kind(**{key: value})
     except msgspec.ValidationError as error:
         is_text = isinstance(value, str) and not source.lines and "`object`" in str(error)
