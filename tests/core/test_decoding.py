@@ -48,6 +48,6 @@ def test_threads_that_decode_a_struct_for_the_first_time(how: str) -> None:
 
 def test_nothing_else_builds_decoders() -> None:
     folder = Path(torch_dpflow.__file__).parent
-    builds = re.compile(r"msgspec\.(convert\(|(json|msgpack)\.(Decoder\(|decode\([^#\n]*type=))")
+    builds = re.compile(r"msgspec\.(convert\(|(json|msgpack)\.(Decoder\([^)]|decode\([^#\n]*type=))")
     files = [path for path in folder.rglob("*.py") if builds.search(path.read_text(encoding="utf-8"))]
     assert [path.relative_to(folder).as_posix() for path in files] == ["_core/decoding.py"]
