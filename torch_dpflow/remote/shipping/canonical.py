@@ -43,6 +43,7 @@ from torch_dpflow.remote.shipping.values import (
     is_harmless,
     is_mutable,
     memory_of,
+    module_of,
     plain_bytes,
     sorted_plain,
 )
@@ -212,16 +213,16 @@ class Walk:
             return self._set(obj)
         if kind is Columns:
             return self._columns(obj)
-        if isinstance(obj, types.ModuleType):
+        if issubclass(kind, types.ModuleType):
             return self._module(obj)
-        if self.folder and isinstance(obj, PurePath):
+        if self.folder and issubclass(kind, PurePath):
             return self._path(obj)
-        if isinstance(obj, GENERATORS) or (kind.__module__, kind.__qualname__) == TORCH_GENERATOR:
+        if issubclass(kind, GENERATORS) or (module_of(kind), kind.__qualname__) == TORCH_GENERATOR:
             return self._generator(obj)
         if is_arguments(obj):
             return self._arguments(obj)
         if is_harmless(kind):  # type: ignore[arg-type]
-            library = obj._name if kind.__module__ == "ctypes" else ""
+            library = obj._name if module_of(kind) == "ctypes" else ""
             return self._other((_BY_NAME, f"{kind.__qualname__} {library}".rstrip()), path)
         if kind in HIDING:
             return self._content(obj)
@@ -330,7 +331,7 @@ class Walk:
         reduced = self._pickler.reducer_override(obj)
         if reduced is NotImplemented:
             if isinstance(obj, type | types.FunctionType):
-                return self._named(obj.__module__, obj.__qualname__)
+                return self._named(str(cloudpickle._whichmodule(obj, obj.__qualname__)), obj.__qualname__)
             reduce = self._pickler.dispatch_table.get(type(obj))
             reduced = obj.__reduce_ex__(5) if reduce is None else reduce(obj)
         if isinstance(reduced, str):
@@ -409,7 +410,7 @@ class Walk:
                 continue
             if not is_shared or not self.add(f"{module}.{name}", value):
                 parts[f"({name})"] = hidden(name, (yield value))
-        of = SCRIPT[0] if obj.__module__ in SCRIPT else str(obj.__module__)
+        of = SCRIPT[0] if obj.__module__ in SCRIPT else module_of(obj)
         own = [code_digest(code, self.names, self._without_addresses)]
         own += [one.encode() for one in (obj.__name__, obj.__qualname__, of, module)]
         names = variables if reads_all_variables(code) else sorted(variables)

@@ -27,6 +27,7 @@ from torch_dpflow.errors import MessageError, OptionError
 from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.ipc.serialization.pickling import explain_loading, parts_of
 from torch_dpflow.remote.shipping.reducers import in_its_module, in_order, reduce_by_value, with_class_bodies
+from torch_dpflow.remote.shipping.values import module_of
 
 
 def pack(obj: Any, *, sent_arguments: Collection[str] | None = None, replaced: Collection[int] = ()) -> bytes:
@@ -87,10 +88,10 @@ class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
         by_value = getattr(type(obj), "__reduce_by_value__", None)
         if by_value is not None:
             return by_value(obj)
-        if isinstance(obj, type | types.FunctionType) and obj.__module__ in SCRIPT:
+        if isinstance(obj, type | types.FunctionType) and module_of(obj) in SCRIPT:
             name = obj.__qualname__
             # Of two with one name, the present one: a cell was run again.
-            if name not in self.own or vars(sys.modules[obj.__module__]).get(name) is obj:
+            if name not in self.own or vars(sys.modules[module_of(obj)]).get(name) is obj:
                 self.own[name] = obj
         is_replaced = id(obj) in self._replaced
         reduced = reduce_by_value(obj, self._sent_arguments, is_replaced=is_replaced)
@@ -292,7 +293,7 @@ def _too_large(spec: Any, limit: int) -> OptionError:
         inner = _largest(_variables(), whole)
         if inner.nbytes > whole // 2:
             path, obj, whole = f"the script's variable {inner.path}", inner.obj, inner.nbytes
-    kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
+    kind = f"{module_of(type(obj))}.{type(obj).__qualname__}"
     return OptionError(
         f"{path} of type {kind} pickles to {whole / 1e6:,.0f} MB, and workers on other hosts are sent "
         f"{limit / 1e6:,.0f} MB at most, with everything: keep it in a file or in a DatasetStore that they can read, "

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.serialization import SCRIPT
+from torch_dpflow.remote.shipping.values import module_of
 
 #: Directories that pip and distributions install into.
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -90,8 +91,9 @@ def is_own_path(file: str) -> bool:
 
 def is_own_class(kind: type) -> bool:
     """Return whether a class is of the script, or of a module of the user's own."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return kind.__module__ in SCRIPT or (isinstance(file, str) and is_own_path(file))
+    module = module_of(kind)
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return module in SCRIPT or (isinstance(file, str) and is_own_path(file))
 
 
 @lru_cache(maxsize=4096)

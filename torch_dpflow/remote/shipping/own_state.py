@@ -28,7 +28,7 @@ from torch_dpflow.remote.shipping.own_source import COMPUTED, OwnCode, OwnSource
 from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, whole
 from torch_dpflow.remote.shipping.pickled_parts import NO_MEMBERS, content_of_cell, is_its_dict
 from torch_dpflow.remote.shipping.reducers import NO_VARIABLES, LruCache
-from torch_dpflow.remote.shipping.values import is_harmless, is_mutable
+from torch_dpflow.remote.shipping.values import is_harmless, is_mutable, module_of
 
 #: Maximum bytes of a value that is sent.
 _MAX_SENT = 4 << 20
@@ -279,17 +279,17 @@ def _members(
     module: str, path: str, value: Any, put: Callable[[Any], object], settled: Mapping[str, types.FunctionType]
 ) -> Iterator[tuple[str, ModuleMember]]:
     functions = _functions_of(value)
-    if isinstance(value, type) and (value.__module__, f".{value.__qualname__}") == (module, path):
+    if issubclass(type(value), type) and module_of(value) in (module, "") and f".{value.__qualname__}" == path:
         yield path, ModuleMember((type(value), *value.__bases__), put, "class", value)
         for name, inner in [*vars(value).items()]:
             if type(inner) is value:  # a member of an enumeration is pickled by its name
-                for attribute, inside in vars(inner).items():
+                for attribute, inside in getattr(inner, "__dict__", {}).items():
                     if not (attribute.startswith("_") and attribute.endswith("_")):
                         put = functools.partial(setattr, inner, attribute)
                         yield f"{path}.{name}.{attribute}", ModuleMember(inside, put)
             if settled.get(f"{path}.{name}", COMPUTED) is inner:
                 yield f"{path}.{name}", _SETTLED
-            elif not isinstance(inner, _SLOTS) and name not in _DERIVED and not name.startswith("_abc_"):
+            elif not issubclass(type(inner), _SLOTS) and name not in _DERIVED and not name.startswith("_abc_"):
                 set_inner = functools.partial(set_attribute, value, name)
                 yield from _members(module, f"{path}.{name}", inner, set_inner, settled)
     elif functions and all(_is_here(one, module, path) for one in functions):
@@ -321,12 +321,13 @@ def _functions_of(value: Any) -> list[Any]:
     if type(value) is types.FunctionType:
         # A function of `torch.compile` computes what the original one does, and has parts that differ by process.
         return [getattr(value, "_torchdynamo_orig_callable", value)]
-    inside: list[Any] = [getattr(value, "__wrapped__", value) if isinstance(value, _WRAPPERS) else value]
-    if isinstance(value, property):
+    kind = type(value)  # an object can raise when it is asked for its `__class__`
+    inside: list[Any] = [getattr(value, "__wrapped__", value) if issubclass(kind, _WRAPPERS) else value]
+    if issubclass(kind, property):
         inside = [one for one in (value.fget, value.fset, value.fdel) if one is not None]
-    elif isinstance(value, functools.cached_property):
+    elif issubclass(kind, functools.cached_property):
         inside = [value.func]
-    return inside if all(isinstance(one, types.FunctionType) for one in inside) else []
+    return inside if all(type(one) is types.FunctionType for one in inside) else []
 
 
 def inner_functions(value: Any) -> list[tuple[str, types.FunctionType]]:
@@ -338,11 +339,13 @@ def inner_functions(value: Any) -> list[tuple[str, types.FunctionType]]:
 
 
 def _is_here(function: types.FunctionType, module: str, path: str) -> bool:
+    if module_of(function) not in (module, ""):
+        return False
     if f".{function.__qualname__}" == path:
-        return function.__module__ == module
+        return True
     outer, _, name = path.rpartition(".")
     own = function.__qualname__.rpartition(".")
-    return function.__module__ == module and (f".{own[0]}" if own[0] else "", own[2]) in (
+    return (f".{own[0]}" if own[0] else "", own[2]) in (
         (outer, name),
         (outer, name.removeprefix(f"_{outer.rpartition('.')[2].lstrip('_')}")),
     )
@@ -378,7 +381,7 @@ def set_attribute(holder: Any, name: str, value: Any) -> None:
         present.update(value)
     elif type(present) is type(value) is list:
         present[:] = value
-    elif type(present) is type(value) and type(value).__module__ != "builtins" and is_its_dict(value):
+    elif type(present) is type(value) and module_of(type(value)) != "builtins" and is_its_dict(value):
         vars(present).clear()
         vars(present).update(vars(value))
     else:

@@ -8,6 +8,7 @@ import types
 from typing import Any
 
 from torch_dpflow.ipc.serialization import SCRIPT
+from torch_dpflow.remote.shipping.values import module_of
 
 #: Members of a class that do not affect what it does, or that are added when it is used: `copyreg` adds
 #: `__slotnames__`. pydantic derives its three from the rest of the class.
@@ -70,9 +71,12 @@ def content_of_cell(cell: types.CellType) -> Any:
 
 def root_of(obj: Any) -> str | None:
     """Return the name of a class, or by which the script's module, or another that was loaded, has a function."""
-    holder: Any = sys.modules.get(str(obj.__module__))
+    module = module_of(obj)
+    if not module:
+        return None
+    holder: Any = sys.modules.get(module)
     for name in obj.__qualname__.split("."):
         holder = getattr(holder, "__dict__", {}).get(name)
     if holder is not obj and not isinstance(obj, type):  # a class inside a function has its name too
         return None
-    return f"{SCRIPT[0] if obj.__module__ in SCRIPT else obj.__module__}.{obj.__qualname__}"
+    return f"{SCRIPT[0] if module in SCRIPT else module}.{obj.__qualname__}"

@@ -51,7 +51,7 @@ def reduce_by_value(obj: Any, sent_arguments: Collection[str] | None, *, is_repl
     kind = type(obj)
     if obj is eval or obj is exec:
         return runner, (obj.__name__,)
-    if kind is LruCache and (is_replaced or obj.__module__ in SCRIPT or "<" in obj.__qualname__):
+    if kind is LruCache and (is_replaced or obj.__module__ in SCRIPT or "<" in getattr(obj, "__qualname__", "<")):
         kept = vars(obj).keys() - {"__wrapped__", *functools.WRAPPER_ASSIGNMENTS}
         attributes = {name: vars(obj)[name] for name in sorted(kept)}
         return _lru_cache, (obj.__wrapped__, obj.cache_parameters(), attributes)

@@ -48,12 +48,19 @@ _PIECE = 1 << 16
 _PLAIN_KINDS = frozenset("biufcSUmM")
 
 
+def module_of(definition: Any) -> str:
+    """Return the name of the module of a class or a function; empty if it has none, as after `exec` without a name."""
+    return str(getattr(definition, "__module__", None) or "")
+
+
 @functools.lru_cache(maxsize=4096)
 def is_harmless(kind: type) -> bool:
     """Return whether objects of a type count by their type only."""
-    if str(kind.__module__).partition(".")[0] not in sys.stdlib_module_names:
-        return False
-    return any(base.__qualname__ in _HARMLESS.get(base.__module__, ()) for base in kind.__mro__)
+    return _is_pythons(kind) and any(one.__qualname__ in _HARMLESS.get(module_of(one), ()) for one in kind.__mro__)
+
+
+def _is_pythons(kind: type) -> bool:
+    return module_of(kind).partition(".")[0] in sys.stdlib_module_names
 
 
 _MUTABLE = (list, dict, set, bytearray, deque, types.SimpleNamespace)
@@ -62,19 +69,19 @@ _NO_OBJECTS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunction
 
 def is_mutable(value: Any) -> bool:
     """Return whether it matters that two names have one object, and not two equal ones."""
-    if isinstance(value, _MUTABLE) or type(value) is object:
+    kind = type(value)  # an object can raise when it is asked for its `__class__` or `__dict__`
+    if issubclass(kind, _MUTABLE) or kind is object:
         return True
-    kind = type(value)
-    if isinstance(value, _NO_OBJECTS) or str(kind.__module__).partition(".")[0] in sys.stdlib_module_names:
+    if issubclass(kind, _NO_OBJECTS) or _is_pythons(kind):
         return False
-    return hasattr(value, "__dict__") or kind.__name__ in ("ndarray", "Tensor")
+    return kind.__dictoffset__ != 0 or kind.__name__ in ("ndarray", "Tensor")
 
 
 def _state_of(obj: types.GeneratorType[Any, Any, Any]) -> Any:
     """Return what a generator consists of. Raises TypeError if it has begun."""
     if inspect.getgeneratorstate(obj) != inspect.GEN_CREATED:
         raise TypeError("a generator that has begun")
-    return obj.gi_code, inspect.getgeneratorlocals(obj)
+    return obj.gi_code, dict(inspect.getgeneratorlocals(obj))  # since Python 3.13 a view, which pickle refuses
 
 
 def _value_of(obj: contextvars.ContextVar[Any]) -> Any:
