@@ -77,7 +77,7 @@ def decoder_of(decode: Decode | None) -> Callable[[dict[str, Any]], Any]:
     if decode is None:
         return _as_it_is
     if callable(decode):
-        is_for_images = type(decode).__module__.startswith("torchvision.")
+        is_for_images = str(getattr(type(decode), "__module__", "")).startswith("torchvision.")
         return partial(_transformed, decode) if is_for_images else decode
     if decode not in get_args(get_args(Decode)[0]):
         names = ", ".join(get_args(get_args(Decode)[0]))

@@ -67,7 +67,7 @@ def _levels(dataset: Any) -> Iterator[Any]:
 
 
 def _is_ours(part: Any) -> bool:
-    return type(part).__module__.startswith("torch_dpflow.")
+    return str(getattr(type(part), "__module__", "")).startswith("torch_dpflow.")
 
 
 def _is_row(part: Any) -> bool:

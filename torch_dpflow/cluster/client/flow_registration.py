@@ -31,6 +31,7 @@ from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.options import Code
 from torch_dpflow.remote.shipping.content_identity import ContentIdentity, identify, script_name
+from torch_dpflow.remote.shipping.values import module_of
 from torch_dpflow.samplers.indices import IndexArray, check_indices
 from torch_dpflow.workers.script_settings import ScriptSettings
 
@@ -159,7 +160,7 @@ def describe(
             f"packed; {MAX_CONTENT_BYTES:,} are allowed. Have the dataset read its samples from files, not hold them"
         )
     kind = type(source.dataset.cacheable)
-    module = SCRIPT[0] if kind.__module__ in SCRIPT else kind.__module__
+    module = SCRIPT[0] if module_of(kind) in SCRIPT else module_of(kind)
     spec = FlowSpec(
         name=flow.name,
         version=flow.version,

@@ -306,7 +306,7 @@ def explain_loading(
 def _error_of(path: str, culprit: Any, reason: Exception, advice: str) -> NotPicklableError:
     kind = type(culprit)
     return NotPicklableError(
-        f"{path} of type {kind.__module__}.{kind.__qualname__} cannot be pickled, so it cannot be sent to "
+        f"{path} of type {getattr(kind, '__module__', '')}.{kind.__qualname__} cannot be pickled, so it cannot be sent to "
         f"another process: {reason}. {advice}"
     )
 

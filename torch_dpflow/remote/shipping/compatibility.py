@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 
 from torch_dpflow._version import __version__
-from torch_dpflow.remote.shipping.modules import find_spec, is_own_path, names_in
+from torch_dpflow.remote.shipping.modules import find_spec, is_importable, is_own_path, names_in
 
 #: Distributions that are compared, by their names in `versions_here`.
 _COMPARED = {
@@ -32,7 +32,7 @@ def versions_here() -> dict[str, str]:
     """Return the installed versions of Python, of this package and of the libraries that make samples."""
     found = {"python": platform.python_version(), "torch_dpflow": __version__}
     for name, distribution in _COMPARED.items():
-        version = _version_of(distribution)
+        version = version_of(distribution)
         if version is not None:
             found[name] = version
     return found
@@ -85,16 +85,35 @@ def missing_modules(names: Iterable[str]) -> list[str]:
     return sorted(found)
 
 
+@cache
+def distributions_of_modules() -> Mapping[str, list[str]]:
+    """Return the installed distributions of each top-level module, by their names.
+
+    Python's own `packages_distributions` leaves out some without a `top_level.txt`: before 3.11 all of them, such as
+    numpy, and in 3.11 those of one extension module.
+    """
+    found: dict[str, set[str]] = {}
+    for distribution in importlib.metadata.distributions():
+        name = str(distribution.metadata["Name"])
+        tops = {*(distribution.read_text("top_level.txt") or "").split()}
+        if not tops:
+            files = [file for file in distribution.files or () if is_importable(file.name)]
+            tops = {file.parts[0] if len(file.parts) > 1 else file.name.partition(".")[0] for file in files}
+        for top in filter(str.isidentifier, tops):
+            found.setdefault(top, set()).add(name)
+    return {top: sorted(names) for top, names in found.items()}
+
+
 def missing_text(names: Iterable[str]) -> str:
     """Return the error text for modules that workers lack, with advice; call it where the modules are installed."""
-    distributions = importlib.metadata.packages_distributions()
+    distributions = distributions_of_modules()
     tops = dict.fromkeys(name.partition(".")[0] for name in sorted(set(names)))
     pinned, own, unknown = [], [], []
     for top in tops:
         spec = find_spec(top)
         if top in distributions:
             distribution = distributions[top][0]
-            pinned.append(f"'{distribution}=={(_version_of(distribution) or '').partition('+')[0]}'")
+            pinned.append(f"'{distribution}=={(version_of(distribution) or '').partition('+')[0]}'")
         elif spec is not None and spec.origin is not None and is_own_path(spec.origin):
             own.append(repr(os.path.dirname(spec.origin) if spec.submodule_search_locations else spec.origin))
         else:
@@ -120,7 +139,8 @@ def _missing(name: str) -> list[str]:
 
 
 @cache  # a process that forks workers has looked before
-def _version_of(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """Return the installed version of a distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from importlib import metadata
 from pathlib import PurePath
 from typing import Any, TypeAlias
 
@@ -24,6 +22,7 @@ from torch_dpflow.ipc.messages.content_parts import (
 from torch_dpflow.options import Code
 from torch_dpflow.remote.shipping.canonical import Walk
 from torch_dpflow.remote.shipping.code_bundle import CodeBundle, OwnFiles
+from torch_dpflow.remote.shipping.compatibility import distributions_of_modules, version_of
 from torch_dpflow.remote.shipping.content_pack import ScriptPickler, script_by_value
 from torch_dpflow.remote.shipping.own_settled import Settled
 from torch_dpflow.remote.shipping.own_source import OwnCode, own_code
@@ -216,26 +215,16 @@ def _above(path: str) -> Iterable[str]:
 
 def _distributions(walk: Walk, own: OwnCode, reached: Iterable[str], sent: Iterable[str]) -> dict[str, PartNode]:
     """Return the versions of the installed packages that code names. sent: modules that are sent as files."""
-    owners = _owners()
+    owners = distributions_of_modules()
     imported = {name.partition(".")[0] for module in reached for name in own.sources[module].imports}
     tops = {module.partition(".")[0] for module in walk.modules} | imported | owners.keys() & walk.names
     tops -= {*sent, _THIS, SCRIPT_PART, *sys.stdlib_module_names}
     found = {one for top in tops for one in owners.get(top, ())}
-    versions = {name: _version(name) for name in sorted(found)}
+    versions = {name: version_of(name) or "" for name in sorted(found)}
     return {
         f"package:{name}": PartNode(digest_of(name.encode(), version.encode()), version)
         for name, version in versions.items()
     }
-
-
-#: The installed version of a distribution.
-_version = functools.lru_cache(maxsize=1024)(metadata.version)
-
-
-@functools.lru_cache(maxsize=1)
-def _owners() -> Mapping[str, Sequence[str]]:
-    """Return the distributions of each installed top-level module."""
-    return {top: sorted(set(owners)) for top, owners in metadata.packages_distributions().items()}
 
 
 def script_name() -> str:
