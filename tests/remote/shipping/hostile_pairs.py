@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from tests.remote.shipping.identity_pairs import Pair, data
+from tests.remote.shipping.identity_pairs import BARE, Pair, data
 
 
 def hostile(
@@ -167,7 +167,7 @@ HOSTILE = [
     ),
     hostile("builtin method", "V(1)", "V=[@@,1].count", other="5"),
     hostile("exception", "V.args", "V=ValueError(@@)"),
-    hostile("exception note", "V.__notes__", "V=ValueError(1)\nV.add_note('@@')"),
+    hostile("exception note", "V.__notes__", "V=ValueError(1)\nV.__notes__=['@@']"),
     hostile("complex", "V", "V=@@", one="1j", other="-1j"),
     hostile("bytes bytearray", "type(V).__name__", "V=@@(b'a')", one="bytes", other="bytearray"),
     hostile("array module", "V", "import array\nV=array.array('@@',[1,2])", one="i", other="l"),
@@ -368,6 +368,20 @@ HOSTILE = [
             "class T(typing.TypedDict):\n    a: int\nclass K(P):\n    def f(self): return self.s\n"
         },
     ),
+]
+HOSTILE += [
+    Pair(f"bare: {put}", part, data(read, f"import cfg\n{put}"), files={"cfg.py": BARE}, loads="")
+    for part, read, put in [
+        ("cfg.K.s", "cfg.K().f()", "cfg.K.s = @@"),
+        ("cfg.K.f", "cfg.K().f()", "cfg.K.f = lambda self: @@"),
+        ("cfg.V.s", "cfg.V.s", "cfg.V.s = @@"),
+        ("cfg.f(a)", "cfg.f()", "cfg.f.__defaults__ = (@@,)"),
+        ("cfg.f", "cfg.f()", "cfg.f.__code__ = (lambda a: @@).__code__"),
+        ("cfg.c", "cfg.c()", "cfg.c = functools.lru_cache(functools.partial(cfg.f, @@))"),
+        ("cfg.S.d", "cfg.S.d.a", "cfg.S.d.a = @@"),
+        ("__main__.K", "K().f()", 'K = cfg.bare(\'K = type("K", (), {"f": lambda self: @@})\')'),
+        ("__main__.c", "c()", "c = functools.lru_cache(functools.partial(int, '@@'))"),
+    ]
 ]
 HELD = """import collections, functools
 @functools.lru_cache

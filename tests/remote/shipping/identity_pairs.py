@@ -42,6 +42,22 @@ dataset = D()
 """
 
 
+#: Classes and functions without a module, or that hold themselves, or without a `__qualname__`.
+BARE = """import functools
+def bare(text):
+    variables = {}
+    exec(text, variables)
+    return variables["K"]
+K = bare("K = type('K', (), {'s': 0, 'f': lambda self: self.s})")
+V = bare("K = type('K', (), {'s': 0})")()
+def f(a=0): return a
+f.__module__ = None
+c = functools.lru_cache(functools.partial(f, 0))
+class S:
+    __slots__ = ("a",)
+S.d = S()
+S.d.a = 0
+"""
 CFG = {"cfg.py": "SCALE = @@\ndef f(i):\n    return i * SCALE\n"}
 BY_PATH = """
 import importlib.util

@@ -14,6 +14,7 @@ import tempfile
 import types
 from typing import Any
 
+from tests.remote.shipping.aliased_pairs import ALIASED
 from tests.remote.shipping.changed_module_pairs import CHANGED, UNREAD
 from tests.remote.shipping.hostile_pairs import HOSTILE
 from tests.remote.shipping.identity_pairs import DIFFER, Pair
@@ -121,7 +122,7 @@ def main() -> None:
         json.dump(found, sys.__stdout__)
         return
     side, name = int(sys.argv[1]), sys.argv[2]
-    pairs = [*DIFFER, *CHANGED, *HOSTILE, *UNREAD, *SAME]
+    pairs = [*DIFFER, *CHANGED, *HOSTILE, *ALIASED, *UNREAD, *SAME]
     if side:
         importlib.import_module("json.tool")
         importlib.import_module("torch")

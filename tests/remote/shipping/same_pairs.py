@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.remote.shipping.identity_pairs import Pair, data
+from tests.remote.shipping.identity_pairs import BARE, Pair, data
 
 #: What the scripts do before: look at samples, or make the same in another way.
 PEEK = "if @@: dataset[0]; dataset[1]"
@@ -165,8 +165,29 @@ SAME = [
             ("lock of processes", "multiprocessing", "multiprocessing.Lock()"),
             ("weak reference", "weakref, json", "weakref.ref(json.JSONDecoder)"),
             ("library", "ctypes", "ctypes.CDLL(None)"),
+            ("lru_cache of a partial", "functools", "functools.lru_cache(functools.partial(len, 'ab'))"),
         ]
     ],
+    Pair("classes and functions without a module", "", data("cfg.f(i)", "import cfg\n# @@"), files={"cfg.py": BARE}),
+    Pair(
+        "object that raises when it is asked for its class",
+        "[cfg.P]",
+        data("cfg.f(i)", "import cfg\n# @@"),
+        files={
+            "cfg.py": "class R:\n    @property\n    def __class__(self): raise RuntimeError('outside of a request')\n"
+            "P = R()\ndef f(i): return i\n"
+        },
+    ),
+    *[
+        Pair(f"{name} once or twice", "", data("V", f"T = {value}\nV = {{'a': T, 'b': T if @@ == 1 else {other}}}"))
+        for name, value, other in [
+            ("tuple", "(1, 'a b' * int('2'))", "(*[*T],)"),
+            ("string", "'a b' * int('2')", "'a b' * int('2')"),
+            ("decimal", "decimal.Decimal('1.5')", "decimal.Decimal('1.5')"),
+            ("number of numpy", "np.float32(1)", "np.float32(1)"),
+        ]
+    ],
+    Pair("list in two places", "", data("V", "L = [1]\nV = {'a': L, 'b': L, 'c': [L] * 20}\n# @@")),
     Pair(
         "too large to be sent, as the file computes it",
         "",

@@ -6,6 +6,7 @@ import pickle
 import re
 import sys
 from collections.abc import Mapping
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.remote.shipping.compatibility import (
+    distributions_of_modules,
     missing_modules,
     missing_text,
     required_modules,
@@ -97,6 +99,37 @@ def test_modules_that_are_missing_are_named_with_where_they_come_from() -> None:
     text = missing_text(["numpy.random", "nowhere_at_all.data", "tests.new_process"])
     assert f"pip install 'numpy=={np.__version__}'" in text
     assert "install there what has nowhere_at_all" in text
+
+
+def test_modules_are_found_in_distributions_with_and_without_a_list_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, files, tops in [
+        ("fit-listed", ["fit_other.py"], "fit_listed\n"),
+        ("fit-module", ["fit_module.py", "fit_module.libs/lib.so", "../../bin/fit"], ""),
+        ("fit-package", ["fit_package/__init__.py", "fit_shared/one.py"], ""),
+        ("fit-another", ["fit_shared/other.py", "fit_notes/read.txt"], ""),
+        ("fit-extension", [f"fit_extension{EXTENSION_SUFFIXES[0]}"], ""),
+    ]:
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+        for file in files:
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / file).touch()
+        if tops:
+            (info / "top_level.txt").write_text(tops)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = distributions_of_modules.__wrapped__()
+    assert {top: names for top, names in found.items() if top.startswith("fit_")} == {
+        "fit_listed": ["fit-listed"],
+        "fit_module": ["fit-module"],
+        "fit_package": ["fit-package"],
+        "fit_shared": ["fit-another", "fit-package"],
+        "fit_extension": ["fit-extension"],
+    }
+    assert found["numpy"] == ["numpy"]
 
 
 def test_a_module_of_the_users_that_was_not_sent_is_named_with_its_file(

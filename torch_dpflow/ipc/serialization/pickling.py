@@ -306,8 +306,8 @@ def explain_loading(
 def _error_of(path: str, culprit: Any, reason: Exception, advice: str) -> NotPicklableError:
     kind = type(culprit)
     return NotPicklableError(
-        f"{path} of type {getattr(kind, '__module__', '')}.{kind.__qualname__} cannot be pickled, so it cannot be sent to "
-        f"another process: {reason}. {advice}"
+        f"{path} of type {getattr(kind, '__module__', '')}.{kind.__qualname__} cannot be pickled, so it cannot be sent "
+        f"to another process: {reason}. {advice}"
     )
 
 

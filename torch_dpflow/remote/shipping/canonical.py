@@ -11,7 +11,7 @@ import pickle
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator
 from pathlib import PurePath
 from typing import Any, TypeAlias
 
@@ -21,7 +21,18 @@ from torch_dpflow.ipc.messages.content_parts import RANDOM_STATE
 from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.remote.shipping.code_digest import ADDRESS, code_digest
 from torch_dpflow.remote.shipping.modules import is_own_class
-from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, entries, hidden, order_of, text_of, unknown
+from torch_dpflow.remote.shipping.part_tree import (
+    PartNode,
+    digest_of,
+    digests_of,
+    entries,
+    hidden,
+    order_of,
+    parts_of,
+    text_of,
+    unknown,
+    with_aliases,
+)
 from torch_dpflow.remote.shipping.pickled_parts import (
     CLASS_ARGUMENTS,
     NO_MEMBERS,
@@ -41,10 +52,10 @@ from torch_dpflow.remote.shipping.values import (
     Columns,
     columns_of,
     is_harmless,
-    is_mutable,
     memory_of,
     module_of,
     plain_bytes,
+    repeated,
     sorted_plain,
 )
 
@@ -107,12 +118,7 @@ class Walk:
         while self._waiting:
             path, obj = self._waiting.popleft()
             self.roots[path] = hidden(path.rpartition(".")[2], self._digest(obj, path))
-        first: dict[int, str] = {}
-        for path, obj in sorted(self._queued.items(), key=lambda one: one[0]):
-            if is_mutable(obj) and (one := first.setdefault(id(obj), path)) != path:
-                part = self.roots[path]
-                same = PartNode(digest_of(one.encode()), one)
-                self.roots[path] = PartNode(part.own, part.text, {**(part.parts or {}), "(is)": same})
+        with_aliases(self.roots, dict(sorted(self._queued.items(), key=lambda one: one[0])))
 
     def digest_apart(self, obj: Any) -> PartNode:
         """Digest an object; `run` digests the roots that it refers to."""
@@ -239,21 +245,23 @@ class Walk:
         plain = self._plain(obj)
         if plain is not None:
             return PartNode(digest_of(kind.encode(), plain), text)
+        again = repr(repeated(obj)).encode()
         if (columns := columns_of(obj, level)) is not None:
             column = yield columns
-            return PartNode(digest_of(kind.encode(), b"columns", column.digest), text)
+            return PartNode(digest_of(kind.encode(), b"columns", again, column.digest), text)
         found: list[PartNode] = []
         for one in obj:
             part = yield one
             found.append(part)
         own = digest_of(kind.encode(), str(len(found)).encode())
         if len(found) <= _MAX_ITEMS:
-            return PartNode(own, text, {f"[{number}]": part for number, part in enumerate(found)})
-        return PartNode(digest_of(own, *(part.digest for part in found)), text)
+            parts = {f"[{number}]": part for number, part in enumerate(found)}
+            return PartNode(own, text, with_aliases(parts, dict(zip(parts, obj, strict=True))))
+        return PartNode(digest_of(own, again, *(part.digest for part in found)), text)
 
     def _columns(self, obj: Columns) -> Steps:
         kind = b"" if obj.kind is None else (yield obj.kind).digest
-        return PartNode(digest_of(b"columns", obj.label, kind, *(yield from _digests(obj.columns))))
+        return PartNode(digest_of(b"columns", obj.label, kind, *(yield from digests_of(obj.columns))))
 
     def _mapping(self, obj: dict[Any, Any]) -> Steps:
         text = text_of(obj)
@@ -268,21 +276,20 @@ class Walk:
         for key, value in obj.items():
             parts[f"[{key!r}]"] = hidden(key, (yield value))
         # The order counts: code may follow it.
-        return PartNode(digest_of(b"dict", *(key.encode(errors="replace") for key in parts)), text, parts)
+        own = digest_of(b"dict", *(key.encode(errors="replace") for key in parts))
+        return PartNode(own, text, with_aliases(parts, dict(zip(parts, obj.values(), strict=True))))
 
     def _set(self, obj: Any) -> Steps:
         kind, plain = type(obj).__name__.encode(), sorted_plain(obj)
         if plain is not None:
             return PartNode(digest_of(kind, b"sorted", plain_bytes(plain)), text_of(obj))
-        return PartNode(digest_of(kind, *sorted((yield from _digests(obj)))), text_of(obj))
+        return PartNode(digest_of(kind, *sorted((yield from digests_of(obj)))), text_of(obj))
 
     def _arguments(self, obj: Any) -> Steps:
         self.has_arguments = True
         sent = self._sent_arguments
-        parts = {}
-        for name, value in sorted(vars(obj).items()):
-            if sent is None or sent(name):
-                parts[f".{name}"] = hidden(name, (yield value))
+        named = {f".{name}": value for name, value in vars(obj).items() if sent is None or sent(name)}
+        parts = yield from parts_of(named)
         if len(parts) == len(vars(obj)):  # else they cannot be listed in workers
             parts |= order_of(vars(obj))
         return PartNode(digest_of(b"argparse.Namespace"), "arguments", parts)
@@ -307,7 +314,7 @@ class Walk:
         if reduced[0] is cloudpickle.subimport:
             return self._named(obj.__name__, "")
         variables = {f".{name}": value for name, value in reduced[1][1].items() if name not in NO_VARIABLES}
-        parts = yield from _parts(variables)
+        parts = yield from parts_of(variables)
         parts |= order_of(variables)
         return PartNode(digest_of(b"module", obj.__name__.encode()), "module", parts)
 
@@ -357,9 +364,11 @@ class Walk:
         function, arguments, state, items, pairs, setter = (*reduced, None, None, None, None)[:6]
         if isinstance(obj, set | frozenset):  # in any order
             arguments = [set(one) if type(one) is list else one for one in arguments]
-        held = [[*(rest or ())] for rest in (items, pairs)]
-        own = yield from _digests((function, *arguments, *held, setter))
+        pairs = None if pairs is None else [*pairs]
+        held = [[*(items or ())], *([one[at] for one in pairs or ()] for at in (0, 1))]
+        own = yield from digests_of((function, *arguments, *held, setter))
         parts: dict[str, PartNode] = {}
+        named: dict[str, Any] = {}
         derived = cached_properties(type(obj)) | {"__module__", "__doc__"}  # two by `functools.update_wrapper`
         for number, each in enumerate(state if is_split(obj, state) else (state,)):
             if type(each) is dict and all(type(name) is str for name in each):
@@ -374,13 +383,14 @@ class Walk:
                         own.append(digest_of(b"again", name.encode(errors="replace"), part.digest))
                     else:
                         parts[f".{name}"] = part
+                        named |= {} if name in derived else {f".{name}": value}
                 parts |= {} if number else order_of(name for name in each if name not in derived)
             elif each is not None:
                 own.append(digest_of(b"state", str(number).encode(), (yield each).digest))
         text = f"{obj}" if isinstance(obj, PurePath) else type(obj).__qualname__
         if items is not None or pairs is not None:
-            text = entries(sum(map(len, held)))
-        return PartNode(digest_of(b"object", *own), text, parts)
+            text = entries(len(held[0]) + len(held[1]))
+        return PartNode(digest_of(b"object", *own), text, with_aliases(parts, named))
 
     def _function(self, obj: types.FunctionType, reduced: tuple[Any, ...]) -> Steps:
         attributes, slots = reduced[2]
@@ -397,7 +407,7 @@ class Walk:
         inner = {f"({self._without_addresses(name)})": value for name, value in given.items()}
         inner |= {f"[{name}]": content_of_cell(cell) for name, cell in cells.items()}
         inner |= {f".{name}": value for name, value in attributes.items()}
-        parts |= yield from _parts(inner)
+        parts |= yield from parts_of(inner)
         parts |= order_of(attributes)
         if slots["__annotations__"]:
             parts[".__annotations__"] = yield dict(slots["__annotations__"])
@@ -415,7 +425,7 @@ class Walk:
         own += [one.encode() for one in (obj.__name__, obj.__qualname__, of, module)]
         names = variables if reads_all_variables(code) else sorted(variables)
         own += [digest_of(self._without_addresses(name).encode()) for name in names]
-        own += yield from _digests(slots["_cloudpickle_submodules"])
+        own += yield from digests_of(slots["_cloudpickle_submodules"])
         return PartNode(digest_of(b"function", *own), "code", parts)
 
     def _class(self, obj: type, reduced: tuple[Any, ...], path: str) -> Steps:
@@ -424,28 +434,13 @@ class Walk:
         own = [obj.__qualname__.encode()]
         given = {name: value for name, value in arguments.get("type_kwargs", {}).items() if name != "__module__"}
         made_of = [arguments[name] for name in ("type_constructor", "bases", "members") if name in arguments]
-        own += yield from _digests((*made_of, dict(sorted(given.items()))))
+        own += yield from digests_of((*made_of, dict(sorted(given.items()))))
+        named: dict[str, Any] = {}
         parts = order_of(name for name in reduced[2][0] if name not in (*NO_MEMBERS, "__annotations__", "_abc_impl"))
         for name, value in sorted(reduced[2][0].items()):
             if name in NO_MEMBERS or (name in ("__annotations__", "_abc_impl") and not value):
                 continue
             part = yield set(value) if name == "_abc_impl" else value
             if part.text != f"{path}.{name}" or not path:  # else it is a root by itself
-                parts[f".{name}"] = hidden(name, part)
-        return PartNode(digest_of(b"class", *own), "class", parts)
-
-
-def _parts(named: Mapping[str, Any]) -> Generator[Any, PartNode, dict[str, PartNode]]:
-    found: dict[str, PartNode] = {}
-    for name, value in sorted(named.items()):
-        part = yield value
-        found[name] = hidden(name, part)
-    return found
-
-
-def _digests(objects: Iterable[Any]) -> Generator[Any, PartNode, list[bytes]]:
-    found: list[bytes] = []
-    for one in objects:
-        part = yield one
-        found.append(part.digest)
-    return found
+                parts[f".{name}"], named[f".{name}"] = hidden(name, part), value
+        return PartNode(digest_of(b"class", *own), "class", with_aliases(parts, named))

@@ -175,7 +175,7 @@ def _set_member(part: PartNode, value: Any) -> SetMember:
 
 
 def _ids_of_replaced(values: Iterable[Any]) -> frozenset[int]:
-    replaced = [value.function for value in values if isinstance(value, Replaced)]
+    replaced = [value.function for value in values if type(value) is Replaced]
     return frozenset(id(one) for function in replaced for one in (function, *_functions_of(function)))
 
 

@@ -6,10 +6,11 @@ import hashlib
 import re
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
-from torch_dpflow.remote.shipping.values import ATOMS
+from torch_dpflow.ipc.messages.content_parts import RANDOM_STATE
+from torch_dpflow.remote.shipping.values import ATOMS, repeated
 
 #: Longest text of a value.
 _MAX_TEXT = 60
@@ -64,6 +65,35 @@ def order_of(names: Iterable[str]) -> dict[str, PartNode]:
     """Return the part of the order of attributes, which code can follow."""
     order = repr([*names]).encode(errors="replace")
     return {".(order)": PartNode(digest_of(order), "order of attributes")} if b"," in order else {}
+
+
+def with_aliases(parts: dict[str, PartNode], named: Mapping[str, Any]) -> dict[str, PartNode]:
+    """Note in parts, by their names, whose mutable object an earlier one of `named` is too; return them."""
+    names = [*named]
+    for at, first in repeated(named.values()).items():
+        part, name = parts[names[at]], names[first]
+        text = part.text if part.text == RANDOM_STATE else f"{name} itself"
+        same = {"(is)": PartNode(digest_of(name.encode(errors="replace")), name)}
+        parts[names[at]] = PartNode(part.own, text, {**(part.parts or {}), **same}, optional=part.optional)
+    return parts
+
+
+def digests_of(objects: Iterable[Any]) -> Generator[Any, PartNode, list[bytes]]:
+    """Ask for the part of each object, and return their digests."""
+    found: list[bytes] = []
+    for one in objects:
+        part = yield one
+        found.append(part.digest)
+    return found
+
+
+def parts_of(named: Mapping[str, Any]) -> Generator[Any, PartNode, dict[str, PartNode]]:
+    """Ask for the part of each object, and return them by their names."""
+    named = dict(sorted(named.items()))
+    found: dict[str, PartNode] = {}
+    for name, value in named.items():
+        found[name] = hidden(name, (yield value))
+    return with_aliases(found, named)
 
 
 def hidden(name: str, part: PartNode) -> PartNode:

@@ -15,7 +15,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -38,6 +38,8 @@ _HARMLESS = {
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 TORCH_GENERATOR = "torch._C", "Generator"
 _CONTAINERS = frozenset((list, tuple, dict))
+#: Plain values that are changed in place.
+_CHANGED = frozenset((list, dict, bytearray))
 #: From so many elements on a container is digested as a whole.
 _MIN_BULK = 17
 #: Levels of containers within each other that are digested as a whole; pickle recurses.
@@ -63,7 +65,7 @@ def _is_pythons(kind: type) -> bool:
     return module_of(kind).partition(".")[0] in sys.stdlib_module_names
 
 
-_MUTABLE = (list, dict, set, bytearray, deque, types.SimpleNamespace)
+_MUTABLE = (list, dict, set, bytearray, deque, types.SimpleNamespace, *GENERATORS)
 _NO_OBJECTS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, enum.Enum)
 
 
@@ -74,7 +76,18 @@ def is_mutable(value: Any) -> bool:
         return True
     if issubclass(kind, _NO_OBJECTS) or _is_pythons(kind):
         return False
-    return kind.__dictoffset__ != 0 or kind.__name__ in ("ndarray", "Tensor")
+    return kind.__dictoffset__ != 0 or kind.__name__ in ("ndarray", "Tensor", "Generator")
+
+
+def repeated(values: Collection[Any]) -> dict[int, int]:
+    """Return which values are the mutable object that an earlier one is too, by position, with the first's."""
+    if len(set(map(id, values))) == len(values):
+        return {}
+    if not any(map(is_mutable, {type(one): one for one in values}.values())):
+        return {}
+    first: dict[int, int] = {}
+    found = ((at, first.setdefault(id(one), at)) for at, one in enumerate(values) if is_mutable(one))
+    return {at: before for at, before in found if at != before}
 
 
 def _state_of(obj: types.GeneratorType[Any, Any, Any]) -> Any:
@@ -124,16 +137,23 @@ class Bulk:
 
 
 def _is_plain(obj: Any) -> bool:
-    """Return whether a container holds plain values only, with few levels of containers."""
+    """Return whether a container holds plain values only, with few levels of containers, none of them twice."""
     level: Iterable[Any] = (obj,)
     kinds = {type(obj)}
+    seen: set[int] = set()
     for _ in range(_MAX_LEVELS):
         level = list(_inside(level, kinds))
         kinds = set(map(type, level))
-        if kinds <= ATOMS:
-            return True
         if not kinds <= ATOMS | _CONTAINERS:
             return False
+        if kinds & _CHANGED:
+            held = level if kinds <= _CHANGED else [one for one in level if type(one) in _CHANGED]
+            here = set(map(id, held))
+            if len(here) < len(held) or not seen.isdisjoint(here):
+                return False
+            seen |= here
+        if kinds <= ATOMS:
+            return True
     return False
 
 
