@@ -344,7 +344,9 @@ HOSTILE = [
         "own dict subclass",
         "cfg.C['s']",
         "import cfg\ncfg.C['s']=@@",
-        files={"cfg.py": "class E(dict):\n    __getattr__=dict.__getitem__\nC=E(s=0)"},
+        files={
+            "cfg.py": "class E(dict):\n    def __getattr__(self, n):\n        if n in self: return self[n]\n        raise AttributeError(n)\nC=E(s=0)"
+        },
     ),
     hostile(
         "own attr with slots",

@@ -89,7 +89,7 @@ SAME = [
     Pair(
         "arrays through pickle",
         "",
-        data("V", "V = [np.arange(3.0)] * 3\nif @@: V = [pickle.loads(pickle.dumps(a)) for a in V]"),
+        data("V", "V = [np.arange(3.0) for _ in range(3)]\nif @@: V = [pickle.loads(pickle.dumps(a)) for a in V]"),
         "0",
         "1",
     ),
