@@ -1,8 +1,8 @@
-"""Decoders of msgspec's types, which are built one at a time.
+"""Builds msgspec's decoders one at a time.
 
-msgspec (0.22) publishes what it knows of a struct before that is complete. If one thread builds a decoder and another
-decodes the same struct for the first time, the process ends by SIGSEGV. So nothing else calls `msgspec.convert`, makes
-decoders or decodes with `type=`.
+msgspec (0.22) describes a struct at its first use, and other threads see the description before it is complete. If two
+threads use a struct for the first time at once, the process ends by SIGSEGV. So only this module calls
+`msgspec.convert`, makes decoders of types, or decodes with `type=`.
 """
 
 from __future__ import annotations

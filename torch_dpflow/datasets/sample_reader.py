@@ -189,7 +189,7 @@ class SampleReader:
     def _finished(
         self, plan: Plan, content: bytes | DPFlowError, is_checked: bool, parts: Mapping[str, bytes | DPFlowError]
     ) -> Any:
-        """Return a sample from its bytes and those of its further parts, or an error. `is_checked`: of the checksum."""
+        """Return a sample from its bytes and the bytes of its other parts, or an error. `is_checked`: by checksum."""
         span, error = plan[0], None
         if isinstance(content, DPFlowError):
             error = content
@@ -207,7 +207,7 @@ class SampleReader:
         return self._sample(plan, content, parts)  # type: ignore[arg-type]
 
     def _sample(self, plan: Plan, content: bytes, parts: Mapping[str, bytes]) -> Any:
-        """Return a sample from its bytes and those of its further parts, or its error."""
+        """Return a sample from its bytes and the bytes of its other parts, or its error."""
         return content, plan[1]
 
     @property

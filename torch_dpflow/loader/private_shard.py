@@ -177,8 +177,8 @@ class PrivateShard:
         """Return the next event as `wait` does, but without waiting; None if there is none. Raises LifetimeError."""
         if self._owner != os.getpid():
             raise LifetimeError(
-                f"this iterator was made in process {self._owner} before the fork and belongs to it; iterate the "
-                "loader anew in this process"
+                f"this iterator was made in process {self._owner} before the fork and belongs to it; begin another "
+                "iteration of the loader in this process"
             )
         return self._events[0] if self._events else None
 

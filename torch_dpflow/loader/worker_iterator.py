@@ -51,6 +51,9 @@ from torch_dpflow.workers.batches import SHARED_FRACTION, Begun, EpochSpec
 from torch_dpflow.workers.local_platform import LocalHandle
 from torch_dpflow.workers.platform import Handle
 
+#: Events after which the wait for a batch goes on.
+_NO_BATCH = RowsArrived, WorkerIdle
+
 
 class WorkerIterator(DeliveringIterator):
     """Iterator of a `DPFlowDataLoader` over the batches that a private shard's workers load.
@@ -328,8 +331,7 @@ class WorkerIterator(DeliveringIterator):
     def _await_event(self) -> None:
         """Wait for an event, and handle it. Rows of a batch and an idle worker do not begin the wait again."""
         until = time.monotonic() + self._timeout if self._timeout else math.inf
-        event: Event | None = WorkerIdle()
-        while isinstance(event, RowsArrived | WorkerIdle):
+        while True:
             assert self._shard is not None
             in_flight = len(self._in_flight)
             if self._has_idle_worker and self._limit.may_grow(in_flight + 1, self._largest, self._max_in_flight):
@@ -341,6 +343,8 @@ class WorkerIterator(DeliveringIterator):
                 late = "" if waiting is None or waiting.index is None else f"; it waits for {described(waiting.index)}"
                 raise LoaderTimeoutError(f"DataLoader timed out after {self._timeout} seconds{late}")
             self._handle(event)
+            if event.__class__ not in _NO_BATCH:
+                return
 
     def _handle(self, event: Event) -> None:
         match event:

@@ -185,7 +185,7 @@ KNOWN = dataclasses.replace(identify({"dataset": Held(0)}, code=None), reached=f
 
 
 def digest(obj: Any) -> dict[str, PartDigest]:
-    """Return the parts of an object, without those of own modules."""
+    """Return the parts of an object, without the parts of own modules."""
     return identify({"dataset": obj}, like=KNOWN).parts
 
 

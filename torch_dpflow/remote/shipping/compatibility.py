@@ -89,8 +89,8 @@ def missing_modules(names: Iterable[str]) -> list[str]:
 def distributions_of_modules() -> Mapping[str, list[str]]:
     """Return the installed distributions of each top-level module, by their names.
 
-    That of `importlib.metadata` leaves out distributions without a `top_level.txt`: before Python 3.11 all of them, as
-    numpy, and in 3.11 those of one extension module.
+    The mapping of `importlib.metadata` leaves out distributions without a `top_level.txt`: before Python 3.11
+    all of them, such as numpy, and in 3.11 distributions that consist of one extension module.
     """
     found: dict[str, set[str]] = {}
     for distribution in importlib.metadata.distributions():
