@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import re
 import tarfile
 from collections.abc import Iterable
@@ -29,7 +31,7 @@ from torch_dpflow.datasets.importers.webdataset import WebDatasetImporter
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.sample_reader import SampleReader
 from torch_dpflow.datasets.tables import TableDataset
-from torch_dpflow.errors import OptionError, OptionTypeError, SourceError
+from torch_dpflow.errors import OptionError, OptionTypeError, SourceError, StorageError, TruncatedObjectError
 
 PNG = b"\x89PNG\r\n\x1a\n"
 Samples = list[tuple[bytes, dict[str, Any]]]
@@ -338,6 +340,54 @@ def test_an_export_that_was_killed_at_any_put_leaves_no_half(
         again = export(stored, target, format=format, file_size="9KiB")
         assert contents(tmp_path / f"{put}") == whole, put
         assert again.kept == (max(0, put - 2) if kind is Host else 0)
+
+
+class Full(Host):
+    """A disk that becomes full: the put fails, and so does no other."""
+
+    protocol = "full"
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        try:
+            super().pipe_file(path, value, mode)
+        except Killed:
+            raise OSError(errno.ENOSPC, "the disk is full") from None
+
+
+@pytest.mark.parametrize("format", ["webdataset", "parquet"])
+def test_an_export_that_fails_in_its_first_file_leaves_nothing(
+    local_store: DatasetStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: Any
+) -> None:
+    stored = stored_of(local_store, samples(20))
+    damaged = stored_of(local_store, samples(20), id="core/y")
+    *_, pack = sorted(Path(local_store.url.removeprefix("file://")).glob("core/y/data/v1/train/pack-0-*.bin"))
+    os.truncate(pack, pack.stat().st_size - 1)
+    (tmp_path / "empty").mkdir()
+    for target in ("empty", "new/deeper"):
+        with pytest.raises(TruncatedObjectError):
+            export(damaged, tmp_path / target, format=format)
+    fsspec.register_implementation(Full.protocol, Full, clobber=True)
+    for put in (1, 2):
+        monkeypatch.setattr(Host, "puts_left", put)
+        with pytest.raises(StorageError, match="the disk is full"):
+            export(stored, f"full://{tmp_path}/empty", format=format)
+    assert (contents(tmp_path / "empty"), (tmp_path / "new").exists()) == ({}, False)
+
+
+@pytest.mark.parametrize("put", [1, 2])
+def test_a_killed_export_that_has_written_no_file_keeps_no_other_from_its_place(
+    local_store: DatasetStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, put: int
+) -> None:
+    fsspec.register_implementation(Host.protocol, Host, clobber=True)
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(Host, "puts_left", put)
+    with pytest.raises(Killed):
+        export(stored_of(local_store, samples(20)), f"host://{tmp_path}/out", format="webdataset")
+    assert len(contents(tmp_path / "out")) == put
+    other = stored_of(local_store, samples(9), id="core/y")
+    export(other, tmp_path / "out", format="webdataset")
+    export(other, tmp_path / "whole", format="webdataset")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_an_export_does_not_mix_with_others(local_store: DatasetStore, tmp_path: Path) -> None:

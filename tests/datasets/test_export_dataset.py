@@ -138,6 +138,8 @@ def test_a_sample_that_cannot_be_read_is_named(tmp_path: Path, workers: int) -> 
     with pytest.raises(SourceError, match="sample 270 cannot be read: PermissionError: no such luck"):
         export_dataset(Failing(300), tmp_path / "out", samples_per_file=50, workers=workers)
     assert len([*(tmp_path / "out").glob("*.tar")]) == 5  # whole ones, before it
+    with pytest.raises(SourceError, match="sample 270 cannot be read"):
+        export_dataset(Failing(300), tmp_path / "none" / "deeper", workers=workers)  # in its first file
     with pytest.raises(SourceError, match=r"sample 0 is \(.*give encode=, a function of a sample"):
         export_dataset(torch.utils.data.TensorDataset(torch.ones(3)), tmp_path / "none", workers=workers)
     with pytest.raises(SourceError, match="sample 0 cannot be encoded: ZeroDivisionError"):

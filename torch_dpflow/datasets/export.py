@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
@@ -17,7 +18,7 @@ from torch_dpflow.datasets.sample_reader import SampleReader
 from torch_dpflow.datasets.spec import SampleMeta
 from torch_dpflow.datasets.storage.base import ReadOptions
 from torch_dpflow.datasets.store import StoredDataset
-from torch_dpflow.errors import DPFlowError, OptionError, SourceError
+from torch_dpflow.errors import DPFlowError, OptionError, SourceError, StorageError
 
 if TYPE_CHECKING:
     from torch_dpflow.datasets.export_parquet import ParquetFiles
@@ -140,14 +141,14 @@ def export(
         names = [kind.name(stored.variant_name, number, len(plan)) for number in range(len(plan))]
         made_from: dict[str, Any] = {"dataset": str(stored.ref), "digest": stored.dataset.digest, "settings": settings}
         made_from |= {"files": len(names), "info": stored.variant.info}
-        present = begin_export(files, stored.variant_name, made_from, names)
+        directory = ExportTarget(files, stored.variant_name, made_from, names)
         for name, numbers in zip(names, plan, strict=True):
-            if name not in present:
-                files.write(name, kind.content(source.read(numbers)))
+            if name not in directory.present:
+                directory.write(name, kind.content(source.read(numbers)))
             progress(numbers.stop)
     finally:
         source.close()
-    return Exported(files.url, names, len(present), len(stored))
+    return Exported(files.url, names, len(directory.present), len(stored))
 
 
 def checked_settings(
@@ -242,44 +243,68 @@ def _size_of(number: int, meta: SampleMeta, fields: Mapping[str, Any], *, is_nee
     return size
 
 
-def begin_export(
-    files: Files, variant: str, made_from: Mapping[str, Any], names: list[str], *, resumes: bool = True
-) -> set[str]:
-    """Return the files that an earlier run has written.
+class ExportTarget:
+    """The directory of an export, and the record of what its files are made from, which the first file brings.
 
-    variant: the beginning of the names. made_from: what the bytes of the files depend on. resumes: whether there may be
-    files of an earlier run.
+    Args:
+        variant: the beginning of the names.
+        made_from: what the bytes of the files depend on.
+        resumes: whether there may be files of an earlier run.
 
-    Raises OptionError if they are of another export.
+    Raises OptionError if there are files of another export.
     """
-    record = json.dumps(made_from, indent=1, sort_keys=True).encode()
-    ending = names[0].rpartition(".")[2]
-    ours = re.compile(rf"{re.escape(variant)}-\d+(-of-\d+)?\.{ending}")
-    present = {child.name for child in files.children() if ours.fullmatch(child.name)}
-    path = f".{variant}.{ending}.export.json"
-    if present and not resumes:
-        raise OptionError(
-            f"{files.url} has {min(present)}; give an empty directory or, if it is of this export of the same dataset, "
-            "resume=True to continue"
-        )
-    if resumes and files.exists(path):
-        found = files.read(path)
-        if found != record and (files.writes_whole or not record.startswith(found)):
+
+    def __init__(
+        self, files: Files, variant: str, made_from: Mapping[str, Any], names: list[str], *, resumes: bool = True
+    ) -> None:
+        self._files = files
+        self._record = json.dumps(made_from, indent=1, sort_keys=True).encode()
+        ending = names[0].rpartition(".")[2]
+        self._path = f".{variant}.{ending}.export.json"
+        ours = re.compile(rf"{re.escape(variant)}-\d+(-of-\d+)?\.{ending}")
+        present = {child.name for child in files.children() if ours.fullmatch(child.name)}
+        if present:
+            self._check(variant, present, names, resumes=resumes)
+        files.sweep("")
+        self._is_begun = bool(present)
+        #: The files that an earlier run has written. A part of a file would be taken for the whole.
+        self.present = present if files.writes_whole else set()
+
+    def _check(self, variant: str, present: set[str], names: list[str], *, resumes: bool) -> None:
+        url, path = self._files.url, self._path
+        if not resumes:
             raise OptionError(
-                f"{files.url} has another export of {variant!r}, of another dataset or with other options; give an "
-                f"empty directory, or remove those files and {path}"
+                f"{url} has {min(present)}; give an empty directory or, if it is of this export of the same dataset, "
+                "resume=True to continue"
             )
-    elif present:
-        raise OptionError(
-            f"{files.url} has {min(present)}, which no export has written that can be continued; give an empty "
-            "directory"
-        )
-    if not present <= {*names}:
-        raise OptionError(f"{files.url} has {min(present - {*names})} beside the export; remove it")
-    files.sweep("")
-    files.write(path, record)
-    # A file that a killed run has left there may be a part of one, and would be taken for the whole.
-    return present if files.writes_whole else set()
+        if not self._files.exists(path):
+            raise OptionError(
+                f"{url} has {min(present)}, which no export has written that can be continued; give an empty directory"
+            )
+        if self._files.read(path) != self._record:
+            raise OptionError(
+                f"{url} has another export of {variant!r}, of another dataset or with other options; give an empty "
+                f"directory, or remove those files and {path}"
+            )
+        if not present <= {*names}:
+            raise OptionError(f"{url} has {min(present - {*names})} beside the export; remove it")
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file. If the first one fails, nothing of the export stays."""
+        if self._is_begun:
+            self._files.write(name, content)
+            return
+        with self._files.undone_directories():
+            try:
+                self._files.write(self._path, self._record)
+                self._files.write(name, content)
+            except (Exception, KeyboardInterrupt):
+                with suppress(OSError, StorageError):  # the failure itself counts
+                    self._files.sweep("")
+                    for path in (name, self._path):
+                        self._files.remove(path)
+                raise
+        self._is_begun = True
 
 
 class _Samples:

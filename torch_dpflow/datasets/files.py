@@ -343,6 +343,21 @@ class Files:
             with suppress(OSError):
                 os.rmdir(self._full(path))
 
+    @contextmanager
+    def undone_directories(self) -> Iterator[None]:
+        """Remove the directories of this path on a local disk that the body makes, if it fails and they are empty."""
+        made, path = [], self._full("")
+        while self._is_local and path and not os.path.isdir(path):
+            made.append(path)
+            path = os.path.dirname(path)
+        try:
+            yield
+        except BaseException:
+            for path in made:
+                with suppress(OSError):
+                    os.rmdir(path)
+            raise
+
     def close(self) -> None:
         """Close this process's idle connections. The files can still be used."""
         self._reader.close()

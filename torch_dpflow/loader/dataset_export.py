@@ -20,9 +20,9 @@ from torch_dpflow.datasets.export import (
     MAX_FILE_SIZE,
     Annotations,
     Exported,
+    ExportTarget,
     FileFormat,
     Format,
-    begin_export,
     checked_settings,
     format_of,
 )
@@ -107,32 +107,31 @@ def export_dataset(
         "files": len(names),
     }
     files = Files(target, options, write_options)
-    present = begin_export(files, name, made_from, names, resumes=resume)
-    _write(files, kind, encoded, plan, names, present, processes, progress)
-    return Exported(files.url, names, len(present), count)
+    export = ExportTarget(files, name, made_from, names, resumes=resume)
+    _write(export, kind, encoded, plan, names, processes, progress)
+    return Exported(files.url, names, len(export.present), count)
 
 
 def _write(
-    files: Files,
+    export: ExportTarget,
     kind: FileFormat,
     encoded: EncodedSamples,
     plan: Sequence[range],
     names: Sequence[str],
-    present: set[str],
     processes: int,
     progress: Callable[[int], None],
 ) -> None:
     """Write the files that are not there yet. Raises as `export_dataset`."""
     # The first file decides about columns, so it is read again where it is kept.
-    read = [part for part, one in zip(plan, names) if one not in present or part is plan[0]]
+    read = [part for part, one in zip(plan, names) if one not in export.present or part is plan[0]]
     with preserved_rng(), closing(_samples(encoded, read, processes)) as samples:
         for part, one in zip(plan, names, strict=True):
-            if one not in present or part is plan[0]:
+            if one not in export.present or part is plan[0]:
                 found = [*islice(samples, len(part))]
                 _check_size(found)
                 _observe(kind, found, is_first=part is plan[0])
-                if one not in present:
-                    files.write(one, kind.content(iter(found)))
+                if one not in export.present:
+                    export.write(one, kind.content(iter(found)))
             progress(part.stop)
 
 
