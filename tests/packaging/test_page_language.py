@@ -111,6 +111,10 @@ ELSEWHERE = re.compile(
 )
 
 
+#: Tokens with the text of strings. From Python 3.12 on, an f-string has tokens for its parts.
+STRINGS = (tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
+
+
 def written(path: Path) -> tuple[list[tuple[int, str]], set[str]]:
     """Return the docstrings and comments of a module with their lines, and the names that its code has."""
     source, texts, names = path.read_text("utf-8"), [], {*path.with_suffix("").parts, *path.parts}
@@ -124,7 +128,7 @@ def written(path: Path) -> tuple[list[tuple[int, str]], set[str]]:
             texts.append((token.start[0], token.string))
         elif token.type == tokenize.NAME:
             names.add(token.string)
-        elif token.type == tokenize.STRING and token.start[0] not in docstrings:
+        elif token.type in STRINGS and token.start[0] not in docstrings:
             names.update(re.findall(r"\w+", token.string))
     return texts, names
 
@@ -149,3 +153,12 @@ def test_docstrings_and_comments_name_what_exists_in_plain_words() -> None:
 def test_a_name_that_is_gone_and_a_word_that_is_avoided_are_found() -> None:
     text = "Whoever calls `nothing.like_this` is told anew."
     assert [found[0] for found in AVOIDED.finditer(text.lower())] == ["whoever", "is told", "anew"]
+
+
+def test_names_in_texts_of_code_exist(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text('"""Not `Docstring`."""\nkind = f"Example of {kind} and " "Another"\n')
+    texts, names = written(module)
+    assert texts == [(1, "Not `Docstring`.")]
+    assert {"Example", "Another", "kind"} <= names
+    assert "Docstring" not in names
