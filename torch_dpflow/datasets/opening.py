@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -16,6 +16,7 @@ from torch_dpflow.datasets.importers.shards import ShardImporter
 from torch_dpflow.datasets.importers.sources import Source, SourceFiles, find_sources
 from torch_dpflow.datasets.importers.splits import check_no_split_folders
 from torch_dpflow.datasets.index_builder import open_index
+from torch_dpflow.datasets.lit_rows import LitRows
 from torch_dpflow.datasets.reader import OpenedDataset
 from torch_dpflow.datasets.row_files import index_directory
 from torch_dpflow.datasets.spec import ID_PATTERN
@@ -101,12 +102,16 @@ def open_dataset(
     name = found_format(files) if format is None else _known_format(format)
     settings = {**(settings or {}), **({} if split is None else {"split": split})}
     if name == "table":
-        return _table(files, decode, checksum, {**settings, **reading})
+        urls = files.given if files.is_directory else [file.url for file in files.files]
+        return _table(TableDataset, urls, files, decode, checksum, {**settings, **reading})
     if split is not None and not getattr(importer_class(name), "has_splits", False):
         raise OptionError(f"split={split!r}: {files.given} has no directory of that name; it has {files.folders}")
     if name == "imagefolder":
         _check_apart(files, index_dir)
-    importer = _importer(name, files, settings)
+    chunks = _importer(name, files, {}) if name == "litdata" else None
+    if chunks is not None and chunks.has_rows:
+        return _table(LitRows, chunks, files, decode, checksum, {**settings, **reading})
+    importer = _importer(name, files, settings) if chunks is None or settings else chunks
     importer.is_in_place = True
     if isinstance(importer, ShardImporter):
         # Checksums are computed later, and the cache finds samples by them.
@@ -159,18 +164,22 @@ def _known_format(name: str) -> str:
     return name
 
 
-def _table(files: SourceFiles, decode: Decode | None, checksum: Any, how: dict[str, Any]) -> TableDataset:
+def _table(
+    kind: Callable[..., TableDataset],
+    source: Any,
+    files: SourceFiles,
+    decode: Decode | None,
+    checksum: Any,
+    how: dict[str, Any],
+) -> TableDataset:
     if checksum is not None:
         raise OptionError(f"checksum={checksum!r} is not for tables, which are not copied into an index; leave it out")
     unknown = sorted(how.keys() - {"read_options", "columns", "memory", "split"})
     if unknown:
-        raise OptionError(f"a table has no {unknown}; give read_options=, and in settings= columns and memory")
-    return TableDataset(
-        files.given if files.is_directory else [file.url for file in files.files],
-        decode=None if decode is None else decoder_of(decode),
-        storage_options=files.options,
-        **how,
-    )
+        raise OptionError(
+            f"{files.given} is a table, which has no {unknown}; give read_options=, and in settings= columns and memory"
+        )
+    return kind(source, decode=None if decode is None else decoder_of(decode), storage_options=files.options, **how)
 
 
 def _check_apart(files: SourceFiles, index_dir: str | os.PathLike[str] | None) -> None:

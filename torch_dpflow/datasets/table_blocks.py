@@ -23,6 +23,9 @@ _MAX_BETWEEN = 16 << 20
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 #: At the end of an Arrow file: the length of its footer, and this.
 _MAGIC = b"ARROW1"
+#: At the end of a chunk of LitData that has rows: the length of an Arrow file, and this.
+_ROWS = b"LDARW01\0"
+ROWS_MARK = len(_ROWS) + 4
 _MAX_FOOTER = 256 << 20
 #: Bytes at the end of a remote file that are read at once, as most footers are shorter.
 _FOOTER_GUESS = 64 << 10
@@ -92,7 +95,10 @@ class ArrowBlocks:
         pyarrow = pyarrow_with_formats()
         with errors_of(file):
             with pyarrow.memory_map(os.fsencode(path)) as mapped:  # the map outlives the descriptor
-                self._source = pyarrow.BufferReader(mapped.read_buffer())
+                whole = mapped.read_buffer()
+            self._addresses = range(whole.address, whole.address + whole.size)
+            start, stop = arrow_span(file, whole[-ROWS_MARK:].to_pybytes())
+            self._source = pyarrow.BufferReader(whole[start:stop])
             try:
                 self._arrow = pyarrow.ipc.open_file(self._source)
             except pyarrow.ArrowInvalid:
@@ -116,6 +122,12 @@ class ArrowBlocks:
             batch = self._arrow.get_batch(block) if self._batches is None else self._batches[block]
             table = pyarrow_with_formats().Table.from_batches([batch])
             return table if columns is None else table.select(columns)
+
+    def bytes_outside(self, table: Any) -> int:
+        """Return the bytes of a block that are not in the map, as they were compressed or converted."""
+        chunks = [chunk for column in table.columns for chunk in column.chunks]
+        buffers = [buffer for chunk in chunks for buffer in chunk.buffers() if buffer is not None]
+        return sum(buffer.size for buffer in buffers if buffer.address not in self._addresses)
 
     def close(self) -> None:
         """Close the file. Blocks that were read stay."""
@@ -143,15 +155,19 @@ class RemoteArrowBlocks:
     def __init__(self, file: SourceFile, reader: ObjectReader) -> None:
         self._file = file
         self._reader = reader
+        #: Where the Arrow file begins in the file.
+        self._start = 0
         with errors_of(file):
             tail = self._read((max(0, file.size - _FOOTER_GUESS), file.size))[0]
+            self._start, stop = arrow_span(file, tail)
+            tail, size = tail[: len(tail) - (file.size - stop)], stop - self._start
             length = int.from_bytes(tail[-len(_MAGIC) - 4 : -len(_MAGIC)], "little")
-            if not tail.endswith(_MAGIC) or not 0 < length <= min(_MAX_FOOTER, file.size - len(_MAGIC) - 4):
+            if not tail.endswith(_MAGIC) or not 0 < length <= min(_MAX_FOOTER, size - len(_MAGIC) - 4):
                 raise SourceError(
                     f"{printable_url(file.url)} is no Arrow file with a footer; its format as a stream can be read "
                     "from a local disk only: copy it there, or write Parquet"
                 )
-            end = file.size - len(_MAGIC) - 4
+            end = size - len(_MAGIC) - 4
             footer = tail[-length - len(_MAGIC) - 4 : -len(_MAGIC) - 4]
             if len(footer) < length:
                 footer = self._read((end - length, end))[0]
@@ -178,11 +194,31 @@ class RemoteArrowBlocks:
         """Do nothing: the connections are the reader's."""
 
     def _read(self, *spans: tuple[int, int]) -> list[bytes]:
-        return self._reader.read_many([span_of(self._file, *span) for span in spans])
+        at = self._start
+        return self._reader.read_many([span_of(self._file, at + start, at + stop) for start, stop in spans])
 
     def _stream(self, messages: bytes) -> Any:
         ipc = pyarrow_with_formats().ipc
         return ipc.open_stream(pyarrow_with_formats().py_buffer(self._head + messages + _END_OF_STREAM))
+
+
+def arrow_span(file: SourceFile, tail: bytes) -> tuple[int, int]:
+    """Return where in a file with this end its Arrow file lies: all of it, or the rows of a LitData chunk."""
+    if not file.url.endswith(".bin"):
+        return 0, file.size
+    span = rows_in_chunk(tail, file.size)
+    if span is None:
+        raise SourceError(
+            f"{file.printable} does not end with rows in Arrow's format, as the first chunk of the dataset does; it is "
+            "damaged, or of another dataset"
+        )
+    return span
+
+
+def rows_in_chunk(tail: bytes, size: int) -> tuple[int, int] | None:
+    """Return where the rows lie in a LitData chunk with this end, of `ROWS_MARK` bytes at least; None: it has none."""
+    length, stop = int.from_bytes(tail[-ROWS_MARK : -len(_ROWS)], "little"), size - ROWS_MARK
+    return (stop - length, stop) if tail.endswith(_ROWS) and 0 < length <= stop else None
 
 
 def _check_one_file(source: Any) -> None:

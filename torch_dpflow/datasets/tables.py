@@ -49,7 +49,7 @@ _FEW_ROWS = 16
 _FOOTERS_AT_ONCE = 16
 #: Opened files of a process: files with a descriptor or a parsed footer, and mapped files.
 _MAX_OPEN, _MAX_MAPPED = 32, 4096
-#: Bytes of memory of a mapped block: objects of Arrow and Python.
+#: Bytes of memory of a mapped block's objects of Arrow and Python.
 _MAPPED_BYTES = 4096
 
 
@@ -106,7 +106,7 @@ class TableDataset(Dataset[Any]):
         self._storage_options = dict(storage_options or {})
         self._read_options = read_options if read_options is not None else ReadOptions()
         check_type("read_options", self._read_options, ReadOptions, "a ReadOptions, or None")
-        self._files = find_tables(url, self._storage_options, self._read_options, split)
+        self._files = self._find_files(url, split)
         self._opened = PerProcess(self._open)
         counts = self._count_blocks()
         #: Rows of each block, in order.
@@ -157,6 +157,9 @@ class TableDataset(Dataset[Any]):
         if opened is not None:
             opened.close()
 
+    def _find_files(self, url: Any, split: str | None) -> list[SourceFile]:
+        return find_tables(url, self._storage_options, self._read_options, split)
+
     def _count_blocks(self) -> list[list[int]]:
         """Return the rows of each block of each file; set the schema if files differ. Raises SourceError."""
         opened = self._opened.get()
@@ -170,10 +173,13 @@ class TableDataset(Dataset[Any]):
                     raise SourceError(f"{printable_url(file.url)} has no column {missing}; it has {schema.names}")
                 counts.append(of_file)
                 schemas.setdefault(_selected(schema, names), file)
-        first, *others = schemas
-        # What blocks are converted to; None: all files have the same.
-        self._schema = _joined(first, {schema: schemas[schema] for schema in others}, self._files[0])
+        self._schema = self._joined_schema(schemas)
         return counts
+
+    def _joined_schema(self, schemas: Mapping[Any, SourceFile]) -> Any:
+        """Return what blocks are converted to; None: all files have the same schema. Raises SourceError."""
+        first, *others = schemas
+        return _joined(first, {schema: schemas[schema] for schema in others}, self._files[0])
 
     def _open(self) -> _OpenedTable:
         return _OpenedTable(self)
@@ -251,8 +257,10 @@ class _OpenedTable:
                 self._running.finish(block, running)
             fail([running], error)
             raise
-        is_mapped = self._table._schema is None and _is_mapped(self._table._files[self._table._places[block][0]])
-        decoded = _DecodedBlock(table, _MAPPED_BYTES if is_mapped else table.nbytes)
+        file = self._table._files[self._table._places[block][0]]
+        opened = self._files[True](file) if _is_mapped(file) else None
+        cost = _MAPPED_BYTES + opened.bytes_outside(table) if isinstance(opened, ArrowBlocks) else table.nbytes
+        decoded = _DecodedBlock(table, cost)
         with self._lock:
             self._running.finish(block, running)
             self._blocks[block] = decoded

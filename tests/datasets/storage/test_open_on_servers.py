@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.datasets.formats.tars import members_of, samples_of, write_tar
+from tests.datasets.formats.test_lit_rows import ROWS, write_rows
 from tests.datasets.formats.test_packed import with_offsets, words
 from tests.datasets.formats.test_tfrecord import example, record
 from tests.datasets.storage.ftp_server import FTPServer
@@ -322,3 +323,19 @@ def test_errors_of_formats_print_no_signature(
         open_dataset(f"{web.url}/a/0.tar?v=3&sig=SECRET", index_dir=tmp_path / "index", format=kind)
     assert "SECRET" not in f"{caught.value}{caplog.text}"
     assert "/a/0.tar?v=3" in str(caught.value)
+
+
+def test_rows_of_litdata_on_s3(tmp_path: Path, options: dict[str, Any], put: Callable[[str, bytes], None]) -> None:
+    folder = f"rows-{next(_names)}"
+    write_rows(tmp_path / "data", compression="zstd")
+    for path in (tmp_path / "data").iterdir():
+        put(f"{folder}/{path.name}", path.read_bytes())
+    dataset = open_dataset(f"s3://{BUCKET}/{folder}", storage_options=options)
+    assert isinstance(dataset, TableDataset)
+    with closing(dataset):
+        assert dataset.__getitems__([1012, 600, 5]) == [ROWS[number] for number in (1012, 600, 5)]
+        put(f"{folder}/chunk-0-0.bin", (tmp_path / "data" / "chunk-0-1.bin").read_bytes())
+        with pytest.raises(ChecksumError, match=r"chunk-0-0\.bin"):
+            dataset[300]
+    with pytest.raises(SourceError, match=r"chunk-0-0\.bin .* the index says"):
+        open_dataset(f"s3://{BUCKET}/{folder}", storage_options=options)

@@ -206,6 +206,17 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
         TableDataset(path).__getitems__(range(ROWS))
 
 
+def test_blocks_of_compressed_arrow_files_count_in_the_memory(tmp_path: Path) -> None:
+    content = pa.table({"n": [*range(80_000)]})
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), content.schema, options=options) as writer:
+        writer.write_table(content, max_chunksize=10_000)
+    table = TableDataset(tmp_path / "a.arrow", memory="64KiB")
+    before = pa.total_allocated_bytes()
+    assert [table[number]["n"] for number in range(0, 80_000, 10_000)] == [*range(0, 80_000, 10_000)]
+    assert pa.total_allocated_bytes() - before < content.nbytes / 2
+
+
 @WRITERS
 def test_a_file_that_is_written_again_is_refused(tmp_path: Path, write: Write, ending: str) -> None:
     path = tmp_path / f"a{ending}"

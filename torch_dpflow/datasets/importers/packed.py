@@ -8,6 +8,7 @@ import re
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,13 +21,16 @@ from torch_dpflow.datasets.importers.columns import lit_decoder, mds_decoder
 from torch_dpflow.datasets.importers.shards import ForwardReader, ShardImporter
 from torch_dpflow.datasets.importers.sources import Source, SourceFile, SourceFiles, files_in, find_sources
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
+from torch_dpflow.datasets.table_blocks import ROWS_MARK, rows_in_chunk
 from torch_dpflow.errors import SourceError
 
 _INDEX = "index.json"
 #: Names of compressions here, and Arrow's.
 _COMPRESSIONS = {"gz": "gzip", "bz2": "bz2", "zstd": "zstd", "br": "brotli"}
-#: How a LitData chunk with frames of zstd begins, and how one ends that has rows in Arrow's format: their length, this.
-_FRAMES, _ROWS = b"LDFZ01\0\0", b"LDARW01\0"
+#: How a LitData chunk with frames of zstd begins.
+_FRAMES = b"LDFZ01\0\0"
+#: Formats of values in rows in Arrow's format, which count for other chunks only; "pickle" is that of None.
+_IN_ROWS = frozenset({"bool", "bytes", "float", "int", "json", "pickle", "str", "string", "text"})
 #: Bytes of an index; that of 100,000 shards has some 60 MB.
 _MAX_INDEX = 256 << 20
 
@@ -178,11 +182,19 @@ class LitDataImporter(PackedImporter):
     """Reads a directory of LitData in place.
 
     A sample is what LitData gives, but that encoded images are bytes. Refused are pickles, encrypted chunks, chunks for
-    another loader than `PyTreeLoader`, and chunks of rows in Arrow's format or of frames of zstd.
+    another loader than `PyTreeLoader`, and chunks of frames of zstd. Rows in Arrow's format are read by `LitRows`.
     """
 
     name = "litdata"
     names = re.compile(r"chunk-.*\.bin", re.DOTALL)
+
+    def __init__(self, source: Source | SourceFiles, *, options: Mapping[str, Any] | None = None) -> None:
+        super().__init__(source, options=options)
+        #: Whether chunks have rows in Arrow's format, and no samples before them.
+        self.has_rows = self._begins_with_rows()
+        if not self.has_rows:
+            for number, name in enumerate(self._info["formats"]):
+                _check_column(f"number {number} of {self.files.given}", partial(lit_decoder, name))
 
     def _read_index(self, index: Any) -> tuple[list[PackedShard], dict[str, Any]]:
         config = index["config"]
@@ -206,8 +218,6 @@ class LitDataImporter(PackedImporter):
             for chunk in index["chunks"]
         ]
         formats = list(config["data_format"])
-        for number, name in enumerate(formats):
-            _check_column(f"number {number}", lambda name=name: lit_decoder(name))
         version, tree = json.loads(config["data_spec"])
         if version != 1:
             raise ValueError(f"its data_spec has version {version}")
@@ -215,6 +225,19 @@ class LitDataImporter(PackedImporter):
         if _leaves(spec) != len(formats):
             raise ValueError(f"its data_spec has {_leaves(spec)} values, and data_format {len(formats)}")
         return shards, {"formats": formats, "spec": spec}
+
+    def samples_of(self, file: SourceFile) -> int:
+        """Return how many samples the index lists for a chunk."""
+        return self._by_url[file.url].samples
+
+    def _begins_with_rows(self) -> bool:
+        if not {*self._info["formats"]} <= _IN_ROWS:
+            return False
+        file = self.files.files[0]
+        start = max(0, file.size - ROWS_MARK)
+        tail = _read(ByteRange(file.url, start, file.size, file.size, file.state), self.files)
+        header = 4 * (self.samples_of(file) + 2)
+        return rows_in_chunk(tail, file.size) == (header, start)
 
     def scan(self, file: SourceFile, data: ForwardReader) -> Iterator[Item]:
         if data.at(0, len(_FRAMES)) == _FRAMES:
@@ -225,13 +248,12 @@ class LitDataImporter(PackedImporter):
         return super().scan(file, data)
 
     def _check_rest(self, data: ForwardReader, offsets: list[int], url: str) -> None:
-        tail = data.at(max(0, data.size - len(_ROWS) - 4), len(_ROWS) + 4)
-        if tail[4:] != _ROWS or int.from_bytes(tail[:4], "little") != data.size - len(tail) - offsets[-1]:
+        if rows_in_chunk(data.at(data.size - ROWS_MARK, ROWS_MARK), data.size) != (offsets[-1], data.size - ROWS_MARK):
             super()._check_rest(data, offsets, url)
         if offsets[0] == offsets[-1]:
             raise SourceError(
-                f"{url} has rows in Arrow's format and no samples beside them, and rows cannot be read one by one; "
-                "write Parquet, or samples with a tensor, an array or an image among their values"
+                f"{url} has rows in Arrow's format, which cannot be stored one by one; open_dataset reads its "
+                "directory, and export_dataset then writes Parquet"
             )
 
 
@@ -275,10 +297,14 @@ def _check_column(name: str, decoder: Any) -> None:
 def _json_of(file: SourceFile, files: SourceFiles) -> Any:
     if file.size > _MAX_INDEX:
         raise SourceError(f"{file.printable} has {file.size} bytes; at most {_MAX_INDEX} are read")
-    with ObjectReader(files.options, options=files.read_options) as reader:
-        (data,) = reader.read_many([ByteRange(file.url, size=file.size, state=file.state)])
+    data = _read(ByteRange(file.url, size=file.size, state=file.state), files)
     check_json(data)
     return json.loads(data)
+
+
+def _read(span: ByteRange, files: SourceFiles) -> bytes:
+    with ObjectReader(files.options, options=files.read_options) as reader:
+        return reader.read_many([span])[0]
 
 
 def _check_present(given: str, shard: PackedShard, file: SourceFile | None) -> None:
