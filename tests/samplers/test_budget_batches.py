@@ -16,7 +16,7 @@ from tests.contracts.index_samplers import BudgetContract, deal
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.samplers import BudgetBatchSampler
-from torch_dpflow.samplers.length_buckets import upper_edges
+from torch_dpflow.samplers.budget import upper_edges
 
 LENGTHS = np.random.default_rng(1).lognormal(3, 0.7, 3000).clip(1, 400)
 

@@ -18,7 +18,7 @@ from tests.contracts.index_samplers import MixtureContract
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.samplers import BudgetBatchSampler, MixtureSampler, Phase
-from torch_dpflow.samplers.proportions import MAX_PARTS, Schedule, parts_of, turns_of
+from torch_dpflow.samplers.mixture import MAX_PARTS, Schedule, parts_of, turns_of
 
 
 class TestMixtureSampler(MixtureContract):

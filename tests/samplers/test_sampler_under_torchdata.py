@@ -9,7 +9,7 @@ import pytest
 
 from torch_dpflow.errors import StateError
 from torch_dpflow.samplers import BudgetBatchSampler, DynaGCSSampler, MixtureSampler
-from torch_dpflow.samplers.sampler_iterator import SamplerIterator
+from torch_dpflow.samplers.epoch_sampler import SamplerIterator
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

@@ -9,8 +9,7 @@ from torch_dpflow.flows.flow import (
     save_flow,
     to_mermaid,
 )
-from torch_dpflow.flows.read import DataLoadFlowRead, MappedDataset, random_split
-from torch_dpflow.flows.readers import LocalDataLoadFlowReader
+from torch_dpflow.flows.read import DataLoadFlowRead, LocalDataLoadFlowReader, MappedDataset, random_split
 from torch_dpflow.flows.stage import (
     DataTransform,
     ImagePilDecode,

@@ -20,8 +20,7 @@ from torch_dpflow.cluster.shard.sample_source import TwoStageDataset
 from torch_dpflow.datasets.store import DatasetStore
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.flows.flow import DataLoadFlow
-from torch_dpflow.flows.read import DataLoadFlowRead, Skips
-from torch_dpflow.flows.readers import LocalDataLoadFlowReader
+from torch_dpflow.flows.read import DataLoadFlowRead, LocalDataLoadFlowReader, Skips
 from torch_dpflow.flows.stage import Stage
 from torch_dpflow.flows.staged import Failed, StagedDataset
 from torch_dpflow.log import FLOWS

@@ -8,9 +8,8 @@ if TYPE_CHECKING:
     from torch_dpflow.samplers.block_shuffle import BlockShuffleSampler
     from torch_dpflow.samplers.budget import BudgetBatchSampler
     from torch_dpflow.samplers.group import Draw, SamplingGroup
-    from torch_dpflow.samplers.mixture import MixtureSampler
+    from torch_dpflow.samplers.mixture import MixtureSampler, Phase
     from torch_dpflow.samplers.passes import GlobalBatches, RankShares
-    from torch_dpflow.samplers.proportions import Phase
     from torch_dpflow.samplers.sampler import DynaGCSSampler
     from torch_dpflow.samplers.strategy_registry import STRATEGIES, sampling_group
 

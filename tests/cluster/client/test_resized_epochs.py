@@ -22,7 +22,7 @@ from torch_dpflow.cluster.control.joint_order import Held, JointOrder
 from torch_dpflow.cluster.messages.router import JobRank
 from torch_dpflow.epoch.state import LoaderState
 from torch_dpflow.errors import StateError, UsageError
-from torch_dpflow.loader.flow_states import join_flow_states
+from torch_dpflow.loader.loaded_state import join_flow_states
 from torch_dpflow.samplers import STRATEGIES, RankShares, SamplingGroup, sampling_group
 
 SEED = 5

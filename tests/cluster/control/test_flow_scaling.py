@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torch_dpflow.cluster.control.ended_jobs import EndedJobs
+from torch_dpflow.cluster.control.flow_registry import EndedJobs
 from torch_dpflow.cluster.control.flow_scaling import LINGER_S, FlowScaling
 from torch_dpflow.cluster.control.placement import launches_of, parts_of
 from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits, ClusterLimits, FlowSpec, Part

@@ -18,7 +18,7 @@ from torch_dpflow import DPFlowDataLoader, JobOptions
 from torch_dpflow.cluster.client.open_job import Replica, SharedJob
 from torch_dpflow.epoch.state import LoaderState
 from torch_dpflow.errors import StateError, UsageError
-from torch_dpflow.loader.flow_states import join_flow_states
+from torch_dpflow.loader.loaded_state import join_flow_states
 
 Join = Callable[..., SharedJob]
 SIZE = 200

@@ -1,4 +1,4 @@
-"""The flows of a cluster and their life cycle (thesis 4.3.2, figure 4-7).
+"""The flows of a cluster, their life cycle (thesis 4.3.2, figure 4-7), and the jobs that have left them.
 
 A pure state machine: each call returns what to do, in order; there is no socket, thread or clock inside.
 
@@ -20,13 +20,17 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import msgspec
 
 from torch_dpflow._core.clocks import LEASE_S, START_S
-from torch_dpflow.cluster.messages.coordinator import MAX_LIFE, FlowSpec, FlowView, LifeStep, Part
+from torch_dpflow._core.decoding import msgpack_decoder
+from torch_dpflow.cluster.control.autoscale import JobCounts
+from torch_dpflow.cluster.messages.coordinator import MAX_ENDED, MAX_LIFE, EndedJob, FlowSpec, FlowView, LifeStep, Part
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import UnknownFlowError
 
@@ -352,3 +356,61 @@ class FlowRegistry:
         for name, instance in self._highest.items():
             versions = [flow.spec.version for flow in self._flows.values() if flow.spec.name == name]
             assert self._flows[instance].spec.version == max(versions)
+
+
+#: A job that waits less than this share of its time is limited by its training, whatever limits its flow.
+LITTLE_STALL = 0.05
+
+
+class EndedJobs:
+    """The latest jobs that have ended, at most `MAX_ENDED`. A job that returns under its name is removed.
+
+    Args:
+        packed: what `packed` returned before, in another process; empty at first.
+    """
+
+    def __init__(self, packed: bytes = b"") -> None:
+        #: By flow and job, the one that ended last at the end.
+        self._ended: dict[tuple[str, str], EndedJob] = {}
+        #: By flow, the counts of its jobs when they were last seen, and the limit that was known last.
+        self._seen: dict[str, tuple[Mapping[str, JobCounts], str]] = {}
+        self._has_changed = False
+        with suppress(msgspec.MsgspecError):  # of another release: it is for display only
+            self._ended |= {(one.flow, one.job): one for one in msgpack_decoder(list[EndedJob]).decode(packed)}
+
+    @property
+    def views(self) -> list[EndedJob]:
+        """The jobs, the one that ended last at the end."""
+        return list(self._ended.values())
+
+    def observe(self, flow: str, readings: Mapping[str, JobCounts], limited_by: str, at: float) -> None:
+        """Record the counts of a flow's jobs. Jobs that were recorded before and are missing now have ended.
+
+        limited_by: the flow's limit before these counts. at: the time, seconds since 1970.
+        """
+        before, known = self._seen.get(flow, ({}, ""))
+        limit = limited_by or known
+        for job in before.keys() - readings.keys():
+            counts = before[job]
+            if counts.samples:
+                by = "job" if counts.stall_s <= LITTLE_STALL * counts.reading_s else limit
+                self._ended.pop((flow, job), None)
+                self._ended[flow, job] = EndedJob(
+                    flow, job, int(at), counts.samples, counts.stall_s, counts.reading_s, by
+                )
+                self._has_changed = True
+        for job in readings:
+            self._has_changed |= self._ended.pop((flow, job), None) is not None
+        self._seen[flow] = readings, limit
+        while len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
+
+    def forget(self, flow: str, at: float) -> None:
+        """Record that a flow's services have ended, and its jobs with them."""
+        self.observe(flow, {}, "", at)
+        del self._seen[flow]
+
+    def take_packed(self) -> bytes | None:
+        """Return the record as bytes to store; None if nothing has changed since the last call."""
+        has_changed, self._has_changed = self._has_changed, False
+        return msgspec.msgpack.encode(self.views) if has_changed else None

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds, FlowCounts, JobCounts
-from torch_dpflow.cluster.control.ended_jobs import EndedJobs
+from torch_dpflow.cluster.control.flow_registry import EndedJobs
 from torch_dpflow.cluster.control.placement import max_min, parts_of, spread
 from torch_dpflow.cluster.control.shard_scaling import ShardCounts, Shards, ShardScaler
 from torch_dpflow.cluster.messages.coordinator import (

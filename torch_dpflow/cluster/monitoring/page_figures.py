@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from torch_dpflow._core.decoding import converted
-from torch_dpflow.cluster.control.ended_jobs import LITTLE_STALL
+from torch_dpflow.cluster.control.flow_registry import LITTLE_STALL
 from torch_dpflow.cluster.control.supervision import UP
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.node import ProcessView

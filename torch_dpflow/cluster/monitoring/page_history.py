@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from torch_dpflow._core.stage_times import StageTimes
 from torch_dpflow._version import __version__
-from torch_dpflow.cluster.control.ended_jobs import LITTLE_STALL
+from torch_dpflow.cluster.control.flow_registry import LITTLE_STALL
 from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, state_words
 from torch_dpflow.cluster.monitoring.page_figures import (
     DOWN,

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from torch_dpflow._core.decoding import msgpack_decoder
-from torch_dpflow.cluster.control.ended_jobs import EndedJobs
 from torch_dpflow.cluster.control.flow_registry import (
+    EndedJobs,
     Flow,
     FlowInstruction,
     FlowRegistry,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import queue
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -29,7 +31,6 @@ from torch_dpflow.cluster.messages.node import (
     ProcessView,
     Running,
 )
-from torch_dpflow.cluster.services.launch_thread import LaunchThread
 from torch_dpflow.cluster.services.node_host import max_processes
 from torch_dpflow.cluster.services.service import (
     COORDINATOR,
@@ -359,3 +360,43 @@ class Node:
 
     def _on_stop(self, call: IncomingCall) -> None:
         self._stopped = True
+
+
+#: How long the end of the thread may take before a start that waits is ended, and how long afterwards, seconds.
+THREAD_GRACE_S, THREAD_END_S = 0.5, 2.0
+
+
+class LaunchThread:
+    """Starts processes one after the other.
+
+    Args:
+        platform: starts them. Its user closes it after this thread.
+        report: called in the thread with the outcome of each launch.
+    """
+
+    def __init__(self, platform: Platform, report: Callable[[ProcessSpec, Handle | Exception], None]) -> None:
+        self._platform, self._report = platform, report
+        self._specs: queue.SimpleQueue[ProcessSpec | None] = queue.SimpleQueue()
+        self._closes = False
+        self._thread = threading.Thread(target=self._run, name="dpflow-launch", daemon=True)
+        self._thread.start()
+
+    def launch(self, spec: ProcessSpec) -> None:
+        """Start a process soon."""
+        self._specs.put(spec)
+
+    def close(self) -> None:
+        """Start nothing more, end a start that waits, and wait for the thread. Idempotent."""
+        self._closes = True
+        self._specs.put(None)
+        self._thread.join(THREAD_GRACE_S)
+        self._platform.interrupt()
+        self._thread.join(THREAD_END_S)
+
+    def _run(self) -> None:
+        while (spec := self._specs.get()) is not None and not self._closes:
+            try:
+                outcome: Handle | Exception = self._platform.launch(spec)
+            except Exception as error:
+                outcome = error
+            self._report(spec, outcome)
