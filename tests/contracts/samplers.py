@@ -26,6 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.invariants import validate
 from torch_dpflow.errors import OptionError, OptionTypeError, UsageError
 from torch_dpflow.samplers.group import Draw, SamplingGroup
 from torch_dpflow.samplers.indices import IndexArray
@@ -274,7 +275,7 @@ class GroupHistory(RuleBasedStateMachine):
     def holds_what_must_always_hold(self) -> None:
         if hasattr(self, "group"):
             for group in self._groups():
-                group.validate()
+                validate(group)
 
     def teardown(self) -> None:
         for job in list(getattr(self, "left", ())):

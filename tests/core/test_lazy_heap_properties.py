@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.invariants import validate
 from torch_dpflow._core.lazy_heap import LazyHeap
 
 ITEMS = st.integers(0, 30)
@@ -44,7 +45,7 @@ class Ranked(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        self.heap.validate()
+        validate(self.heap)
         assert len(self.heap) == len(self.ranks)
         assert set(self.heap) == set(self.ranks)
         assert all(item in self.heap for item in self.ranks)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.invariants import validate
 from torch_dpflow.errors import OptionError, PoolFullError, UsageError
 from torch_dpflow.pool.planning.allocator import AllocatorInstruction, Drop, Fill, StripeAllocator
 from torch_dpflow.pool.planning.layout import UNPLACED, place
@@ -38,7 +39,7 @@ class Servers:
                         self.filled[identity, stripe] = self.filled.get((identity, stripe), 0) + 1
                 case Drop(server, identity):
                     del self.held[server, identity]
-        self.allocator.validate()
+        validate(self.allocator)
 
     def lose(self, server: str) -> None:
         for key in [key for key in self.held if key[0] == server]:
@@ -128,7 +129,7 @@ def test_servers_hold_what_the_tables_say_in_any_order_of_events(
             for known_set in sorted({held_set for _, held_set in servers.held}):
                 held = {name: servers.held_by(name).get(known_set, []) for name in back}
                 servers.apply(allocator.recover(known_set, sizes[known_set], held, now, explicit=flag))
-        allocator.validate()
+        validate(allocator)
         servers.check([f"server {number}" for number in range(4) if alive[number]], sizes)
 
 
@@ -266,7 +267,7 @@ def test_all_of_a_set_that_is_held_in_part_takes_the_room_of_idle_ones_or_is_ref
     assert not allocator.holds(B)
     assert placed(allocator, C) == 10
     assert allocator.rooms() == [0]  # C is explicit now
-    allocator.validate()
+    validate(allocator)
 
 
 def test_an_implicit_set_goes_when_nobody_has_read_it_for_a_while() -> None:

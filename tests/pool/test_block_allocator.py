@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.invariants import validate
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.pool.planning.block_allocator import BlockAllocator
 
@@ -42,7 +43,7 @@ def test_bytes_are_where_they_are_said_to_be(steps: list[list[int] | float]) -> 
                     offset, _ = space.locate(key)
                     memory[offset : offset + length] = contents(key, length)
                 held |= dict(samples)
-        space.validate()
+        validate(space)
         assert sum(held.values()) <= space.used <= CAPACITY
         for key, length in held.items():
             offset, stored_length = space.locate(key)
@@ -81,7 +82,7 @@ def test_what_is_wrong_is_said_and_changes_nothing() -> None:
     assert space.used == 1
     with pytest.raises(UsageError, match="'b'"):
         space.locate("b")
-    space.validate()
+    validate(space)
 
 
 def test_a_capacity_is_a_positive_number() -> None:

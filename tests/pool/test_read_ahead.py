@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.invariants import validate
 from torch_dpflow.cluster.cache.objects import Arrival, Cancel, Serve
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.pool.planning.read_ahead import ReadAhead, ReadAheadInstruction, StorageRequest
@@ -43,7 +44,7 @@ class Storage:
                         del self.under_way[load]
                 case Serve((reader, position, _), samples):
                     self.served.append((reader, position, samples[0][1] if samples else None))
-        self.machine.validate()
+        validate(self.machine)
 
     def take_served(self) -> list[tuple[str, int, Any]]:
         served, self.served = self.served, []

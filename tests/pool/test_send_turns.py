@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.invariants import validate
 from torch_dpflow.pool.planning.send_turns import SendTurns
 
 STEPS = st.lists(
@@ -46,7 +47,7 @@ def test_any_interleaving_keeps_order_and_limit(steps: list[tuple[str, int, floa
                 turns.drop(connection)
                 sending.pop(connection, None)
                 line = [one for one in line if one != connection]
-        turns.validate()
+        validate(turns)
         assert len(turns) == len(line)
 
 

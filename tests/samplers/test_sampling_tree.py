@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.invariants import validate
 from tests.later import Later
 from torch_dpflow.errors import OptionError
 from torch_dpflow.samplers import sampling_group
@@ -130,7 +131,7 @@ def test_what_some_jobs_need_is_found_among_any_number_of_cells(jobs: int) -> No
             found &= ~np.logical_and.reduce([sets[job] for job in bits_of(more)])
         assert cells.samples_in(cells.needed_by(wanted, more)) == np.count_nonzero(found)
         sample_round(cells, range(jobs), rng)
-        cells.validate()
+        validate(cells)
         sets = [mask_of(needs_of(cells).get(job, set()), 2000) for job in range(jobs)]
 
 
@@ -158,7 +159,7 @@ def test_more_jobs_than_a_word_has_bits_read_each_sample_once() -> None:
     while any(group.remaining(name) for name in sets):
         for name in sets:
             read[name] += group.next(name, 16).tolist()
-    group.validate()
+    validate(group)
     assert all(sorted(read[name]) == sets[name].tolist() for name in sets)
 
 

@@ -55,9 +55,3 @@ class LazyHeap(dict[T, tuple[float, int, Any]]):
     def _drop_stale(self) -> None:
         self._heap = list(self.values())
         heapq.heapify(self._heap)
-
-    def validate(self) -> None:
-        """Check every invariant; O(n), for tests. Raises AssertionError."""
-        entries = set(map(id, self._heap))
-        assert all(id(entry) in entries and entry[2] == item for item, entry in self.items())
-        assert len(self._heap) <= 2 * len(self) + _MAX_STALE

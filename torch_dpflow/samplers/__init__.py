@@ -32,8 +32,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "block_shuffle": ["BlockShuffleSampler"],
         "budget": ["BudgetBatchSampler"],
-        "mixture": ["MixtureSampler"],
-        "proportions": ["Phase"],
+        "mixture": ["MixtureSampler", "Phase"],
         "group": ["Draw", "SamplingGroup"],
         "passes": ["GlobalBatches", "RankShares"],
         "strategy_registry": ["STRATEGIES", "sampling_group"],

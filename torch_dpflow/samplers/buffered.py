@@ -162,14 +162,6 @@ class Cells:
         self._samples = [samples.copy() for _, samples in kept]
         self._mask_array = _words_of([], 1)
 
-    def validate(self) -> None:
-        """AssertionError unless the cells are disjoint and each job's count matches them."""
-        samples = np.concatenate([np.empty(0, np.int64), *(samples for _, samples in self.items())])
-        assert len(np.unique(samples)) == len(samples)
-        assert 0 not in self._place
-        for job in range(MAX_JOBS):
-            assert self.needed[job] == self.samples_in(self.needed_by(1 << job)), job
-
 
 def _words_of(masks: list[int], words: int) -> NDArray[np.uint64]:
     """Return masks as an array of shape (masks, words), the lowest bits first."""
@@ -274,10 +266,3 @@ class BufferedGroup(SamplingGroup):
             ),
             members=member.samples(),
         )
-
-    def _validate(self) -> None:
-        self._cells.validate()
-        for name, buffer in self._buffers.items():
-            member = self._members[name]
-            left = member.length - member.position
-            assert len(buffer) + self._unpicked(member) == left, name

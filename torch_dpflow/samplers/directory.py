@@ -172,14 +172,6 @@ class Directory:
         held = self._held[samples] & (self._loaded[samples] == numbers)
         return (samples, numbers) if held.all() else (samples[held], numbers[held])
 
-    def validate(self) -> None:
-        """AssertionError unless the residents match the load order and fit the capacity."""
-        self._end_piece()
-        listed, numbers = _joined([self._current(*piece) for piece in self._log])
-        assert np.array_equal(np.sort(listed), np.flatnonzero(self._held))
-        assert len(listed) == self._residents <= self.capacity
-        assert (np.diff(numbers) > 0).all()
-
 
 def _joined(pieces: list[tuple[CompactArray, IndexArray]]) -> tuple[CompactArray, IndexArray]:
     if not pieces:

@@ -53,10 +53,6 @@ class FixedOrderGroup(SamplingGroup):
         certain = self._orders[member.name][member.position : member.position + horizon]
         return Lookahead(epoch=epoch, length=member.length, position=member.position, certain=certain)
 
-    def _validate(self) -> None:
-        for name, order in self._orders.items():
-            assert np.array_equal(np.sort(order[:]), np.sort(self._members[name].samples())), name
-
     def _order_of(self, member: Member, epoch: int) -> Order:
         known = self._next_orders.get(member.name)
         if known is None or known[0] != epoch:

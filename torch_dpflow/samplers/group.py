@@ -312,12 +312,6 @@ class SamplingGroup(ABC):
         self.capacity = check_int("capacity", capacity, minimum=1)
         return self._resized()
 
-    def validate(self) -> None:
-        """Check invariants, for tests; an AssertionError is a fault of the group itself."""
-        for member in self._members.values():
-            assert 0 <= member.position <= member.length, member
-        self._validate()
-
     #: Whether draws say which samples have to be loaded and which are evicted.
     keeps_directory: ClassVar[bool] = False
 
@@ -354,10 +348,6 @@ class SamplingGroup(ABC):
     def _resized(self) -> IndexArray:
         """Handle a changed `capacity`, see `resize`; strategies without a directory ignore it."""
         return _NOTHING
-
-    @abstractmethod
-    def _validate(self) -> None:
-        """See `validate`."""
 
     def _member(self, job: str) -> Member:
         try:

@@ -273,19 +273,6 @@ class SharedEpoch:
             return self._pile[places]
         return self._pile[int(places[0]) : int(places[-1]) + 1]  # of one class, so in one piece
 
-    def validate(self) -> None:
-        """AssertionError unless the unread samples fit the positions left and the backlog is in order."""
-        needed = self.need[self._pile[:]] != READ
-        before = np.concatenate([[0], np.cumsum(needed)])
-        starts = np.concatenate([[0], self._ends[:-1]])
-        assert np.array_equal(before[self._ends] - before[starts], self._unread)
-        assert np.array_equal(before[self._next_leads], before[starts]), "a sample that is needed was passed over"
-        if self._sequence is not None:
-            assert np.array_equal(self.quota(len(self._sequence)), self._unread)
-        listed = self._backlog[: self._backlog_length]
-        listed = np.sort(listed[self.need[listed] == LISTED])
-        assert np.array_equal(listed, np.flatnonzero(self.need == LISTED))
-
 
 def _select(
     candidates: CompactArray, quota: IndexArray, needed: NDArray[np.int16], labels: CompactArray | None

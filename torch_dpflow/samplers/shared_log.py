@@ -175,13 +175,3 @@ class SharedLogGroup(SamplingGroup):
         batches = sum(m.batch_size for m in self._members.values() if m is not without)
         low, high = self.capacity // 10, self.capacity // 2
         self._directory.protected = min(max(_PROTECTED_ROUNDS * batches, low), high)
-
-    def _validate(self) -> None:
-        self._directory.validate()
-        needed = np.zeros(self.size, np.int64)
-        for name, epoch in self._epochs.items():
-            epoch.validate()
-            member = self._members[name]
-            assert int(np.count_nonzero(epoch.need != READ)) == member.length - member.position, name
-            needed += epoch.need != READ
-        assert np.array_equal(needed, self._directory.needed.of(np.arange(self.size)))

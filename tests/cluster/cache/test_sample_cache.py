@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.invariants import validate
 from torch_dpflow.caches import make_policy
 from torch_dpflow.cluster.cache.objects import Arrival, CacheEntry, Cancel, Load, Serve
 from torch_dpflow.cluster.cache.sample_cache import SampleCache
@@ -262,7 +263,7 @@ def test_what_was_read_from_the_cache_and_is_wanted_ahead_again_makes_room_for_w
     cache.loaded([Arrival(first.load, "seven", 10)])
     cache.release("a", [0])
     cache.want("a", [(1, 7)], draw=3)
-    cache.validate()
+    validate(cache)
     cache.want("b", [(0, 9)], draw=3)
     (second,) = cache.fetch("b", 51, [0])
     assert second.key == 9

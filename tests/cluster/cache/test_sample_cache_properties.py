@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.invariants import validate
 from torch_dpflow.caches import make_policy
 from torch_dpflow.cluster.cache.objects import Arrival, CacheInstruction, Cancel, Load, Serve
 from torch_dpflow.cluster.cache.sample_cache import SampleCache
@@ -59,7 +60,7 @@ class World:
                         del self.loads[load]
                 case Serve(request, samples):
                     self.served(self.requests.pop(request), request, samples)
-        self.cache.validate()
+        validate(self.cache)
         figures = self.cache.statistics()
         assert figures.loading == len(self.loads)
         self.worst_held = max(self.worst_held, figures.held_bytes)
@@ -163,7 +164,7 @@ def test_room_may_come_and_go_meanwhile(world: World, rooms: list[int]) -> None:
         for _ in range(world.chance.randrange(60)):
             world.step()
         world.obey(world.cache.resize(room))
-        world.cache.validate()
+        validate(world.cache)
     while world.step():
         pass
     for reader in world.readers:

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.invariants import validate
 from torch_dpflow.caches import make_policy
 from torch_dpflow.cluster.cache.objects import Arrival, CacheInstruction, Cancel, Load, Serve
 from torch_dpflow.cluster.cache.staged_sample_cache import StagedSampleCache
@@ -213,7 +214,7 @@ class Readers(RuleBasedStateMachine):
     @invariant()
     def books_are_right(self) -> None:
         if hasattr(self, "cache"):
-            self.cache.validate()
+            validate(self.cache)
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
@@ -226,7 +227,7 @@ class Readers(RuleBasedStateMachine):
                     load = self.loads.pop(min(self.loads))
                     fine = load.key not in self.broken or load.input is not None
                     self.follow(do(self.cache, load, nbytes=self.size(load.key), is_sample=fine))
-                    self.cache.validate()
+                    validate(self.cache)
                 assert len(self.wants[job]) < before or self.loads, "a job waits and nothing is under way"
 
 

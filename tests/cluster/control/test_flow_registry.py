@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.invariants import validate
 from torch_dpflow.cluster.control.flow_registry import (
     LOWER_S,
     MAX_ANNOUNCED,
@@ -243,7 +244,7 @@ def test_a_version_is_scaled_and_deleted_by_its_number_and_else_the_highest() ->
     with pytest.raises(UsageError, match=r"registered are \['imagenet/train:v1'\]"):
         flows.scale("imagenet/train:v3", 2, 2)
     assert [(flow.spec.version, flow.replaced) for flow in flows.flows] == [(1, False)]
-    flows.validate()
+    validate(flows)
 
 
 def test_a_flow_that_is_read_cannot_be_deleted() -> None:
@@ -339,7 +340,7 @@ def test_services_run_only_where_somebody_needs_them(steps: list[tuple[str, str,
                 running.add(instruction.spec.instance)
             elif isinstance(instruction, StopFlow):
                 running.discard(instruction.instance)
-        flows.validate()
+        validate(flows)
         known = {flow.spec.instance: flow for flow in flows.flows}
         assert running <= known.keys()
         assert all(known[one].state not in (FlowState.IDLE,) or known[one].starting for one in running)
@@ -362,7 +363,7 @@ def test_a_flow_between_two_epochs_gives_way_after_one_without_jobs() -> None:
     assert flows.stop_unread(2.0 + UNREAD_S) == [StopFlow("train:v1")]
     assert flows.stop_unread(1000.0) == [], "val is read"
     flows.report("train:v1", 1, 8.0, reading=1)
-    flows.validate()
+    validate(flows)
     assert state() is FlowState.IDLE, "its router is about to end"
     assert flows.access("train", 1, 9.0)[1] == [StartFlow(spec(name="train"))]
     flows.report("train:v1", 1, 10.0, reading=1)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch.utils.data import DistributedSampler
 
+from tests.invariants import validate
 from torch_dpflow.cluster.control import joint_order
 from torch_dpflow.cluster.control.joint_order import Held, JointOrder
 from torch_dpflow.errors import UsageError
@@ -100,7 +101,7 @@ def test_places_that_a_job_without_ranks_has_passed_are_cleared(monkeypatch: pyt
     assert np.count_nonzero(slots) <= 2 * 20 + 7
     order.start(0, [held(0, read[:200])])  # as after an answer that was lost: what follows is dealt again
     assert sorted(read[:200] + order.draw(0, 0, 200, 100).tolist()) == list(range(300))
-    order.validate()
+    validate(order)
 
 
 def test_one_that_is_epochs_ahead_leaves_the_others_theirs() -> None:
@@ -271,7 +272,7 @@ class Ranks(RuleBasedStateMachine):
     def each_sample_goes_to_one_rank(self) -> None:
         if not hasattr(self, "order"):
             return
-        self.order.validate()
+        validate(self.order)
         for epoch, parts in self.drawn.items():
             shares = self.shares_in(epoch)
             given = [sample for part in parts for sample in part]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.invariants import validate
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import NameBusyError, StaleJobError
 from torch_dpflow.ipc.rpc.leases import LEAVING_S, NameLeases
@@ -117,7 +118,7 @@ def test_a_name_never_has_two_holders(steps: list[tuple[str, str, int, int]]) ->
         elif what == "leave" and mine is not None:
             assert names.leave(name, mine[1], now)
             del held[name]
-        names.validate()
+        validate(names)
         assert names.members == {name: generation for name, (_, generation) in held.items()}
 
 

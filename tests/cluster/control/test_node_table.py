@@ -6,6 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.invariants import validate
 from torch_dpflow.cluster.control.placement import NodeTable
 from torch_dpflow.cluster.messages.node import MAX_NODES, NodeRecord, ProcessView
 from torch_dpflow.errors import UsageError
@@ -92,7 +93,7 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        self.table.validate()
+        validate(self.table)
         assert [*self.table.usable] == sorted(name for name, (_, _, leaves) in self.known.items() if not leaves)
 
 

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.invariants import validate
 from torch_dpflow.cluster.control.worker_owners import SILENT_S, WorkerOwners
 from torch_dpflow.errors import ThrottledError, UnavailableError
 from torch_dpflow.ipc.messages.fields import StaleShardError
@@ -152,7 +153,7 @@ class OwnersMachine(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         if hasattr(self, "kept"):
-            self.kept.validate()
+            validate(self.kept)
 
     def teardown(self) -> None:
         """Once all shards are gone nothing is left."""

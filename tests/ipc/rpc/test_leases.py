@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from tests.invariants import validate
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.ipc.rpc import leases as module
 from torch_dpflow.ipc.rpc.leases import Leases, Renewal
@@ -38,7 +39,7 @@ def test_a_generation_that_has_ended_does_not_return(leases: Leases, end: str) -
     assert leases.expire(10.0) == ["a"] if end == "expires" else leases.leave("a", newest, 1.0)
     assert leases.renew("a", newest, 11.0) is Renewal.STALE
     assert leases.renew("a", newest + 1, 12.0) is Renewal.GRANTED
-    leases.validate()
+    validate(leases)
 
 
 def test_a_new_generation_replaces_the_old_one(leases: Leases) -> None:
@@ -68,7 +69,7 @@ def test_of_those_that_are_gone_only_so_many_are_remembered_and_for_so_long(
     monkeypatch.setattr(module, "MAX_REMEMBERED", 3)
     for number in range(4):
         leases.leave(f"peer {number}", 1, 0.0)
-    leases.validate()
+    validate(leases)
     assert leases.renew("peer 0", 1, 0.0) is Renewal.GRANTED
     assert leases.renew("peer 1", 1, 0.0) is Renewal.STALE
     leases.expire(module.REMEMBER_S)

@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.invariants import validate
 from torch_dpflow.ipc.rpc.leases import Leases, Renewal
 
 PEERS = st.sampled_from("abc")
@@ -60,7 +61,7 @@ class Members(RuleBasedStateMachine):
     @invariant()
     def the_books_agree(self) -> None:
         assert self.leases.members == self.members
-        self.leases.validate()
+        validate(self.leases)
 
 
 Members.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -272,22 +272,3 @@ class ObjectTable:
         entry.drop()
         if self._spare is not None:
             self._spare.discard(entry)
-
-    def validate(self, readers: Collection[str], jobs: Collection[str]) -> None:
-        """Check every invariant; O(n), for tests. Raises AssertionError."""
-        entries = [entry for same in self._by_key.values() for entry in same]
-        for entry in entries:
-            entry.validate()
-            assert {reader for reader, _ in entry.tickets} <= set(readers)
-            assert self._repeatable or not (entry.cached and entry.claimed.issuperset(jobs))
-            assert self._spare is None or entry in self._spare or not entry.is_spare
-        ready = [entry for entry in entries if entry.ready]
-        assert self.held == sum(entry.size for entry in ready)
-        assert self.ready == len(ready)
-        assert self.pinned == sum(entry.size for entry in ready if entry.tickets)
-        assert self.reserved == sum(entry.size for entry in entries if entry.loading)
-        assert {id(entry) for entry in entries if entry.cached} == set(map(id, self._cached.values()))
-        assert self._policy is None or set(self._policy) == set(self._cached)
-        if self._spare is not None:
-            self._spare.validate()
-            assert set(self._spare) <= set(ready)

@@ -204,19 +204,6 @@ class CacheEntry:
         """Drop the entry's value; the cache must not hold the entry."""
         self.ready, self.value = False, None
 
-    def validate(self) -> None:
-        """Check every invariant; for tests. Raises AssertionError."""
-        assert not (self.ready and self.loading)
-        assert self.ready or self.value is None
-        assert self.ready or (self.tickets and not self.cached and not self.served)
-        assert self.tickets or self.cached
-        assert self.loads or not (self.ready or self.loading)
-        assert self.claimed
-        assert self.served == sum(self.tickets.values())
-        assert (self.distance == 0) == bool(self.requests)
-        assert not self.requests or self.tickets
-        assert not _NO_REQUESTS
-
 
 @dataclass(eq=False, slots=True)
 class CacheReader:
@@ -257,13 +244,6 @@ class LoadQueue(LazyHeap[CacheEntry]):
     def add(self, wanted: CacheEntry) -> None:
         """Add an entry, or move it to the place of its distance."""
         self.push(wanted, wanted.distance, wanted.number)
-
-    def validate(self) -> None:
-        super().validate()
-        for wanted, (rank, then, _) in self.items():
-            assert rank == wanted.distance
-            assert then == wanted.number
-            assert wanted.is_waiting
 
 
 class RequestTable:
@@ -345,12 +325,3 @@ class RequestTable:
     def _drop_request(self, wanted: CacheEntry, request: RequestId, ticket: Ticket) -> None:
         if wanted.drop_request(request, ticket) and wanted.is_waiting:
             self._queue.add(wanted)
-
-    def validate(self) -> None:
-        """Check every invariant; O(n), for tests. Raises AssertionError."""
-        for number, request in self._open.items():
-            wanted = [request.job.wants[ticket] for ticket in request.tickets]
-            assert number in request.job.requests
-            assert all((number, ticket) in entry.requests for ticket, entry in zip(request.tickets, wanted))
-            assert request.missing == sum(not entry.ready for entry in wanted)
-            assert request.missing > 0, "a complete request is unanswered"

@@ -356,13 +356,3 @@ class SampleCache:
         self._objects.requeue(farthest)
         self._queue.add(farthest)
         return True
-
-    def validate(self) -> None:
-        """Check every invariant; O(n), for tests. Raises AssertionError."""
-        for reader in self._readers.values():
-            assert all((reader.name, ticket) in wanted.tickets for ticket, wanted in reader.wants.items())
-        assert self._jobs == Counter(reader.job for reader in self._readers.values())
-        assert all(entry.loading == load for load, entry in self._loading.items())
-        self._requests.validate()
-        self._queue.validate()
-        self._objects.validate(self._readers, self._jobs)

@@ -273,12 +273,6 @@ class StagedSampleCache:
             out += self._of_kept(self._kept.resize(capacity))
         return out
 
-    def validate(self) -> None:
-        """Check every invariant; O(n), for tests. Raises AssertionError."""
-        self._kept.validate()
-        self._drawn.validate()
-        assert all(self._kept.is_wanted(_INPUTS, number) for number in self._draws)
-
 
 def _drawn_bytes(capacity: int) -> int:
     return max(1, int(capacity * _DRAWN_SHARE))

@@ -346,17 +346,6 @@ class FlowRegistry:
         for flow in versions:
             flow.replaced = flow is not highest
 
-    def validate(self) -> None:
-        """Check every invariant; O(flows), for tests. Raises AssertionError."""
-        for instance, flow in self._flows.items():
-            assert flow.spec.instance == instance
-            assert (flow.state is FlowState.ACCESSED) == (flow.jobs > 0)
-            assert flow.state is not FlowState.DELETED
-            assert flow.replaced == (self._highest[flow.spec.name] != instance)
-        for name, instance in self._highest.items():
-            versions = [flow.spec.version for flow in self._flows.values() if flow.spec.name == name]
-            assert self._flows[instance].spec.version == max(versions)
-
 
 #: A job that waits less than this share of its time is limited by its training, whatever limits its flow.
 LITTLE_STALL = 0.05

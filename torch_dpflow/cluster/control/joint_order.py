@@ -283,14 +283,6 @@ class JointOrder:
         self._group.start_epoch(self._job, epoch, done=joint.done)
         return joint
 
-    def validate(self) -> None:
-        """Check every invariant; O(samples), for tests. Raises AssertionError."""
-        assert len(self._epochs) <= MAX_EPOCHS
-        assert not self._epochs or {rank for rank, _ in self._at} == {*range(self._shares.replicas)}
-        assert self._epochs or self.awaited
-        for joint in self._epochs.values():
-            joint.validate()
-
 
 class _JointEpoch:
     """Slots of one epoch, filled in order as ranks draw.
@@ -394,12 +386,6 @@ class _JointEpoch:
     def _padding(self, count: int) -> IndexArray:
         start, self._padded = self._padded, self._padded + count
         return np.resize(self._head, self._padded)[start:]
-
-    def validate(self) -> None:
-        """Raises AssertionError."""
-        filled, empty = self._open.part(0, self._filled), self._open.part(self._filled, len(self._open))
-        assert (self._slots[filled] > 0).all() or self._kept_from
-        assert not self._slots[empty].any()
 
 
 class _OpenSlots:

@@ -146,15 +146,6 @@ class NodeTable:
             for name, node in sorted(self._nodes.items())
         ]
 
-    def validate(self) -> None:
-        """Check every invariant; O(nodes), for tests. Raises AssertionError."""
-        generations = [node.record.generation for node in self._nodes.values()]
-        assert len({*generations}) == len(generations)
-        assert max(generations, default=0) <= self._generation
-        assert all(node.record.name == name for name, node in self._nodes.items())
-        assert self._nodes.keys() == {*self._leases}
-        assert all(view.node in self._nodes for view in self.processes)
-
 
 def _is_own(view: ProcessView, node: str) -> bool:
     """Return whether a node may run such a process: a shard of its own, or a worker of one."""

@@ -161,8 +161,3 @@ class WorkerOwners:
             raise UsageError(f"{name} is a member of {owner!r}, and not of {shard!r}")
         if len(self._members) >= MAX_OWNED and name not in self._members:
             raise UsageError(f"{name}: {MAX_OWNED} members are there, the most that a provisioner has")
-
-    def validate(self) -> None:
-        """Check every invariant; for tests. Raises AssertionError."""
-        assert {owner for owner in self._members.values() if isinstance(owner, str)} <= self._owners.keys()
-        assert {*self._leases} == self._owners.keys()

@@ -82,11 +82,6 @@ class Expiry(Generic[K]):
             del self._renewed[name]
         return expired
 
-    def validate(self) -> None:
-        """Check every invariant; O(names), for tests. Raises AssertionError."""
-        assert [*self._renewed.values()] == sorted(self._renewed.values())
-        assert all(renewed <= self._now for renewed in self._renewed.values())
-
 
 class Renewal(enum.Enum):
     """What a message of a peer's generation has done."""
@@ -164,14 +159,6 @@ class Leases:
             oldest = next(iter(self._gone))
             self._gone.drop(oldest)
             del self._newest[oldest]
-
-    def validate(self) -> None:
-        """Check every invariant; O(peers), for tests. Raises AssertionError."""
-        self._members.validate()
-        self._gone.validate()
-        assert {*self._members}.isdisjoint(self._gone)
-        assert self._newest.keys() == {*self._members, *self._gone}
-        assert len(self._gone) <= MAX_REMEMBERED
 
 
 @dataclass(slots=True)
@@ -254,11 +241,6 @@ class NameLeases:
         for name in expired:
             del self._holders[name]
         return expired
-
-    def validate(self) -> None:
-        """Check every invariant; O(readers), for tests. Raises AssertionError."""
-        self._leases.validate()
-        assert self._holders.keys() == self._leases.members.keys()
 
 
 def _refuse(name: str, current: _Holder, renewed: float, rival: int, now: float) -> None:

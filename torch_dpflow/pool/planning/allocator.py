@@ -374,18 +374,3 @@ class StripeAllocator:
                 fills.setdefault(names[owner], []).append(stripe)
         one.generation += bool(fills)
         return [Fill(server, identity, stripes) for server, stripes in fills.items()]
-
-    def validate(self) -> None:
-        """Check every invariant; for tests. Raises AssertionError."""
-        self._leases.validate()
-        assert self._capacity.keys() == self._room.keys() == self._leases.members.keys()
-        for server, capacity in self._capacity.items():
-            held = sum(
-                int(one.sizes[one.owned_by(server)].sum()) + one.copied_bytes(server) for one in self._datasets.values()
-            )
-            assert held + self._room[server] == capacity
-            assert self._room[server] >= 0
-        for one in self._datasets.values():
-            assert all(owner is None or owner in self._capacity for owner in one.owners)
-            assert one.readers.keys() | one.copies.keys() <= self._capacity.keys()
-            assert all(one.copies[name].isdisjoint(one.owned_by(name)) for name in one.copies)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from torch_dpflow._core.checks import check_int
 from torch_dpflow.errors import UsageError
@@ -103,13 +102,3 @@ class BlockAllocator:
             else:
                 joined.append(gap)
         self._gaps = joined
-
-    def validate(self) -> None:
-        """Check every invariant; for tests. Raises AssertionError."""
-        assert all(sum(one) < other[0] for one, other in pairwise(self._gaps))
-        placed = sorted((offset, length) for _, offset, length in self._samples.values())
-        assert all(sum(one) <= other[0] for one, other in pairwise(placed))
-        blocks = {id(block): block for block, _, _ in self._samples.values()}.values()
-        pieces = sorted([*self._gaps, *((block.offset, block.length) for block in blocks if block.length)])
-        assert [offset for offset, _ in pieces] == [sum(piece) for piece in [(0, 0), *pieces]][: len(pieces)]
-        assert sum(length for _, length in pieces) == self.capacity

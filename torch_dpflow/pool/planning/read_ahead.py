@@ -294,11 +294,3 @@ class ReadAhead:
         loads = [one for one in given if isinstance(one, Load)]
         out: list[ReadAheadInstruction] = [one for one in given if not isinstance(one, Load)]
         return [*out, StorageRequest(loads)] if loads else out
-
-    def validate(self) -> None:
-        """Check every invariant; for tests. Raises AssertionError."""
-        self._cache.validate()
-        for name, state in self._readers.items():
-            wanted = [one for one in range(len(state.order)) if self._cache.is_wanted(name, one)]
-            assert all(state.order.is_taken(position) for position in wanted)
-            assert len(wanted) == state.out

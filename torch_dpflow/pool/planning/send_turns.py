@@ -69,7 +69,3 @@ class SendTurns(Generic[ConnectionT]):
         if len(self._sending) < self._most:
             return True
         return sum(now - since < self._stall_s for since in self._sending.values()) < self._most
-
-    def validate(self) -> None:
-        """Check every invariant; for tests. Raises AssertionError."""
-        assert not self._line.keys() & self._sending.keys()
