@@ -152,7 +152,8 @@ def test_damaged_missing_and_replaced_chunks_are_named(tmp_path: Path) -> None:
     assert_refused(r"chunk-0-2\.bin has 412 rows, and the index says 413")
     index.write_text(listed)
     dataset = open_dataset(folder)
-    path.write_bytes(whole)
+    (tmp_path / "other").write_bytes(whole)
+    (tmp_path / "other").replace(path)
     with pytest.raises(ChecksumError, match=r"chunk-0-2\.bin was written again"):
         dataset[-1]
     first = folder / "chunk-0-0.bin"
