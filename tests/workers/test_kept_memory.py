@@ -1,4 +1,4 @@
-"""Workers keep the memory that samples have freed."""
+"""Workers keep the memory that samples have freed, and share what they were forked with."""
 
 from __future__ import annotations
 
@@ -33,9 +33,35 @@ for parameter in (-1, -3):
 print(*DPFlowDataLoader(Faults(), batch_size=None, num_workers=1))
 """
 
+OBJECTS = 200_000
 
-def bytes_of_new_pages() -> int:
-    run = run_interpreter(FAULTS_OF_A_WORKER, fresh=True)
+#: Prints how many pages a full garbage collection of a forked worker copies. The script holds `OBJECTS` containers.
+FAULTS_OF_A_COLLECTION = f"""
+import gc, resource
+from torch_dpflow import DPFlowDataLoader
+
+held = [[number] for number in range({OBJECTS})]
+
+class Faults:
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        gc.collect()
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        own = []
+        own.append(own)
+        del own
+        assert gc.collect() == 1, "what a sample leaves is collected"
+        return faults
+
+print(*DPFlowDataLoader(Faults(), batch_size=None, num_workers=1, multiprocessing_context="fork"))
+"""
+
+
+def bytes_of_new_pages(program: str = FAULTS_OF_A_WORKER) -> int:
+    run = run_interpreter(program, fresh=True)
     assert run.returncode == 0, run.stderr
     return int(run.stdout) * PAGE
 
@@ -48,6 +74,11 @@ def _settings_of_glibc_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_freed_memory_is_taken_again_without_faults() -> None:
     assert bytes_of_new_pages() < 1 << 20
+
+
+def test_a_collection_in_a_forked_worker_copies_nothing_of_its_parent() -> None:
+    # A header of the collector, to which it would write, is 16 bytes in front of each object.
+    assert bytes_of_new_pages(FAULTS_OF_A_COLLECTION) < OBJECTS * 16
 
 
 @pytest.mark.parametrize(

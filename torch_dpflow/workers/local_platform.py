@@ -133,8 +133,9 @@ class _ProcessName(str):
 
 def _run(spec: ProcessSpec, owner: int, by_kernel: bool, is_fork: bool) -> None:
     """Main function of a process. It makes the process end with its owner, then runs the target."""
+    # Else the first full collection would look at all that was imported, or copy the pages of all that was inherited.
+    gc.freeze()
     if not is_fork:
-        gc.freeze()  # else the first collection would look at all that was imported
         gc.enable()
     exit_with(owner, spec.directory, by_kernel=by_kernel)
     spec.target(*spec.arguments)

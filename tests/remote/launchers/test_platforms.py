@@ -127,18 +127,18 @@ def test_a_spawned_process_begins_with_control_c_blocked() -> None:
 
 
 def write_collector(path: str) -> None:
-    Path(path).write_text(f"{gc.isenabled()} {gc.get_freeze_count() > 0}")
+    Path(path).write_text(f"{gc.isenabled()} {len(gc.get_objects()) < gc.get_freeze_count() / 10}")
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_a_process_collects_garbage_and_does_not_look_at_what_a_new_one_imports(method: str, tmp_path: Path) -> None:
+def test_a_process_collects_garbage_and_passes_over_what_it_began_with(method: str, tmp_path: Path) -> None:
     path = tmp_path / "found"
     with closing(local_platform(multiprocessing.get_context(method))) as platform:
         spec = ProcessSpec(name="one", incarnation=0, target=write_collector, arguments=(str(path),))
         handle = platform.launch(spec)
         handle.process.join()
         assert handle.process.name == "dpflow-one"
-    assert path.read_text() == f"True {method != 'fork' or gc.get_freeze_count() > 0}"
+    assert path.read_text() == "True True"
 
 
 PRELOADING = """
