@@ -17,7 +17,6 @@ from torch_dpflow.cluster.cache import objects
 from torch_dpflow.cluster.cache.object_table import ObjectTable
 from torch_dpflow.cluster.cache.objects import CacheEntry, LoadQueue, RequestTable
 from torch_dpflow.cluster.cache.sample_cache import SampleCache
-from torch_dpflow.cluster.cache.staged_sample_cache import _INPUTS, StagedSampleCache
 from torch_dpflow.cluster.control.flow_registry import FlowRegistry, FlowState
 from torch_dpflow.cluster.control.joint_order import MAX_EPOCHS, JointOrder
 from torch_dpflow.cluster.control.placement import NodeTable
@@ -93,10 +92,12 @@ def _object_table(table: ObjectTable, readers: Collection[str], jobs: Collection
     ready = [entry for entry in entries if entry.ready]
     assert table.held == sum(entry.size for entry in ready)
     assert table.ready == len(ready)
+    assert table.running == sum(entry.loading > 0 for entry in entries)
     assert table.pinned == sum(entry.size for entry in ready if entry.tickets)
     assert table.reserved == sum(entry.size for entry in entries if entry.loading)
     assert {id(entry) for entry in entries if entry.cached} == set(map(id, table._cached.values()))
     assert table._policy is None or set(table._policy) == set(table._cached)
+    validate(table.queue)
     if table._spare is not None:
         validate(table._spare)
         assert set(table._spare) <= set(ready)
@@ -104,20 +105,17 @@ def _object_table(table: ObjectTable, readers: Collection[str], jobs: Collection
 
 @validate.register
 def _sample_cache(cache: SampleCache) -> None:
-    for reader in cache._readers.values():
+    readers = {**cache._readers, cache._inputs.name: cache._inputs}
+    for reader in readers.values():
         assert all((reader.name, ticket) in wanted.tickets for ticket, wanted in reader.wants.items())
     assert cache._jobs == Counter(reader.job for reader in cache._readers.values())
     assert all(entry.loading == load for load, entry in cache._loading.items())
+    drawn = [load for load, entry in cache._loading.items() if entry.table is cache._drawn]
+    assert cache._inputs.wants.keys() == {*drawn}
+    assert sum(table.running for table in cache._tables) == len(cache._loading)
     validate(cache._requests)
-    validate(cache._queue)
-    validate(cache._objects, cache._readers, cache._jobs)
-
-
-@validate.register
-def _staged_sample_cache(cache: StagedSampleCache) -> None:
-    validate(cache._kept)
-    validate(cache._drawn)
-    assert all(cache._kept.is_wanted(_INPUTS, number) for number in cache._draws)
+    for table in cache._tables:
+        validate(table, readers, cache._jobs)
 
 
 @validate.register

@@ -176,7 +176,7 @@ def test_room_may_come_and_go_meanwhile(world: World, rooms: list[int]) -> None:
 def test_what_is_drawn_by_chance_is_served_once_to_a_job(world: World) -> None:
     while world.step():
         pass
-    if not world.cache._objects._repeatable:
+    if not world.cache._kept._repeatable:
         for reader in world.readers:
             assert max(Counter(reader.got.values()).values()) == 1
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.invariants import validate
 from torch_dpflow.caches import make_policy
 from torch_dpflow.cluster.cache.objects import Arrival, CacheInstruction, Cancel, Load, Serve
-from torch_dpflow.cluster.cache.staged_sample_cache import StagedSampleCache
+from torch_dpflow.cluster.cache.sample_cache import SampleCache
 from torch_dpflow.errors import UsageError
 
 
@@ -27,15 +27,15 @@ class Value:
     is_sample: bool = True
 
 
-def make_cache(*, capacity: int = 1 << 20, concurrency: int = 8, policy: str | None = "lru") -> StagedSampleCache:
+def make_cache(*, capacity: int = 1 << 20, concurrency: int = 8, policy: str | None = "lru") -> SampleCache:
     make = None if policy is None else lambda budget: make_policy(policy, max_bytes=budget)
-    cache = StagedSampleCache(capacity_bytes=capacity, concurrency=concurrency, policy=make)
+    cache = SampleCache(capacity_bytes=capacity, concurrency=concurrency, repeatable=False, staged=True, policy=make)
     for job in ("a", "b"):
         cache.join(job)
     return cache
 
 
-def do(cache: StagedSampleCache, load: Load, **fields: Any) -> list[CacheInstruction]:
+def do(cache: SampleCache, load: Load, **fields: Any) -> list[CacheInstruction]:
     """A worker does what it is told."""
     draw = None if load.input is None else load.draw
     value = Value(load.key, draw, **fields)

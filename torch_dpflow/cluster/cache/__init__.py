@@ -1,5 +1,4 @@
 """Prefetch buffer and cache of a shard, over one set of loaded samples.
 
-Pure state machines: `SampleCache`, and `StagedSampleCache` for datasets with a per-draw stage. They return loads,
-cancellations and answers to their shard as instructions.
+A pure state machine, `SampleCache`. It returns loads, cancellations and answers to its shard as instructions.
 """

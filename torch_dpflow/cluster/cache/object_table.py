@@ -10,7 +10,7 @@ import numpy as np
 
 from torch_dpflow._core.lazy_heap import LazyHeap
 from torch_dpflow.caches.policy import Policy
-from torch_dpflow.cluster.cache.objects import CacheEntry, CacheReader, Ticket
+from torch_dpflow.cluster.cache.objects import CacheEntry, CacheReader, LoadQueue, Ticket
 from torch_dpflow.lookahead import Lookahead
 
 #: Expected bytes of a sample before any has been loaded.
@@ -27,6 +27,11 @@ class ObjectTable:
     """Entries of a sample cache, and their sums of bytes. The cache's policy decides which cached entries stay.
 
     An entry is held while a ticket, which is one request of a reader, refers to it or the cache holds it.
+
+    Args:
+        policy: None: only entries with tickets are held.
+        repeatable: whether loading a sample twice gives the same.
+        by_draw: whether each draw of a sample is an entry of its own; then there is no policy.
     """
 
     def __init__(self, capacity: int, policy: Policy | None, *, repeatable: bool, by_draw: bool = False) -> None:
@@ -46,8 +51,12 @@ class ObjectTable:
         self._mean: float | None = None
         #: Bytes of ready objects, of those with tickets, and expected from running loads.
         self.held = self.pinned = self.reserved = 0
-        #: Ready objects.
-        self.ready = 0
+        #: Ready objects, and running loads.
+        self.ready = self.running = 0
+        #: Tickets so far; those whose entry was there; loads that have begun.
+        self.wants = self.shared = self.loads = 0
+        #: Entries that wait to be loaded.
+        self.queue = LoadQueue()
 
     @property
     def cached(self) -> int:
@@ -119,7 +128,7 @@ class ObjectTable:
 
     def add(self, key: int, draw: int, distance: int, reader: CacheReader, ticket: Ticket) -> CacheEntry:
         """Add an entry that `reader` wants."""
-        added = CacheEntry(next(self._numbers), key, draw, distance, reader, ticket)
+        added = CacheEntry(self, next(self._numbers), key, draw, distance, reader, ticket)
         same = self._by_key.get(key)
         if same is None:
             self._by_key[key] = [added]
@@ -149,6 +158,7 @@ class ObjectTable:
         """Unpin an entry that has no tickets left, and remove it unless it is cached. The caller cancels its load."""
         if entry.loading:
             entry.loading = 0
+            self.running -= 1
             self.reserved -= entry.size
         elif entry.ready:
             self.pinned -= entry.size
@@ -158,10 +168,13 @@ class ObjectTable:
     def begin(self, entry: CacheEntry, load: int, size: int) -> None:
         """Record that a load begins; `size` bytes are expected."""
         entry.begin(load, size)
+        self.running += 1
+        self.loads += 1
         self.reserved += size
 
     def store(self, entry: CacheEntry, value: Any, size: int) -> None:
         """Store the result of a load, for the tickets that refer to the entry."""
+        self.running -= 1
         self.reserved -= entry.size
         entry.store(value, size)
         self.held += size

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from torch_dpflow._core.lazy_heap import LazyHeap
 from torch_dpflow.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch_dpflow.cluster.cache.object_table import ObjectTable
 
 #: Number of one want of one job, in the order of the job's plan; never reused.
 Ticket: TypeAlias = int
@@ -77,7 +80,7 @@ class ShardCacheStatistics:
     #: Samples held in the cache, read or not.
     cached: int
     jobs: int
-    #: Runs of the per-draw stage; see `StagedSampleCache`.
+    #: Runs of the per-draw stage.
     drawn: int = 0
 
 
@@ -94,7 +97,8 @@ class CacheEntry:
     Its owner keeps the sample cache's sums and indexes consistent with it.
 
     Args:
-        number: in the order of creation within the sample cache.
+        table: that it is in.
+        number: in the order of creation within that.
         draw: seed, with the key, of the random draws.
         distance: 0 if a request waits for it, else how many samples the nearest job reads before it.
         reader: wants it under this ticket.
@@ -114,11 +118,22 @@ class CacheEntry:
         "requests",
         "served",
         "size",
+        "table",
         "tickets",
         "value",
     )
 
-    def __init__(self, number: int, key: int, draw: int, distance: int, reader: CacheReader, ticket: Ticket) -> None:
+    def __init__(
+        self,
+        table: ObjectTable,
+        number: int,
+        key: int,
+        draw: int,
+        distance: int,
+        reader: CacheReader,
+        ticket: Ticket,
+    ) -> None:
+        self.table = table
         self.number = number
         self.key = key
         self.draw = draw
@@ -212,8 +227,8 @@ class CacheReader:
     name: str
     #: The job that it is, or is a rank of; the policy treats the ranks of a job as one job.
     job: str
-    #: Whether its wants are reported to the cache's policy as reads.
-    counts: bool = True
+    #: Whether it wants samples, and not outputs of the cacheable stage, where there are both; None: not known yet.
+    draws: bool | None = None
     #: Entries that it wants and has not released, oldest first.
     wants: dict[Ticket, CacheEntry] = field(default_factory=dict)
     #: Its open requests.
@@ -235,6 +250,11 @@ class FetchRequest:
     #: How many of them are not ready.
     missing: int = 0
 
+    @property
+    def first(self) -> CacheEntry:
+        """The entry of its first ticket; all are of one table."""
+        return self.job.wants[self.tickets[0]]
+
 
 class LoadQueue(LazyHeap[CacheEntry]):
     """Entries that wait to be loaded, by distance, then by age."""
@@ -247,10 +267,9 @@ class LoadQueue(LazyHeap[CacheEntry]):
 
 
 class RequestTable:
-    """Open requests. An entry that a request waits for moves to the head of `queue`."""
+    """Open requests. An entry that a request waits for moves to the head of its queue."""
 
-    def __init__(self, queue: LoadQueue) -> None:
-        self._queue = queue
+    def __init__(self) -> None:
         self._open: dict[RequestId, FetchRequest] = {}
 
     def open(self, number: RequestId, job: CacheReader, tickets: Sequence[Ticket]) -> list[Serve]:
@@ -268,7 +287,7 @@ class RequestTable:
             if not wanted.ready:
                 request.missing += 1
                 if not wanted.loading:
-                    self._queue.add(wanted)
+                    wanted.table.queue.add(wanted)
         return [] if request.missing else [self._serve(request)]
 
     def arrived(self, wanted: CacheEntry) -> list[Serve]:
@@ -295,9 +314,9 @@ class RequestTable:
                     complete.append(self._serve(request))
         return complete
 
-    def flush(self) -> list[Serve]:
-        """Answer every request with its ready samples, if it has any."""
-        partly = [request for request in self._open.values() if request.missing < len(request.tickets)]
+    def flush(self, table: ObjectTable) -> list[Serve]:
+        """Answer every request for entries of this table with those that are ready, if it has any."""
+        partly = [one for one in self._open.values() if one.missing < len(one.tickets) and one.first.table is table]
         return [self._serve(request) for request in partly]
 
     def abandon(self, job: CacheReader) -> list[Serve]:
@@ -324,4 +343,4 @@ class RequestTable:
 
     def _drop_request(self, wanted: CacheEntry, request: RequestId, ticket: Ticket) -> None:
         if wanted.drop_request(request, ticket) and wanted.is_waiting:
-            self._queue.add(wanted)
+            wanted.table.queue.add(wanted)

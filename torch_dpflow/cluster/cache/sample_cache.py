@@ -15,13 +15,21 @@ expected to bring. To prefetch a sample the cache evicts at most half of the cap
 for, the cache evicts everything if need be; then ready samples that are wanted farthest ahead are dropped and queued
 again. If that is not enough, requests are answered with the samples that are ready, so that their jobs release them. So
 the sample that a job waits for can always be loaded, even if another job holds samples and does not read.
+
+**Stages.** A dataset may have a cacheable stage, and a per-draw one that is run for each job and epoch. Outputs of the
+first are one object for each sample, under the policy; samples are one object for each sample and draw, while a job
+wants it. To load a sample is then to run the per-draw stage: it waits for its input as a request does, which stays
+until the stage has run. Samples may take half of the capacity, and inputs have what samples do not use. At most
+`concurrency` samples wait for inputs, so few are held for them, and an input has the place of a sample that a job waits
+for. So neither kind can block the other forever.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch_dpflow._core.checks import check_int
 from torch_dpflow.caches.policy import Policy
@@ -33,17 +41,19 @@ from torch_dpflow.cluster.cache.objects import (
     CacheReader,
     Cancel,
     Load,
-    LoadQueue,
     RequestId,
     RequestTable,
+    Serve,
     ShardCacheStatistics,
     Ticket,
 )
-from torch_dpflow.errors import OptionError, UsageError
+from torch_dpflow.errors import UsageError
 from torch_dpflow.lookahead import Lookahead
 
 #: The share of the capacity that the cache evicts at most for samples that no request waits for.
 AHEAD_SHARE = 0.5
+#: With two stages, the share that samples may take, and the steps in which inputs get what those do not use.
+_DRAWN_SHARE, _STEP = 0.5, 1 / 32
 
 
 class SampleCache:
@@ -55,15 +65,13 @@ class SampleCache:
     Args:
         capacity_bytes: maximum bytes of samples that are held or being loaded. A single larger sample
             exceeds it, and it is exceeded while samples turn out larger than earlier ones.
-        concurrency: maximum number of running loads.
-        repeatable: whether loading a sample twice gives the same value (if `by_draw`, with the same draw).
-        by_draw: whether each draw of a sample is an object of its own. Then only samples that jobs have requested are
-            kept.
+        concurrency: maximum number of running loads, of each stage.
+        repeatable: whether loading a sample twice gives the same value.
+        staged: whether there is a per-draw stage; the cacheable one is repeatable.
         policy: makes the cache's policy for a budget of bytes; None: only samples that jobs have requested are kept.
-        numbers: the source of load numbers; caches of one owner may share it.
 
     Raises:
-        OptionError: a number is below 1, or there is a policy for samples by draw.
+        OptionError: a number is below 1.
     """
 
     def __init__(
@@ -72,46 +80,44 @@ class SampleCache:
         capacity_bytes: int,
         concurrency: int,
         repeatable: bool,
-        by_draw: bool = False,
+        staged: bool = False,
         policy: Callable[[int], Policy] | None = None,
-        numbers: Iterator[int] | None = None,
     ) -> None:
         check_int("capacity_bytes", capacity_bytes, minimum=1)
         check_int("concurrency", concurrency, minimum=1)
-        if by_draw and policy is not None:
-            raise OptionError(
-                "by_draw=True with a policy: a policy keeps one object for each sample; leave out one of the two"
-            )
+        self._capacity = capacity_bytes
         self._readers: dict[str, CacheReader] = {}
         #: By job, how many of the readers are its ranks.
         self._jobs: Counter[str] = Counter()
         kept = None if policy is None else policy(capacity_bytes)
-        self._objects = ObjectTable(capacity_bytes, kept, repeatable=repeatable, by_draw=by_draw)
-        self._queue = LoadQueue()
-        self._requests = RequestTable(self._queue)
-        self._numbers = itertools.count(1) if numbers is None else numbers
+        #: Samples, or outputs of the cacheable stage; samples by draw, if there are two stages; and both.
+        self._kept = ObjectTable(capacity_bytes, kept, repeatable=repeatable or staged)
+        self._drawn = ObjectTable(_drawn_bytes(capacity_bytes), None, repeatable=True, by_draw=True) if staged else None
+        self._tables = [self._kept] if self._drawn is None else [self._drawn, self._kept]
+        self._requests = RequestTable()
+        self._numbers = itertools.count(1)
         #: By the number of the running load.
         self._loading: dict[int, CacheEntry] = {}
-        #: Maximum number of running loads; may be changed at any time.
+        #: Wants the inputs of samples that are being loaded, each under the number of its load.
+        self._inputs = CacheReader("", "")
+        #: Maximum number of running loads of each stage; may be changed at any time.
         self.concurrency = concurrency
-        self._wants = self._shared = self._loads = 0
         #: Whether a requested sample does not fit although everything that can be evicted has been.
         self._must_flush = False
 
     # -- jobs ------------------------------------------------------------------------------------------------
 
-    def join(self, reader: str, job: str = "", *, counts: bool = True) -> None:
+    def join(self, reader: str, job: str = "") -> None:
         """Add a reader; nothing changes for one that has joined already.
 
         job: the job of which it is a rank; empty: it is the whole job, by its own name.
-        counts: whether its requests are reported to the cache's policy as reads; if not, call `note_reads`.
         """
         if reader in self._readers:
             return
-        added = self._readers[reader] = CacheReader(reader, job or reader, counts)
+        added = self._readers[reader] = CacheReader(reader, job or reader)
         self._jobs[added.job] += 1
-        if counts and self._jobs[added.job] == 1:
-            self._objects.join(added.job)
+        if self._jobs[added.job] == 1:
+            self._kept.join(added.job)
 
     def leave(self, reader: str) -> list[CacheInstruction]:
         """Remove a reader that has ended or died, and release all of its tickets. An unknown reader is ignored."""
@@ -123,32 +129,25 @@ class SampleCache:
         self._jobs[gone.job] -= 1
         if not self._jobs[gone.job]:
             del self._jobs[gone.job]
-            self._objects.leave(gone.job, self._jobs)
+            self._kept.leave(gone.job, self._jobs)
         return self._admit(out)
 
     def hint(self, job: str, lookahead: Lookahead, *, weight: float = 1.0) -> None:
         """Pass a job's lookahead and its weight to the cache's policy. Ignore a job that has no reader here."""
         if job in self._jobs:
-            self._objects.hint(job, lookahead, weight)
-
-    def note_reads(self, reader: str, keys: Sequence[int]) -> None:
-        """Report the reads of `reader` to the cache's policy, without a request.
-
-        Used if a sample has two stages: reader `reader` reads a result, for which another reader requests the sample.
-        """
-        self._objects.read(keys, self._reader(reader).job)
+            self._kept.hint(job, lookahead, weight)
 
     # -- capacity --------------------------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
         """Maximum bytes that are held or being loaded."""
-        return self._objects.capacity
+        return self._capacity
 
     @property
     def used(self) -> int:
         """Bytes that are held or being loaded."""
-        return self._objects.held + self._objects.reserved
+        return sum(table.held + table.reserved for table in self._tables)
 
     # -- reading ---------------------------------------------------------------------------------------------
 
@@ -157,27 +156,35 @@ class SampleCache:
         return ticket in self._reader(job).wants
 
     def want(
-        self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int, *, counts: bool = True
+        self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int | None, *, counts: bool = True
     ) -> list[CacheInstruction]:
         """Record samples that `job` will fetch: (ticket, key), nearest first. A ticket that the job holds is ignored.
 
-        draw: seed of the random draws of samples that have to be loaded; differs between jobs and epochs.
+        draw: seed of the random draws of samples that have to be loaded; differs between jobs and epochs. None: outputs
+            of the cacheable stage are wanted, if there are two stages.
         counts: whether the policy counts them as reads of the epoch that its job is in.
 
         Raises:
-            UsageError: the job has not joined.
+            UsageError: the job has not joined, or has wanted samples before and wants outputs now, or the reverse.
         """
         reader = self._reader(job)
         held = reader.wants
         new = {ticket: key for ticket, key in wants if ticket not in held}
-        if reader.counts and counts:
-            self._objects.read(list(new.values()), reader.job)
+        table = self._kept
+        if self._drawn is not None and new:
+            if reader.draws is None:
+                reader.draws = draw is not None
+            if reader.draws != (draw is not None):
+                raise UsageError(f"job {job!r} wants samples and outputs of the cacheable stage; join as two jobs")
+            table = self._drawn if reader.draws else table
+        if counts:
+            self._kept.read(list(new.values()), reader.job)
         oldest = next(iter(new), 0) if reader.oldest is None else reader.oldest
         out: list[CacheInstruction] = []
         for ticket, key in new.items():
             # At least 1, because 0 is the distance of requested samples.
-            held[ticket] = self._want(reader, ticket, key, draw, max(1, 1 + ticket - oldest), out)
-        self._wants += len(new)
+            distance = max(1, 1 + ticket - oldest)
+            held[ticket] = self._want(table, reader, ticket, key, draw or 0, distance, out)
         return self._admit(out)
 
     def fetch(self, job: str, request: RequestId, tickets: Sequence[Ticket]) -> list[CacheInstruction]:
@@ -203,7 +210,7 @@ class SampleCache:
     @property
     def cache_samples(self) -> int:
         """How many samples the cache can hold, by the size of the latest; 0 before the first."""
-        return self._objects.cache_samples
+        return self._kept.cache_samples
 
     def resize(self, capacity_bytes: int) -> list[CacheInstruction]:
         """Change the capacity; bytes beyond it are dropped as soon as no request waits for them.
@@ -212,7 +219,11 @@ class SampleCache:
             OptionError: it is below 1.
         """
         check_int("capacity_bytes", capacity_bytes, minimum=1)
-        self._objects.resize(capacity_bytes)
+        self._capacity = capacity_bytes
+        if self._drawn is None:
+            self._kept.resize(capacity_bytes)
+        else:
+            self._drawn.resize(_drawn_bytes(capacity_bytes))
         self._trim()
         return self._admit([])
 
@@ -227,31 +238,30 @@ class SampleCache:
         """Store the results of loads; cancelled ones are ignored."""
         out: list[CacheInstruction] = []
         for load, value, size, keep in arrivals:
-            arrived = self._loading.pop(load, None)
-            if arrived is None:
-                continue
-            self._objects.store(arrived, value, size)
-            if arrived.requests:
-                out += self._requests.arrived(arrived)
-            if keep:
-                self._objects.offer(arrived, self._jobs)
+            arrived = self._loading.get(load)
+            if arrived is not None:
+                out += self._store(arrived, value, size)
+                if keep and arrived.table is self._kept:
+                    self._kept.offer(arrived, self._jobs)
         self._trim()
         return self._admit(out)
 
     def statistics(self) -> ShardCacheStatistics:
-        """Return the present contents, and counts until now."""
+        """Return the present contents, and counts until now; with two stages, counts of the cacheable one."""
+        kept, tables = self._kept, self._tables
         return ShardCacheStatistics(
-            wants=self._wants,
-            shared=self._shared,
-            loads=self._loads,
-            held_bytes=self._objects.held,
-            reserved_bytes=self._objects.reserved,
-            capacity_bytes=self._objects.capacity,
-            ready=self._objects.ready,
-            loading=len(self._loading),
-            queued=len(self._queue),
-            cached=self._objects.cached,
+            wants=kept.wants,
+            shared=kept.shared,
+            loads=kept.loads,
+            held_bytes=sum(table.held for table in tables),
+            reserved_bytes=sum(table.reserved for table in tables),
+            capacity_bytes=self._capacity,
+            ready=sum(table.ready for table in tables),
+            loading=kept.running + sum(map(self._has_input, self._inputs.wants)),
+            queued=sum(len(table.queue) for table in tables),
+            cached=kept.cached,
             jobs=len(self._readers),
+            drawn=0 if self._drawn is None else self._drawn.loads,
         )
 
     # -- inside ----------------------------------------------------------------------------------------------
@@ -263,35 +273,79 @@ class SampleCache:
             raise UsageError(f"job {name!r} has not joined this cache, or has left it; join first") from None
 
     def _want(
-        self, reader: CacheReader, ticket: Ticket, key: int, draw: int, distance: int, out: list[CacheInstruction]
+        self,
+        table: ObjectTable,
+        reader: CacheReader,
+        ticket: Ticket,
+        key: int,
+        draw: int,
+        distance: int,
+        out: list[CacheInstruction],
     ) -> CacheEntry:
         """Return the entry of a sample that `reader` wants; begin to load a new one at once if nothing waits."""
-        objects = self._objects
-        wanted = objects.find(key, reader.job, draw)
+        table.wants += 1
+        wanted = table.find(key, reader.job, draw)
         if wanted is not None:
-            self._shared += 1
+            table.shared += 1
             if distance < wanted.distance:
                 wanted.distance = distance
                 if wanted.is_waiting:
-                    self._queue.add(wanted)
-            objects.attach(wanted, reader, ticket, self._jobs)
+                    table.queue.add(wanted)
+            table.attach(wanted, reader, ticket, self._jobs)
             return wanted
-        added = objects.add(key, draw, distance, reader, ticket)
-        if not self._queue and len(self._loading) < self.concurrency:
-            size = objects.expected_size(added)
-            if objects.has_room(size):
-                out.append(self._begin(added, size))
+        added = table.add(key, draw, distance, reader, ticket)
+        if not table.queue and table.running < self.concurrency:
+            size = table.expected_size(added)
+            if table.has_room(size):
+                out += self._begin(added, size)
                 return added
-        self._queue.push(added, distance, added.number)
+        table.queue.push(added, distance, added.number)
         return added
 
-    def _begin(self, entry: CacheEntry, size: int) -> Load:
-        """Begin to load an entry, of which `size` bytes are expected."""
-        self._loads += 1
+    def _begin(self, entry: CacheEntry, size: int) -> list[CacheInstruction]:
+        """Begin to load an entry, of which `size` bytes are expected; by its input, if the per-draw stage makes it."""
         load = next(self._numbers)
-        self._objects.begin(entry, load, size)
+        entry.table.begin(entry, load, size)
         self._loading[load] = entry
-        return Load(load, entry.key, entry.draw)
+        if entry.table is self._kept:
+            return [Load(load, entry.key, entry.draw)]
+        out: list[CacheInstruction] = []
+        inputs = self._inputs
+        inputs.wants[load] = self._want(self._kept, inputs, load, entry.key, 0, 1, out)
+        return out + self._taken(self._requests.open(entry, inputs, [load]))
+
+    def _taken(self, serves: Iterable[Serve]) -> list[CacheInstruction]:
+        """Return answers to jobs, and begin the per-draw stage of entries that have their inputs."""
+        out: list[CacheInstruction] = []
+        for serve in serves:
+            entry = serve.request
+            if not isinstance(entry, CacheEntry):
+                out.append(serve)
+                continue
+            ((_, value),) = serve.samples
+            if value.is_sample:
+                out.append(Load(entry.loading, entry.key, entry.draw, value))
+            else:  # the error of its input
+                out += self._store(entry, value, value.nbytes)
+        return out
+
+    def _store(self, entry: CacheEntry, value: Any, size: int) -> list[CacheInstruction]:
+        """Store the result of an entry's load, and answer the requests that it completes."""
+        load = entry.loading
+        del self._loading[load]
+        out = [] if entry.table is self._kept else self._release_input(load)
+        entry.table.store(entry, value, size)
+        if entry.requests:
+            out += self._taken(self._requests.arrived(entry))
+        return out
+
+    def _has_input(self, load: int) -> bool:
+        """Return whether the input of a running load was there: its per-draw stage has begun."""
+        return self._inputs.wants[load].tickets[self._inputs.name, load]
+
+    def _release_input(self, load: int) -> list[CacheInstruction]:
+        # Without the answer to its own request, which nothing waits for.
+        return [one for one in self._release(self._inputs, [load]) if not isinstance(one, Serve)]
 
     def _release(self, reader: CacheReader, tickets: Iterable[Ticket]) -> list[CacheInstruction]:
         out: list[CacheInstruction] = []
@@ -303,56 +357,75 @@ class SampleCache:
             if wanted.requests:
                 out += self._requests.shorten(reader, ticket)
             del reader.wants[ticket]
-            if not self._objects.detach(wanted, reader.name, ticket):
+            table, load = wanted.table, wanted.loading
+            if not table.detach(wanted, reader.name, ticket):
                 continue
-            if wanted.loading:
-                del self._loading[wanted.loading]
-                cancelled.append(wanted.loading)
+            if load:
+                del self._loading[load]
+                if table is self._kept or self._has_input(load):
+                    cancelled.append(load)
+                if table is not self._kept:
+                    out += self._release_input(load)
             elif not wanted.ready:
-                self._queue.discard(wanted)
-            self._objects.release(wanted)
+                table.queue.discard(wanted)
+            table.release(wanted)
         return [*out, Cancel(cancelled)] if cancelled else out
 
     # -- admission -------------------------------------------------------------------------------------------
 
     def _admit(self, out: list[CacheInstruction]) -> list[CacheInstruction]:
         """Begin loads while they fit, the nearest first; every call ends with this."""
-        self._must_flush = False
-        queue, loading, objects = self._queue, self._loading, self._objects
-        while queue and len(loading) < self.concurrency:
-            first = queue.first()
-            size = objects.expected_size(first)
-            if not (objects.has_room(size) or self._make_room(first, size)):
-                break
-            queue.discard(first)
-            out.append(self._begin(first, size))
-        if self._must_flush:
-            out += self._requests.flush()
+        for table in self._tables:
+            if table is self._kept and self._drawn is not None:
+                self._balance(self._drawn)
+            self._must_flush = False
+            while table.queue and table.running < self.concurrency:
+                first = table.queue.first()
+                size = table.expected_size(first)
+                if not (table.has_room(size) or self._make_room(first, size)):
+                    break
+                table.queue.discard(first)
+                out += self._begin(first, size)
+            if self._must_flush:
+                out += self._requests.flush(table)
         return out
+
+    def _balance(self, drawn: ObjectTable) -> None:
+        """Give inputs the capacity that samples do not use."""
+        capacity = max(1, self._capacity - drawn.held - drawn.reserved)
+        if abs(capacity - self._kept.capacity) > self._capacity * _STEP:
+            self._kept.resize(capacity)
+            self._trim()
 
     def _make_room(self, wanted: CacheEntry, size: int) -> bool:
         """Make room for an entry by the evictions that are allowed for it; return whether the entry fits then."""
+        table = wanted.table
         if not wanted.requests:
-            return self._objects.make_room(size, share=AHEAD_SHARE)
-        if self._objects.make_room(size, share=1.0):
+            return table.make_room(size, share=AHEAD_SHARE)
+        if table.make_room(size, share=1.0):
             return True
-        while self._requeue_farthest():
-            if self._objects.has_room(size):
+        while self._requeue_farthest(table):
+            if table.has_room(size):
                 return True
         # Everything left is requested, served or being loaded. A sample larger than the capacity is loaded alone.
         self._must_flush = True
-        return not self._loading and not self._objects.held
+        return not table.running and not table.held
 
     def _trim(self) -> None:
         """Drop samples that are not needed now, after samples were larger than expected or the capacity shrank."""
-        while self._objects.is_over and (self._objects.evict() or self._requeue_farthest()):
-            pass
+        for table in self._tables:
+            while table.is_over and (table.evict() or self._requeue_farthest(table)):
+                pass
 
-    def _requeue_farthest(self) -> bool:
+    def _requeue_farthest(self, table: ObjectTable) -> bool:
         """Drop the ready sample that is wanted last and queue it again; return whether there was any."""
-        farthest = self._objects.farthest_spare()
+        farthest = table.farthest_spare()
         if farthest is None:
             return False
-        self._objects.requeue(farthest)
-        self._queue.add(farthest)
+        table.requeue(farthest)
+        table.queue.add(farthest)
         return True
+
+
+def _drawn_bytes(capacity: int) -> int:
+    return max(1, int(capacity * _DRAWN_SHARE))

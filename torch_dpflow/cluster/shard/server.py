@@ -16,7 +16,6 @@ import msgspec
 from torch_dpflow.caches import make_policy
 from torch_dpflow.cluster.cache.objects import Arrival, CacheInstruction, Cancel, Load, RequestId, Serve
 from torch_dpflow.cluster.cache.sample_cache import SampleCache
-from torch_dpflow.cluster.cache.staged_sample_cache import StagedSampleCache
 from torch_dpflow.cluster.control.lookaheads import LookaheadParts, ShardLookaheads
 from torch_dpflow.cluster.messages.coordinator import FlowSpec
 from torch_dpflow.cluster.messages.router import (
@@ -305,11 +304,7 @@ class SampleShard:
         reader = self._readers[job]
         counts = self._lookaheads.wanted(job, reader.job, ask.epoch, ask.keys)
         self._note_due()
-        wants = zip(ask.tickets, ask.keys)
-        if isinstance(self._cache, StagedSampleCache):
-            out = self._cache.want(job, wants, ask.draw, counts=counts)
-        else:
-            out = self._cache.want(job, wants, ask.draw or 0, counts=counts)
+        out = self._cache.want(job, zip(ask.tickets, ask.keys), ask.draw, counts=counts)
         # Last: a rejected request would count against the job's limit for as long as it lives.
         self._requested -= len(reader.open)
         reader.open.update(ask.tickets)
@@ -417,16 +412,13 @@ class SampleShard:
         # In each answer, so that a job that ends before its first heartbeat also has them.
         call.answer(Served(groups, self._served, self._workers.decodes, self._workers.times), parts)
 
-    def _make_cache(self, settings: ShardSettings) -> SampleCache | StagedSampleCache:
-        policy = None if self._spec.policy == "none" else self._make_policy
-        capacity, concurrency = settings.memory_bytes, self._workers.concurrency
-        if self._spec.staged:
-            return StagedSampleCache(capacity_bytes=capacity, concurrency=concurrency, policy=policy)
+    def _make_cache(self, settings: ShardSettings) -> SampleCache:
         return SampleCache(
-            capacity_bytes=capacity,
-            concurrency=concurrency,
+            capacity_bytes=settings.memory_bytes,
+            concurrency=self._workers.concurrency,
             repeatable=self._spec.repeatable,
-            policy=policy,
+            staged=self._spec.staged,
+            policy=None if self._spec.policy == "none" else self._make_policy,
         )
 
     def _make_policy(self, budget: int) -> Any:
