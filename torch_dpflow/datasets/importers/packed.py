@@ -234,10 +234,14 @@ class LitDataImporter(PackedImporter):
         if not {*self._info["formats"]} <= _IN_ROWS:
             return False
         file = self.files.files[0]
-        start = max(0, file.size - ROWS_MARK)
-        tail = _read(ByteRange(file.url, start, file.size, file.size, file.state), self.files)
-        header = 4 * (self.samples_of(file) + 2)
-        return rows_in_chunk(tail, file.size) == (header, start)
+        count = self.samples_of(file)
+        end = 4 * (count + 2)
+        if not count or end > file.size:
+            return False
+        first, last = _read(
+            self.files, *[ByteRange(file.url, at, at + 4, file.size, file.state) for at in (4, end - 4)]
+        )
+        return int.from_bytes(first, "little") == int.from_bytes(last, "little") == end
 
     def scan(self, file: SourceFile, data: ForwardReader) -> Iterator[Item]:
         if data.at(0, len(_FRAMES)) == _FRAMES:
@@ -297,14 +301,14 @@ def _check_column(name: str, decoder: Any) -> None:
 def _json_of(file: SourceFile, files: SourceFiles) -> Any:
     if file.size > _MAX_INDEX:
         raise SourceError(f"{file.printable} has {file.size} bytes; at most {_MAX_INDEX} are read")
-    data = _read(ByteRange(file.url, size=file.size, state=file.state), files)
+    (data,) = _read(files, ByteRange(file.url, size=file.size, state=file.state))
     check_json(data)
     return json.loads(data)
 
 
-def _read(span: ByteRange, files: SourceFiles) -> bytes:
+def _read(files: SourceFiles, *spans: ByteRange) -> list[bytes]:
     with ObjectReader(files.options, options=files.read_options) as reader:
-        return reader.read_many([span])[0]
+        return reader.read_many(spans)
 
 
 def _check_present(given: str, shard: PackedShard, file: SourceFile | None) -> None:
