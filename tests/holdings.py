@@ -19,6 +19,10 @@ from tests.new_process import PRELOADED
 HARMLESS_FILES = ("/dev/null", "/dev/urandom", "/proc/", "/sys/")
 #: Temporary files that outlive a test: of multiprocessing (fork server), of pytest, of torch's compiler.
 HARMLESS_TEMPORARIES = ("pymp-", "pytest-of-", "torchinductor_")
+#: A line of /proc/PID/maps: addresses and name of memory that processes share.
+_SHARED = re.compile(r"^(\S+) .*?(\S*(?:/memfd:|/dev/shm/(?!sem\.)).*)$", re.MULTILINE)
+#: How much shared memory was resident when none was found that counts: what a library keeps stays as much.
+_nothing_at = b""
 
 
 @dataclass(frozen=True)
@@ -90,12 +94,14 @@ def _shared_memory() -> Iterator[str]:
     # The digits of a pid alone may be in other processes' names by chance.
     mine = re.compile(rf"(?<![0-9]){os.getpid()}(?![0-9])")
     yield from (name for name in _listing("/dev/shm") if mine.search(name))
-    if b"\nRssShmem:\t       0 kB" in Path("/proc/self/status").read_bytes():
+    global _nothing_at
+    resident = Path("/proc/self/status").read_bytes().partition(b"\nRssShmem:")[2].partition(b"\n")[0]
+    if resident in (b"\t       0 kB", _nothing_at):
         return  # as in most tests, each of which looks twice: the kernel takes milliseconds to list all mappings
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        # Not the semaphores of locks that a library makes once: tqdm, multiprocess.
-        if "/memfd:" in line or ("/dev/shm/" in line and "/dev/shm/sem." not in line):
-            yield line.split(maxsplit=1)[0] + " " + line.split(maxsplit=5)[-1]
+    # Not the semaphores of locks that a library makes once: tqdm, multiprocess.
+    found = _SHARED.findall(Path("/proc/self/maps").read_text())
+    _nothing_at = b"" if found else resident
+    yield from (f"{area} {name}" for area, name in found)
 
 
 def _temporaries() -> Iterator[str]:
