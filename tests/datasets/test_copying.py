@@ -17,6 +17,7 @@ from torch_dpflow.datasets.versions import copy, delete
 from torch_dpflow.errors import (
     DamagedStoreError,
     DatasetNotFoundError,
+    ObjectMissingError,
     OptionError,
     OptionTypeError,
     PublishedError,
@@ -83,6 +84,24 @@ def test_a_copy_of_a_damaged_version_is_not_published(
     Draft(other, "core/numbers", "v1").discard()
     copy(local_store, "core/numbers", "v1", other)
     assert contents(other.open("core/numbers")) == numbers(6)
+
+
+def test_a_copy_that_fails_before_it_has_written_anything_leaves_nothing(
+    local_store: DatasetStore, other: DatasetStore, tmp_path: Path
+) -> None:
+    publish(local_store, Numbered(6))
+    pack = tmp_path / "datasets/core/numbers/data/v1/train/pack-0-0.bin"
+    pack.rename(tmp_path / "pack")
+    with pytest.raises(ObjectMissingError, match=r"pack-0-0\.bin"):
+        copy(local_store, "core/numbers", "v1", other)
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["store.json"]
+    publish(other, Numbered(3), version="v0")
+    with pytest.raises(ObjectMissingError, match=r"pack-0-0\.bin"):
+        copy(local_store, "core/numbers", "v1", other)
+    assert (other.versions("core/numbers"), other.drafts("core/numbers")) == (["v0"], [])
+    (tmp_path / "pack").rename(pack)
+    copy(local_store, "core/numbers", "v1", other)
+    assert contents(other.open("core/numbers:v1")) == numbers(6)
 
 
 def test_a_copy_that_was_interrupted_goes_on(local_store: DatasetStore, other: DatasetStore) -> None:

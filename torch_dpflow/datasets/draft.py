@@ -8,13 +8,13 @@ from typing import get_args
 
 from torch_dpflow._core.checks import check_int, check_type
 from torch_dpflow.datasets.describing import packs_of
-from torch_dpflow.datasets.import_progress import RECORD, DraftRecord, ImportProgress
+from torch_dpflow.datasets.import_progress import DraftRecord, ImportProgress
 from torch_dpflow.datasets.importers.base import Importer
 from torch_dpflow.datasets.spec import Dataset, DatasetRef, Variant, encode_file, sealed
 from torch_dpflow.datasets.storage.base import ChecksumAlgorithm
 from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset, now
-from torch_dpflow.datasets.versions import remove_empty, tidy_up
+from torch_dpflow.datasets.versions import forget, remove_empty, tidy_up
 from torch_dpflow.datasets.writer import ProgressCallback, VariantWriter
 from torch_dpflow.errors import (
     DatasetError,
@@ -127,7 +127,7 @@ class Draft:
         except Exception as error:
             if is_new:
                 with suppress(OSError, StorageError):  # the import's own error counts
-                    self._forget(variant)
+                    forget(self._store, self._ref.id, self._version, variant)
             if isinstance(error, FileNotFoundError | FileExistsError):
                 raise self._overtaken(ref, error) from error
             raise
@@ -187,15 +187,6 @@ class Draft:
                 self._files.sweep(folder)
             self._files.remove(self._folder)
         return dataset
-
-    def _forget(self, variant: str) -> None:
-        """Remove the record of an import that has written nothing else: there is nothing to continue."""
-        folder, packs = f"{self._folder}/{variant}", f"data/{self._version}/{variant}"
-        # Packs may be those of another import, which has published this version meanwhile.
-        if [child.name for child in self._files.children(folder)] == [RECORD] and not packs_of(self._files, packs):
-            self._files.remove(folder)
-            self._files.remove_empty(self._folder)
-            remove_empty(self._store, self._ref.id)
 
     def discard(self) -> None:
         """Remove everything that was written for this version, but no data that existed before."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from torch_dpflow._core.checks import check_type
 from torch_dpflow.datasets.describing import is_pack, packs_of
 from torch_dpflow.datasets.files import Files
-from torch_dpflow.datasets.import_progress import DraftRecord, ImportProgress
+from torch_dpflow.datasets.import_progress import RECORD, DraftRecord, ImportProgress
 from torch_dpflow.datasets.spec import Dataset, DatasetRef, encode_file
 from torch_dpflow.datasets.storage.urls import split_chain
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
 from torch_dpflow.datasets.verify import Compared, verify
-from torch_dpflow.errors import DamagedStoreError, OptionError, PublishedError
+from torch_dpflow.errors import DamagedStoreError, OptionError, PublishedError, StorageError
 
 #: Objects that are in memory at a time, each whole.
 _COPY_THREADS = 8
@@ -58,11 +59,18 @@ def copy(
         raise OptionError(f"{store.url} is the store that {name} lies in; give another one")
     if files.exists(manifest):
         return _existing(target, dataset)
+    is_new = not files.children(f"drafts/{dataset.version}")
     try:
         for variant in dataset.variants:
             _begin(files, dataset, variant)
             _copy_variant(StoredDataset(source, dataset, variant), files, progress)
-    except FileExistsError as error:
+    except Exception as error:
+        first = next(iter(dataset.variants))
+        with suppress(OSError, StorageError):  # the copy's own error counts
+            if is_new and not files.exists(dataset.shard_path(first, 0)):
+                forget(target, dataset.id, dataset.version, first)
+        if not isinstance(error, FileExistsError):
+            raise
         raise OptionError(
             f"{name} cannot be copied: {error}, and has other bytes; `dpflow dataset prune` or `discard` removes what "
             f"is left of imports and copies"
@@ -214,6 +222,17 @@ def tidy_up(files: Files, version: str, variant: str) -> None:
         files.sweep(f"{folder}/{variant}")
         files.remove_empty(f"{folder}/{variant}")
         files.remove_empty(folder)
+
+
+def forget(store: DatasetStore, dataset_id: str, version: str, variant: str) -> None:
+    """Remove the record of an import or a copy that has written nothing else: there is nothing to continue."""
+    files, folder = store.files.at(dataset_id), f"drafts/{version}"
+    # Packs may be those of another import, which has published this version meanwhile.
+    is_alone = [child.name for child in files.children(f"{folder}/{variant}")] == [RECORD]
+    if is_alone and not packs_of(files, f"data/{version}/{variant}"):
+        files.remove(f"{folder}/{variant}")
+        files.remove_empty(folder)
+        remove_empty(store, dataset_id)
 
 
 def remove_empty(store: DatasetStore, dataset_id: str) -> None:
