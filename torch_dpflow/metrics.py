@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch_dpflow.loader.trace import LoaderTrace
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class LoaderStats:
     """Counters of a loader since it was made, over all its epochs. Prints as a table, in a notebook too.
 
@@ -89,14 +89,7 @@ class LoaderStats:
     def __str__(self) -> str:
         return "\n".join(f"{name:<12} {text}" for name, text in self._rows())
 
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        rows = (
-            f'<tr><th style="text-align:left">{name}</th><td style="text-align:left">{escape(text)}</td></tr>'
-            for name, text in self._rows()
-        )
-        return f"<table>{''.join(rows)}</table>"
+    __repr__ = __str__
 
     def _rows(self) -> list[tuple[str, str]]:
         first = self.time_to_first_batch_s

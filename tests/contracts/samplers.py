@@ -70,8 +70,6 @@ class SamplingContract:
             group.draw("a", 100, now=3.0 + k / 4)
             group.draw("a", 20, now=3.0 + k / 4)
         assert group._member("a").speed == pytest.approx(4 * 120, rel=0.01)
-        group.set_speed("a", 7.0)
-        assert group._member("a").speed == 7.0
 
     def test_equal_calls_give_equal_draws(self) -> None:
         drawn = [_interleaved(self.make_group(200, 20, 7)) for _ in range(2)]
@@ -227,12 +225,6 @@ class GroupHistory(RuleBasedStateMachine):
         for other in draws[1:]:
             _same_draws(draws[0], other)
         self._take(job, n, draws[0])
-
-    @rule(job=_JOBS, speed=st.floats(0.1, 10))
-    def set_speed(self, job: str, speed: float) -> None:
-        if job in self.sets:
-            for group in self._groups():
-                group.set_speed(job, speed)
 
     @rule(job=_JOBS)
     def look_ahead(self, job: str) -> None:

@@ -96,7 +96,6 @@ def test_it_is_three_lines_whatever_is_known(one: Observed) -> None:
     assert measured.startswith("Measured: ")
     assert limit.startswith("Limit: ")
     assert change.startswith("Change: ")
-    assert told._repr_html_().count("<br>") == 2
 
 
 @given(observed())
@@ -271,8 +270,8 @@ def test_figures_read_well_in_terminals_notebooks_and_progress_bars(
     assert len(list(bar)) == 20
     lines = str(loader.stats()).splitlines()
     assert lines[0] == "read         100 samples in 20 batches, 1 epochs"
-    assert loader.stats()._repr_html_().count("<tr>") == len(lines)
+    assert repr(loader.stats()).splitlines() == str(loader.stats()).splitlines()
     shared = stats_of(flow_served=400, flow_decodes=100, sharing="<none>", limited_by="job")
     assert "400 samples given to all jobs, 100 loaded" in str(shared)
-    assert "&lt;none&gt;" in shared._repr_html_()
+    assert repr(shared) == str(shared)
     assert str(shared).endswith("limited by   job")

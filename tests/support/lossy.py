@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow.errors import PeerLostError
-from torch_dpflow.ipc.messages.headers import Frame, body_decoder, encode_body
+from torch_dpflow.ipc.messages.headers import Frame, encode_body
 from torch_dpflow.ipc.rpc import Answer, RpcServer
 from torch_dpflow.ipc.rpc.carrier import Carrier
 from torch_dpflow.ipc.rpc.client_session import ClientSession
@@ -258,7 +259,7 @@ class LossyClient:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         if self._is_closed:
             raise PeerLostError("closed")
-        now, decoder = self._network.now, body_decoder(reply_type)
+        now, decoder = self._network.now, msgpack_decoder(reply_type)
         call = self._session.begin_call(method, encode_body(body), frames, decoder, now=now, timeout_s=timeout_s)
         while not call.is_over:
             if self._network.now >= call.deadline:

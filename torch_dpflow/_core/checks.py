@@ -111,7 +111,11 @@ def check_path(name: str, value: str) -> None:
 
 def is_loopback(address: str) -> bool:
     """Return whether an address, `tcp://HOST:PORT` or a URL, is on this host and unreachable from others."""
-    host = urlsplit(address).hostname or ""
+    return is_loopback_host(urlsplit(address).hostname or "")
+
+
+def is_loopback_host(host: str) -> bool:
+    """Return whether only this machine can reach `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -193,6 +197,11 @@ def format_duration(seconds: float) -> str:
     """Format a time with its unit, for display."""
     unit = next((unit for unit in "dhm" if seconds >= _TIME_UNITS[unit] and seconds % _TIME_UNITS[unit] == 0), "s")
     return f"{seconds / _TIME_UNITS[unit]:g} {unit}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as "1 worker"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def working(part: Any, name: str, default: Any = None) -> Any:

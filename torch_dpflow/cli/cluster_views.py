@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from torch_dpflow._core.backoff import Backoff
+from torch_dpflow._core.checks import counted
 from torch_dpflow.cli.common import cell, stdout_console
 from torch_dpflow.cluster.control.flow_registry import FlowState
 from torch_dpflow.cluster.messages.coordinator import EndedJob, FlowView
@@ -327,11 +328,6 @@ def _table(title: str, *headings: str) -> Table:
     for heading in headings:
         table.add_column(heading, overflow="fold")  # an id that is cut in a narrow terminal is useless
     return table
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, such as "1 worker"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _counts(*counts: int) -> list[str]:

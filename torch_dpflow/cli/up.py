@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
+from torch_dpflow._core.checks import counted
 from torch_dpflow._core.descriptors import soft_limit
-from torch_dpflow.cli.cluster_views import counted
 from torch_dpflow.cli.common import json_option, log_options, preload_option, size_of, to_json, with_options
 from torch_dpflow.cluster.security.connection_file import ADDRESS_VARIABLE
 from torch_dpflow.log import LogOptions

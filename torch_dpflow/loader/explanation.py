@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from torch_dpflow._core.checks import counted
 from torch_dpflow._core.processor_time import MIN_PROCESSOR_SHARE, QUEUED_SHARE, are_processors_short
 from torch_dpflow.cluster.monitoring.page_figures import limit_of
 
@@ -84,11 +85,6 @@ class Explanation:
 
     __repr__ = __str__
 
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        return "<br>".join(escape(line) for line in str(self).split("\n"))
-
 
 #: The fields of `Explanation` but `measured`.
 _Verdict: TypeAlias = tuple[str, str, str]
@@ -100,7 +96,7 @@ def explain(seen: Observed) -> Explanation:
     measured = (
         f"Measured: {stats.batches:,} batches in {_time(seen.iterating_s)}, {seen.rate:,.0f} samples/s; the training "
         f"loop waited {_time(stats.stall_s)} ({stats.stall_share:.0%}), {_time(seen.turn_stall_s)} of it where "
-        f"{_counted(stats.epochs, 'epoch')} began and ended."
+        f"{counted(stats.epochs, 'epoch')} began and ended."
     )
     sample, stages = stats.times.shown()
     if sample:
@@ -177,7 +173,7 @@ def _of_remote_workers(seen: Observed) -> _Verdict:
     each, flow = seen.rate / seen.num_workers, seen.stats.bytes / seen.iterating_s / 1e6
     return (
         "workers",
-        f"Limit: {_counted(seen.num_workers, 'worker')} load {each:,.1f} samples/s each; {flow:,.1f} MB/s come here.",
+        f"Limit: {counted(seen.num_workers, 'worker')} load {each:,.1f} samples/s each; {flow:,.1f} MB/s come here.",
         "Change: a higher num_workers. If that does not help, the network or the storage is the limit: smaller "
         "samples (images as uint8), read_threads.",
     )
@@ -190,7 +186,7 @@ def _of_local_workers(seen: Observed) -> _Verdict:
             "Limit: no workers; the training loop stops while it loads each batch itself.",
             f"Change: num_workers={max(1, seen.processors)}, one for each processor.",
         )
-    workers = _counted(seen.num_workers, "worker")
+    workers = counted(seen.num_workers, "worker")
     if not seen.watched_s or not seen.cpu_s:
         return (
             "",
@@ -198,7 +194,7 @@ def _of_local_workers(seen: Observed) -> _Verdict:
             "Change: explain during an iteration, or after a whole one.",
         )
     used, wanted = seen.cpu_s / seen.watched_s, (seen.cpu_s + seen.queued_s) / seen.watched_s
-    has = f"{workers} used {used:.1f} of {_counted(seen.processors, 'processor')}"
+    has = f"{workers} used {used:.1f} of {counted(seen.processors, 'processor')}"
     share, processors = wanted / seen.num_workers, seen.processors
     if are_processors_short(seen.cpu_s, seen.queued_s, seen.watched_s, workers=seen.num_workers, processors=processors):
         if seen.queued_s > QUEUED_SHARE * seen.cpu_s:
@@ -225,10 +221,6 @@ def _of_storage(seen: Observed, has: str) -> _Verdict:
     else:
         change = f"num_workers={2 * seen.num_workers}; or data that is nearer, as on this host"
     return "storage", f"Limit: storage; {has}.", f"Change: {change}."
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _time(seconds: float) -> str:

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from torch_dpflow._core.checks import check_number
 from torch_dpflow._core.dealing import Places, taken
+from torch_dpflow._core.permutation import torch_order
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.samplers.epoch_sampler import EpochSampler, mixed_seed
-from torch_dpflow.samplers.indices import CompactArray, IndexArray, compact, permutation
+from torch_dpflow.samplers.indices import CompactArray, IndexArray, compact
 
 
 class BudgetBatchSampler(EpochSampler[list[int]]):
@@ -87,7 +88,7 @@ class BudgetBatchSampler(EpochSampler[list[int]]):
     def _reader(self, epoch: int, began_with: int) -> Callable[[Places], list[list[int]]]:
         order: CompactArray = np.arange(len(self._lengths))
         if self.shuffle:
-            order = permutation(len(order), mixed_seed(self.seed, epoch, 0), 0)
+            order = torch_order(len(order), mixed_seed(self.seed, epoch, 0))[:]
         samples, batches = self._buckets.epoch(order)
         if self.shuffle:
             batches = self._shuffled_steps(batches, epoch, began_with)
@@ -110,7 +111,7 @@ class BudgetBatchSampler(EpochSampler[list[int]]):
         # A step is turned by its number: otherwise the last rank always has the longest batch.
         turned = (np.arange(ranks) + np.arange(len(steps))[:, None]) % ranks
         steps = np.take_along_axis(steps, turned, axis=1)
-        shuffled = steps[permutation(len(steps), mixed_seed(self.seed, epoch, 2), 0)]
+        shuffled = steps[torch_order(len(steps), mixed_seed(self.seed, epoch, 2))[:]]
         return np.concatenate([shuffled.ravel(), batches[at : at + short]])
 
     def _identity(self) -> dict[str, Any]:

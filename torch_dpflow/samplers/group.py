@@ -23,7 +23,6 @@ from torch_dpflow.samplers.indices import (
     Indices,
     Order,
     check_indices,
-    check_speed,
     compact,
 )
 
@@ -176,7 +175,7 @@ class SamplingGroup(ABC):
         Args:
             seed: determines, with the epoch, the job's private permutation, as in torch's DistributedSampler.
             batch_size: samples that the job consumes at once.
-            speed: samples per second, where known; see `set_speed`.
+            speed: samples per second, where known; strategies that do not use it ignore it.
             independence: share of the picks, 0 to 1, that ignore what others have loaded.
             named: whether the name identifies the job; False for a random name: its set identifies the job then.
 
@@ -197,7 +196,7 @@ class SamplingGroup(ABC):
             seed=check_int("seed", seed, minimum=0, maximum=MAX_SEED),
             batch_size=check_int("batch_size", batch_size, minimum=1),
             independence=check_number("independence", independence, minimum=0, maximum=1),
-            speed=None if speed is None else check_speed(speed),
+            speed=None if speed is None else check_number("speed", speed, exclusive=True),
             named=named,
         )
         self._members[job] = member
@@ -293,15 +292,6 @@ class SamplingGroup(ABC):
         if horizon is None:
             return self._lookahead(member, member.epoch)
         return self._near_lookahead(member, member.epoch, horizon)
-
-    def set_speed(self, job: str, speed: float) -> None:
-        """Set the job's speed, samples per second; strategies that do not use it ignore it.
-
-        Raises:
-            UsageError: the job is no member.
-            OptionError: the speed is not a finite number above 0.
-        """
-        self._member(job).speed = check_speed(speed)
 
     def resize(self, capacity: int) -> IndexArray:
         """Set how many samples the caches hold together; returns the samples that this evicts.

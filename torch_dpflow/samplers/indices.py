@@ -1,4 +1,4 @@
-"""Sets of sample numbers: what a caller may pass, how it is checked, and an epoch's permutation."""
+"""Sets of sample numbers: what a caller may pass, and how it is checked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, Union
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_dpflow._core.checks import check_number
 from torch_dpflow._core.permutation import Permutation
 from torch_dpflow.errors import OptionError, OptionTypeError
 
@@ -95,20 +94,3 @@ def mark(marks: NDArray[np.uint8], samples: CompactArray) -> None:
 def compact(size: int) -> type[np.signedinteger[Any]]:
     """Return the narrowest type that holds the sample numbers below `size`; below four bytes torch gains nothing."""
     return np.int32 if size <= np.iinfo(np.int32).max else np.int64
-
-
-def permutation(length: int, seed: int, epoch: int) -> CompactArray:
-    """Draw as torch's RandomSampler and DistributedSampler do with a generator seeded with `seed + epoch`."""
-    import torch  # here, because a router that has no job yet does not need it
-
-    generator = torch.Generator()
-    generator.manual_seed(seed + epoch)
-    # The width changes the memory that is written, not the numbers that are drawn.
-    dtype = torch.int32 if compact(length) is np.int32 else torch.int64
-    drawn: CompactArray = torch.randperm(length, generator=generator, dtype=dtype).numpy()
-    return drawn
-
-
-def check_speed(speed: object) -> float:
-    """Return a speed in samples per second; OptionError unless it is finite and above 0."""
-    return check_number("speed", speed, exclusive=True)

@@ -22,9 +22,10 @@ from torch.utils.data import ConcatDataset
 from torch_dpflow._core import dealing
 from torch_dpflow._core.checks import MAX_INT64, check_int, check_number
 from torch_dpflow._core.dealing import Places, RankPosition
+from torch_dpflow._core.permutation import torch_order
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.samplers.epoch_sampler import EpochSampler, mixed_seed, restored_number
-from torch_dpflow.samplers.indices import CompactArray, IndexArray, permutation
+from torch_dpflow.samplers.indices import CompactArray, IndexArray
 
 
 class MixtureSampler(EpochSampler[int]):
@@ -140,10 +141,8 @@ class MixtureSampler(EpochSampler[int]):
     def _order(self, source: int, epoch: int) -> CompactArray:
         held = self._orders.get(source)
         if held is None or held[0] != epoch:
-            held = self._orders[source] = (
-                epoch,
-                permutation(self.lengths[source], mixed_seed(self.seed, source, epoch), 0),
-            )
+            order = torch_order(self.lengths[source], mixed_seed(self.seed, source, epoch))[:]
+            held = self._orders[source] = epoch, order
         return held[1]
 
     def _identity(self) -> dict[str, Any]:

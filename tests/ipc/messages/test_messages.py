@@ -11,9 +11,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.messages import headers as messages
-from torch_dpflow.ipc.messages.headers import Header, body_decoder, decode, decode_body, encode, encode_body
+from torch_dpflow.ipc.messages.headers import Header, decode, decode_body, encode, encode_body
 
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.bin"))
 VALID = [path for path in CORPUS if path.name.startswith("valid-")]
@@ -124,14 +125,14 @@ def test_more_calls_than_allowed_are_refused() -> None:
 
 @given(fields)
 def test_body_returns_as_it_went(body: Any) -> None:
-    decoder = body_decoder(Any)
+    decoder = msgpack_decoder(Any)
     again = decode_body(encode_body(body), decoder)
     assert encode_body(again) == encode_body(body)
 
 
 def test_body_of_another_type_is_refused() -> None:
     with pytest.raises(MessageError, match="Expected `int`"):
-        decode_body(encode_body("text"), body_decoder(int))
+        decode_body(encode_body("text"), msgpack_decoder(int))
 
 
 @pytest.mark.parametrize("opening", [b"\x91", b"\x92\x01", b"\x81\xa0", b"\xdc\x00\x01"])
@@ -143,9 +144,9 @@ def test_a_message_is_nested_as_deep_with_every_python(opening: bytes, levels: i
     if levels == 99:
         reply = decode(header)
         assert isinstance(reply, messages.Reply)
-        assert decode_body(reply.body, body_decoder(Any)) is not None
+        assert decode_body(reply.body, msgpack_decoder(Any)) is not None
         return
-    for read in (lambda: decode(header), lambda: decode_body(body, body_decoder(Any))):
+    for read in (lambda: decode(header), lambda: decode_body(body, msgpack_decoder(Any))):
         with pytest.raises(MessageError, match="nested deeper than 100 levels"):
             read()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow.errors import DeadlineError
 from torch_dpflow.ipc.messages.fields import OverloadedError
-from torch_dpflow.ipc.messages.headers import EMPTY_BODY, Inquiry, Missing, Request, body_decoder, decode, encode
+from torch_dpflow.ipc.messages.headers import EMPTY_BODY, Inquiry, Missing, Request, decode, encode
 from torch_dpflow.ipc.rpc.call_service import Session, SessionTable
 from torch_dpflow.ipc.rpc.carrier import Carrier
 from torch_dpflow.ipc.rpc.client_session import Call, ClientSession
@@ -19,7 +20,7 @@ def make_carrier() -> Carrier:
 
 
 def begin(client: ClientSession, now: float) -> Call:
-    return client.begin_call("m", EMPTY_BODY, (), body_decoder(None), now=now, timeout_s=10)
+    return client.begin_call("m", EMPTY_BODY, (), msgpack_decoder(None), now=now, timeout_s=10)
 
 
 def sent(client: ClientSession) -> list[object]:

@@ -9,13 +9,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from torch_dpflow.ipc.messages.headers import body_decoder, encode_body
+from torch_dpflow._core.decoding import msgpack_decoder
+from torch_dpflow.ipc.messages.headers import encode_body
 from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcServer, ServerOptions
 from torch_dpflow.ipc.rpc.carrier import Carrier
 from torch_dpflow.ipc.rpc.client_session import Call, ClientSession
 from torch_dpflow.ipc.transport import Frame
 
-ANY = body_decoder(int | None)
+ANY = msgpack_decoder(int | None)
 PATIENCE_S = 1.0
 
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+from torch_dpflow._core.checks import is_loopback_host
 from torch_dpflow._core.lazy import imported
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.node import ProcessView
@@ -16,7 +17,7 @@ from torch_dpflow.cluster.monitoring.cluster_figures import (
     count_of,
     figures_of,
 )
-from torch_dpflow.cluster.monitoring.page_access import check_vacant, is_loopback, parse_address
+from torch_dpflow.cluster.monitoring.page_access import check_vacant, parse_address
 from torch_dpflow.errors import OptionError
 from torch_dpflow.ipc.messages.fields import UNNAMED
 from torch_dpflow.log import SERVICE
@@ -63,7 +64,7 @@ def check_metrics_address(address: str, *, public: bool) -> tuple[str, int]:
         MissingExtraError: the package for metrics is not installed.
     """
     host, port = parse_address("metrics", address, "127.0.0.1:9400")
-    if not public and not is_loopback(host):
+    if not public and not is_loopback_host(host):
         raise OptionError(
             f"metrics={address!r} reaches beyond this host, so others could read the names of flows and "
             "jobs without a key; give 127.0.0.1, or --metrics-public if that is meant"

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from torch_dpflow._core.checks import is_loopback_host
 from torch_dpflow.errors import MissingExtraError, OptionError
 
 #: Environment variable with the path of the file with the token.
@@ -42,14 +43,6 @@ def parse_address(name: str, address: str, example: str) -> tuple[str, int]:
     if not is_host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
         raise OptionError(f"{name}={address!r:.200}: give HOST:PORT, such as {example}")
     return host, int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def listen_at(host: str, port: int) -> socket.socket:
@@ -171,7 +164,7 @@ def check_page(name: str, address: str, token_file: str | None, *, vacant: bool 
         MissingExtraError: the packages for the page are not installed.
     """
     host, port = parse_address(name, address, "127.0.0.1:8265")
-    if token_file is None and not is_loopback(host):
+    if token_file is None and not is_loopback_host(host):
         raise OptionError(
             f"{name}={address!r:.200} reaches beyond this machine, so others could read the names of flows, "
             f"jobs and hosts; give 127.0.0.1, or a token: a file of mode 600 with at least {MIN_TOKEN} random "

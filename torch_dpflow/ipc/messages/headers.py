@@ -419,11 +419,6 @@ def decode_body(body: msgspec.Raw, decoder: msgspec.msgpack.Decoder[T]) -> T:
     return _decode(decoder, body)
 
 
-def body_decoder(body_type: Any) -> msgspec.msgpack.Decoder[Any]:
-    """Return a decoder for bodies of `body_type`: a struct, a builtin, or Any."""
-    return msgpack_decoder(body_type)
-
-
 def _decode(decoder: msgspec.msgpack.Decoder[T], data: msgspec.Raw | bytes | bytearray | memoryview) -> T:
     size = memoryview(data).nbytes
     if size > MAX_HEADER_BYTES:

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow.errors import ErrorKind, MessageError, PeerLostError, StateError, UsageError
 from torch_dpflow.ipc.messages import headers as messages
 from torch_dpflow.ipc.messages.fields import MAX_TEXT, OverloadedError, RecoverableError
-from torch_dpflow.ipc.messages.headers import Frame, Header, Reply, body_decoder, decode_body, encode, encode_body
+from torch_dpflow.ipc.messages.headers import Frame, Header, Reply, decode_body, encode, encode_body
 from torch_dpflow.ipc.rpc.carrier import Carrier
 from torch_dpflow.ipc.rpc.leases import Expiry
 from torch_dpflow.log import TRANSPORT
@@ -228,7 +229,7 @@ class CallService:
 
     def register(self, name: str, handler: Handler, *, body_type: Any) -> None:
         """Serve calls of `name`."""
-        self._methods[name] = _Method(handler, body_decoder(body_type))
+        self._methods[name] = _Method(handler, msgpack_decoder(body_type))
 
     def on_request(self, session: Session, header: messages.Request, frames: list[memoryview]) -> None:
         """Execute a call, unless it runs."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import snappy
 
+from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.messages.headers import (
     SHARED_BYTES,
@@ -24,7 +25,6 @@ from torch_dpflow.ipc.messages.headers import (
     PayloadOffer,
     ProbeRef,
     aligned,
-    body_decoder,
     decode_body,
     encode_body,
 )
@@ -99,8 +99,8 @@ def _claimed_size(frame: memoryview) -> int:
     raise MessageError(f"a compressed frame of {frame.nbytes} bytes does not begin with a length")
 
 
-_probe_decoder = body_decoder(ProbeRef | None)
-_block_decoder = body_decoder(BlockRef | None)
+_probe_decoder = msgpack_decoder(ProbeRef | None)
+_block_decoder = msgpack_decoder(BlockRef | None)
 
 
 class Carrier:

@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-import msgspec
-
 from torch_dpflow._core.checks import check_fields, check_int, check_seconds, is_loopback
+from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow.errors import PeerLostError, StateError
-from torch_dpflow.ipc.messages.headers import body_decoder, encode_body
+from torch_dpflow.ipc.messages.headers import encode_body
 from torch_dpflow.ipc.rpc.carrier import Carrier
 from torch_dpflow.ipc.rpc.client_session import Answer, Call, ClientSession, ClientStats
 from torch_dpflow.ipc.transport import Frame, TransportOptions, check_frames, connect
@@ -184,7 +183,7 @@ class RpcClient:
     def _begin(self, method: str, body: Any, frames: Sequence[Frame], reply_type: Any, timeout_s: float | None) -> Call:
         timeout_s = self.options.timeout_s if timeout_s is None else timeout_s
         return self._session.begin_call(
-            method, encode_body(body), frames, _decoder(reply_type), now=time.monotonic(), timeout_s=timeout_s
+            method, encode_body(body), frames, msgpack_decoder(reply_type), now=time.monotonic(), timeout_s=timeout_s
         )
 
     def _result(self, call: Call) -> Answer:
@@ -265,8 +264,3 @@ def _make_carrier(address: str, options: ClientOptions) -> Carrier:
         shared_bytes=options.shared_bytes if address.startswith("ipc://") else 0,
         compress=address.startswith("tcp://") and not is_loopback(address),
     )
-
-
-@functools.lru_cache(maxsize=256)
-def _decoder(body_type: Any) -> msgspec.msgpack.Decoder[Any]:
-    return body_decoder(body_type)

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from socket import AF_UNIX, socket
-from typing import Protocol
+from typing import Any
 
 import zmq
 from zmq.utils import z85
@@ -66,22 +66,11 @@ class SharedContext:
         return context
 
 
-class Inheritable(Protocol):
-    """An object with a socket, which a fork copies although it belongs to the parent."""
-
-    def disown(self) -> list[object]:
-        """In a forked child: become unusable; return the objects that must never be collected."""
-
-
 shared = SharedContext()
-_inheritables: weakref.WeakSet[Inheritable] = weakref.WeakSet()
+#: Objects with sockets, whose `disown` is called in every forked child; it returns what must never be collected.
+inheritable: weakref.WeakSet[Any] = weakref.WeakSet()
 #: pyzmq objects of the parent, which a forked child keeps forever: collecting one would call into libzmq.
 _inherited: list[object] = []
-
-
-def disown_after_fork(inheritable: Inheritable) -> None:
-    """Call `inheritable.disown` in every forked child."""
-    _inheritables.add(inheritable)
 
 
 def guarded_context(keys: ServerKeys | WorkerKeys) -> zmq.SyncContext:
@@ -138,8 +127,8 @@ def _authenticate(socket: zmq.SyncSocket, user_of: Callable[[bytes], str | None]
 
 def _after_fork_in_child() -> None:
     _inherited.append(shared.leave_behind())
-    for inheritable in list(_inheritables):
-        _inherited.extend(inheritable.disown())
+    for one in list(inheritable):
+        _inherited.extend(one.disown())
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

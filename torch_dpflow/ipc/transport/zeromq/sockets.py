@@ -77,7 +77,7 @@ class _SocketEndpoint:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         #: What `receive` waits for.
         self.poll_set: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN), (self._wake_fd, zmq.POLLIN)]
-        contexts.disown_after_fork(self)
+        contexts.inheritable.add(self)
         try:
             self._configure()
         except BaseException:
