@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch_dpflow._core.checks import check_int
+from torch_dpflow._core.checks import check_int, check_type
 from torch_dpflow.epoch.own_state import Unsaved
-from torch_dpflow.errors import MissingExtraError, OptionTypeError, StateError, WorkerError
+from torch_dpflow.errors import MissingExtraError, StateError, WorkerError
 from torch_dpflow.loader.loader import DPFlowDataLoader
 from torch_dpflow.options import LoaderOptions
 from torch_dpflow.workers.stream_items import MappedItems, SourceFailed, StreamItem, as_mapped
@@ -52,10 +52,7 @@ class DPFlowNode(BaseNode[T]):  # type: ignore[misc]
 
     def __init__(self, loader: DPFlowDataLoader[Any]) -> None:
         super().__init__()
-        if not isinstance(loader, DPFlowDataLoader):
-            raise OptionTypeError(
-                f"loader={loader!r:.200} is of type {type(loader).__name__}; give a torch_dpflow.DPFlowDataLoader"
-            )
+        check_type("loader", loader, DPFlowDataLoader, "a torch_dpflow.DPFlowDataLoader")
         #: The loader; its `stats()` and `explain()` return what limits the run.
         self.loader = loader
         self._lock = threading.RLock()
@@ -165,13 +162,8 @@ class Mapper(DPFlowNode[T]):
         multiprocessing_context: Any = None,
         options: LoaderOptions | None = None,
     ) -> None:
-        if not isinstance(source, BaseNode):
-            raise OptionTypeError(
-                f"source={source!r:.200} is of type {type(source).__name__}; give a node, as "
-                "torchdata.nodes.IterableWrapper(source)"
-            )
-        if not callable(fn):
-            raise OptionTypeError(f"fn={fn!r:.200} is of type {type(fn).__name__}; give a function of one item")
+        check_type("source", source, BaseNode, "a node, as torchdata.nodes.IterableWrapper(source)")
+        check_type("fn", fn, Callable, "a function of one item")
         check_int("num_workers", num_workers, minimum=0)
         check_int("snapshot_frequency", snapshot_frequency, minimum=1)
         self.source = source

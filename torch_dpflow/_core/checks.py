@@ -43,7 +43,7 @@ def check_int(name: str, value: Any, *, minimum: int, maximum: int | None = None
     except TypeError:
         number = None
     if number is None:
-        raise _wrong_type(name, value, allowed)
+        raise wrong_type(name, value, allowed)
     if number < minimum or (maximum is not None and number > maximum):
         raise OptionError(f"{name}={number} is out of range; give {allowed}")
     return number
@@ -63,7 +63,7 @@ def check_number(
     if maximum < _MAX_FLOAT:
         allowed += f"{' and up' if exclusive else ''} to {maximum:g}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise _wrong_type(name, value, allowed)
+        raise wrong_type(name, value, allowed)
     try:
         number = float(value)
     except OverflowError:
@@ -83,14 +83,14 @@ def check_flag(name: str, value: Any) -> bool:
     # The two names are numpy's.
     is_bool = isinstance(value, int) or type(value).__name__ in ("bool", "bool_")
     if not is_bool or value not in (0, 1):
-        raise _wrong_type(name, value, "True or False")
+        raise wrong_type(name, value, "True or False")
     return bool(value)
 
 
-def check_type(name: str, value: Any, kind: type | tuple[type, ...], allowed: str) -> None:
+def check_type(name: str, value: Any, kind: Any, allowed: str) -> None:
     """Raise OptionTypeError unless `value` is of `kind`; `allowed` says what to give."""
     if not isinstance(value, kind):
-        raise _wrong_type(name, value, allowed)
+        raise wrong_type(name, value, allowed)
 
 
 def check_name(name: str, value: str) -> None:
@@ -148,7 +148,8 @@ def check_fields(
             raise type(error)(f"{error}{', or None' * optional}") from None
 
 
-def _wrong_type(name: str, value: Any, allowed: str) -> OptionTypeError:
+def wrong_type(name: str, value: Any, allowed: str) -> OptionTypeError:
+    """Return the error for a value of the wrong type."""
     return OptionTypeError(f"{name}={value!r:.80} is of type {type(value).__name__}; give {allowed}")
 
 

@@ -110,16 +110,12 @@ def _source_of(distribution: metadata.Distribution) -> str:
     """Return the version or URL to append to its name; empty for a directory."""
     text = distribution.read_text("direct_url.json")
     if text is None:
-        return f"=={_without_device(distribution.version)}"
+        # The version for the CPU, such as 2.6.0+cpu for 2.6.0+cu124.
+        return "==" + re.sub(r"\+(cu|rocm|xpu)[\w.]*$", "+cpu", distribution.version)
     source = json.loads(text)
     if "vcs_info" in source:
         return f" @ {source['vcs_info']['vcs']}+{source['url']}@{source['vcs_info']['commit_id']}"
     return "" if source["url"].startswith("file:") else f" @ {source['url']}"
-
-
-def _without_device(version: str) -> str:
-    """Return the version for the CPU, such as 2.6.0+cpu for 2.6.0+cu124."""
-    return re.sub(r"\+(cu|rocm|xpu)[\w.]*$", "+cpu", version)
 
 
 def _write(out: Path, found: Found, *, copies_itself: bool, force: bool) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterable
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -62,7 +62,7 @@ def workers(platform: str | None, address: str, as_json: bool) -> None:
         raise OptionError(
             f"PLATFORM {platform!r} with --address, which is for the workers of a cluster; give one of them"
         )
-    with _launcher(platform) as launcher:
+    with closing(resolve(platform).launcher()) as launcher:
         found = _remote_workers(launcher)
     if as_json:
         click.echo(to_json({"platform": platform, "workers": list(found)}))
@@ -92,7 +92,7 @@ def sweep(platform: str, cluster: str | None, everything: bool, dry_run: bool, a
         raise OptionError("--cluster and --all exclude each other: give one of them")
     if cluster is not None and not _CLUSTER.fullmatch(cluster):
         raise OptionError(f"--cluster {cluster!r:.80}: give 8 hexadecimal digits, as `dpflow workers {platform}` shows")
-    with _launcher(platform) as launcher:
+    with closing(resolve(platform).launcher()) as launcher:
         found = _remote_workers(launcher, cluster)
         if dry_run or (cluster is None and not everything):
             if as_json:
@@ -185,9 +185,3 @@ def _cost_of(flow: FlowView) -> dict[str, Any]:
         "jobs": taken.by_job,
         "cost": cost,
     }
-
-
-@contextmanager
-def _launcher(platform: str) -> Iterator[Launcher]:
-    with closing(resolve(platform).launcher()) as launcher:
-        yield launcher

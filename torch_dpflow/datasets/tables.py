@@ -172,7 +172,8 @@ class TableDataset(Dataset[Any]):
                 if missing:
                     raise SourceError(f"{printable_url(file.url)} has no column {missing}; it has {schema.names}")
                 counts.append(of_file)
-                schemas.setdefault(_selected(schema, names), file)
+                selected = schema if names is None else pyarrow_with_formats().schema([*map(schema.field, names)])
+                schemas.setdefault(selected, file)
         self._schema = self._joined_schema(schemas)
         return counts
 
@@ -343,10 +344,6 @@ def _joined(first: Any, others: Mapping[Any, SourceFile], file: SourceFile) -> A
                 f"{_shown(first)}; give files of one table ({error})"
             ) from error
     return joined if others else None
-
-
-def _selected(schema: Any, names: Sequence[str] | None) -> Any:
-    return schema if names is None else pyarrow_with_formats().schema([schema.field(name) for name in names])
 
 
 def _shown(schema: Any) -> dict[str, str]:

@@ -25,7 +25,7 @@ from torch_dpflow.epoch.own_state import (
     takes,
 )
 from torch_dpflow.epoch.rank_order import RankOrder, inner_sampler, regrouped
-from torch_dpflow.epoch.rng import preserved_rng, restore_generator, restore_generators, restore_rng
+from torch_dpflow.epoch.rng import preserved_rng, restore_generator, restore_rng
 from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
 from torch_dpflow.errors import StateError
 
@@ -394,4 +394,10 @@ def return_generators(
         with preserved_rng():  # some samplers make their generator when they are first iterated
             deque(islice(iter(index_sampler), 1), maxlen=0)
         held = sampler_generators(index_sampler, sampler, generator)
-    restore_generators(states, held)
+    if len(states) != len(held):
+        raise StateError(
+            f"the state was taken with {len(states)} generators in the loader's samplers, and there are {len(held)}; "
+            "build the sampler as it was built then"
+        )
+    for one, saved in zip(held, states):
+        restore_generator(one, saved)

@@ -4,7 +4,7 @@ import base64
 import hashlib
 import random
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -90,17 +90,6 @@ def restore_generator(generator: torch.Generator, state: str) -> None:
         generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
     except (ValueError, TypeError, RuntimeError) as error:
         raise StateError(f"the state of a random number generator cannot be restored: {error}") from error
-
-
-def restore_generators(states: Sequence[str], generators: Sequence[torch.Generator]) -> None:
-    """Restore the samplers' generators. Raises StateError if there are more or fewer of them."""
-    if len(states) != len(generators):
-        raise StateError(
-            f"the state was taken with {len(states)} generators in the loader's samplers, and there are "
-            f"{len(generators)}; build the sampler as it was built then"
-        )
-    for generator, state in zip(generators, states):
-        restore_generator(generator, state)
 
 
 def capture_rng() -> RngState:

@@ -127,10 +127,7 @@ def merged_shards(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if (state["num_shards"], state["num_replicas"]) != (first["num_shards"], first["num_replicas"]):
             raise StateError("the states are of datasets with other shards or numbers of ranks; give those of one run")
         for name, position in state["shards"].items():
-            shards[name] = _further(shards.get(name, 0), position)
+            before = shards.get(name, 0)
+            shards[name] = _ENDED if _ENDED in (before, position) else max(before, position)
     ranks = sorted({rank for state in states for rank in state["ranks"]})
     return {**first, "ranks": ranks, "shards": shards}
-
-
-def _further(one: int, other: int) -> int:
-    return _ENDED if _ENDED in (one, other) else max(one, other)

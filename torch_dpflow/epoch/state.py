@@ -83,13 +83,8 @@ def unpacked(value: Any, objects: list[Any]) -> Any:
         raise StateError(f"the state is damaged: the own state of a dataset or sampler: {error!r:.200}") from error
 
 
-def as_text(values: dict[str, Any]) -> str:
-    """Return plain values as text."""
-    return json.dumps(values, separators=(",", ":"))
-
-
 def from_text(text: Any) -> dict[str, Any]:
-    """Undo `as_text`. Raises StateError if it is damaged."""
+    """Return the values in a state's text. Raises StateError if it is damaged."""
     try:
         values = json.loads(text)
         if type(values) is not dict:
@@ -201,7 +196,11 @@ class LoaderState:
         values |= {name: packed(values[name], objects) for name in _OWN}
         values["streams"] = [vars(one) | {"dataset": packed(one.dataset, objects)} for one in self.streams]
         shown = {name: values[name] for name in _SHOWN}
-        return {**shown, "state": as_text(values), "objects": HeldObjects(objects) if objects else None}
+        return {
+            **shown,
+            "state": json.dumps(values, separators=(",", ":")),
+            "objects": HeldObjects(objects) if objects else None,
+        }
 
     @classmethod
     def from_dict(cls, state: Any) -> LoaderState:

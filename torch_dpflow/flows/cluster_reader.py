@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler, SubsetRandomSampler, default_collate
 
-from torch_dpflow._core.checks import MAX_INT64, MIN_INT64, check_int
+from torch_dpflow._core.checks import MAX_INT64, MIN_INT64, check_int, check_type
 from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.cluster.client.open_job import FlowDefinition, JobReading, SharedJob, open_job
 from torch_dpflow.cluster.client.options import JobOptions
 from torch_dpflow.cluster.shard.sample_source import TwoStageDataset
 from torch_dpflow.datasets.store import DatasetStore
-from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.errors import OptionError
 from torch_dpflow.flows.flow import DataLoadFlow
 from torch_dpflow.flows.read import DataLoadFlowRead, LocalDataLoadFlowReader, Skips
 from torch_dpflow.flows.stage import Stage
@@ -196,10 +196,8 @@ class RemoteDataLoadFlowReader:
         seed: int | None = None,
         **source: Any,
     ) -> None:
-        if job is not None and not isinstance(job, JobOptions):
-            raise OptionTypeError(
-                f"job={job!r} is of type {type(job).__name__}; give a torch_dpflow.JobOptions or None"
-            )
+        if job is not None:
+            check_type("job", job, JobOptions, "a torch_dpflow.JobOptions or None")
         self._workers = check_int("workers", workers, minimum=1)
         self._seed = None if seed is None else check_int("seed", seed, minimum=MIN_INT64, maximum=MAX_INT64)
         self._local = LocalDataLoadFlowReader(store, **source)

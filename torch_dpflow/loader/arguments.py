@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing.process import BaseProcess
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DistributedSampler
 
-from torch_dpflow._core.checks import check_path, working
+from torch_dpflow._core.checks import check_path, check_type, working, wrong_type
 from torch_dpflow._core.ranks import Ranks, named_ranks, nested_samplers
 from torch_dpflow._core.torch_private import DatasetKind
-from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.errors import OptionError
 from torch_dpflow.options import LoaderOptions
 
 if TYPE_CHECKING:
@@ -27,31 +28,24 @@ MAX_VERSION_DIGITS = 9
 _FLOW = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._/-]{0,99})(:v(?P<version>[1-9][0-9]*))?")
 
 
-def check_types(loader: Any, address: object) -> None:
+def check_types(loader: Any, address: Any) -> None:
     """Raise OptionTypeError or OptionError for an argument that torch accepts and no iteration could use."""
     try:
         operator.index(loader.num_workers)
     except TypeError:
-        raise _wrong("num_workers", loader.num_workers, "an int >= 0") from None
-    if loader.generator is not None and not isinstance(loader.generator, torch.Generator):
-        raise _wrong("generator", loader.generator, "a torch.Generator or None")
+        raise wrong_type("num_workers", loader.num_workers, "an int >= 0") from None
+    check_type("generator", loader.generator, (torch.Generator, NoneType), "a torch.Generator or None")
     for name in ("collate_fn", "worker_init_fn"):
-        function = getattr(loader, name)
-        if function is not None and not callable(function):
-            raise _wrong(name, function, "a callable or None")
-    if address is None:
-        return
-    if not isinstance(address, str):
-        raise _wrong("address", address, "'auto', an address, a connection file's path as text, or None")
-    check_path("address", address)
+        check_type(name, getattr(loader, name), (Callable, NoneType), "a callable or None")
+    if address is not None:
+        check_type("address", address, str, "'auto', an address, a connection file's path as text, or None")
+        check_path("address", address)
 
 
 def check_options_type(options: object) -> None:
     """Raise OptionTypeError for options of another type than LoaderOptions."""
-    if options is None or isinstance(options, LoaderOptions):
-        return
     hint = "; JobOptions are given as job=" if type(options).__name__ == "JobOptions" else ""
-    raise _wrong("options", options, f"a torch_dpflow.LoaderOptions or None{hint}")
+    check_type("options", options, (LoaderOptions, NoneType), f"a torch_dpflow.LoaderOptions or None{hint}")
 
 
 def has_processes(context: Any) -> bool:
@@ -67,10 +61,6 @@ def name_of(context: Any) -> str:
     kind = type(context)
     is_pythons = kind.__module__.startswith("multiprocessing.")  # only these have a start method
     return repr((context.get_start_method(allow_none=True) if is_pythons else "") or kind.__name__)
-
-
-def _wrong(name: str, value: object, allowed: str) -> OptionTypeError:
-    return OptionTypeError(f"{name}={value!r} is of type {type(value).__name__}; give {allowed}")
 
 
 # -- ranks ------------------------------------------------------------------------------------------------

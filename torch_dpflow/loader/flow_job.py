@@ -254,7 +254,9 @@ def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> Sha
     ranks = process_ranks()
     if ranks.num_replicas == 1:
         ranks = ranks_of(loader.sampler, loader.batch_sampler, dataset=loader.dataset) or ranks
-    name, group = options.name, _group_here()
+    name, group = options.name, None
+    if dist.is_available() and dist.is_initialized():
+        group = weakref.ref(dist.group.WORLD)
     if order is None and name is not None and ranks.num_replicas > 1:
         # All processes of a job may have its name; where the sampler decides, each of them is a job to the flow.
         name = f"{name:.{MAX_NAME - 12}}~rank{ranks.rank}"
@@ -282,11 +284,6 @@ def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> Sha
     loader._runtime.content = job.content
     _readers[job] = (loader.flow, loader.address, rank, group)
     return job
-
-
-def _group_here() -> Any:
-    """Return a weak reference to the process group of torch.distributed; None without one."""
-    return weakref.ref(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
 
 
 def _free_name(loader: Any, name: str, rank: int | None, group: Any) -> str:

@@ -7,10 +7,12 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib import import_module
+from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from torch_dpflow._core.checks import check_type
 from torch_dpflow.epoch.own_state import Unsaved, at_rest, copied
 from torch_dpflow.epoch.plan import sampler_before
 from torch_dpflow.epoch.progress import LoaderShape
@@ -337,11 +339,8 @@ class DPFlowDataLoader(DataLoader[T]):
         # Imported here: it takes a fifth of this module's import time, and private loaders do not need it.
         from torch_dpflow.cluster.client.options import JobOptions
 
-        if self.job is not None and not isinstance(self.job, JobOptions):
-            raise OptionTypeError(
-                f"job={self.job!r} is of type {type(self.job).__name__}; give a torch_dpflow.JobOptions or None"
-                + ("; it is given as options=" if isinstance(self.job, LoaderOptions) else "")
-            )
+        hint = "; it is given as options=" if isinstance(self.job, LoaderOptions) else ""
+        check_type("job", self.job, (JobOptions, NoneType), f"a torch_dpflow.JobOptions or None{hint}")
         if self.flow is not None:
             check_shareable(self)
         else:

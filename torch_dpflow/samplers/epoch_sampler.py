@@ -162,7 +162,7 @@ class EpochSampler(Sampler[T]):
         Raises:
             OptionError: `epoch` is negative or too large.
         """
-        epoch = self._checked_epoch(epoch)
+        epoch = check_int("epoch", epoch, minimum=0, maximum=self._max_epoch)
         if epoch != self.epoch or self._is_resumed_at_end():
             self._resume = None
         self.epoch = self.named_epoch = epoch
@@ -308,6 +308,3 @@ class EpochSampler(Sampler[T]):
     @property
     def _max_epoch(self) -> int:
         return MAX_SEED // max(1, self.size) - 1
-
-    def _checked_epoch(self, epoch: int) -> int:
-        return check_int("epoch", epoch, minimum=0, maximum=self._max_epoch)

@@ -11,9 +11,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from torch_dpflow._core.checks import check_int, check_number
+from torch_dpflow._core.checks import check_int, check_number, check_type
 from torch_dpflow._core.permutation import MIN_LENGTH, Permutation, epoch_order
-from torch_dpflow.errors import OptionError, OptionTypeError, UsageError
+from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.indices import (
     MAX_SEED,
@@ -184,8 +184,7 @@ class SamplingGroup(ABC):
             OptionError: an index is negative, too large or there twice; a number is out of range.
             OptionTypeError: an argument is of the wrong type.
         """
-        if not isinstance(job, str):
-            raise OptionTypeError(f"job={job!r} is of type {type(job).__name__}; a job is named by a str")
+        check_type("job", job, str, "the job's name as text")
         if job in self._members:
             raise UsageError(f"job {job!r} is a member already; leave() first, or choose another name")
         checked = None if indices is None else check_indices(indices, self.size)

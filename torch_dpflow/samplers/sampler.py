@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
-from torch_dpflow._core.checks import check_int, check_number
+from torch_dpflow._core.checks import check_int, check_number, check_type
 from torch_dpflow._core.dealing import Places, RankPosition, taken
 from torch_dpflow._core.permutation import Permutation, torch_order
 from torch_dpflow._core.sample_numbers import describe_numbers
@@ -282,8 +282,7 @@ def length_of(data_source: Sized) -> int:
 
 
 def check_group(group: SamplingGroup, strategy: str, length: int | None) -> None:
-    if not isinstance(group, SamplingGroup):
-        raise OptionTypeError(f"group={group!r} is of type {type(group).__name__}; make one with sampling_group()")
+    check_type("group", group, SamplingGroup, "what sampling_group() returns")
     if group.strategy != strategy:
         raise OptionError(
             f"the group's strategy is {group.strategy!r}, the sampler's {strategy!r}; "

@@ -219,7 +219,10 @@ def build_batch(
         if ready.outcome is not None:
             return
     values = [_opened(one) if isinstance(one, tuple) else one for one in came]
-    broken = next(((key, value) for key, value in zip(ready.keys, values) if _is_error(value)), None)
+    broken = next(
+        ((key, value) for key, value in zip(ready.keys, values) if isinstance(value, ExceptionWrapper | WorkerError)),
+        None,
+    )
     if broken is not None:
         ready.error = _error_of(*broken, how_workers_ended)
         return
@@ -254,10 +257,6 @@ def _opened(came: tuple[PayloadTable, Sequence[Frame]]) -> Any:
     except MessageError:
         # The payload itself is valid, as a worker made it: a class of the sample cannot be unpickled here.
         return ExceptionWrapper(where="while opening a sample")
-
-
-def _is_error(value: Any) -> bool:
-    return isinstance(value, ExceptionWrapper | WorkerError)
 
 
 def _error_of(key: int, value: Any, how_workers_ended: Callable[[], str]) -> BaseException | ExceptionWrapper:

@@ -186,7 +186,9 @@ def launches_of(
     shards = [*hosts]
     draining = [view for view in processes if _drains(view, spec, shards)]
     hosts.update((view.id, view.node) for view in draining)
-    lent = _members_of(draining) if has_platform else _workers_of(draining, processes)
+    lent = _workers_of(draining, processes)
+    if has_platform:  # one worker for each draining shard that still owns keys
+        lent = sorted((view.id, 0) for view in draining if view.status.get("keys"))
     serving = _owners(spec, shards, draining, processes)
     # Workers that stay until others can serve, and workers of a node that takes no more shards: its processors are of
     # no use to other flows.
@@ -251,11 +253,6 @@ def _workers_of(draining: Sequence[ProcessView], processes: Sequence[ProcessView
     shards = {view.id for view in draining if view.status.get("keys")}
     found = [view.id.rpartition("/worker-") for view in processes if view.role == "worker"]
     return sorted((shard, int(number)) for shard, _, number in found if shard in shards)
-
-
-def _members_of(draining: Sequence[ProcessView]) -> list[tuple[str, int]]:
-    """Return shard and number of one worker for each draining shard that still owns keys."""
-    return sorted((view.id, 0) for view in draining if view.status.get("keys"))
 
 
 def _shard(id: str, router: str, spec: FlowSpec, workers: int, memory_bytes: int) -> Launch:

@@ -140,7 +140,8 @@ class Supervisor:
         self.revision += wanted != {id: process.launch for id, process in self._processes.items() if process.desired}
         out: list[SupervisorInstruction] = []
         for id, process in list(self._processes.items()):
-            if id not in wanted or not _runs_as(process.launch, wanted[id]):
+            launch = process.launch
+            if id not in wanted or (launch.role, launch.arguments) != (wanted[id].role, wanted[id].arguments):
                 process.desired, process.stopped = False, process.runs or process.launching
                 out += self._kill(process)
                 if not process.stopped:
@@ -314,8 +315,3 @@ class Supervisor:
             process.starting, process.launching = is_worker, True
             out.append(Spawn(process.launch, process.incarnation, process.address))
         return out
-
-
-def _runs_as(running: Launch, wanted: Launch) -> bool:
-    """Return whether a running process has the wanted role and arguments."""
-    return (running.role, running.arguments) == (wanted.role, wanted.arguments)

@@ -58,7 +58,7 @@ class PageHistory:
         self._before: Observation | None = None
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._event_number = 0
-        self._history = _empty_history()
+        self._history = History(at=[], stall={}, rate={}, hit_rate={}, decodes={})
         self._latest: Update
 
     @property
@@ -278,10 +278,6 @@ def _shown(processes: list[ProcessRow]) -> list[ProcessRow]:
     if len(processes) <= MAX_PROCESSES:
         return processes
     return sorted(processes, key=lambda row: row.state in AT_WORK)[:MAX_PROCESSES]
-
-
-def _empty_history() -> History:
-    return History(at=[], stall={}, rate={}, hit_rate={}, decodes={})
 
 
 def _point(jobs: list[JobLine], flows: list[FlowLine], at: float) -> History:

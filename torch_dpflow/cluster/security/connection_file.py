@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from torch_dpflow._core.checks import check_json, check_path, is_loopback
+from torch_dpflow._core.checks import check_json, check_path, check_type, is_loopback
 from torch_dpflow._core.decoding import json_decoder
 from torch_dpflow.cluster.security.certificates import ClusterCertificates, draw_certificates
-from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.errors import OptionError
 from torch_dpflow.ipc.rpc import ClientOptions, RpcClient
 from torch_dpflow.ipc.transport import TransportOptions
 from torch_dpflow.ipc.transport.base import ClientKeys, ServerKeys
@@ -276,10 +276,7 @@ def find_cluster(address: str | os.PathLike[str] | None = "auto") -> Cluster:
     Raises OptionError if the connection file does not exist or others can read it; OptionTypeError if `address` is
     neither text nor a path.
     """
-    if not isinstance(address, str | os.PathLike | None):
-        raise OptionTypeError(
-            f'address={address!r} is of type {type(address).__name__}; give "auto" or the path of a connection file'
-        )
+    check_type("address", address, (str, os.PathLike, type(None)), '"auto" or the path of a connection file')
     if address in (None, "auto"):
         address = os.environ.get(ADDRESS_VARIABLE) or str(_found_file())
     assert address is not None

@@ -76,7 +76,7 @@ def is_ignored(path: str, ignore: Iterable[str]) -> bool:
     """
     patterns = [*ignore]
     return bool(patterns) and any(
-        one == pattern or fnmatch.fnmatchcase(one, _glob(pattern))
+        one == pattern or fnmatch.fnmatchcase(one, pattern.replace("[", "[[]"))  # as in config['lr']
         for one in (path, *above_of(path))
         for pattern in patterns
     )
@@ -119,11 +119,6 @@ def above_of(path: str) -> Iterator[str]:
     for at in range(len(path) - 1, 0, -1):
         if path[at] in ".[(":
             yield path[:at]
-
-
-def _glob(pattern: str) -> str:
-    """Return a pattern for `fnmatch` in which brackets are themselves, as in `config['lr']`."""
-    return pattern.replace("[", "[[]")
 
 
 def _texts(here: str, there: str) -> str:

@@ -84,7 +84,8 @@ class RpcServer:
         Args:
             body_type: the type of the arguments, e.g. a msgspec struct; anything else is answered with an error.
         """
-        _check_name(method)
+        if not 1 <= len(method) <= MAX_NAME:
+            raise OptionError(f"method={method!r}: must be 1 to {MAX_NAME} characters")
         self._calls.register(method, handler, body_type=body_type)
 
     def step(self, timeout_s: float | None) -> bool:
@@ -186,8 +187,3 @@ class RpcServer:
 
     def _on_reading(self, session: Session, *_: object) -> None:
         session.carrier.shares = True
-
-
-def _check_name(method: str) -> None:
-    if not 1 <= len(method) <= MAX_NAME:
-        raise OptionError(f"method={method!r}: must be 1 to {MAX_NAME} characters")
