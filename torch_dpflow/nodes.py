@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -131,7 +132,8 @@ class Mapper(DPFlowNode[T]):
         num_workers: processes that call `fn`; 0 calls it in this process.
         platform: where workers run, if not on this host: "processes", or a platform of `torch_dpflow.remote`.
         in_order: return results in the order of the source; else as they arrive.
-        prefetch_factor: items in flight per worker; None: 2.
+        prefetch_factor: items in flight per worker; None: 2, and of items that are read and mapped quickly as many as
+            take 0.06 s: at most 128 per worker, and 64 MiB together. Quick items are sent in groups.
         snapshot_frequency: items between two states that are requested from the source, for a source whose state is
             large. The items after a snapshot are read again when resuming, but not mapped again.
         multiprocessing_context: how workers of this host start, as in torch's loader.
@@ -169,7 +171,7 @@ class Mapper(DPFlowNode[T]):
         self.source = source
         self._items = StreamReader(source, snapshot_frequency, encodes=num_workers > 0)
         loader: DPFlowDataLoader[Any] = DPFlowDataLoader(
-            MappedItems(fn),  # type: ignore[arg-type]
+            MappedItems(fn, reads_ahead=prefetch_factor is None),  # type: ignore[arg-type]
             batch_size=None,
             sampler=self._items,
             collate_fn=as_mapped,
@@ -277,6 +279,7 @@ class StreamReader:
 
     def _draw(self) -> Any:
         self._begin()
+        began = time.perf_counter()
         item = _END if self._ended else self._next()
         if item is _END:
             return _END
@@ -285,6 +288,7 @@ class StreamReader:
         self._drawn += 1
         if self._drawn - self._snapshots[-1][0] >= self._frequency:
             self._snapshots.append((self._drawn, self._state()))
+        item.read_s = time.perf_counter() - began
         return item
 
     def _next(self) -> Any:

@@ -156,11 +156,14 @@ class InFlightLimit:
             return self._usual
         return max(self._workers, min(self._usual, self._budget // largest if largest else 0))
 
-    def next(self, largest: int, in_flight: int) -> int:
-        """Return how many batches to plan in place of the next batch to deliver, which is still in flight."""
-        if self._budget is None:
+    def next(self, largest: int, in_flight: int, ahead: int | None = None) -> int:
+        """Return how many batches to plan in place of the next batch to deliver, which is still in flight.
+
+        ahead: how many items of a stream may be in flight; None: as many as at the start.
+        """
+        if ahead is None and self._budget is None:
             return 1
-        return max(0, min(2, self.at_start(largest) - in_flight + 1))
+        return max(0, min(2, max(self.at_start(largest), ahead or 0) - in_flight + 1))
 
     def may_grow(self, batches: int, largest: int, limit: int) -> bool:
         """Return whether `batches` may be in flight while a worker is idle, at most `limit`."""

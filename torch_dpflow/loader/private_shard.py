@@ -138,11 +138,15 @@ class PrivateShard:
 
     def submit(self, task: int, index: Any, *, pinned_to: int | None = None) -> None:
         """Submit the batch of these indices. Task numbers rise; a repeated one is ignored."""
-        self._command(partial(self._submit, task, pickle.dumps(index, pickle.HIGHEST_PROTOCOL), pinned_to))
+        self._command(partial(self._submit, [(task, pickle.dumps(index, pickle.HIGHEST_PROTOCOL))], pinned_to))
 
     def cancel(self, tasks: Sequence[int]) -> None:
         """Cancel these tasks: their results are not needed any more."""
         self._command(lambda: self._shard.cancel(tasks))
+
+    def ahead(self, largest: int) -> int | None:
+        """Return how many batches may be in flight, if that depends on their times. largest: bytes of the largest."""
+        return None
 
     def wait(self, timeout_s: float | None) -> Event | None:
         """Return the next event, in the order in which they happened; None on timeout.
@@ -267,10 +271,12 @@ class PrivateShard:
         while self._commands:
             self._commands.popleft()()
 
-    def _submit(self, task: int, payload: bytes, pinned_to: int | None) -> None:
-        if task > self._latest:
-            self._latest = task
-            self._shard.submit([(task if self._open.opens else task | UNDIVIDED, payload)], pinned_to=pinned_to)
+    def _submit(self, tasks: Sequence[tuple[int, bytes]], pinned_to: int | None = None) -> None:
+        part = 0 if self._open.opens else UNDIVIDED
+        new = [(task | part, payload) for task, payload in tasks if task > self._latest]
+        if new:
+            self._latest = tasks[-1][0]
+            self._shard.submit(new, pinned_to=pinned_to)
 
     def _receiver(self) -> Callable[[bytes, list[memoryview]], None]:
         return self._shard.on_message

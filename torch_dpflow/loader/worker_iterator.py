@@ -6,6 +6,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -38,6 +39,7 @@ from torch_dpflow.loader.shard_events import (
     Started,
     WorkerIdle,
 )
+from torch_dpflow.loader.stream_shard import ItemPace, StreamShard
 from torch_dpflow.loader.worker_processes import (
     Restarts,
     described,
@@ -50,6 +52,7 @@ from torch_dpflow.workers.batch_pieces import UNDIVIDED, generation_of, position
 from torch_dpflow.workers.batches import SHARED_FRACTION, Begun, EpochSpec
 from torch_dpflow.workers.local_platform import LocalHandle
 from torch_dpflow.workers.platform import Handle
+from torch_dpflow.workers.stream_items import MappedItems
 
 #: Events after which the wait for a batch goes on.
 _NO_BATCH = RowsArrived, WorkerIdle
@@ -108,7 +111,11 @@ class WorkerIterator(DeliveringIterator):
             from torch_dpflow.loader.remote_workers import workers_of
 
             return workers_of(loader, self._options, spec)
-        return PrivateShard, local_workers(loader, spec, self._num_workers)
+        shard: Callable[..., PrivateShard] = PrivateShard
+        if isinstance(loader.dataset, MappedItems):
+            pace = ItemPace(self._num_workers, None if loader.dataset.reads_ahead else self._usual)
+            shard = partial(StreamShard, pace=pace)
+        return shard, local_workers(loader, spec, self._num_workers)
 
     @property
     def closed(self) -> bool:
@@ -242,7 +249,8 @@ class WorkerIterator(DeliveringIterator):
                 progress.note_taken()
                 if progress.head is None:
                     due = self._due()
-                    goal = self._planner.planned + self._limit.next(self._largest, len(self._in_flight))
+                    ahead = None if self._shard is None else self._shard.ahead(self._largest)
+                    goal = self._planner.planned + self._limit.next(self._largest, len(self._in_flight), ahead)
                     # It stays the head until it is taken. Everything before that may be repeated.
                     self._head, self._goal, progress.head = due, goal, due
                 head: PlannedBatch = self._head

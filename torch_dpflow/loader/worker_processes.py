@@ -24,7 +24,7 @@ from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
 from torch_dpflow.workers.fork_server import local_platform
 from torch_dpflow.workers.platform import FALSE_STARTS, Handle, Platform, ProcessSpec, require_same_host
 from torch_dpflow.workers.script_settings import ScriptSettings
-from torch_dpflow.workers.stream_items import StreamItem
+from torch_dpflow.workers.stream_items import MappedItems, StreamItem
 
 #: The time between SIGTERM and SIGKILL for a worker that did not stop by itself, seconds.
 TERMINATE_S = 1.0
@@ -62,6 +62,7 @@ def load_spec(iterator: Any, loader: Any, options: LoaderOptions, *, own_stream:
         divides=not own_stream and divides_batches(iterator, loader, options),
         read_threads=options.read_threads,
         shared_memory=shared_memory,
+        holds=isinstance(iterator._dataset, MappedItems),
         settings=None if loader.platform is None else ScriptSettings.capture(),
     )
 

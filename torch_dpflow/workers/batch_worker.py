@@ -328,7 +328,8 @@ class BatchWorker(TaskWorker):
         wrapped_at = time.perf_counter()
         self._clock.hand_over(wrapped_at - loaded_at)
         # The running task still: its effects on this process, as closed descriptors, may show only now.
-        self._outbox.add(task, loaded.kind, table, frames, started, has_stream=loaded.stream is not None)
+        hold = self._load_spec.holds and self._may_hold()
+        self._outbox.add(task, loaded.kind, table, frames, started, hold=hold, has_stream=loaded.stream is not None)
         self._clock.hand_over(time.perf_counter() - wrapped_at)  # sent with the next result
         if self._is_first:
             self._is_first = False

@@ -69,6 +69,8 @@ class LoadSpec:
     read_threads: int
     #: Bytes; None: the share of a worker on its host.
     shared_memory: int | None
+    #: Whether results may wait for others: of a stream of single items.
+    holds: bool = False
     #: Of the script; None: workers are started from its process and have them anyway.
     settings: ScriptSettings | None = None
 

@@ -33,10 +33,12 @@ class StreamItem:
         value: the item, or `SourceFailed`.
     """
 
-    __slots__ = ("_frames", "_table", "_value", "number")
+    __slots__ = ("_frames", "_table", "_value", "number", "read_s")
 
     def __init__(self, number: int, value: Any) -> None:
         self.number = number
+        #: How long the source took for it, seconds; not sent.
+        self.read_s = 0.0
         self._value = value
         self._table: PayloadTable | None = None
         self._frames: Sequence[Frame] = ()
@@ -74,10 +76,11 @@ class MappedItems:
 
     Args:
         fn: the function of one item.
+        reads_ahead: whether more quick items may be in flight than `prefetch_factor` says.
     """
 
-    def __init__(self, fn: Callable[[Any], Any]) -> None:
-        self.fn = fn
+    def __init__(self, fn: Callable[[Any], Any], *, reads_ahead: bool) -> None:
+        self.fn, self.reads_ahead = fn, reads_ahead
 
     def __getitem__(self, item: StreamItem) -> Any:
         value = item.open()

@@ -62,6 +62,8 @@ class TaskWorker:
         self._clock = StageClock()
         self._outbox = ResultOutbox(connection, compress=compress, clock=self._clock)
         self._tasks: deque[tuple[int, memoryview]] = deque()
+        #: How many tasks are left in the middle of the window.
+        self._low = 0
         self._looked_at = 0.0
         self._stopped = False
 
@@ -122,6 +124,7 @@ class TaskWorker:
                     gone = set(revoked)
                     self._tasks = deque(task for task in self._tasks if task[0] not in gone)
                 self._tasks.extend(zip(tasks, payloads, strict=True))
+                self._low = len(self._tasks) // 2
                 self._on_tasks(payloads)
                 self._report_if_emptied(held)
             case WorkerWelcome(shared_memory=shared_memory):
@@ -135,6 +138,14 @@ class TaskWorker:
         # The scheduler cannot tell whether a task had begun when it was revoked.
         if held and not self._tasks:
             self._outbox.flush()
+
+    def _may_hold(self) -> bool:
+        """Return whether the result of the task that was just loaded may wait for others.
+
+        In the middle of the window it is sent at once: the shard refills the window, instead of letting others steal
+        from it. And not where the shard cannot read which task runs: it would suspect one whose result waits.
+        """
+        return self._running.ref is not None and len(self._tasks) not in (self._low, 0)
 
     # -- of a kind of worker -----------------------------------------------------------------------------
 
@@ -181,7 +192,7 @@ class ResultOutbox:
         hold_s: as HOLD_S.
         late_s: as LATE_S.
         compress: compresses frames; None: they are sent unchanged.
-        clock: its times are sent with the results. It may be written to under `lock` while results wait.
+        clock: its times are sent with the results; of the worker's thread.
     """
 
     def __init__(
@@ -266,17 +277,18 @@ class ResultOutbox:
             self._thread = threading.Thread(target=self._send_late, name="dpflow-results", daemon=True)
             self._thread.start()
 
-    def _send(self) -> None:
+    def _send(self, *, late: bool = False) -> None:
         finished, frames = group_payloads(self._finished, Finished)
         self._finished, self._frames, self._nbytes = [], 0, 0
-        self._transmit(finished, frames)
+        self._transmit(finished, frames, late=late)
 
-    def _transmit(self, finished: list[Finished], frames: Sequence[Frame]) -> None:
+    def _transmit(self, finished: list[Finished], frames: Sequence[Frame], *, late: bool = False) -> None:
         self._sent_at = time.monotonic()
         sizes: list[int] = []
         if self._compress is not None:
             frames, sizes = self._compress(frames)
-        times = None if self._clock is None else self._clock.take()
+        # Late, the worker's thread may change the times meanwhile; its next result has them.
+        times = None if self._clock is None or late else self._clock.take()
         self._connection.send([encode(Exchange(finished, self._started, sizes or None, times)), *frames])
 
     def _send_late(self) -> None:
@@ -287,4 +299,4 @@ class ResultOutbox:
                 if not self._finished:
                     self._waiting.clear()
                 elif time.monotonic() - self._sent_at >= self._late_s:
-                    self._send()
+                    self._send(late=True)

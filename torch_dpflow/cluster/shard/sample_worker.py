@@ -78,8 +78,6 @@ class SampleWorker(TaskWorker):
         self._repeats = repeats
         self.idle_s = IDLE_S if repeats else None
         self._source: SampleSource | None = None
-        #: How many tasks are left in the middle of the window.
-        self._low = 0
         #: For how long handshakes have not been answered, seconds.
         self._unanswered_s = 0.0
         self._shard = b""
@@ -121,7 +119,6 @@ class SampleWorker(TaskWorker):
         super()._handle(header, frames)
 
     def _on_tasks(self, payloads: Sequence[memoryview]) -> None:
-        self._low = len(self._tasks) // 2
         if self._source is not None:
             self._source.announce(payloads)
 
@@ -164,13 +161,10 @@ class SampleWorker(TaskWorker):
             table, frames = encode_sample(unpicklable_failure(self._number, error))
         self._running.note(None)
         started = self._tasks[0][0] if self._tasks else None
-        # Send at once in the middle of the window: the shard refills it, instead of letting others steal from it.
-        hold = self._running.ref is not None and len(self._tasks) not in (self._low, 0)
-        with self._outbox.lock:  # its thread may send the times at any moment
-            if kind == SAMPLE:
-                self._clock.add_sample(*times)
-            self._clock.hand_over(self._handing_s)
-        self._outbox.add(task, kind, table, frames, started, hold=hold)
+        if kind == SAMPLE:
+            self._clock.add_sample(*times)
+        self._clock.hand_over(self._handing_s)
+        self._outbox.add(task, kind, table, frames, started, hold=self._may_hold())
         self._handing_s = time.perf_counter() - loaded_at
 
 
