@@ -8,6 +8,7 @@ import importlib
 import io
 import json
 import linecache
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from tests.remote.shipping.aliased_pairs import ALIASED
 from tests.remote.shipping.changed_module_pairs import CHANGED, UNREAD
 from tests.remote.shipping.hostile_pairs import HOSTILE
 from tests.remote.shipping.identity_pairs import DIFFER, Pair
+from tests.remote.shipping.named_pairs import NAMED
 from tests.remote.shipping.same_pairs import SAME
 
 PRELUDE = """
@@ -113,7 +115,7 @@ def load(case: dict[str, str]) -> list[str]:
 def main() -> None:
     """Arguments: 0 or 1, the script of each pair; and the name of its module. "worker": load the cases of a file.
 
-    Side 1 runs in a forked process, with another order of imports and of pairs.
+    Side 0 runs in a forked process, side 1 in a spawned one, with another order of imports and of pairs.
     """
     if sys.argv[1] == "worker":
         importlib.import_module("torch_dpflow.cluster.shard.sample_source")
@@ -122,12 +124,18 @@ def main() -> None:
         json.dump(found, sys.__stdout__)
         return
     side, name = int(sys.argv[1]), sys.argv[2]
-    pairs = [*DIFFER, *CHANGED, *HOSTILE, *ALIASED, *UNREAD, *SAME]
+    process = multiprocessing.get_context(("fork", "spawn")[side]).Process(target=run_side, args=(side, name))
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+
+
+def run_side(side: int, name: str) -> None:
+    """Run one script of each pair in this process, and print what their datasets send."""
+    pairs = [*DIFFER, *CHANGED, *HOSTILE, *ALIASED, *NAMED, *UNREAD, *SAME]
     if side:
         importlib.import_module("json.tool")
         importlib.import_module("torch")
-        if child := os.fork():
-            sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         pairs = pairs[::-1]
     found = {}
     for pair in pairs:
@@ -137,3 +145,4 @@ def main() -> None:
         except Exception as error:
             raise RuntimeError(f"the pair {pair.name!r}") from error
     json.dump(found, sys.__stdout__)
+    sys.__stdout__.flush()

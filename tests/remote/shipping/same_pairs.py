@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.remote.shipping.identity_pairs import BARE, Pair, data
+from tests.remote.shipping.named_pairs import SAME_NAMED
 
 #: What the scripts do before: look at samples, or make the same in another way.
 PEEK = "if @@: dataset[0]; dataset[1]"
@@ -288,4 +289,5 @@ SAME = [
         data("cfg.f(i)", "import cfg"),
         files={"cfg.py": "def f(i): return i\ndef other(): return @@\n"},
     ),
+    *SAME_NAMED,
 ]

@@ -28,6 +28,7 @@ from tests.remote.shipping.aliased_pairs import ALIASED
 from tests.remote.shipping.changed_module_pairs import CHANGED, UNREAD
 from tests.remote.shipping.hostile_pairs import HOSTILE
 from tests.remote.shipping.identity_pairs import DIFFER, Pair
+from tests.remote.shipping.named_pairs import NAMED
 from tests.remote.shipping.same_pairs import SAME
 from torch_dpflow.cluster.messages.coordinator import FlowSpec
 from torch_dpflow.errors import UsageError
@@ -39,7 +40,7 @@ from torch_dpflow.remote.shipping.content_pack import pack, unpack
 Parts = dict[str, PartDigest]
 
 
-ALL = [*DIFFER, *CHANGED, *HOSTILE, *ALIASED, *UNREAD, *SAME]
+ALL = [*DIFFER, *CHANGED, *HOSTILE, *ALIASED, *NAMED, *UNREAD, *SAME]
 PROGRAM = "from tests.remote.shipping.identity_sides import main; main()"
 
 
@@ -89,7 +90,7 @@ def test_a_worker_has_the_samples_of_the_script_or_raises(
         assert loaded[pair.name] == ran[1][pair.name]["samples"]
 
 
-@pytest.mark.parametrize("pair", [*DIFFER, *CHANGED, *HOSTILE, *ALIASED], ids=lambda pair: pair.name)
+@pytest.mark.parametrize("pair", [*DIFFER, *CHANGED, *HOSTILE, *ALIASED, *NAMED], ids=lambda pair: pair.name)
 def test_what_differs_is_named(sides: list[dict[str, Parts]], pair: Pair) -> None:
     here, there = sides[0][pair.name], sides[1][pair.name]
     for found in (differences(here, there, ()), differences(there, here, ())):

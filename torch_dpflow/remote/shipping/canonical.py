@@ -38,6 +38,7 @@ from torch_dpflow.remote.shipping.pickled_parts import (
     NO_MEMBERS,
     cached_properties,
     content_of_cell,
+    is_found,
     is_split,
     root_of,
 )
@@ -342,7 +343,10 @@ class Walk:
             reduce = self._pickler.dispatch_table.get(type(obj))
             reduced = obj.__reduce_ex__(5) if reduce is None else reduce(obj)
         if isinstance(reduced, str):
-            return self._named(cloudpickle._whichmodule(obj, reduced) or "", reduced)
+            module = cloudpickle._whichmodule(obj, reduced) or ""
+            if module in SCRIPT or not is_found(obj, module, reduced):
+                raise pickle.PicklingError(f"{reduced} of {module}")  # workers have no variables of the script
+            return self._named(module, reduced)
         function = reduced[0]
         is_code = getattr(function, "__module__", "") == cloudpickle.__name__
         if is_code and isinstance(obj, type | types.FunctionType):

@@ -26,7 +26,13 @@ import torch
 from torch_dpflow.errors import MessageError, OptionError
 from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.ipc.serialization.pickling import explain_loading, parts_of
-from torch_dpflow.remote.shipping.reducers import in_its_module, in_order, reduce_by_value, with_class_bodies
+from torch_dpflow.remote.shipping.reducers import (
+    in_its_module,
+    in_order,
+    in_place_of_name,
+    reduce_by_value,
+    with_class_bodies,
+)
 from torch_dpflow.remote.shipping.values import module_of
 
 
@@ -106,6 +112,8 @@ class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return in_its_module(obj, reduced) or with_class_bodies(obj, reduced)
         if isinstance(reduced, tuple) and isinstance(obj, type) and len(reduced) > 2:
             return in_order(obj, reduced)
+        if reduced is NotImplemented and not is_function and not isinstance(obj, type):
+            return in_place_of_name(obj, self.dispatch_table)
         return reduced
 
 

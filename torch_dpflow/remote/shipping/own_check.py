@@ -16,21 +16,16 @@ from torch_dpflow.ipc.messages.content_parts import is_ignored
 from torch_dpflow.remote.shipping.canonical import Walk
 from torch_dpflow.remote.shipping.content_pack import ScriptPickler
 from torch_dpflow.remote.shipping.own_labels import ORDER, REGISTERED, put_in_order, register
-from torch_dpflow.remote.shipping.own_source import COMPUTED, OwnSource, parsed
-from torch_dpflow.remote.shipping.own_state import (
-    SAME,
+from torch_dpflow.remote.shipping.own_members import (
     Codes,
     ModuleMember,
-    NotSent,
-    OwnState,
     Replaced,
-    imported,
     inner_functions,
-    members_not_as_file,
     members_of,
-    origins,
     set_attribute,
 )
+from torch_dpflow.remote.shipping.own_source import COMPUTED, OwnSource, parsed
+from torch_dpflow.remote.shipping.own_state import SAME, NotSent, OwnState, imported, members_not_as_file, origins
 from torch_dpflow.remote.shipping.part_tree import whole
 from torch_dpflow.remote.shipping.run_text import set_script_variables
 from torch_dpflow.remote.shipping.values import Bulk, is_mutable

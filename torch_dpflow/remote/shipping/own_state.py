@@ -8,11 +8,10 @@ is set, and if it was not sent, the worker raises.
 from __future__ import annotations
 
 import builtins
-import functools
 import os
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -23,56 +22,28 @@ from torch_dpflow.remote.shipping.code_digest import code_digest
 from torch_dpflow.remote.shipping.content_pack import can_pack
 from torch_dpflow.remote.shipping.modules import is_own_path
 from torch_dpflow.remote.shipping.own_labels import labels_not_as_file
+from torch_dpflow.remote.shipping.own_members import (
+    AS_FILE,
+    Codes,
+    Deleted,
+    ModuleMember,
+    Replaced,
+    functions_of,
+    members_of,
+)
 from torch_dpflow.remote.shipping.own_settled import SETTLED, Settled
 from torch_dpflow.remote.shipping.own_source import COMPUTED, OwnCode, OwnSource
 from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, whole
-from torch_dpflow.remote.shipping.pickled_parts import NO_MEMBERS, content_of_cell, is_its_dict
-from torch_dpflow.remote.shipping.reducers import NO_VARIABLES, LruCache
-from torch_dpflow.remote.shipping.values import is_harmless, is_mutable, module_of
+from torch_dpflow.remote.shipping.values import is_harmless, is_mutable
 
 #: Maximum bytes of a value that is sent.
 _MAX_SENT = 4 << 20
-_WRAPPERS = (staticmethod, classmethod, property, functools.cached_property, LruCache)
-
-
 #: Kinds of functions by their decorators, as `OwnSource.kinds`, that another function can replace.
 _KINDS = frozenset(["function", "property", "staticmethod", "classmethod", "cached_property"])
 
 
-class Deleted:
-    """Value of a variable that the file defines and the process lacks."""
-
-
 class NotSent:
     """Value of a variable that is too large, or that cannot be pickled."""
-
-
-class Codes(NamedTuple):
-    """Code of the functions of a member whose code is not the file's: set by the script, or rewritten as by pytest."""
-
-    #: As of `ModuleMember.value`.
-    kind: str
-    codes: tuple[types.CodeType, ...]
-
-
-class Replaced(NamedTuple):
-    """A function that the script has put in the place of the file's, under its name, as by `functools.wraps`."""
-
-    function: Any
-
-
-class ModuleMember(NamedTuple):
-    """Something that a module has, and what sets it. kind: of a definition, which `value` describes."""
-
-    value: Any
-    put: Callable[[Any], object] | None
-    kind: str = ""
-    definition: Any = None
-
-
-#: Stands for a function that is as its file defines it.
-_SETTLED = ModuleMember(None, None, SETTLED)
-_NONE: Mapping[str, types.FunctionType] = types.MappingProxyType({})
 
 
 class SetMember(NamedTuple):
@@ -176,7 +147,7 @@ def _set_member(part: PartNode, value: Any) -> SetMember:
 
 def _ids_of_replaced(values: Iterable[Any]) -> frozenset[int]:
     replaced = [value.function for value in values if type(value) is Replaced]
-    return frozenset(id(one) for function in replaced for one in (function, *_functions_of(function)))
+    return frozenset(id(one) for function in replaced for one in (function, *functions_of(function)))
 
 
 def members_not_as_file(
@@ -189,7 +160,7 @@ def members_not_as_file(
         if member.kind != SETTLED and not _is_as_file(walk, path, member, module, source):
             value, sent = member.value, member.value
             if member.kind == "function" and _is_replaced(path, member.definition, module, source):
-                value = value[0], *map(_unnamed, _functions_of(member.definition))
+                value = value[0], *map(_unnamed, functions_of(member.definition))
                 sent = Replaced(member.definition)
             elif member.kind == "function":
                 sent = Codes(value[0], value[1:])
@@ -201,7 +172,7 @@ def members_not_as_file(
             continue
         function, _, default = path.partition("(")
         outer = function if default else path.rpartition(".")[0]
-        holder = members.get(outer, _SETTLED)
+        holder = members.get(outer, AS_FILE)
         if not outer or holder.kind == "class" or (holder.kind == "function" and default and outer not in found):
             found[path] = (PartNode(digest_of(b"deleted"), "deleted"), Deleted)
     for path, value in labels_not_as_file(module, members, source):
@@ -217,7 +188,7 @@ def _is_replaced(path: str, definition: Any, module: types.ModuleType, source: O
         return False
     return type(definition).__name__ != kind or any(
         "__wrapped__" in vars(one) or one.__globals__ is not vars(module) or {*one.__code__.co_freevars} - {"__class__"}
-        for one in _functions_of(definition)
+        for one in functions_of(definition)
     )
 
 
@@ -250,160 +221,6 @@ def _folder_of(name: str, module: types.ModuleType) -> str:
     for _ in range(depth):
         folder = os.path.dirname(folder)
     return folder
-
-
-# ---- what a module has
-
-
-def members_of(
-    name: str, module: Any, settled: Mapping[str, types.FunctionType] = _NONE
-) -> Iterator[tuple[str, ModuleMember]]:
-    """Yield what a module has, by path: variables, and what its functions and classes consist of.
-
-    settled: functions, by path, that are yielded as one member each.
-    """
-    if not isinstance(module, types.ModuleType):  # an object in the place of the module
-        yield "", ModuleMember(module, None, "object")
-        return
-    for variable, value in [*vars(module).items()]:
-        if variable in NO_VARIABLES or value is sys.modules.get(f"{name}.{variable}", COMPUTED):
-            continue
-        path = f".{variable}"
-        if settled.get(path, COMPUTED) is value:
-            yield path, _SETTLED
-        else:
-            yield from _members(name, path, value, functools.partial(set_attribute, module, variable), settled)
-
-
-def _members(
-    module: str, path: str, value: Any, put: Callable[[Any], object], settled: Mapping[str, types.FunctionType]
-) -> Iterator[tuple[str, ModuleMember]]:
-    functions = _functions_of(value)
-    if issubclass(type(value), type) and module_of(value) in (module, "") and f".{value.__qualname__}" == path:
-        yield path, ModuleMember((type(value), *value.__bases__), put, "class", value)
-        for name, inner in [*vars(value).items()]:
-            if type(inner) is value:  # a member of an enumeration is pickled by its name
-                for attribute, inside in getattr(inner, "__dict__", {}).items():
-                    if not (attribute.startswith("_") and attribute.endswith("_")):
-                        put = functools.partial(setattr, inner, attribute)
-                        yield f"{path}.{name}.{attribute}", ModuleMember(inside, put)
-            if settled.get(f"{path}.{name}", COMPUTED) is inner:
-                yield f"{path}.{name}", _SETTLED
-            elif not issubclass(type(inner), _SLOTS) and name not in _DERIVED and not name.startswith("_abc_"):
-                set_inner = functools.partial(set_attribute, value, name)
-                yield from _members(module, f"{path}.{name}", inner, set_inner, settled)
-    elif functions and all(_is_here(one, module, path) for one in functions):
-        kind = "function" if isinstance(value, types.FunctionType) else type(value).__name__
-        if isinstance(value, LruCache):
-            kind = f"{kind} {value.cache_parameters()}"
-        variables = vars(sys.modules.get(module, types.ModuleType("")))
-        if any(one.__globals__ is not variables for one in functions):  # pickled by its name, so without them
-            kind = f"{kind} with other variables"
-        replace = functools.partial(_set_function, functions, put)
-        yield path, ModuleMember((kind, *(one.__code__ for one in functions)), replace, "function", value)
-        for inner, one in inner_functions(value):
-            yield from _parts_of_function(path, f"{path}{inner}", one)
-        if isinstance(value, LruCache | staticmethod | classmethod):
-            for name, attribute in vars(value).items():
-                if not name.startswith("__"):
-                    yield f"{path}.{name}", ModuleMember(attribute, functools.partial(setattr, value, name))
-    else:
-        yield path, ModuleMember(value, put)
-
-
-#: Members of classes that follow from others, and annotations, which count as the files have them.
-_DERIVED = NO_MEMBERS | {"__abstractmethods__", "__annotations__", "__parameters__"}
-_SLOTS = types.MemberDescriptorType | types.GetSetDescriptorType
-
-
-def _functions_of(value: Any) -> list[Any]:
-    """Return the functions that a function, a method's wrapper or a property consists of; none for other objects."""
-    if type(value) is types.FunctionType:
-        # A function of `torch.compile` computes what the original one does, and has parts that differ by process.
-        return [getattr(value, "_torchdynamo_orig_callable", value)]
-    kind = type(value)  # an object can raise when it is asked for its `__class__`
-    inside: list[Any] = [getattr(value, "__wrapped__", value) if issubclass(kind, _WRAPPERS) else value]
-    if issubclass(kind, property):
-        inside = [one for one in (value.fget, value.fset, value.fdel) if one is not None]
-    elif issubclass(kind, functools.cached_property):
-        inside = [value.func]
-    return inside if all(type(one) is types.FunctionType for one in inside) else []
-
-
-def inner_functions(value: Any) -> list[tuple[str, types.FunctionType]]:
-    """Return the functions of `_functions_of`, with the end of the path of their attributes."""
-    functions = _functions_of(value)
-    if isinstance(value, property):
-        return [(f".{name}", one) for name in ("fget", "fset", "fdel") if (one := getattr(value, name)) is not None]
-    return [("" if type(value) is types.FunctionType else ".__wrapped__", one) for one in functions]
-
-
-def _is_here(function: types.FunctionType, module: str, path: str) -> bool:
-    if module_of(function) not in (module, ""):
-        return False
-    if f".{function.__qualname__}" == path:
-        return True
-    outer, _, name = path.rpartition(".")
-    own = function.__qualname__.rpartition(".")
-    return (f".{own[0]}" if own[0] else "", own[2]) in (
-        (outer, name),
-        (outer, name.removeprefix(f"_{outer.rpartition('.')[2].lstrip('_')}")),
-    )
-
-
-def _parts_of_function(path: str, inner: str, function: types.FunctionType) -> Iterator[tuple[str, ModuleMember]]:
-    """Yield defaults, variables of outer functions and attributes. inner: the path of the function in its wrapper."""
-    if inner.endswith((".fset", ".fdel")):
-        path = inner
-    code, defaults = function.__code__, function.__defaults__ or ()
-    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-    for number, (name, value) in enumerate(zip(names, defaults, strict=True)):
-        yield f"{path}({name})", ModuleMember(value, functools.partial(_set_default, function, number))
-    for name, value in (function.__kwdefaults__ or {}).items():
-        yield f"{path}({name})", ModuleMember(value, functools.partial(_set_keyword_default, function, name))
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        if name != "__class__":
-            yield (
-                f"{path}[{name}]",
-                ModuleMember(content_of_cell(cell), functools.partial(setattr, cell, "cell_contents")),
-            )
-    for name, value in vars(function).items():
-        yield f"{inner}.{name}", ModuleMember(value, functools.partial(setattr, function, name))
-
-
-def set_attribute(holder: Any, name: str, value: Any) -> None:
-    """Set a variable; a container or a plain object is filled in place, as others may refer to it."""
-    present = vars(holder).get(name)
-    if value is Deleted:
-        delattr(holder, name)
-    elif type(present) is type(value) and type(value) in (dict, set):
-        present.clear()
-        present.update(value)
-    elif type(present) is type(value) is list:
-        present[:] = value
-    elif type(present) is type(value) and module_of(type(value)) != "builtins" and is_its_dict(value):
-        vars(present).clear()
-        vars(present).update(vars(value))
-    else:
-        setattr(holder, name, value)
-
-
-def _set_function(functions: Sequence[types.FunctionType], put: Callable[[Any], object], value: Any) -> None:
-    if not isinstance(value, Codes):
-        put(value.function if isinstance(value, Replaced) else value)
-        return
-    for function, code in zip(functions, value.codes, strict=True):
-        function.__code__ = code
-
-
-def _set_default(function: types.FunctionType, number: int, value: Any) -> None:
-    defaults = [*(function.__defaults__ or ())]
-    defaults[number] = value
-    function.__defaults__ = tuple(defaults)
-
-
-def _set_keyword_default(function: types.FunctionType, name: str, value: Any) -> None:
-    function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), name: value}
 
 
 # ---- whether it is what the file defines

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import sys
 import types
+import typing
 from typing import Any
+
+from cloudpickle import cloudpickle
 
 from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.remote.shipping.values import module_of
@@ -30,6 +34,8 @@ NO_MEMBERS = frozenset(
         "__annotate_func__",
     ]
 )
+#: Ends the path of the entries of a container that is pickled by its name.
+ENTRIES = "(entries)"
 #: Names of the arguments by which cloudpickle makes a class.
 CLASS_ARGUMENTS = {
     "_make_skeleton_class": ("type_constructor", "name", "bases", "type_kwargs"),
@@ -51,6 +57,50 @@ def is_its_dict(value: Any) -> bool:
         return bool(vars(value)) and len(arguments) == 1 and state == [vars(value)] and not isinstance(value, type)
     except Exception:
         return False
+
+
+def reduces_itself(kind: type) -> bool:
+    """Return whether a class defines how its objects are pickled."""
+    methods: Any = kind
+    return methods.__reduce_ex__ is not object.__reduce_ex__ or methods.__reduce__ is not object.__reduce__
+
+
+def is_found(obj: Any, module: str, name: str) -> bool:
+    """Return whether a module has an object by this dotted name."""
+    holder: Any = sys.modules.get(module)
+    for one in name.split("."):
+        holder = getattr(holder, one, None)
+    return holder is obj
+
+
+def attributes_of_named(obj: Any, module: str, name: str) -> dict[str, Any] | None:
+    """Return the attributes of an object that is pickled by this name, as functions under cachetools; None of others.
+
+    A container has its entries as one attribute more.
+    """
+    kind = type(obj)
+    if not reduces_itself(kind) or not isinstance(kind.__reduce__, types.FunctionType):
+        return None
+    try:
+        if obj.__reduce_ex__(5) != name or cloudpickle._whichmodule(obj, name) != module:
+            return None
+    except Exception:  # code of the object's own runs
+        return None
+    found = dict(getattr(obj, "__dict__", {}))
+    slots: list[str] = copyreg._slotnames(kind)  # type: ignore[attr-defined]
+    found |= {one: getattr(obj, one) for one in slots if hasattr(obj, one)}
+    for plain in (dict, list, set):
+        if isinstance(obj, plain):
+            found[ENTRIES] = plain(obj)
+    return found
+
+
+def is_derived(kind: type, name: str, value: Any) -> bool:
+    """Return whether a member of a class follows from its bases: `typing.Protocol` sets `__init__` at its first use."""
+    if name != "__init__" or typing.Protocol not in kind.__mro__:
+        return False
+    inits = [vars(base)[name] for base in kind.__mro__[1:] if name in vars(base)]
+    return value is next((one for one in inits if module_of(one) != typing.__name__), object.__init__)
 
 
 def cached_properties(kind: type) -> set[str]:

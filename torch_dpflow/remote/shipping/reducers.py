@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copyreg
 import functools
 import inspect
 import sys
@@ -12,13 +13,15 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from cloudpickle import list_registry_pickle_by_value
+from cloudpickle import cloudpickle, list_registry_pickle_by_value
 
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.remote.shipping.code_digest import names_in_code, names_in_texts
 from torch_dpflow.remote.shipping.modules import can_be_imported
+from torch_dpflow.remote.shipping.pickled_parts import is_derived, reduces_itself
 from torch_dpflow.remote.shipping.run_text import runner
+from torch_dpflow.remote.shipping.values import is_bare
 
 #: Variables of a module that differ from one process to another and that no code of the user's sets.
 NO_VARIABLES = frozenset(
@@ -90,6 +93,21 @@ def with_class_bodies(function: types.FunctionType, reduced: Any) -> Any:
     return reduced
 
 
+def in_place_of_name(obj: Any, dispatch_table: Mapping[type, Any]) -> Any:
+    """Return how an object reduces itself, and its attributes in place of a name of the script.
+
+    Functions under cachetools, and new types, are objects that are pickled by their names.
+    NotImplemented for objects that do not reduce themselves.
+    """
+    kind = type(obj)
+    if not reduces_itself(kind) or kind in dispatch_table:
+        return NotImplemented
+    reduced = obj.__reduce_ex__(5)
+    if isinstance(reduced, str) and is_bare(kind) and cloudpickle._whichmodule(obj, reduced) in SCRIPT:
+        return copyreg.__newobj__, (kind,), vars(obj)  # type: ignore[attr-defined]
+    return reduced
+
+
 class ModuleVariables:
     """The variables of an own module that workers can import, in the place of a copy of them."""
 
@@ -115,6 +133,7 @@ def in_its_module(function: types.FunctionType, reduced: Any) -> Any:
 def in_order(kind: type, reduced: Any) -> Any:
     """Have attributes of a class sent in the order in which it has them, which cloudpickle sorts, and where it is."""
     attributes, *rest = reduced[2]
+    attributes = {name: value for name, value in attributes.items() if not is_derived(kind, name, value)}
     attributes = {"__qualname__": kind.__qualname__, **attributes}
     ordered = {name: attributes[name] for name in vars(kind) if name in attributes}
     return (*reduced[:2], ({**ordered, **attributes}, *rest), *reduced[3:])

@@ -267,10 +267,17 @@ def _is_simple(kind: type) -> bool:
         return False
     own = ("__reduce__", "__reduce_ex__", "__getstate__", "__getnewargs__", "__getnewargs_ex__", "__reduce_by_value__")
     for base in kind.__mro__[:-1]:
-        if any(name in vars(base) for name in own) or vars(base).get("__slots__"):
+        if any(name in vars(base) for name in own):
             return False
         if any(isinstance(value, functools.cached_property) for value in vars(base).values()):
             return False
+    return is_bare(kind)
+
+
+def is_bare(kind: type) -> bool:
+    """Return whether objects of a class consist of their `__dict__`."""
+    if any(vars(base).get("__slots__") for base in kind.__mro__):
+        return False
     return kind.__basicsize__ <= object.__basicsize__ + 2 * 8 and kind.__itemsize__ == 0 and kind.__dictoffset__ != 0
 
 
