@@ -303,32 +303,6 @@ class NodeLimits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return max(self.least, min(nodes, self.most))
 
 
-class CoordinatorArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Arguments of a coordinator's process."""
-
-    #: The state store's address.
-    state: str
-    #: Owner of the lease of the state store: see `StateStore.renew`.
-    owner: str
-    #: At which to listen; empty for an address that the node chooses.
-    address: str = ""
-    #: As in `ClusterLimits`.
-    workers: int | None = None
-    memory_bytes: int | None = None
-    #: HOST:PORT at which to serve metrics; empty for none.
-    metrics: str = ""
-    autoscale: AutoscaleLimits | None = None
-    #: As in `WorkerSeconds`.
-    price_per_hour: float = 0.0
-    #: Of nodes that a platform runs; None: it runs none.
-    nodes: NodeLimits | None = None
-
-    @property
-    def limits(self) -> ClusterLimits:
-        """Limits of all flows together."""
-        return ClusterLimits(workers=self.workers, memory_bytes=self.memory_bytes, autoscale=self.autoscale)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ClusterLimits:
     """Limits of all flows of a cluster together.
@@ -358,3 +332,21 @@ class ClusterLimits:
         most = [one for one in (self.workers, self.shards) if one is not None]
         most += [self.memory_bytes // MIN_MEMORY] if self.memory_bytes is not None else []
         return min(most, default=None)
+
+
+class CoordinatorArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Arguments of a coordinator's process."""
+
+    #: The state store's address.
+    state: str
+    #: Owner of the lease of the state store: see `StateStore.renew`.
+    owner: str
+    limits: ClusterLimits
+    #: At which to listen; empty for an address that the node chooses.
+    address: str = ""
+    #: HOST:PORT at which to serve metrics; empty for none.
+    metrics: str = ""
+    #: As in `WorkerSeconds`.
+    price_per_hour: float = 0.0
+    #: Of nodes that a platform runs; None: it runs none.
+    nodes: NodeLimits | None = None

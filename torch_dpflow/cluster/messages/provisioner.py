@@ -18,8 +18,8 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.ipc.messages.fields import MAX_TEXT, Body, Count, Name, Seconds, Text
 from torch_dpflow.ipc.messages.remote_worker import MAX_LAUNCH_SPEC_BYTES
-from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Refused, Warned
-from torch_dpflow.workers.platform import End, Limits
+from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Refused, Warned
+from torch_dpflow.workers.platform import Limits
 
 #: Most remote workers of one shard at a time: with successors and ending ones, more than it has in service.
 MAX_OWNED = 4 * MAX_WORKERS
@@ -102,17 +102,30 @@ class EventsRequest(Body):
     seen: Count
 
 
-class WorkerEvent(Body):
-    """An `Outcome` of a platform."""
+class RefusedStart(Body, tag="refused"):
+    """A `Refused` of a platform."""
 
     name: Name
-    #: Class of the outcome, or of the error of a refusal.
+    #: Class of the error, its text, and the time until the next attempt.
     kind: Name
-    #: Its id on the platform, or the text of the error.
-    text: Text = ""
-    #: Time until the next attempt, or until it ends.
-    seconds: Seconds = 0.0
-    end: End | None = None
+    text: Text
+    seconds: Seconds
+
+    @classmethod
+    def of(cls, refused: Refused) -> RefusedStart:
+        """Return the message of an outcome."""
+        error = refused.error
+        kind = next((one for one, known in _ERRORS.items() if isinstance(error, known)), "UnavailableError")
+        return cls(refused.name, kind, str(error)[-MAX_TEXT:], getattr(error, "retry_after_s", 0.0))
+
+    def outcome(self) -> Refused:
+        """Return the outcome in the message. Raises KeyError if it is not valid."""
+        kind = _ERRORS[self.kind]
+        return Refused(self.name, kind(self.text, self.seconds) if kind is ThrottledError else kind(self.text))
+
+
+#: Each `Outcome` of a platform, as it is sent.
+WorkerEvent: TypeAlias = Accepted | RefusedStart | Answerless | Warned | Ended
 
 
 class Events(Body):
@@ -131,36 +144,3 @@ class Release(Body):
     shard: Name
     incarnation: Count
     grace_s: Seconds
-
-
-def event_of(outcome: Outcome) -> WorkerEvent:
-    """Return an outcome as a message."""
-    kind = type(outcome).__name__
-    match outcome:
-        case Accepted(name, ref):
-            return WorkerEvent(name, kind, ref[:MAX_TEXT])
-        case Answerless(name, text):
-            return WorkerEvent(name, kind, text[:MAX_TEXT])
-        case Warned(name, until_s):
-            return WorkerEvent(name, kind, seconds=until_s)
-        case Ended(name, end):
-            return WorkerEvent(name, kind, end=end)
-        case Refused(name, error):
-            why = next((one for one, known in _ERRORS.items() if isinstance(error, known)), "UnavailableError")
-            return WorkerEvent(name, why, str(error)[-MAX_TEXT:], getattr(error, "retry_after_s", 0.0))
-
-
-def outcome_of(event: WorkerEvent) -> Outcome:
-    """Return the outcome in a message. Raises KeyError if it is not valid."""
-    match event.kind:
-        case "Accepted":
-            return Accepted(event.name, event.text)
-        case "Answerless":
-            return Answerless(event.name, event.text)
-        case "Warned":
-            return Warned(event.name, event.seconds)
-        case "Ended":
-            return Ended(event.name, event.end or End())
-    if event.kind == "ThrottledError":
-        return Refused(event.name, ThrottledError(event.text, event.seconds))
-    return Refused(event.name, _ERRORS[event.kind](event.text))

@@ -34,7 +34,6 @@ from torch_dpflow.cluster.security.connection_file import (
     read_key_file,
 )
 from torch_dpflow.cluster.services.node import Node
-from torch_dpflow.cluster.services.node_fleet import NodeArguments
 from torch_dpflow.cluster.services.node_host import (
     WISHED_DESCRIPTORS,
     check_installed,
@@ -294,20 +293,19 @@ class LocalCluster:
         )
         self.address = options.listen or place.address_for(COORDINATOR)
         self._connection = msgspec.structs.replace(keys, address=self.address, sends_code=platform is not None)
+        is_unlimited = options.limits.workers is None and self.workers == MAX_WORKERS
         arguments = CoordinatorArguments(
             options.state or f"{folder}/state",
             self._owner,
+            replace(options.limits, workers=None if is_unlimited else self.workers, autoscale=self._autoscale),
             options.listen or "",
-            None if options.limits.workers is None and self.workers == MAX_WORKERS else self.workers,
-            options.limits.memory_bytes,
             options.metrics or "",
-            self._autoscale,
             getattr(platform, "price_per_hour", 0.0),
             nodes,
         )
         own = [Launch(COORDINATOR, COORDINATOR, msgspec.msgpack.encode(arguments))]
         if nodes is not None:
-            own.append(Launch(PROVISIONER, "node-fleet", msgspec.msgpack.encode(NodeArguments([*options.preload]))))
+            own.append(Launch(PROVISIONER, "node-fleet", msgspec.msgpack.encode([*options.preload])))
         elif platform is not None:
             own.append(Launch(PROVISIONER, PROVISIONER))
         page = options.page_place(vacant=False)

@@ -44,13 +44,6 @@ REPORT_S, ANSWER_S = HEARTBEAT_S / 2, 3 * HEARTBEAT_S
 NODE_LEAVE_S = LEAVE_S + 15.0
 
 
-class NodeArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Arguments of the provisioner of nodes."""
-
-    #: As in `NodeOptions`.
-    preload: list[str] = []
-
-
 class PlatformNodes:
     """The nodes that a platform runs. One thread drives it.
 
@@ -66,7 +59,7 @@ class PlatformNodes:
         self._place, self._spec = service.place, spec
         assert service.place.keys is not None
         self._keys = msgspec.structs.replace(service.place.keys, certificates=None, version=1)
-        self._preload = msgpack_decoder(NodeArguments).decode(service.arguments).preload
+        self._preload = msgpack_decoder(list[str]).decode(service.arguments)
         self._platform = spec.open_nodes(MODULE)
         self._prefix = prefix_of(service.place.cluster)
         # Another group than that of an earlier provisioner, whose nodes may not have ended yet.

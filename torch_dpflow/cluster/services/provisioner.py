@@ -24,12 +24,12 @@ from torch_dpflow.cluster.messages.provisioner import (
     Attached,
     Events,
     EventsRequest,
+    RefusedStart,
     Release,
     Requests,
     StartRequest,
     StopRequest,
     SuspectRequest,
-    event_of,
 )
 from torch_dpflow.cluster.services.service import ServiceSpec, WorkerPlatform, ask_in, serve
 from torch_dpflow.errors import DeniedError, DPFlowError, OptionError, RejectedError, UsageError
@@ -203,7 +203,8 @@ class Provisioner:
                 continue
             seen, outcomes = self._owners.news(request.shard, request.seen)
             if outcomes or now >= until:
-                call.answer(Events(True, seen, [event_of(outcome) for outcome in outcomes]))
+                events = [RefusedStart.of(one) if isinstance(one, Refused) else one for one in outcomes]
+                call.answer(Events(True, seen, events))
             else:
                 self._watching.append((until, call))
 

@@ -23,13 +23,13 @@ from torch_dpflow.cluster.messages.provisioner import (
     Events,
     EventsRequest,
     OwnedWorker,
+    RefusedStart,
     Release,
     Request,
     Requests,
     StartRequest,
     StopRequest,
     SuspectRequest,
-    outcome_of,
 )
 from torch_dpflow.cluster.services.contents import open_content
 from torch_dpflow.cluster.services.service import COORDINATOR, ServiceSpec, WorkerPlatform
@@ -48,37 +48,18 @@ from torch_dpflow.remote.shipping.content_pack import split_content
 OPEN_S, RELEASE_S = 120.0, 2.0
 
 
-class ProvisionedSource:
-    """`PlatformSource` of the remote workers of a cluster's shard."""
-
-    def __init__(self, service: ServiceSpec, place: WorkerPlatform) -> None:
-        self._service = service
-        self.name = place.name
-        self._listen_at = ""
-
-    def open(self) -> ProvisionedPlatform:
-        """Connect to the provisioner. Raises RemoteCallError with the platform's error, DeadlineError."""
-        platform = ProvisionedPlatform(self._service)
-        self._listen_at = platform.listen_at
-        return platform
-
-    def listen_at(self) -> str:
-        """Return the provisioner's address to listen at; it runs on this host."""
-        return self._listen_at
-
-    def check_listen(self, address: str) -> None:
-        """Do nothing: the provisioner has checked it."""
-
-
 class ProvisionedPlatform:
-    """The `RemotePlatform` of one shard.
+    """The `RemotePlatform` of one shard, and its own `PlatformSource`: it is open once it is made.
+
+    name: of the cluster's platform, for messages.
 
     Raises:
         RemoteCallError: the platform cannot be opened, or refuses.
         DeadlineError: the provisioner does not answer.
     """
 
-    def __init__(self, service: ServiceSpec) -> None:
+    def __init__(self, service: ServiceSpec, name: str = "") -> None:
+        self.name = name
         self._id, self._incarnation = service.id, service.incarnation
         self._client = service.place.connect(service.place.provisioner_address)
         #: Guards what follows.
@@ -96,7 +77,7 @@ class ProvisionedPlatform:
         except BaseException:
             self._client.close()
             raise
-        self.limits, self.listen_at = attached.limits, attached.listen_at
+        self.limits, self._listen_at = attached.limits, attached.listen_at
         self.wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._sender = PeriodicCall(self._send, math.inf, "dpflow-requests", on_error=self._log)
         self._reader = PeriodicCall(self._read, 0.0, "dpflow-events", on_error=self._log)
@@ -104,6 +85,15 @@ class ProvisionedPlatform:
         self._reader.start()
 
     # -- for the shard's thread ------------------------------------------------------------------------------
+
+    def open(self) -> ProvisionedPlatform:
+        return self
+
+    def listen_at(self) -> str:
+        return self._listen_at
+
+    def check_listen(self, address: str) -> None:
+        """Do nothing: the provisioner has checked it."""
 
     def start(self, name: str, launch_spec: bytes) -> None:
         request = StartRequest(name, checked_launch_spec(name, launch_spec))
@@ -174,7 +164,7 @@ class ProvisionedPlatform:
             self._attach_again()
             return
         self._seen = answer.seen
-        self._add([outcome_of(event) for event in answer.events])
+        self._add([event.outcome() if isinstance(event, RefusedStart) else event for event in answer.events])
 
     def _attach_again(self) -> None:
         """Attach to a new provisioner, and repeat all starts that the one before has not answered."""
@@ -308,7 +298,7 @@ class ProvisionedWorkers:
         while True:
             try:
                 return RemoteWorkers(
-                    ProvisionedSource(self._service, self._platform),
+                    ProvisionedPlatform(self._service, self._platform.name),
                     self._content(),
                     0,
                     listen_at=self._platform.listen_at,

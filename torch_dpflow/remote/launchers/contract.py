@@ -24,6 +24,7 @@ from typing import Any, Protocol, TypeAlias
 
 from torch_dpflow._core.checks import check_number, is_loopback
 from torch_dpflow.errors import MissingExtraError, OptionError, PlatformError
+from torch_dpflow.ipc.messages.fields import Body
 from torch_dpflow.workers.platform import End, Limits
 
 #: The platform's id of a worker. Text, so that a process that takes over from its starter can use it.
@@ -85,8 +86,7 @@ class Launcher(Protocol):
         """Release connections and threads; ends no worker. Idempotent."""
 
 
-@dataclass(frozen=True)
-class Accepted:
+class Accepted(Body, tag="accepted"):
     """The platform starts this worker."""
 
     name: str
@@ -101,24 +101,21 @@ class Refused:
     error: PlatformError
 
 
-@dataclass(frozen=True)
-class Answerless:
+class Answerless(Body, tag="answerless"):
     """It is unknown whether this worker was started; `Accepted` or `Refused` may still follow."""
 
     name: str
     text: str
 
 
-@dataclass(frozen=True)
-class Warned:
+class Warned(Body, tag="warned"):
     """The platform will end this worker at `until_s`."""
 
     name: str
     until_s: float
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(Body, tag="ended"):
     """This worker has ended, or will never be started."""
 
     name: str

@@ -27,7 +27,7 @@ from torch_dpflow.remote.launchers.contract import (
     Refused,
     Warned,
 )
-from torch_dpflow.workers.platform import End
+from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End
 
 #: How long a start may take, seconds.
 DEADLINE_S = 60.0
@@ -275,7 +275,7 @@ class ThreadedPlatform:
         except PlatformError as error:
             refused = error
         except Exception as error:  # a fault of the launcher: the worker may have been started
-            text = f"{type(error).__name__}: {error}"
+            text = f"{type(error).__name__}: {error}"[:MAX_REPORT_CHARS]
         with self._changed:
             self._starting.pop(worker.name, None)
             self._hung -= worker.overdue
