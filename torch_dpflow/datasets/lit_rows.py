@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_dpflow.datasets.importers.packed import LitDataImporter
-from torch_dpflow.datasets.importers.sources import SourceFile
+from torch_dpflow.datasets.importers.sources import SourceFile, SourceFiles
 from torch_dpflow.datasets.tables import TableDataset
 from torch_dpflow.errors import SourceError
 
@@ -26,11 +26,11 @@ class LitRows(TableDataset):
 
     def __init__(self, dataset: LitDataImporter, **how: Any) -> None:
         self._listed = dataset
-        super().__init__(dataset.files.given, **how)
+        super().__init__(dataset.files, **how)
         del self._listed
 
-    def _find_files(self, url: Any, split: str | None) -> list[SourceFile]:
-        return self._listed.files.files
+    def _find_files(self, found: SourceFiles, split: str | None) -> list[SourceFile]:
+        return found.files
 
     def _count_blocks(self) -> list[list[int]]:
         counts = super()._count_blocks()

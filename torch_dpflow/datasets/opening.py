@@ -102,15 +102,14 @@ def open_dataset(
     name = found_format(files) if format is None else _known_format(format)
     settings = {**(settings or {}), **({} if split is None else {"split": split})}
     if name == "table":
-        urls = files.given if files.is_directory else [file.url for file in files.files]
-        return _table(TableDataset, urls, files, decode, checksum, {**settings, **reading})
+        return _table(TableDataset, files, files.given, decode, checksum, {**settings, **reading})
     if split is not None and not getattr(importer_class(name), "has_splits", False):
         raise OptionError(f"split={split!r}: {files.given} has no directory of that name; it has {files.folders}")
     if name == "imagefolder":
         _check_apart(files, index_dir)
     chunks = _importer(name, files, {}) if name == "litdata" else None
     if chunks is not None and chunks.has_rows:
-        return _table(LitRows, chunks, files, decode, checksum, {**settings, **reading})
+        return _table(LitRows, chunks, files.given, decode, checksum, {**settings, **reading})
     importer = _importer(name, files, settings) if chunks is None or settings else chunks
     importer.is_in_place = True
     if isinstance(importer, ShardImporter):
@@ -167,7 +166,7 @@ def _known_format(name: str) -> str:
 def _table(
     kind: Callable[..., TableDataset],
     source: Any,
-    files: SourceFiles,
+    given: str,
     decode: Decode | None,
     checksum: Any,
     how: dict[str, Any],
@@ -177,9 +176,9 @@ def _table(
     unknown = sorted(how.keys() - {"read_options", "columns", "memory", "split"})
     if unknown:
         raise OptionError(
-            f"{files.given} is a table, which has no {unknown}; give read_options=, and in settings= columns and memory"
+            f"{given} is a table, which has no {unknown}; give read_options=, and in settings= columns and memory"
         )
-    return kind(source, decode=None if decode is None else decoder_of(decode), storage_options=files.options, **how)
+    return kind(source, decode=None if decode is None else decoder_of(decode), **how)
 
 
 def _check_apart(files: SourceFiles, index_dir: str | os.PathLike[str] | None) -> None:

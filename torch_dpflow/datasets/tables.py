@@ -22,7 +22,7 @@ from torch_dpflow._core.processes import PerProcess
 from torch_dpflow._core.stage_clock import stage
 from torch_dpflow._core.threads import RunningLoads, fail
 from torch_dpflow.datasets.importers.delimited import check_names
-from torch_dpflow.datasets.importers.sources import SourceFile, is_changed
+from torch_dpflow.datasets.importers.sources import Source, SourceFile, SourceFiles, find_sources, is_changed
 from torch_dpflow.datasets.sample_reader import check_storage_options
 from torch_dpflow.datasets.storage import ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
@@ -67,8 +67,8 @@ class TableDataset(Dataset[Any]):
     are open in a process.
 
     Args:
-        url: a file, a directory, or a list of files. A directory is read in the order of its names; one that
-            HuggingFace's `save_to_disk` wrote, in the order of its `state.json`.
+        url: a file, a directory, a pattern, or a list of files, as of `open_dataset`. A directory is read in the order
+            of its names; one that HuggingFace's `save_to_disk` wrote, in the order of its `state.json`.
         columns: the columns to read; None: all.
         split: the split to read of a directory that has several, such as "train".
         decode: called with each sample; its result is the sample.
@@ -85,7 +85,7 @@ class TableDataset(Dataset[Any]):
 
     def __init__(
         self,
-        url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        url: Source | SourceFiles,
         *,
         columns: Sequence[str] | None = None,
         split: str | None = None,
@@ -103,10 +103,11 @@ class TableDataset(Dataset[Any]):
         self._columns = None if columns is None else _column_names(columns)
         self._schema: Any = None
         self._decode = decode
-        self._storage_options = dict(storage_options or {})
         self._read_options = read_options if read_options is not None else ReadOptions()
         check_type("read_options", self._read_options, ReadOptions, "a ReadOptions, or None")
-        self._files = self._find_files(url, split)
+        found = url if isinstance(url, SourceFiles) else find_sources(url, storage_options, self._read_options)
+        self._storage_options = found.options
+        self._files = self._find_files(found, split)
         self._opened = PerProcess(self._open)
         counts = self._count_blocks()
         #: Rows of each block, in order.
@@ -157,8 +158,8 @@ class TableDataset(Dataset[Any]):
         if opened is not None:
             opened.close()
 
-    def _find_files(self, url: Any, split: str | None) -> list[SourceFile]:
-        return find_tables(url, self._storage_options, self._read_options, split)
+    def _find_files(self, found: SourceFiles, split: str | None) -> list[SourceFile]:
+        return find_tables(found, split)
 
     def _count_blocks(self) -> list[list[int]]:
         """Return the rows of each block of each file; set the schema if files differ. Raises SourceError."""

@@ -274,9 +274,9 @@ def test_what_is_no_table_says_so(tmp_path: Path) -> None:
     for url, text in (
         (tmp_path / "a.parquet", "there is no .*a.parquet"),
         (tmp_path, "no Parquet or Arrow files"),
-        ([], "give at least one file"),
+        ([], "give a path, a URL, a pattern"),
     ):
-        with pytest.raises((SourceError, OptionError), match=text):
+        with pytest.raises((SourceError, OptionTypeError), match=text):
             TableDataset(url)
     write_parquet(tmp_path / "a.parquet", rows())
     write_arrow(tmp_path / "b.arrow", rows())

@@ -202,7 +202,7 @@ def find_sources(
         folder = _directory(plain[0], login, read_options)
         if folder is not None:
             return folder
-    known = named_files(plain, login, read_options)
+    known = _named(plain, login, read_options)
     files = [
         file for text in texts for file in ([known[text]] if text in known else _matching(text, login, read_options))
     ]
@@ -276,7 +276,7 @@ def _directory(text: str, options: Mapping[str, Any], read_options: ReadOptions 
     plain = [child for child in children if not child.is_directory]
     # A directory of shards may contain other entries. Only entries of the format have to be files.
     broken = [child.name for child in plain if is_local and not os.path.isfile(f"{_local_path(text)}/{child.name}")]
-    found = [source_file(files.url, child) for child in plain if child.name not in broken]
+    found = [_source_file(files.url, child) for child in plain if child.name not in broken]
     return SourceFiles(
         files.url, found, folders, files.options, is_directory=True, broken=broken, read_options=read_options
     )
@@ -288,12 +288,7 @@ def files_in(files: SourceFiles, folder: str) -> Iterator[tuple[str, SourceFile]
     for child in listing.children(folder):
         if not child.is_directory:
             path = f"{folder}/{child.name}"
-            yield path, source_file(listing.url, child, path)
-
-
-def local_name(text: str) -> str:
-    """Return a local path as a URL; other URLs as they are."""
-    return text if "://" in text and not text.startswith("file://") else f"file://{_local_path(text)}"
+            yield path, _source_file(listing.url, child, path)
 
 
 def _local_path(text: str) -> str:
@@ -302,9 +297,7 @@ def _local_path(text: str) -> str:
     return os.path.realpath(path) if ".." in path.split("/") else os.path.abspath(path)
 
 
-def named_files(
-    texts: Sequence[str], options: Mapping[str, Any], read_options: ReadOptions | None
-) -> dict[str, SourceFile]:
+def _named(texts: Sequence[str], options: Mapping[str, Any], read_options: ReadOptions | None) -> dict[str, SourceFile]:
     """Return the object of each name. Raises SourceError if one is missing."""
     found: dict[str, SourceFile] = {}
     by_folder: dict[str, list[str]] = {}
@@ -325,7 +318,7 @@ def named_files(
             for text, name in listed.items():
                 if name not in present:
                     raise _missing(text)
-                found[text] = source_file(files.url, present[name])
+                found[text] = _source_file(files.url, present[name])
     return found | (_measured(single, options, read_options) if single else {})
 
 
@@ -357,7 +350,7 @@ def _matching(pattern: str, options: Mapping[str, Any], read_options: ReadOption
     if base.endswith(":/"):
         raise OptionError(f"{printable_url(pattern)!r} has a pattern in its bucket or host; give its name")
     root = Files(base or ("/" if pattern.startswith("/") else "."), options, read_options)
-    found = [source_file(root.url, child, path) for path, child in _matched(root, "", parts)]
+    found = [_source_file(root.url, child, path) for path, child in _matched(root, "", parts)]
     if not found:
         raise SourceError(f"nothing matches {printable_url(pattern)}; check the pattern, and the right to list it")
     # After the listing: without a connection, only the listing takes a deadline, and its error names what was given.
@@ -377,7 +370,7 @@ def _matched(files: Files, folder: str, parts: Sequence[str]) -> Iterator[tuple[
                 yield from _matched(files, path, parts[1:])
 
 
-def source_file(root: str, child: DirectoryEntry, path: str | None = None) -> SourceFile:
+def _source_file(root: str, child: DirectoryEntry, path: str | None = None) -> SourceFile:
     """Return the object of an entry of a directory. Raises SourceError if its size is unknown."""
     url = join_url(root, path or child.name)
     if url.startswith("file://"):
