@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 
 from tests import huge_pages, missing_parts
 from tests.holdings import Holdings
+from tests.new_process import spawn_preloaded
 from tests.shared_cluster import TestCluster, wait
 from tests.support import hosts
 from tests.time_outs import EndsOfWorkers, TimeOuts
@@ -214,6 +215,12 @@ def common_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClu
     started = TestCluster.start(tmp_path_factory.mktemp("c"))
     yield started
     started.stop()
+
+
+@pytest.fixture
+def preloaded_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of `platform="processes"` have imported torch: a second of the processor less for each."""
+    monkeypatch.setattr(os, "posix_spawn", spawn_preloaded)
 
 
 @pytest.fixture

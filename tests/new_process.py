@@ -19,14 +19,16 @@ from typing import Any
 import torch
 from torch._utils import ExceptionWrapper
 
+from torch_dpflow.remote.launchers.processes import NAME_VARIABLE
+
 ROOT = Path(__file__).resolve().parent.parent
 FORK = multiprocessing.get_context("fork")
 LIBC = ctypes.CDLL(None)
 PR_SET_CHILD_SUBREAPER = 36
 #: Environment variable of what a test starts: the test processes above it, each with the part of its run.
 MARK = "PYTEST_STARTED_BY"
-#: The longest value of it, characters.
-MAX_MARK = 1000
+#: Variables that processes read of others, and the longest value of one, characters.
+SHOWN, MAX_SHOWN = (MARK, NAME_VARIABLE), 1000
 #: How variables begin that are read as a process starts.
 READ_AT_START = ("PYTHON", "LD_", "OMP_", "TORCH_")
 
@@ -144,10 +146,10 @@ class Preloaded:
             self._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
             with there:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.preloaded", str(there.fileno()), MARK],
+                    [sys.executable, "-m", "tests.preloaded", str(there.fileno()), *SHOWN],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    env={**os.environ, "PYTHONPATH": import_path(), MARK: " " * MAX_MARK},
+                    env={**os.environ, "PYTHONPATH": import_path(), **dict.fromkeys(SHOWN, " " * MAX_SHOWN)},
                     pass_fds=[there.fileno()],
                 )
         return self._control
@@ -166,6 +168,33 @@ PRELOADED = Preloaded()
 def import_path() -> str:
     """Return the PYTHONPATH of interpreters: they can import the library and the tests' modules."""
     return os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+
+
+def spawn_preloaded(
+    path: str,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    file_actions: Sequence[tuple[int, int, int]] = (),
+    setsid: bool = False,
+) -> int:
+    """Do what `os.posix_spawn` does with `python -m module`, as an interpreter that is forked from `PRELOADED`."""
+    assert [path, "-m", os.POSIX_SPAWN_DUP2] == [sys.executable, command[1], *{kind for kind, _, _ in file_actions}]
+    numbers = {number: given for _, given, number in file_actions}
+    request = {
+        "fork_server": False,
+        "destructors": False,
+        "new_session": setsid,
+        "filters": [],
+        "program": command[2],
+        "arguments": ["-m", *command[3:]],
+        "folder": os.getcwd(),
+        "environment": dict(env),
+    }
+    pid = PRELOADED.fork(request, [numbers.get(number, number) for number in range(3)])
+    while setsid and os.getsid(pid) != pid:
+        threading.Event().wait(0.001)
+    return pid
 
 
 class Interpreter(subprocess.Popen[str]):

@@ -74,15 +74,19 @@ def place(numbers: Sequence[int], descriptors: Sequence[int]) -> None:
     os.closerange(above, most)
 
 
-def become(request: dict[str, Any], mark: str) -> ModuleType:
+def become(request: dict[str, Any], shown: Sequence[str]) -> ModuleType:
     """Take the place of an interpreter that was started by this request; return its main module.
 
-    mark: the variable that other processes read in /proc/PID/environ, where changes of `os.environ` do not show.
+    shown: variables that other processes read in /proc/PID/environ, where changes of `os.environ` do not show.
     """
     import numpy
 
     os.chdir(request["folder"])
-    write_over(mark, request["environment"].get(mark, ""))
+    for name in shown:
+        write_over(name, request["environment"].get(name, ""))
+    here, there = (each.get("PYTHONPATH", "").split(os.pathsep) for each in (os.environ, request["environment"]))
+    if here != there:
+        sys.path[1:] = [*filter(None, there), *(path for path in sys.path[1:] if path not in here)]
     os.environ.clear()
     os.environ.update(request["environment"])
     tempfile.tempdir = None
@@ -107,7 +111,7 @@ def write_over(name: str, text: str) -> None:
     library = ctypes.CDLL(None)
     library.getenv.restype = ctypes.c_void_p
     size = len(os.environ[name].encode())
-    ctypes.memmove(library.getenv(name.encode()), text.encode().ljust(size)[:size], size)
+    ctypes.memmove(library.getenv(name.encode()), text.encode().ljust(size, b"\0")[:size], size)
 
 
 def end_without_destructors() -> None:
@@ -159,7 +163,7 @@ if __name__ == "__main__":
     gc.freeze()
     if (asked := serve(socket.socket(fileno=int(sys.argv[1])))) is not None:
         itself = sys.modules["__main__"]
-        run = become(asked, sys.argv[2])
+        run = become(asked, sys.argv[2:])
         if not asked["destructors"]:
             end_without_destructors()
         if asked["fork_server"]:

@@ -104,6 +104,7 @@ class InBatches(Staged):
         return [self[index] for index in indices]
 
 
+@pytest.mark.usefixtures("preloaded_workers")
 @pytest.mark.parametrize(
     ("dataset", "options"),
     [

@@ -175,6 +175,7 @@ def test_states_saved_again_before_the_first_batch_join(OurLoader: Any, kind: st
 
 
 @pytest.mark.parametrize("kind", RANKED)
+@pytest.mark.usefixtures("preloaded_workers")
 @pytest.mark.parametrize("how", [{"num_workers": 2}, {"num_workers": 1, "platform": "processes"}], ids=str)
 def test_workers_and_platforms_do_not_matter(OurLoader: Any, kind: str, how: dict[str, Any]) -> None:
     loaders = [ranked(OurLoader, kind, 2, rank, 5, **how) for rank in range(2)]

@@ -18,6 +18,7 @@ from torch_dpflow.epoch.rng import seed_batch
 from torch_dpflow.remote.fleet import worker_listener, worker_states
 
 BATCHES = 40
+pytestmark = pytest.mark.usefixtures("preloaded_workers")
 
 
 class Rows(Dataset):

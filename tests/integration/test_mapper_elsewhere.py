@@ -44,6 +44,7 @@ def check_kills(platform: Any, size: int) -> None:
     assert len(pids) >= 3
 
 
+@pytest.mark.usefixtures("preloaded_workers")
 def test_on_processes_that_connect_as_remote_workers_do() -> None:
     check_kills("processes", 60)
 

@@ -168,6 +168,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
 
 
+@pytest.mark.usefixtures("preloaded_workers")
 @pytest.mark.parametrize("where", ["flow", "platform"])
 def test_settings_of_the_script_hold_in_the_workers(make: Make, settings: None, where: str) -> None:
     def init(worker: int) -> None:

@@ -62,6 +62,9 @@ class Recording(Processes):
         return platform
 
 
+pytestmark = pytest.mark.usefixtures("preloaded_workers")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def no_leaks(no_leaks_of_module: None) -> None:
     """The loader that the tests share replaces a worker in one of them."""
@@ -331,8 +334,9 @@ def test_a_name_is_bound_by_its_address_and_all_addresses_are_told_one_by_one() 
 
 @pytest.mark.parametrize("reason", ["it is not needed", ""])
 def test_a_worker_that_is_refused_while_it_imports_torch_ends_and_says_why_if_there_is_a_reason(
-    reason: str, eventually: Callable[..., None]
+    reason: str, eventually: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.undo()  # of `preloaded_workers`
     public, secret = draw_key_pair()
     keys = WorkerKeys(public=public, secret=secret)
     own_public, own_secret = draw_key_pair()

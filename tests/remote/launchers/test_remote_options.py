@@ -19,8 +19,11 @@ from torch_dpflow.errors import LoaderTimeoutError, PoisonTaskError, QuotaError,
 from torch_dpflow.remote.fleet.content import RemoteContent
 
 SIZE = 24
-#: Without an accelerator there is nothing to pin for.
-pytestmark = pytest.mark.filterwarnings("ignore:.*no accelerator")
+pytestmark = [
+    # Without an accelerator there is nothing to pin for.
+    pytest.mark.filterwarnings("ignore:.*no accelerator"),
+    pytest.mark.usefixtures("preloaded_workers"),
+]
 
 
 def loader_of(dataset: Watched, **arguments: Any) -> DPFlowDataLoader[Any]:
