@@ -111,13 +111,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # The modules of all tests stay until the end: out of the collector's sight, workers that are forked share
-    # them and collections pass them by.
-    gc.collect()
-    gc.freeze()
+    _keep()
     gc.enable()
     huge_pages.collapse()
     _send_without_copy()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[object]:
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or nextitem.path != item.path:
+            _keep()
+
+
+def _keep() -> None:
+    """Take what is there between two files out of the collector's sight: it stays until the end, as modules do.
+
+    Workers that are forked share it, and collections pass it by.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _send_without_copy() -> None:
