@@ -13,11 +13,10 @@ from typing import Any
 
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow._core.threads import StopSignal
-from torch_dpflow.cluster.client.collate import LATER, ReadyBatch, ReadyBatches, Received, build_batch, received_sample
+from torch_dpflow.cluster.client.collate import LATER, ReadyBatch, ReadyBatches, Received, build_batch
 from torch_dpflow.cluster.client.shard_link import (
     EpochDraw,
     Fetch,
-    FetchOutcome,
     ShardLinks,
     Wanted,
     batches_ahead,
@@ -336,13 +335,15 @@ class EpochReader:
                 while not self._links.comes(fetch, LOOK_S):
                     # The awaited sample may wait for the memory of received ones.
                     self._take_answered()
-                outcome = self._take(batch, fetch)
+                try:
+                    batch.values.update(self._links.finish(fetch))
+                except DPFlowError as error:
+                    if not self._closed.is_set():
+                        backoff = backoff or Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+                        self._mend(error, batch, since, backoff)
+                        waited = True
                 if self._closed.is_set():
                     raise _Closed
-                if outcome.error is not None:
-                    backoff = backoff or Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-                    self._mend(outcome.error, batch, since, backoff)
-                    waited = True
             missing = batch.missing
             if batch.is_poisoned:
                 # The error takes the batch's place in any case, and its other samples may each cost three more workers.
@@ -366,20 +367,14 @@ class EpochReader:
         self._mean_bytes += (batch.nbytes - self._mean_bytes) * (0.2 if self._mean_bytes else 1.0)
         return batch
 
-    def _take(self, batch: _Batch, fetch: Fetch) -> FetchOutcome:
-        """Wait for the answer to a fetch, and store its samples."""
-        outcome = self._links.finish(fetch)
-        for ticket, kind, table, frames in outcome.samples:
-            batch.values[ticket] = received_sample(kind, table, frames)
-        return outcome
-
     def _take_answered(self) -> None:
         """Take the samples of answered fetches: shards hold their memory until the release, and others wait for it."""
         for batch in itertools.islice(self._requested, self._fetching):
             for fetch in [*batch.fetches]:
                 if self._links.comes(fetch, POLL_S):
                     batch.fetches.remove(fetch)
-                    self._take(batch, fetch)  # a sample that failed stays missing, and is fetched again
+                    with suppress(DPFlowError):  # its samples stay missing, and are fetched again
+                        batch.values.update(self._links.finish(fetch))
         with suppress(DPFlowError):  # the next call carries the tickets
             self._links.release([], self._of)
 

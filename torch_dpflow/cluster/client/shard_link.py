@@ -8,18 +8,18 @@ import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch_dpflow._core.clocks import HEARTBEAT_S
 from torch_dpflow._core.stage_times import StageTimes
+from torch_dpflow.cluster.client.collate import Received, received_sample
 from torch_dpflow.cluster.client.router_link import LEAVE_S, RouterLink
 from torch_dpflow.cluster.messages.router import JobId
 from torch_dpflow.cluster.messages.shard import MAX_WANTS, Ask, Served
 from torch_dpflow.cluster.security.connection_file import Cluster
 from torch_dpflow.errors import DPFlowError, PeerLostError
 from torch_dpflow.ipc.messages.fields import MAX_SAMPLES
-from torch_dpflow.ipc.messages.headers import PayloadTable
 from torch_dpflow.ipc.messages.payload_groups import split_payloads
 from torch_dpflow.ipc.rpc import PendingCall, RpcClient
 
@@ -63,16 +63,6 @@ class Fetch:
     address: str
     wanted: list[Wanted]
     pending: PendingCall
-
-
-@dataclass(slots=True)
-class FetchOutcome:
-    """The outcome of a fetch."""
-
-    #: By ticket: its outcome, and the payload.
-    samples: list[tuple[int, int, PayloadTable, list[memoryview]]] = field(default_factory=list)
-    #: The reason if it failed.
-    error: DPFlowError | None = None
 
 
 class ShardLinks:
@@ -140,31 +130,31 @@ class ShardLinks:
         """Wait for an answer for up to `within_s`; return whether `finish` would return at once."""
         try:
             return fetch.pending.wait(within_s)
-        except DPFlowError:  # `finish` returns it
+        except DPFlowError:  # `finish` raises it
             return True
 
-    def finish(self, fetch: Fetch) -> FetchOutcome:
-        """Wait for the answer to a fetch. Samples that are missing in it have to be fetched again."""
-        outcome = FetchOutcome()
-        try:
-            answer = fetch.pending.result()
-            served: Served = answer.body
-            groups = split_payloads(served.samples, answer.frames)
-        except DPFlowError as error:
-            outcome.error = error
-            return outcome
+    def finish(self, fetch: Fetch) -> dict[int, Received]:
+        """Wait for the answer to a fetch; return what it has, by ticket. Missing samples have to be fetched again.
+
+        Raises what the call raises.
+        """
+        answer = fetch.pending.result()
+        served: Served = answer.body
+        groups = split_payloads(served.samples, answer.frames)
         self.router.outages.on_answer()
         # Of calls that overlap, an earlier one may be answered later.
         seen = self.tallies.get(fetch.address, (0, 0))
         self.tallies[fetch.address] = max(seen[0], served.served), max(seen[1], served.decodes)
         if served.decodes >= seen[1]:
             self.times[fetch.address] = served.times
-        taken = self._taken[fetch.address]
+        taken, samples = self._taken[fetch.address], dict[int, Received]()
         for group, payloads in groups:
             kind, table = group.kind, group.payload
-            outcome.samples += [(ticket, kind, table, frames) for ticket, frames in zip(group.numbers, payloads)]
+            samples.update(
+                (ticket, received_sample(kind, table, frames)) for ticket, frames in zip(group.numbers, payloads)
+            )
             taken += group.numbers
-        return outcome
+        return samples
 
     def release(self, wanted: Sequence[Wanted], of: EpochDraw) -> None:
         """Release samples at the shards, without waiting for the next fetch."""

@@ -29,7 +29,7 @@ from torch_dpflow.cluster.services.service import ServiceSpec, WorkerPlatform, a
 from torch_dpflow.cluster.shard.provisioned_workers import ProvisionedWorkers
 from torch_dpflow.cluster.shard.server import SampleShard
 from torch_dpflow.errors import DPFlowError, ErrorKind, RemoteCallError
-from torch_dpflow.ipc.rpc import RpcClient
+from torch_dpflow.ipc.rpc import Answer, RpcClient
 from torch_dpflow.log import SERVICE
 
 #: How often a shard registers with its router, which is its heartbeat, seconds.
@@ -45,44 +45,63 @@ LEAVE_S = 8.0
 GC_OBJECTS = 50_000
 
 
-class LookaheadCalls:
-    """Thread that requests lookaheads from the router, and passes them to the shard."""
+class _RouterThread:
+    """Thread of a shard that calls the router of its flow."""
 
-    # Apart from the registration: it waits for the threads of shard and router, which may be busy for a second each.
-    # Meanwhile the shard must not be taken for dead.
+    #: Timeout of a call, seconds.
+    timeout_s = 10.0
+    _thread: PeriodicCall
 
     def __init__(self, service: ServiceSpec, shard: SampleShard, router: str) -> None:
         self._service, self._shard, self._router = service, shard, router
+        #: To the router; None before it is located, and after a failure, as it may have moved.
         self._client: RpcClient | None = None
-        self._thread = PeriodicCall(
-            self._call, math.inf, "dpflow-lookahead", what="requesting lookaheads from the router"
-        )
-        shard.on_lookahead_due = self.wake = self._thread.wake
-        self._thread.start()
 
     def stop(self) -> None:
         """End the thread."""
         self._thread.stop()
         self._thread.join()
 
-    def _call(self) -> None:
+    def _call_router(self, method: str, body: Any, reply_type: Any) -> Answer:
+        try:
+            if self._client is None:
+                place = self._service.place
+                self._client = place.connect(locate(place, self._router), timeout_s=self.timeout_s)
+            return self._client.call(method, body, reply_type=reply_type)
+        except DPFlowError:
+            if self._client is not None:
+                self._client.close()
+                self._client = None
+            raise
+
+
+class LookaheadCalls(_RouterThread):
+    """Thread that requests lookaheads from the router, and passes them to the shard."""
+
+    # Apart from the registration: it waits for the threads of shard and router, which may be busy for a second each.
+    # Meanwhile the shard must not be taken for dead.
+    timeout_s = LOOKAHEAD_S
+
+    def __init__(self, service: ServiceSpec, shard: SampleShard, router: str) -> None:
+        super().__init__(service, shard, router)
+        self._thread = PeriodicCall(
+            self._request_all, math.inf, "dpflow-lookahead", what="requesting lookaheads from the router"
+        )
+        shard.on_lookahead_due = self.wake = self._thread.wake
+        self._thread.start()
+
+    def _request_all(self) -> None:
         requests = ask_in(self._shard.server, self._shard.lookahead_requests)
         try:
             for request in requests:
                 self._get_lookahead(request)
         except DPFlowError:
-            if self._client is not None:
-                self._client.close()
-                self._client = None  # the router may have moved
             ask_in(self._shard.server, partial(self._shard.lookaheads_failed, requests))
             raise
 
     def _get_lookahead(self, request: LookaheadRequest) -> None:
-        if self._client is None:
-            place = self._service.place
-            self._client = place.connect(locate(place, self._router), timeout_s=LOOKAHEAD_S)
         try:
-            answer = self._client.call("lookahead", request, reply_type=JobLookahead)
+            answer = self._call_router("lookahead", request, JobLookahead)
         except RemoteCallError as error:  # of the lookahead alone; the shard works without
             if error.kind is ErrorKind.OVERLOADED:  # the router restores an order
                 raise
@@ -92,41 +111,21 @@ class LookaheadCalls:
         self._shard.server.post(partial(self._shard.take_lookahead, request, answer.body, parts))
 
 
-class RouterCalls:
+class RouterCalls(_RouterThread):
     """Thread that registers a shard with its router, and passes on the keys that the router assigns."""
 
     def __init__(self, service: ServiceSpec, shard: SampleShard, router: str) -> None:
-        self._service = service
-        self._shard = shard
-        self._router = router
-        #: To the router; None before it is located, and after a failure.
-        self._client: RpcClient | None = None
+        super().__init__(service, shard, router)
         self._thread = PeriodicCall(self._register, REGISTER_S, "dpflow-register", what="registering with the router")
         self._thread.wake()
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread."""
-        self._thread.stop()
-        self._thread.join()
-
     def _register(self) -> None:
         service, server = self._service, self._shard.server
-        if self._client is None:
-            self._client = service.place.connect(locate(service.place, self._router), timeout_s=10.0)
         body = RegisterShard(
-            service.id,
-            service.incarnation,
-            server.address,
-            service.place.token,
-            self._shard.cache_samples,
+            service.id, service.incarnation, server.address, service.place.token, self._shard.cache_samples
         )
-        try:
-            range_: RangeAssignment = self._client.call("register_shard", body, reply_type=RangeAssignment).body
-        except DPFlowError:
-            self._client.close()
-            self._client = None  # the router may have moved
-            raise
+        range_: RangeAssignment = self._call_router("register_shard", body, RangeAssignment).body
         server.post(partial(self._shard.assign, range_))
 
 
