@@ -143,8 +143,9 @@ class JoinedNodesOf:
     def __init__(self, number: int) -> None:
         self.processors, self.processes = {f"node{place}": 1 for place in range(number)}, list[ProcessView]()
 
-    def use(self, assigned: Any, observed: Any, changed: Any, parts: Any) -> None:
-        self.assigned, self.changed = assigned, changed
+    def use(self, coordinator: Coordinator) -> None:
+        self.assigned: Any = coordinator.assigned_to
+        self.changed = coordinator.changed
 
     def poll(self) -> None:
         pass

@@ -96,7 +96,8 @@ class Cluster:
             server = self.network.listen(COORDINATOR)
             self.nodes = JoinedNodes(server, self.store, PLACE, incarnation=self.incarnation)
             self.nodes._clock = self.network.clock  # type: ignore[assignment]
-            self.nodes.use(lambda node: self.launches, list, lambda: None, dict)
+            coordinator = SimpleNamespace(assigned_to=lambda node: self.launches, observed=[], changed=lambda: None)
+            self.nodes.use(coordinator)  # type: ignore[arg-type]
         elif fate == "sessions dropped":
             for server in self.network.servers.values():
                 server._sessions.clear()

@@ -17,8 +17,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.cluster.messages.coordinator import (
@@ -30,7 +31,10 @@ from torch_dpflow.cluster.messages.coordinator import (
 from torch_dpflow.cluster.services.service import ClusterPlace, locate
 from torch_dpflow.errors import DPFlowError, MessageError, StateError, UsageError
 from torch_dpflow.ipc.messages.fields import OverloadedError
+from torch_dpflow.ipc.rpc import IncomingCall
 from torch_dpflow.log import SERVICE
+
+T = TypeVar("T")
 
 #: Maximum number of simultaneous uploads to the coordinator, and of calls that wait for its thread.
 MAX_DRAFTS, MAX_WAITING = 64, 32
@@ -99,7 +103,9 @@ class ContentFiles:
         return draft.held
 
     def read(self, request: ContentRequest) -> tuple[int, bytes]:
-        """Return the size of a content, bytes, and a piece of it."""
+        """Return the size of a content, bytes, and a piece of it. Raises UsageError if it is not stored."""
+        if request.digest not in self.digests:
+            raise UsageError(f"no content {request.digest!r} is stored")
         try:
             with open(self._directory / request.digest, "rb") as file:
                 file.seek(request.offset)
@@ -172,43 +178,32 @@ class Contents:
         """Complete contents."""
         return self._files.digests
 
-    def receive(self, piece: ContentPiece, data: memoryview, done: Callable[[int | Exception], None]) -> None:
-        """Run `ContentFiles.receive` in the thread, which calls `done` with the result or the error.
+    def run(self, call: IncomingCall, work: Callable[[ContentFiles], T], done: Callable[[T], None]) -> None:
+        """Run `work` in the thread, which calls `done` with the result, or fails the call with the error.
 
         Raises OverloadedError if too many calls wait for the thread.
         """
-        self._refuse_if_busy()
-        self._begin(lambda: self._files.receive(piece, data), done)
+        if self._work.qsize() >= MAX_WAITING:
+            raise OverloadedError("too many contents are being transferred; retry")
 
-    def read(self, request: ContentRequest, done: Callable[[tuple[int, bytes] | Exception], None]) -> None:
-        """Run `ContentFiles.read` in the thread, which calls `done` with the result or the error.
+        def run() -> None:
+            try:
+                result = work(self._files)
+            except Exception as error:
+                call.fail(error)
+            else:
+                done(result)
 
-        Raises UsageError if the content is not stored, and OverloadedError if too many calls wait for the thread.
-        """
-        if request.digest not in self.digests:
-            raise UsageError(f"no content {request.digest!r} is stored")
-        self._refuse_if_busy()
-        self._begin(lambda: self._files.read(request), done)
+        self._work.put(run)
 
     def drop(self, digest: str) -> None:
         """Run `ContentFiles.drop` in the thread, without waiting for it."""
         self._files.digests.discard(digest)
-        self._begin(lambda: self._files.drop(digest), lambda _: None)
+        self._work.put(partial(self._drop, digest))
 
-    def _refuse_if_busy(self) -> None:
-        if self._work.qsize() >= MAX_WAITING:
-            raise OverloadedError("too many contents are being transferred; retry")
-
-    def _begin(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        def run() -> None:
-            result: Any
-            try:
-                result = work()
-            except Exception as error:
-                result = error
-            done(result)
-
-        self._work.put(run)
+    def _drop(self, digest: str) -> None:
+        with suppress(OSError):
+            self._files.drop(digest)
 
     def _run(self) -> None:
         while True:

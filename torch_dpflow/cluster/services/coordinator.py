@@ -125,7 +125,7 @@ class Coordinator:
         self._running: dict[str, FlowSpec] = {}
         self._routers: dict[str, str] = {}
         #: Processes of the cluster's own node.
-        self._observed: list[ProcessView] = []
+        self.observed: list[ProcessView] = []
         #: The processes that should run, by node; None: to be computed. Each node asks for its own twice a second.
         self._launches: dict[str, list[Launch]] | None = None
         #: Whether the node has reported: an earlier coordinator may have started more than this one.
@@ -135,7 +135,7 @@ class Coordinator:
         for name, body in METHODS.items():
             server.register(name, getattr(self, f"_on_{name}"), body_type=body)
         if nodes is not None:
-            nodes.use(self._assigned_to, lambda: self._observed, self._changed, partial(self._parts, hosts=1))
+            nodes.use(self)
 
     # -- what runs -------------------------------------------------------------------------------------------
 
@@ -143,11 +143,11 @@ class Coordinator:
         """Return the processes that the cluster's own node is to run."""
         return self._by_node().get("", [])
 
-    def _assigned_to(self, node: str) -> list[Launch] | None:
+    def assigned_to(self, node: str) -> list[Launch] | None:
         """Return the processes of a joined node; None while an earlier coordinator may have started more."""
         return self._by_node().get(node, []) if self._has_observed else None
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
         """Compute the processes that should run again, and report that they may have changed."""
         self._launches = None
         self._on_change()
@@ -160,7 +160,7 @@ class Coordinator:
         views: defaultdict[str, list[ProcessView]] = defaultdict(list)
         for view in self._processes:
             views[instance_of(view.id)].append(view)
-        for instance, part in self._parts().items():
+        for instance, part in self.parts().items():
             spec = self._running[instance]
             if part is None:
                 continue
@@ -180,7 +180,7 @@ class Coordinator:
     def observe(self, processes: list[ProcessView]) -> None:
         """Record the processes of the cluster's own node, and apply leases and deadlines."""
         now = self._clock()
-        self._observed = processes
+        self.observed = processes
         if self._nodes is not None:
             self._nodes.poll()
         self._has_observed = True
@@ -191,15 +191,15 @@ class Coordinator:
                 self._observe_router(instance, view, now)
         self._apply(self._registry.tick(now))
         self._launches = None
-        if self._scaling.observe(self._running, self._processes, self._parts(), self._hosts, now):
-            self._changed()
+        if self._scaling.observe(self._running, self._processes, self.parts(), self._hosts, now):
+            self.changed()
         if (packed := self._scaling.ended.take_packed()) is not None:
             self._store.put("ended", packed)
         self._answer_waiting(now)
 
     def views(self) -> tuple[list[FlowView], list[ProcessView]]:
         """Return flows and processes, for display."""
-        now, parts = self._clock(), self._parts()
+        now, parts = self._clock(), self.parts()
         return [self._view(flow, parts, now) for flow in self._registry.flows], self._processes
 
     def _view(self, flow: Flow, parts: Mapping[str, Part | None], now: float) -> FlowView:
@@ -210,7 +210,7 @@ class Coordinator:
     @property
     def _processes(self) -> list[ProcessView]:
         """Processes of all nodes."""
-        return self._observed if self._nodes is None else [*self._observed, *self._nodes.processes]
+        return self.observed if self._nodes is None else [*self.observed, *self._nodes.processes]
 
     @property
     def _hosts(self) -> Mapping[str, int]:
@@ -218,7 +218,7 @@ class Coordinator:
         joined = {} if self._nodes is None else self._nodes.processors
         return joined or {"": len(os.sched_getaffinity(0))}
 
-    def _parts(self, *, hosts: int = 0) -> dict[str, Part | None]:
+    def parts(self, *, hosts: int = 0) -> dict[str, Part | None]:
         """Return the part of each running flow. hosts: number of hosts to assume; 0: as many as run shards."""
         now = self._clock()
         running = [self._registry.find(instance) for instance in self._running]
@@ -255,7 +255,7 @@ class Coordinator:
 
     def _apply(self, instructions: list[FlowInstruction]) -> None:
         if instructions:
-            self._changed()
+            self.changed()
         for instruction in instructions:
             match instruction:
                 case StartFlow(spec):
@@ -306,15 +306,13 @@ class Coordinator:
         if flow is None or self._is_stored(flow):
             return Result(None if flow is None else piece.size)
 
-        def done(held: int | Exception) -> None:
-            if isinstance(held, Exception):
-                call.fail(held)
-            elif held < piece.size:
+        def done(held: int) -> None:
+            if held < piece.size:
                 call.answer(held)
             else:
                 self._post(lambda: self._finish_store(call, piece))
 
-        self._contents.receive(piece, call.frames[0], done)
+        self._contents.run(call, lambda files: files.receive(piece, call.frames[0]), done)
         return LATER
 
     def _finish_store(self, call: IncomingCall, piece: ContentPiece) -> None:
@@ -330,13 +328,7 @@ class Coordinator:
         call.answer(None if flow is None else piece.size)
 
     def _on_content(self, call: IncomingCall) -> Later:
-        def done(read: tuple[int, bytes] | Exception) -> None:
-            if isinstance(read, Exception):
-                call.fail(read)
-            else:
-                call.answer(read[0], [read[1]])
-
-        self._contents.read(call.body, done)
+        self._contents.run(call, lambda files: files.read(call.body), lambda read: call.answer(read[0], [read[1]]))
         return LATER
 
     def _on_access(self, call: IncomingCall) -> Result | Later:
@@ -346,7 +338,7 @@ class Coordinator:
             raise UnknownFlowError(f"the content of flow {access.flow!r} is not stored; store it first")
         self._free_capacity_for(flow)
         self._scaling.begin(flow.spec, self._clock())
-        self._changed()
+        self.changed()
         self._apply(instructions)
         if (address := self._routers.get(flow.spec.instance)) is not None:
             return Result(address)
@@ -387,10 +379,10 @@ class Coordinator:
         spec = flow.spec
         if spec.instance in self._running:
             self._running[spec.instance] = spec
-            self._changed()
+            self.changed()
         text = "flow scaled to %s shards and %d workers"
         SERVICE.info(text, spec.shards or "auto", spec.workers, extra={"flow": spec.instance})
-        view = self._view(flow, self._parts(), self._clock())
+        view = self._view(flow, self.parts(), self._clock())
         # Acknowledged when written: unlike a registration, it is not repeated after the death of this process.
         self._store.once_written(partial(_acknowledge, call, view))
         return LATER

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -13,10 +13,9 @@ from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow._version import __version__
 from torch_dpflow.cluster.control.placement import NodeScaling, NodeTable
-from torch_dpflow.cluster.messages.coordinator import NodeLimits, Part
+from torch_dpflow.cluster.messages.coordinator import NodeLimits
 from torch_dpflow.cluster.messages.node import (
     FleetTarget,
-    Launch,
     NodeAssignment,
     NodeFleet,
     NodeJoin,
@@ -33,6 +32,9 @@ from torch_dpflow.ipc.messages.fields import OverloadedError
 from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcServer
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.shipping.compatibility import unfit, versions_here
+
+if TYPE_CHECKING:
+    from torch_dpflow.cluster.services.coordinator import Coordinator
 
 #: The lease of a node expires this long after its latest report, seconds: as long as that of a node's processes.
 NODE_LEASE_S = 2 * LEASE_S
@@ -74,31 +76,16 @@ class JoinedNodes:
         self._clock = SuspendAwareClock()
         self._table = NodeTable(place.cluster, generations=incarnation * _MAX_JOINS, lease_s=NODE_LEASE_S)
         #: Set by `use`.
-        self._assigned: Callable[[str], list[Launch] | None]
-        self._observed: Callable[[], Sequence[ProcessView]]
-        self._changed: Callable[[], None]
-        self._parts: Callable[[], Mapping[str, Part | None]]
+        self._coordinator: Coordinator
         #: Whether the cluster ends, and the nodes to which that was reported.
         self._ends, self._notified = False, set[str]()
         self._restore()
         for name, body in NODE_METHODS.items():
             server.register(name, getattr(self, f"_on_{name}"), body_type=body)
 
-    def use(
-        self,
-        assigned: Callable[[str], list[Launch] | None],
-        observed: Callable[[], Sequence[ProcessView]],
-        changed: Callable[[], None],
-        parts: Callable[[], Mapping[str, Part | None]],
-    ) -> None:
-        """Connect it with a coordinator. To be called once, before the server serves.
-
-        assigned: returns the processes that a node should run; None while they are not known.
-        observed: returns the running processes of the cluster's own node.
-        changed: called when nodes join, leave or expire.
-        parts: returns the part of each flow that runs, as if one host ran shards: its workers do not depend on nodes.
-        """
-        self._assigned, self._observed, self._changed, self._parts = assigned, observed, changed, parts
+    def use(self, coordinator: Coordinator) -> None:
+        """Connect it with a coordinator. To be called once, before the server serves."""
+        self._coordinator = coordinator
 
     @property
     def processors(self) -> dict[str, int]:
@@ -120,7 +107,7 @@ class JoinedNodes:
             SERVICE.warning(text, record.name, record.address, why)
             self._store.delete(_key(record.name))
         if lost:
-            self._changed()
+            self._coordinator.changed()
 
     def end(self) -> None:
         """Answer the next reports of all nodes with the notice that the cluster ends."""
@@ -145,7 +132,7 @@ class JoinedNodes:
         record = self._table.join(join.name, join.process, join.address, join.processors, self._clock())
         self._store.put(_key(record.name), msgspec.msgpack.encode(record))
         SERVICE.info("node %s at %s has joined (%d processors)", join.name, join.address, join.processors)
-        self._changed()
+        self._coordinator.changed()
         return Result(NodeJoined(record.generation, self._place.token))
 
     def _check(self, join: NodeJoin) -> None:
@@ -195,8 +182,8 @@ class JoinedNodes:
             return Result(NodeAssignment(False))
         if self._table.usable != was_usable:
             SERVICE.info("node %s leaves; its shards end once jobs have left them", name)
-            self._changed()
-        launches = self._assigned(name)
+            self._coordinator.changed()
+        launches = self._coordinator.assigned_to(name)
         if launches is None:
             raise OverloadedError("the coordinator has just started and does not know yet what runs; retry")
         return Result(
@@ -207,7 +194,7 @@ class JoinedNodes:
         fleet: NodeFleet = call.body
         if self._scaling is None or not self._is_ours(fleet.token):
             raise UsageError("only the provisioner of a cluster with nodes on a platform may report them")
-        if self._assigned("") is None:
+        if self._coordinator.assigned_to("") is None:
             raise OverloadedError("the coordinator has just started and does not know yet what runs; retry")
         if self._ends:
             return Result(FleetTarget(0, [], ends=True))
@@ -215,7 +202,9 @@ class JoinedNodes:
         self._note_lost(self._table.remove_ended(fleet.prefix, fleet.nodes), "has ended on its platform")
         now = self._clock()
         joined = [node.name for node in self._table.views(now) if node.name in fleet.nodes]
-        workers = sum(part.workers for part in self._parts().values() if part is not None)
+        # As if one host ran shards: its workers do not depend on nodes.
+        parts = self._coordinator.parts(hosts=1).values()
+        workers = sum(part.workers for part in parts if part is not None)
         return Result(FleetTarget(self._scaling.wanted(workers, len(joined), now), joined))
 
     def _is_ours(self, token: str) -> bool:
@@ -223,7 +212,7 @@ class JoinedNodes:
 
     def _addresses(self) -> dict[str, str]:
         """Return addresses of processes that processes of joined nodes connect to, by id."""
-        called = (view for view in self._observed() if view.role in (COORDINATOR, "router"))
+        called = (view for view in self._coordinator.observed if view.role in (COORDINATOR, "router"))
         return {view.id: view.address for view in called if view.address}
 
     def _remove(self, report: NodeReport) -> None:
@@ -231,7 +220,7 @@ class JoinedNodes:
         if record is not None:
             SERVICE.info("node %s at %s has left", record.name, record.address)
             self._store.delete(_key(record.name))
-            self._changed()
+            self._coordinator.changed()
 
     def _on_nodes(self, call: IncomingCall) -> Result:
         return Result(self._table.views(self._clock()))
