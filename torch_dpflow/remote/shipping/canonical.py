@@ -55,9 +55,8 @@ from torch_dpflow.remote.shipping.values import (
     is_harmless,
     memory_of,
     module_of,
-    plain_bytes,
     repeated,
-    sorted_plain,
+    set_bytes,
 )
 
 #: Marks what counts by its type.
@@ -281,9 +280,10 @@ class Walk:
         return PartNode(own, text, with_aliases(parts, dict(zip(parts, obj.values(), strict=True))))
 
     def _set(self, obj: Any) -> Steps:
-        kind, plain = type(obj).__name__.encode(), sorted_plain(obj)
+        kind = type(obj).__name__.encode()
+        plain = None if self.folder and len(obj) <= _MAX_KEYS else set_bytes(obj)
         if plain is not None:
-            return PartNode(digest_of(kind, b"sorted", plain_bytes(plain)), text_of(obj))
+            return PartNode(digest_of(kind, b"sorted", plain), text_of(obj))
         return PartNode(digest_of(kind, *sorted((yield from digests_of(obj)))), text_of(obj))
 
     def _arguments(self, obj: Any) -> Steps:

@@ -8,6 +8,8 @@ import enum
 import functools
 import hashlib
 import inspect
+import marshal
+import operator
 import pickle
 import queue
 import random
@@ -15,7 +17,8 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -40,12 +43,16 @@ TORCH_GENERATOR = "torch._C", "Generator"
 _CONTAINERS = frozenset((list, tuple, dict))
 #: Plain values that are changed in place.
 _CHANGED = frozenset((list, dict, bytearray))
+#: Plain values that are not.
+_UNCHANGED = ATOMS - {bytearray}
 #: From so many elements on a container is digested as a whole.
 _MIN_BULK = 17
 #: Levels of containers within each other that are digested as a whole; pickle recurses.
 _MAX_LEVELS = 4
 #: Elements that are pickled at once, so that not all of their bytes are held.
-_PIECE = 1 << 16
+_PIECE = 1 << 18
+#: Arrays that are joined to be digested, and the maximum bytes of one.
+_MAX_JOINED, _MAX_JOINED_BYTES = 256, 1 << 16
 #: Kinds of numpy dtype whose memory is their value.
 _PLAIN_KINDS = frozenset("biufcSUmM")
 
@@ -128,80 +135,122 @@ class Bulk:
         self._kept: dict[int, tuple[Any, bytes | None]] = {}
 
     def of(self, obj: Any) -> bytes | None:
-        """Return the digest of a container of plain values; None if it holds others."""
+        """Return the digest of a container of plain values; None if it holds others, or one of them twice."""
         if len(obj) < _MIN_BULK:
-            return plain_bytes(obj) if _is_plain(obj) else None
+            return _plain_bytes(obj)
         if id(obj) not in self._kept:
-            self._kept[id(obj)] = (obj, plain_bytes(obj) if _is_plain(obj) else None)
+            self._kept[id(obj)] = (obj, _plain_bytes(obj))
         return self._kept[id(obj)][1]
 
 
 def _is_plain(obj: Any) -> bool:
-    """Return whether a container holds plain values only, with few levels of containers, none of them twice."""
-    level: Iterable[Any] = (obj,)
-    kinds = {type(obj)}
+    """Return whether a container holds plain values only, with few levels of containers, none of them twice.
+
+    Keys of mappings are not looked at: they cannot be changed, and `_PlainPickler` refuses all others.
+    """
+    level = [*(obj.values() if type(obj) is dict else obj)]
     seen: set[int] = set()
     for _ in range(_MAX_LEVELS):
-        level = list(_inside(level, kinds))
         kinds = set(map(type, level))
+        if kinds <= _UNCHANGED:
+            return True
         if not kinds <= ATOMS | _CONTAINERS:
             return False
-        if kinds & _CHANGED:
-            held = level if kinds <= _CHANGED else [one for one in level if type(one) in _CHANGED]
-            here = set(map(id, held))
-            if len(here) < len(held) or not seen.isdisjoint(here):
+        if kinds & ATOMS:
+            level = [one for one in level if type(one) in _CONTAINERS or type(one) is bytearray]
+            kinds -= _UNCHANGED
+        if kinds & _CHANGED and max(map(sys.getrefcount, level)) > _REFERENCES:
+            changed = [one for one in level if type(one) in _CHANGED]
+            here = set(map(id, changed))
+            if len(here) < len(changed) or not seen.isdisjoint(here):
                 return False
             seen |= here
-        if kinds <= ATOMS:
-            return True
+        if kinds == {dict}:
+            level = [*chain.from_iterable(map(dict.values, level))]
+        elif dict in kinds or bytearray in kinds:
+            held = (one.values() if type(one) is dict else one for one in level if type(one) is not bytearray)
+            level = [*chain.from_iterable(held)]
+        else:
+            level = [*chain.from_iterable(level)]
     return False
 
 
-def _inside(level: Iterable[Any], kinds: set[type]) -> Iterator[Any]:
-    """Return the elements of the containers of one level."""
-    if len(kinds) > 1:
-        level = [one for one in level if type(one) in _CONTAINERS]
-    if dict not in kinds:
-        return chain.from_iterable(level)
-    level = [*level]
-    if not kinds - ATOMS - {dict}:
-        return chain(chain.from_iterable(level), chain.from_iterable(map(dict.values, level)))
-    return chain.from_iterable(chain(one, one.values()) if type(one) is dict else one for one in level)
+#: References to an object that is in one container and in the list of a level: one that is in two has more.
+_REFERENCES = max(map(sys.getrefcount, [*(_one := [[]])]))  # type: ignore[var-annotated]
 
 
-class _Digest:
-    """File that digests what is written to it."""
+class _PlainPickler(pickle.Pickler):
+    """Pickles plain values without a memo, so that it does not matter which equal values are one object.
 
-    def __init__(self) -> None:
-        self._found = hashlib.sha256()
-        self.write = self._found.update
-
-    def digest(self) -> bytes:
-        return self._found.digest()[:16]
-
-
-def plain_bytes(obj: Any) -> bytes:
-    """Return a digest of a container of plain values.
-
-    Pickled without a memo, so that it does not matter which equal values are one object.
+    Raises TypeError for all others. Also for sets, which this protocol reduces to their type and a list.
     """
-    out = _Digest()
-    pickler = pickle.Pickler(out, protocol=4)
-    pickler.fast = True
-    if type(obj) is list and len(obj) > _PIECE:
-        for begin in range(0, len(obj), _PIECE):
-            pickler.dump(obj[begin : begin + _PIECE])
-    else:
-        pickler.dump(obj)
-    return out.digest()
+
+    def __init__(self, write: Callable[[Any], Any]) -> None:
+        super().__init__(types.SimpleNamespace(write=write), protocol=3)
+        self.fast = True
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) in ATOMS or obj is bytearray or obj is complex:
+            return NotImplemented
+        raise TypeError(f"{type(obj).__qualname__} is no plain value")
 
 
-def sorted_plain(obj: Any) -> list[Any] | None:
-    """Return the elements of a set in an order that follows from their values; None if they are no plain values."""
+def _plain_bytes(obj: Any) -> bytes | None:
+    """Return the digest of a container of plain values; None if it holds others, or one of them twice."""
+    if (numbers := _numbers(obj)) is not None:
+        return digest(numbers)
+    if not _is_plain(obj) or (type(obj) is not list and len(obj) > _PIECE):
+        return None
+    found = hashlib.sha256()
+    pickler = _PlainPickler(found.update)
+    try:
+        if type(obj) is list and len(obj) > _PIECE:
+            for begin in range(0, len(obj), _PIECE):
+                pickler.dump(obj[begin : begin + _PIECE])
+        else:
+            pickler.dump(obj)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return None
+    return found.digest()[:16]
+
+
+def _numbers(obj: Any) -> bytes | None:
+    """Return a long list of small integers, or of floats, as bytes; None for others.
+
+    Each takes as many bytes and begins with the mark of its type, so nothing else is in the list.
+    """
+    if type(obj) is not list or len(obj) < _MIN_BULK or not type(obj[0]) is type(obj[-1]) in _MARKS:
+        return None
+    mark, size = _MARKS[type(obj[0])]
+    try:
+        found = marshal.dumps(obj, 2)
+    except ValueError:  # it holds other objects
+        return None
+    return found if len(found) == 5 + size * len(obj) == 5 + size * found[5::size].count(mark) else None
+
+
+#: By type, how marshal begins a value, and how many bytes it takes.
+_MARKS = {int: (b"i", 5), float: (b"g", 9)}
+
+
+def set_bytes(obj: Any) -> bytes | None:
+    """Return a digest of a set of plain values, in an order that follows from them; None if it holds others."""
     kinds = set(map(type, obj))
+    if kinds == {int}:
+        with suppress(OverflowError):
+            numbers = np.fromiter(obj, np.int64, len(obj))
+            numbers.sort()
+            return digest(numbers.data)
     if len(kinds) == 1 and kinds <= {str, bytes, int}:
-        return sorted(obj)
-    return None
+        return _plain_bytes(sorted(obj))
+    pickled: list[bytes] = []
+    pickler = _PlainPickler(pickled.append)
+    try:
+        deque(map(pickler.dump, obj), maxlen=0)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return None
+    # A long text is written in pieces.
+    return digest(b"".join(sorted(pickled))) if len(pickled) == len(obj) else None
 
 
 class Column(NamedTuple):
@@ -288,12 +337,26 @@ def _is_tensor(kind: type) -> bool:
 
 def _column_of_memory(obj: Any, kind: type) -> Columns | None:
     found = hashlib.sha256()
+    first = obj[0]
+    if kind is np.ndarray and first.ndim and first.dtype.kind in _PLAIN_KINDS and _are_alike_and_small(obj):
+        found.update(f"{first.dtype.str} {first.shape}".encode())
+        for begin in range(0, len(obj), _MAX_JOINED):
+            found.update(np.concatenate(obj[begin : begin + _MAX_JOINED]).reshape(-1).view(np.uint8).data)
+        return Columns(b"joined" + found.digest()[:16], kind, [])
     for one in obj:
         content = memory_of(one)
         if content is None or not isinstance(content[1], bytes):
             return None
         found.update(len(content[0]).to_bytes(4, "little") + content[0] + content[1])
     return Columns(found.digest()[:16], kind, [])
+
+
+def _are_alike_and_small(arrays: Any) -> bool:
+    try:
+        alike = set(map(operator.attrgetter("shape", "dtype", "dtype.metadata"), arrays))
+    except TypeError:  # metadata
+        return False
+    return len(alike) == 1 and 0 < arrays[0].nbytes <= _MAX_JOINED_BYTES
 
 
 class Memory(NamedTuple):
@@ -310,7 +373,7 @@ def memory_of(obj: Any) -> Memory | None:
     if kind is np.ndarray or kind is np.memmap:
         return _array(obj)
     if kind is pickle.PickleBuffer:
-        return Memory(b"buffer", _digest(memoryview(obj.raw())), "bytes")
+        return Memory(b"buffer", digest(memoryview(obj.raw())), "bytes")
     torch = sys.modules.get("torch")
     if torch is None:
         return None
@@ -325,7 +388,8 @@ def memory_of(obj: Any) -> Memory | None:
     return None
 
 
-def _digest(memory: Any) -> bytes:
+def digest(memory: Any) -> bytes:
+    """Return the digest of bytes."""
     return hashlib.sha256(memory).digest()[:16]
 
 
@@ -344,7 +408,7 @@ def _array(array: Any) -> Memory | None:
     if not dtype.itemsize:
         return Memory(label, b"", text)
     metadata = b"" if dtype.metadata is None else repr(sorted(dict(dtype.metadata).items())).encode()
-    return Memory(label + metadata, _digest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data), text)
+    return Memory(label + metadata, digest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data), text)
 
 
 def _tensor(torch: types.ModuleType, tensor: Any, kind: type) -> Memory | None:
@@ -355,9 +419,9 @@ def _tensor(torch: types.ModuleType, tensor: Any, kind: type) -> Memory | None:
     values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
     label = f"{kind.__name__} {tensor.dtype} {tuple(tensor.shape)} {tensor.device.type} {tensor.requires_grad}"
     text = f"{tensor.dtype} tensor {tuple(tensor.shape)}"[:60]
-    return Memory(label.encode(), _digest(values.view(torch.uint8).numpy().data), text)
+    return Memory(label.encode(), digest(values.view(torch.uint8).numpy().data), text)
 
 
 def _storage_bytes(torch: types.ModuleType, storage: Any) -> bytes:
     values = torch.empty(0, dtype=torch.uint8).set_(storage.cpu())
-    return _digest(values.numpy().data)
+    return digest(values.numpy().data)
