@@ -10,7 +10,6 @@ import jsonschema
 import msgspec
 import pytest
 
-from torch_dpflow.datasets.import_progress import json_schemas
 from torch_dpflow.datasets.spec import (
     Dataset,
     DatasetShardMeta,
@@ -25,6 +24,7 @@ from torch_dpflow.datasets.spec import (
     sealed,
     sha256_of,
 )
+from torch_dpflow.datasets.writer import json_schemas
 from torch_dpflow.errors import DamagedStoreError, DatasetNotFoundError, NewerFormatError
 
 NAME = "store/core/x/versions/v1.json"

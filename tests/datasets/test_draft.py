@@ -117,7 +117,7 @@ def test_a_source_that_has_changed_is_named(store: DatasetStore) -> None:
 def test_a_source_that_has_grown_is_named(store: DatasetStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed after the last shard was noted and before the whole was: that shard is not full."""
     with monkeypatch.context() as patch:
-        patch.setattr("torch_dpflow.datasets.import_progress.ImportProgress.finish", lambda *_: pytest.fail("killed"))
+        patch.setattr("torch_dpflow.datasets.writer.ImportProgress.finish", lambda *_: pytest.fail("killed"))
         with pytest.raises(pytest.fail.Exception):
             _add(store, Numbered(6))
     with pytest.raises(SourceError, match="it had 6 samples and has more now"):

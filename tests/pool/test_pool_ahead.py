@@ -29,7 +29,7 @@ from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.reader import DatasetReader
-from torch_dpflow.flows.staged import StagedDataset
+from torch_dpflow.flows.stage import StagedDataset
 from torch_dpflow.pool import DataClient, DataServer
 from torch_dpflow.pool.messages import AnnounceAccessPlan
 from torch_dpflow.pool.sources import identity_of

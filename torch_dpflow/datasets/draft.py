@@ -8,14 +8,13 @@ from typing import get_args
 
 from torch_dpflow._core.checks import check_int, check_type
 from torch_dpflow.datasets.describing import packs_of
-from torch_dpflow.datasets.import_progress import DraftRecord, ImportProgress
 from torch_dpflow.datasets.importers.base import Importer
 from torch_dpflow.datasets.spec import Dataset, DatasetRef, Variant, encode_file, sealed
 from torch_dpflow.datasets.storage.base import ChecksumAlgorithm
 from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset, now
 from torch_dpflow.datasets.versions import forget, remove_empty, tidy_up
-from torch_dpflow.datasets.writer import ProgressCallback, VariantWriter
+from torch_dpflow.datasets.writer import DraftRecord, ImportProgress, ProgressCallback, VariantWriter
 from torch_dpflow.errors import (
     DatasetError,
     DatasetNotFoundError,

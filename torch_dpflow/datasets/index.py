@@ -5,7 +5,7 @@
     <directory>/parts/<settings>/<object>      the samples of one object, by its URL, size, state, and the settings
     <directory>/packs/<settings>/<object>/     samples that were copied out of a compressed object
     <directory>/joined/<source>                all parts of a source in order, which readers map
-    <directory>/stored/<version>               rows of a stored dataset that were read, by `row_files`
+    <directory>/stored/<version>               rows of a stored dataset that were read, by `rows`
 
 A file is written under another name and renamed, or put whole, and never changes. Its name says what is in it, so
 processes that build the same index write equal files, and none has to wait: each scans the objects that no other one
@@ -27,8 +27,7 @@ import msgspec
 
 from torch_dpflow._core.decoding import json_decoder
 from torch_dpflow.datasets.files import Files
-from torch_dpflow.datasets.row_files import index_directory, map_file, written
-from torch_dpflow.datasets.rows import Rows
+from torch_dpflow.datasets.rows import Rows, index_directory, map_file, written
 from torch_dpflow.datasets.spec import DatasetRef
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
 from torch_dpflow.errors import (

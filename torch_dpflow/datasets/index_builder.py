@@ -24,8 +24,7 @@ from torch_dpflow.datasets.describing import Describer, ShardPacks
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.index import HEAD, KIND, Description, Index, joined_path, local_path
-from torch_dpflow.datasets.row_files import index_directory, map_file, written
-from torch_dpflow.datasets.rows import PartRows
+from torch_dpflow.datasets.rows import PartRows, index_directory, map_file, written
 from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, sha256_of
 from torch_dpflow.datasets.storage.local import UNFINISHED
 from torch_dpflow.datasets.storage.urls import printable_url, stored_url

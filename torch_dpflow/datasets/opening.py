@@ -18,7 +18,7 @@ from torch_dpflow.datasets.importers.splits import check_no_split_folders
 from torch_dpflow.datasets.index_builder import open_index
 from torch_dpflow.datasets.lit_rows import LitRows
 from torch_dpflow.datasets.reader import OpenedDataset
-from torch_dpflow.datasets.row_files import index_directory
+from torch_dpflow.datasets.rows import index_directory
 from torch_dpflow.datasets.spec import ID_PATTERN
 from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, ReadOptions
 from torch_dpflow.datasets.store import DatasetStore

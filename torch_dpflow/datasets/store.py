@@ -10,8 +10,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from torch_dpflow.datasets.files import Files
-from torch_dpflow.datasets.row_files import stored_rows
-from torch_dpflow.datasets.rows import Rows
+from torch_dpflow.datasets.rows import Rows, stored_rows
 from torch_dpflow.datasets.spec import (
     Dataset,
     DatasetRef,

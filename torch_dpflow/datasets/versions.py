@@ -10,11 +10,11 @@ from contextlib import suppress
 from torch_dpflow._core.checks import check_type
 from torch_dpflow.datasets.describing import is_pack, packs_of
 from torch_dpflow.datasets.files import Files
-from torch_dpflow.datasets.import_progress import RECORD, DraftRecord, ImportProgress
 from torch_dpflow.datasets.spec import Dataset, DatasetRef, encode_file
 from torch_dpflow.datasets.storage.urls import split_chain
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
 from torch_dpflow.datasets.verify import Compared, verify
+from torch_dpflow.datasets.writer import RECORD, DraftRecord, ImportProgress
 from torch_dpflow.errors import DamagedStoreError, OptionError, PublishedError, StorageError
 
 #: Objects that are in memory at a time, each whole.

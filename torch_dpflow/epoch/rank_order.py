@@ -1,4 +1,4 @@
-"""The position of one rank in the order of torch's DistributedSampler, which has no state of its own."""
+"""The position of one rank in the order of torch's DistributedSampler, and where a resumed epoch ends."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from torch_dpflow._core.dealing import RankPart, RankPosition, taken
 from torch_dpflow._core.permutation import torch_order
+from torch_dpflow._core.ranks import Ranks
+from torch_dpflow.epoch.state import LoaderState
 from torch_dpflow.errors import StateError
 
 
@@ -107,3 +109,40 @@ class RankOrder:
                 f"the state was taken in epoch {state.get('epoch')!r} of a DistributedSampler, and this one is at "
                 f"epoch {self._sampler.epoch}; call set_epoch({state.get('epoch')!r}) before the iteration"
             )
+
+
+def end_of(state: LoaderState, index_sampler: Any, ranks: Ranks | None) -> int | None:
+    """Return the position at which the epoch of a state in mid-epoch ends, with these ranks; None if unknown.
+
+    Raises StateError: the sampler's state is damaged, or lacks ranks.
+    """
+    if state.ended:
+        return state.position
+    own: Any = None if state.sampler is None else state.sampler["sampler"]
+    states: list[Any] = own if isinstance(own, list) else [own]
+    if ranks is not None and all(isinstance(one, dict) and "places" in one for one in states):
+        length, drop_last = states[0]["length"], states[0]["drop_last"]
+        at = RankPosition.restored(own, length, ranks.num_replicas, drop_last=drop_last)
+        return end_after(state, index_sampler, at.end(ranks.num_replicas, drop_last=drop_last) - at.position)
+    if type(index_sampler) is not BatchSampler:
+        return None
+    whole = length_or_none(index_sampler.sampler)
+    return None if whole is None else end_after(state, index_sampler, whole - state.samples)
+
+
+def end_after(state: LoaderState, index_sampler: Any, left: int | None) -> int | None:
+    """Return the position at the end of a resumed epoch of which so many samples are left; None if unknown."""
+    if left is None:
+        return None
+    if type(index_sampler) is not BatchSampler:
+        return state.position + left
+    size = index_sampler.batch_size
+    return int(state.position + (left // size if index_sampler.drop_last else -(-left // size)))
+
+
+def length_or_none(sized: Any) -> int | None:
+    """Return the length of an object; None if `len` raises any error."""
+    try:
+        return len(sized)
+    except Exception:
+        return None

@@ -21,8 +21,7 @@ from torch_dpflow.datasets.store import DatasetStore
 from torch_dpflow.errors import OptionError
 from torch_dpflow.flows.flow import DataLoadFlow
 from torch_dpflow.flows.read import DataLoadFlowRead, LocalDataLoadFlowReader, Skips
-from torch_dpflow.flows.stage import Stage
-from torch_dpflow.flows.staged import Failed, StagedDataset
+from torch_dpflow.flows.stage import Failed, Stage, StagedDataset
 from torch_dpflow.log import FLOWS
 
 if TYPE_CHECKING:

@@ -25,8 +25,7 @@ from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.store import DatasetStore
 from torch_dpflow.errors import OptionError, OptionTypeError, StageError, UsageError
 from torch_dpflow.flows.flow import DataLoadFlow, FlowSource
-from torch_dpflow.flows.stage import SampleTransform, Stage
-from torch_dpflow.flows.staged import Failed, StagedDataset
+from torch_dpflow.flows.stage import Failed, SampleTransform, Stage, StagedDataset
 from torch_dpflow.log import FLOWS
 from torch_dpflow.lookahead import Order
 from torch_dpflow.pool.dataset import PooledDataset

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from torch_dpflow._core.dealing import RankPosition
-from torch_dpflow.epoch.epoch_end import end_of
 from torch_dpflow.epoch.progress import COUNTED, EPOCH, RANK, SIZES, LoaderShape, epoch_setter
+from torch_dpflow.epoch.rank_order import end_of
 from torch_dpflow.epoch.shards import ShardedIterableDataset, is_of_shards, merged_shards
 from torch_dpflow.epoch.state import LoaderState, StreamState
 from torch_dpflow.errors import StateError
