@@ -62,6 +62,6 @@ def test_the_fast_decoder_gives_the_same_image_and_is_part_of_the_pickle() -> No
 
 
 def test_a_fast_decoder_that_is_missing_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_dpflow.vision.DECODER", "pillow")
+    monkeypatch.setitem(sys.modules, "simplejpeg", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'torch_dpflow\[vision\]'"):
         ImagePilDecode(decoder="simplejpeg")

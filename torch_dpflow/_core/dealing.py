@@ -6,6 +6,7 @@ them have read the first p * N places together. So what is left is one range, an
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -20,6 +21,8 @@ T = TypeVar("T")
 
 #: Items that are read at once: many, which is cheap, but not all, which takes memory.
 _CHUNK = 4096
+#: First numbers in a description.
+_SHOWN = 3
 #: More ranks than any run has; a state may name no more.
 MAX_RANKS = 2**20
 #: Places of an order, in the sequence in which they are dealt.
@@ -85,6 +88,13 @@ def taken(order: Any, places: Places) -> NDArray[np.signedinteger[Any]]:
     """Return the numbers at these places of an order, whose slices are arrays."""
     parts = [order[part.start : part.stop : part.step] for part in places]
     return parts[0] if len(parts) == 1 else np.concatenate(parts or [order[:0]])
+
+
+def describe_numbers(numbers: NDArray[np.integer[Any]]) -> str:
+    """Return how many numbers there are, the first of them, and a digest of all in their order."""
+    digest = hashlib.sha256(numbers.astype("<i8").tobytes()).hexdigest()[:12]
+    shown = [*map(str, numbers[:_SHOWN].tolist()), *["..."] * (len(numbers) > _SHOWN)]
+    return f"{len(numbers)} samples [{', '.join(shown)}] with digest {digest}"
 
 
 class RankPart:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, Subset, SubsetRandomSampler, WeightedRandomSampler
 
 from torch_dpflow._core.checks import working
-from torch_dpflow._core.sample_numbers import describe_numbers
+from torch_dpflow._core.dealing import describe_numbers
 
 #: The part of a dataset that is no `Subset`.
 WHOLE = "all samples"

@@ -16,7 +16,7 @@ from torch_dpflow._core.checks import working
 from torch_dpflow._core.lazy import imported
 from torch_dpflow._core.stage_clock import stage
 from torch_dpflow.epoch.rng import loading_epoch, preserved_rng, seed_batch
-from torch_dpflow.errors import DPFlowError, MissingExtraError, OptionError, OptionTypeError, StageError
+from torch_dpflow.errors import DPFlowError, OptionError, OptionTypeError, StageError
 from torch_dpflow.lookahead import Order, announce_order
 
 
@@ -146,7 +146,7 @@ class ImagePilDecode:
         self._open = imported("PIL.Image", "ImagePilDecode needs Pillow", "vision").open
         self._mode = mode
         if decoder == "simplejpeg":
-            _check_simplejpeg()
+            imported("simplejpeg", "decoder='simplejpeg' needs simplejpeg", "vision")
             self._decoder = decoder  # only then, so that the pickle of the default does not change
 
     def __call__(self, data: bytes) -> Any:
@@ -159,15 +159,6 @@ class ImagePilDecode:
                 image.load()
                 return image.copy()
             return image.convert(self._mode)
-
-
-def _check_simplejpeg() -> None:
-    from torch_dpflow.vision import DECODER
-
-    if DECODER != "simplejpeg":
-        raise MissingExtraError(
-            "decoder='simplejpeg' needs simplejpeg; install it with: pip install 'torch_dpflow[vision]'"
-        )
 
 
 #: First fields of the counter: whether an epoch was set, which, and the counted epoch.

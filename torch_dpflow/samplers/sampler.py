@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from torch_dpflow._core.checks import check_int, check_number, check_type
-from torch_dpflow._core.dealing import Places, RankPosition, taken
+from torch_dpflow._core.dealing import Places, RankPosition, describe_numbers, taken
 from torch_dpflow._core.permutation import Permutation, torch_order
-from torch_dpflow._core.sample_numbers import describe_numbers
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError, UsageError
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.epoch_sampler import EpochSampler, Iteration, SamplerIterator

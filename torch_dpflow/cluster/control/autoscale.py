@@ -203,7 +203,8 @@ class Autoscaler:
 
     def __init__(self, bounds: Bounds, first: int) -> None:
         self._bounds = bounds
-        self._target = self._within(first)
+        #: The number of workers that the flow should have.
+        self.target = self._within(first)
         #: Workers to restore when a job requests again; None while no job pauses.
         self._resume: int | None = None
         #: When a job was last open, and when one last requested samples, seconds.
@@ -218,15 +219,10 @@ class Autoscaler:
         self._saturation = _Saturation()
         self._step: _Step | None = None
 
-    @property
-    def target(self) -> int:
-        """The number of workers that the flow should have."""
-        return self._target
-
     def bound(self, bounds: Bounds) -> None:
         """Set the bounds."""
         self._bounds = bounds
-        self._target = self._within(self._target)
+        self.target = self._within(self.target)
 
     def begin(self, now: float) -> None:
         """Record that a job is about to read."""
@@ -247,11 +243,11 @@ class Autoscaler:
         hold_s = max(self._bounds.hold_s, HOLD_STARTS * self._known.cold_s)
         if now - self._read_at >= EMPTY_S or now - self._requested_at >= hold_s:
             self._rest()
-            return Target(self._target, "")
+            return Target(self.target, "")
         self._wake(now)
         if counts.jobs:
             self._adjust(counts, self._demand(now, hold_s), now)
-        return Target(self._target, self._limited_by(counts) if counts.jobs else "")
+        return Target(self.target, self._limited_by(counts) if counts.jobs else "")
 
     # -- what is seen ----------------------------------------------------------------------------------------
 
@@ -319,21 +315,21 @@ class Autoscaler:
 
     def _rest(self) -> None:
         if self._resume is None:
-            self._resume = self._target
-        self._target = self._within(0)
+            self._resume = self.target
+        self.target = self._within(0)
         self._step = None
         self._needs.clear()
 
     def _wake(self, now: float) -> None:
         if self._resume is not None:
-            self._target, self._resume = self._within(max(1, self._resume)), None
+            self.target, self._resume = self._within(max(1, self._resume)), None
             self._begin_needs(now)
 
     def _begin_needs(self, now: float) -> None:
         """Keep the present number for a time, as the need is not known yet."""
         self._needs.clear()
-        self._needs.append((now, self._target))
-        self._usual_need = self._target
+        self._needs.append((now, self.target))
+        self._usual_need = self.target
 
     def _adjust(self, counts: FlowCounts, demand: float, now: float) -> None:
         if not self._needs:
@@ -341,8 +337,8 @@ class Autoscaler:
         need = self._need(demand, now)
         waits = self._measured.late > 0
         if need is None:
-            if waits and not self._target:
-                self._target = self._within(1)
+            if waits and not self.target:
+                self.target = self._within(1)
             return
         need = self._within(max(need, 1) if waits else need)
         self._usual_need += SMOOTHING * (need - self._usual_need)
@@ -352,12 +348,12 @@ class Autoscaler:
             self._needs.popleft()
         self._settle(counts, need, now)
         has_room = not counts.refused and self._measured.away <= AWAY
-        if need > self._target and (self._is_short() or not self._target) and has_room:
+        if need > self.target and (self._is_short() or not self.target) and has_room:
             self._raise(counts, need, now)
         elif self._step is None:
             highest = math.ceil(max(one for _, one in self._needs) - NEGLIGIBLE)
-            if highest < DOWN * self._target:
-                self._target = highest
+            if highest < DOWN * self.target:
+                self.target = highest
 
     def _need(self, demand: float, now: float) -> int | None:
         """Return how many workers are needed; None if that is not known."""
@@ -379,12 +375,12 @@ class Autoscaler:
     def _raise(self, counts: FlowCounts, need: int, now: float) -> None:
         step, measured = self._step, self._measured
         if step is None:
-            before = self._target
+            before = self.target
             most = math.ceil(TRIAL * before) + 1 if self._saturation.tries else int(TIMES * before) + MORE
             step = self._step = _Step(now, before, measured.each, measured.rate, most)
         elif now - step.began > CORRECT_S:
             need = min(need, math.ceil(self._usual_need))
-        self._target = self._within(max(self._target, min(need, step.most)))
+        self.target = self._within(max(self.target, min(need, step.most)))
 
     def _settle(self, counts: FlowCounts, need: int, now: float) -> None:
         """Check whether the workers of the latest step are ready, and how much they have increased the rate."""
@@ -393,7 +389,7 @@ class Autoscaler:
             return
         if step.there is None or step.there_at is None:
             # As many as there were may be at work from the first moment on where a step is small.
-            if now > step.began and counts.working >= max(THERE * self._target, min(step.before + 1, self._target)):
+            if now > step.began and counts.working >= max(THERE * self.target, min(step.before + 1, self.target)):
                 step.there_at, step.there = now, counts
                 self._known.cold_s += 0.5 * (now - step.began - self._known.cold_s)
             return
@@ -403,12 +399,12 @@ class Autoscaler:
         passed, _, _ = between(step.there, counts)
         if (
             not step.before
-            or self._target < (1 + JUDGED) * step.before
+            or self.target < (1 + JUDGED) * step.before
             or not step.each > 0  # not known, or nothing was loaded: there is nothing to compare with
             or not passed.worker_s
         ):
             return
-        each, share = passed.loads / passed.worker_s, self._target / step.before - 1
+        each, share = passed.loads / passed.worker_s, self.target / step.before - 1
         brought = each / step.each * (1 + share) - 1
         if passed.busy_s > BUSY * passed.worker_s and self._is_short() and brought < BROUGHT * share:
             self._saturate(step, each, now)
@@ -416,13 +412,13 @@ class Autoscaler:
             self._saturation.tries = False
 
     def _saturate(self, step: _Step, each: float, now: float) -> None:
-        load, rate = each * self._target, step.rate
+        load, rate = each * self.target, step.rate
         if self._saturation.tries:
             rate = max(rate, self._saturation.rate)  # there were too many before this step already
         # Of more workers than a link carries some always wait for it; a storage makes them work for longer.
         by = "network" if self._measured.away > AWAY / 2 else "storage"
         self._saturation = _Saturation(load, rate, now + SATURATED_S, tries=True, by=by)
-        self._target = self._within(min(self._target, max(step.before, math.ceil(load / rate / HEADROOM))))
+        self.target = self._within(min(self.target, max(step.before, math.ceil(load / rate / HEADROOM))))
         self._begin_needs(now)
 
     def _limited_by(self, counts: FlowCounts) -> str:
@@ -440,6 +436,6 @@ class Autoscaler:
             return "processors"
         if self._history[-1][0] < self._saturation.until:
             return self._saturation.by
-        if counts.working < THERE * self._target:
+        if counts.working < THERE * self.target:
             return "cold start"
-        return "budget" if self._target >= self._bounds.most else "workers"
+        return "budget" if self.target >= self._bounds.most else "workers"

@@ -76,7 +76,8 @@ class ShardScaler:
     """Scaler of the shards of one flow. Not thread-safe; a step is O(shards + jobs)."""
 
     def __init__(self) -> None:
-        self._target = 1
+        #: The number of shards that the flow should have.
+        self.target = 1
         #: Whether a thread limits the flow, and the latest step has changed nothing about that.
         self.is_limit = False
         self._history: deque[tuple[float, FlowCounts, Shards]] = deque()
@@ -88,14 +89,9 @@ class ShardScaler:
         #: Since when the flow has had a shard too many, seconds; and how long it must have.
         self._low_since, self._down_s = math.inf, DOWN_S
 
-    @property
-    def target(self) -> int:
-        """The number of shards that the flow should have."""
-        return self._target
-
     def restore(self, shards: int) -> None:
         """Continue with the shards that an earlier scaler had."""
-        self._target = max(1, shards)
+        self.target = max(1, shards)
 
     def step(self, counts: FlowCounts, own: Shards, now: float, *, shards: int, least: int, most: int) -> None:
         """Process the present counts.
@@ -156,7 +152,7 @@ class ShardScaler:
         return True
 
     def _change(self, target: int, now: float) -> None:
-        self._target = target
+        self.target = target
         self._settle(now)
 
     def _settle(self, now: float) -> None:

@@ -52,7 +52,8 @@ class PageHistory:
 
     def __init__(self, kind: str, title: str) -> None:
         self._kind, self._title = kind, title
-        self._number = 0
+        #: Number of the latest update; 0 before the first.
+        self.number = 0
         #: Observations of the last seconds with their times, oldest first.
         self._seen: deque[tuple[float, dict[str, JobRow], dict[str, FlowRow]]] = deque()
         self._before: Observation | None = None
@@ -60,11 +61,6 @@ class PageHistory:
         self._event_number = 0
         self._history = History(at=[], stall={}, rate={}, hit_rate={}, decodes={})
         self._latest: Update
-
-    @property
-    def number(self) -> int:
-        """Number of the latest update; 0 before the first."""
-        return self._number
 
     def observe(self, seen: Observation, at: float) -> Update:
         """Add an observation and return the changes. at: seconds since 1970."""
@@ -80,9 +76,9 @@ class PageHistory:
         events = list(self._events_of(seen, at))
         self._events.extend(events)
         self._before = seen
-        self._number += 1
+        self.number += 1
         self._latest = Update(
-            number=self._number,
+            number=self.number,
             whole=False,
             kind=self._kind,
             title=self._title,

@@ -19,7 +19,8 @@ from typing import Any
 
 import msgspec
 
-from torch_dpflow.errors import MissingExtraError, OptionError
+from torch_dpflow._core.lazy import imported
+from torch_dpflow.errors import OptionError
 
 #: Names in the certificates of servers and of clients.
 SERVER_NAME, CLIENT_NAME = "server.dpflow", "client.dpflow"
@@ -45,15 +46,11 @@ def can_draw_certificates() -> bool:
 
 def draw_certificates() -> ClusterCertificates:
     """Generate the certificates of a new cluster, valid for ten years. Raises MissingExtraError."""
-    try:
-        from cryptography import x509
-        from cryptography.hazmat.primitives import hashes, serialization
-        from cryptography.hazmat.primitives.asymmetric import ec
-        from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-    except ImportError as error:
-        raise MissingExtraError(
-            "certificates need the package cryptography: pip install 'torch_dpflow[pool]'"
-        ) from error
+    imported("cryptography", "certificates need cryptography", "pool")
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
     now = datetime.datetime.now(datetime.timezone.utc)
     authority_key = ec.generate_private_key(ec.SECP256R1())

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from torch_dpflow._core import clocks
+from torch_dpflow._core.lazy import imported
 from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow.errors import OptionError, StateError
 from torch_dpflow.log import SERVICE
@@ -174,23 +175,19 @@ class RedisStore:
         url: redis://HOST:PORT/NUMBER, rediss:// with TLS, or unix://PATH.
 
     Raises:
-        OptionError: the package is missing.
+        MissingExtraError: the package is missing.
         StateError: the server does not answer.
     """
 
     def __init__(self, url: str) -> None:
-        try:
-            import redis
-            import redis.backoff
-            import redis.retry
-        except ImportError as error:
-            raise OptionError(
-                f"state={_without_password(url)!r} needs the package redis: pip install 'torch_dpflow[redis]'"
-            ) from error
         self._url = _without_password(url)
+        redis = imported("redis", f"--state {self._url!r} needs the package redis", "redis")
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
         self._error: type[Exception] = redis.RedisError
         # One immediate retry, for a connection that was closed meanwhile; the caller decides about further ones.
-        retry = redis.retry.Retry(redis.backoff.NoBackoff(), 1)
+        retry = Retry(NoBackoff(), 1)
         try:
             self._client: Any = redis.Redis.from_url(
                 url, socket_timeout=_ANSWER_S, socket_connect_timeout=_ANSWER_S, retry=retry

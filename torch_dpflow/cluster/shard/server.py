@@ -81,7 +81,8 @@ class SampleShard:
     ) -> None:
         self._spec, self._flow = spec, spec.instance
         self._clock, self._began = clock, clock()
-        self._workers = ShardWorkers(
+        #: The shard's workers, for the server's thread only.
+        self.workers = ShardWorkers(
             listener,
             spec.content,
             settings.workers,
@@ -124,17 +125,17 @@ class SampleShard:
         now = self._clock()
         self._late_s += len({call.body.job.name for call in self._calls.values()}) * (now - self._counted_at)
         self._counted_at = now
-        self._workers.poll()
-        self._cache.concurrency = self._workers.concurrency
+        self.workers.poll()
+        self._cache.concurrency = self.workers.concurrency
         for name in self._jobs.expire(self._clock()):
             SERVICE.info("job lease expired; its requests were cancelled", extra={"job": name})
             self._remove_job(name)
-        self._workers.flush()
+        self.workers.flush()
         self._report_outage(now)
 
     def _report_outage(self, now: float) -> None:
         """Answer waiting fetches with the reason while no worker works; jobs log it, and fetch again."""
-        if self._calls and now >= self._report_at and (outage := self._workers.outage()) is not None:
+        if self._calls and now >= self._report_at and (outage := self.workers.outage()) is not None:
             self._report_at = now + OUTAGE_S
             calls, self._calls = self._calls, {}
             for call in calls.values():
@@ -142,8 +143,8 @@ class SampleShard:
 
     def apply_settings(self, settings: ShardSettings) -> None:
         """Change the shard's number of workers or its memory. In the server's thread."""
-        self._workers.resize(settings.workers)
-        self._cache.concurrency = self._workers.concurrency
+        self.workers.resize(settings.workers)
+        self._cache.concurrency = self.workers.concurrency
         self._apply(self._cache.resize(settings.memory_bytes))
 
     def serve_remote(self, serve: Callable[[], bool], remote: RemoteWorkers) -> None:
@@ -154,12 +155,7 @@ class SampleShard:
         for descriptor in remote.descriptors:
             self._listener.watch(descriptor)
         self._listener.serve_remote = serve
-        self._workers.serve(remote)
-
-    @property
-    def workers(self) -> ShardWorkers:
-        """The shard's workers. Call this from the server's thread only."""
-        return self._workers
+        self.workers.serve(remote)
 
     @property
     def size(self) -> int:
@@ -213,9 +209,9 @@ class SampleShard:
         cache = self._cache.statistics()
         self._link_s += self._link.passed_s()
         return {
-            **self._workers.figures(),
+            **self.workers.figures(),
             **asdict(cache),
-            "times": self._workers.times,
+            "times": self.workers.times,
             "requested": self._requested,
             "due": cache.loads + cache.drawn + cache.queued,
             "late_s": self._late_s,
@@ -352,8 +348,8 @@ class SampleShard:
     # -- loading and serving -----------------------------------------------------------------------------
 
     def _on_worker(self, peer: bytes, frames: list[memoryview]) -> None:
-        self._workers.on_message(peer, frames)
-        self._workers.flush()
+        self.workers.on_message(peer, frames)
+        self.workers.flush()
 
     def _on_loaded(self, arrived: list[tuple[int, DetachedPayload]]) -> None:
         poisoned = [load for load, payload in arrived if payload.kind in (POISONED, WORKERLESS)]
@@ -391,9 +387,9 @@ class SampleShard:
                     if call is not None:  # otherwise it has been answered with a poisoned sample
                         self._serve(call, samples)
                 case Cancel(cancelled):
-                    self._workers.cancel(cancelled)
+                    self.workers.cancel(cancelled)
         if loads:
-            self._workers.load(loads)
+            self.workers.load(loads)
 
     def _serve(self, call: IncomingCall, samples: list[tuple[int, DetachedPayload]]) -> None:
         """Answer a call with these samples, or with the first of them if they are too many for one message."""
@@ -410,12 +406,12 @@ class SampleShard:
         self._served += count
         self._served_bytes += nbytes
         # In each answer, so that a job that ends before its first heartbeat also has them.
-        call.answer(Served(groups, self._served, self._workers.decodes, self._workers.times), parts)
+        call.answer(Served(groups, self._served, self.workers.decodes, self.workers.times), parts)
 
     def _make_cache(self, settings: ShardSettings) -> SampleCache:
         return SampleCache(
             capacity_bytes=settings.memory_bytes,
-            concurrency=self._workers.concurrency,
+            concurrency=self.workers.concurrency,
             repeatable=self._spec.repeatable,
             staged=self._spec.staged,
             policy=None if self._spec.policy == "none" else self._make_policy,

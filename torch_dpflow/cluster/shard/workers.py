@@ -98,7 +98,8 @@ class ShardWorkers:
         self._shard = Shard(listener, self._scheduler, self, clock=clock, start_timeout_s=task_timeout_s)
         self._window = WINDOW
         #: The intended number of workers; part of the answer to a handshake.
-        self._expected = workers
+        #: The intended number of workers.
+        self.expected = workers
         #: Distinguishes this shard from earlier and later ones, for workers.
         self._id = secrets.token_bytes(SHARD_ID_BYTES)
         self._content = content
@@ -142,17 +143,12 @@ class ShardWorkers:
         """Start a platform's workers, and exchange messages with them from now on."""
         self._shard.sender, remote.shard, remote.shell = remote, self._shard, self
         self._remote = remote
-        remote.resize(self._expected)
+        remote.resize(self.expected)
         remote.start_all()
-
-    @property
-    def expected(self) -> int:
-        """The intended number of workers."""
-        return self._expected
 
     def resize(self, workers: int) -> None:
         """Set the intended number of workers."""
-        self._expected = workers
+        self.expected = workers
         self._has_worked = self._has_worked and workers > 0
         self._false_starts = 0  # some may have ended because of a smaller number
         if self._remote is not None and not self._failure:
@@ -240,14 +236,14 @@ class ShardWorkers:
             return None
         remote = self._remote
         limited_by, details = ("", "") if remote is None else (remote.limited_by, remote.shortage)
-        text = f"0 of {self._expected} workers of the flow run" + (f", {details}" if details else "")
+        text = f"0 of {self.expected} workers of the flow run" + (f", {details}" if details else "")
         is_lost = remote is not None and self._has_worked and limited_by not in AWAITED
         return LostWorkersError(text) if is_lost else AwaitedWorkersError(text)
 
     @property
     def concurrency(self) -> int:
         """How many loads may be in progress: as many as the workers hold, and as many that are queued."""
-        return 2 * self._window * max(1, self._expected)
+        return 2 * self._window * max(1, self.expected)
 
     @property
     def decodes(self) -> int:
@@ -293,7 +289,7 @@ class ShardWorkers:
         if self._remote is None:
             self._open()
         else:
-            self._remote.resize(self._expected)
+            self._remote.resize(self.expected)
             self._remote.resume()
         return True
 
@@ -306,8 +302,8 @@ class ShardWorkers:
         self._last_end = how or self._last_end
         self._remove(number)
         # Beyond the intended number, its node has ended it.
-        may_blame = may_blame and number < self._expected
-        if not was_sent_away and number < self._expected and self._shard.is_starting(number):
+        may_blame = may_blame and number < self.expected
+        if not was_sent_away and number < self.expected and self._shard.is_starting(number):
             self._false_starts += 1
             self._last_false_start = how
         self._shard.on_worker_lost(number, may_blame=may_blame)
@@ -318,7 +314,7 @@ class ShardWorkers:
             return
         if not self._none_works():
             self._false_starts = 0
-        elif self._false_starts >= self._expected + FALSE_STARTS:
+        elif self._false_starts >= self.expected + FALSE_STARTS:
             text = (
                 f"{self._false_starts} workers ended, or were killed after task_timeout_s, before they could load "
                 "anything: while they unpickled the dataset or ran worker_init_fn; the cluster's log has more"
@@ -360,7 +356,7 @@ class ShardWorkers:
         self._newest[handshake.worker] = handshake.incarnation
 
     def epoch_for(self, worker: int) -> bytes:
-        return GREETING.pack(self._id, os.getpid(), self._expected) + self._content.encode()
+        return GREETING.pack(self._id, os.getpid(), self.expected) + self._content.encode()
 
     def begun(self, worker: int, frame: memoryview) -> None:
         raise MessageError(f"worker {worker} of a flow has no stream of its own")
