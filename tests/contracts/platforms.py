@@ -186,25 +186,21 @@ class PlatformContract:
             starter.join()
             assert connection.recv(1) == b"", "the process has ended"
 
-    def test_memory_is_shared_where_it_says_so(self, platform: Platform, listener: socket.socket) -> None:
+    def test_memory_is_shared(self, platform: Platform, listener: socket.socket) -> None:
         self.launch(platform, lend, listener.getsockname())
         handshake = decode(received(listener))
         assert isinstance(handshake, WorkerHandshake)
         assert handshake.probe is not None
         with closing(ArenaReader(handshake.pid)) as reader:
-            assert reader.probe(handshake.probe) is platform.limits.shares_memory
+            assert reader.probe(handshake.probe)
 
-    def test_connections_are_accepted_where_it_says_so(self, platform: Platform, listener: socket.socket) -> None:
+    def test_connections_are_accepted(self, platform: Platform, listener: socket.socket) -> None:
         self.launch(platform, answer, listener.getsockname())
         port = int(received(listener))
         answered = b""
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as connection:
             answered = connection.recv(16)
-        assert (answered == b"here") is platform.limits.accepts_connections
-
-    def test_a_life_has_a_length(self, platform: Platform) -> None:
-        longest = platform.limits.max_lifetime_s
-        assert longest is None or longest > 0
+        assert answered == b"here"
 
 
 def wakes(platform: Platform | RemotePlatform, within_s: float) -> bool:

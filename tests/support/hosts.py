@@ -291,7 +291,7 @@ class HostsLauncher(SubprocessLauncher):
         starts_per_s: float = SubprocessLauncher.limits.starts_per_s,
     ) -> None:
         super().__init__(module, env=env)
-        self.limits = replace(SubprocessLauncher.limits, shares_memory=False, starts_per_s=starts_per_s)
+        self.limits = replace(SubprocessLauncher.limits, starts_per_s=starts_per_s)
         self._prefixes = prefixes
 
     def _command_of(self, name: str) -> tuple[str, ...]:

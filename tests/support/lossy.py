@@ -152,7 +152,7 @@ class LossyPlatform:
     wakeup_fd = -1
 
     def __init__(self, **limits: Any) -> None:
-        self.limits = Limits(shares_memory=False, accepts_connections=False, max_lifetime_s=None, **limits)
+        self.limits = Limits(**limits)
         #: Launch specs by name, of starts that were not answered, and of workers that run.
         self.requested: dict[str, bytes] = {}
         self.running: dict[str, bytes] = {}

@@ -22,7 +22,7 @@ from torch_dpflow.workers import batch_worker
 from torch_dpflow.workers.batch_worker import DeferredPickle, WorkerSpec
 from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
 from torch_dpflow.workers.fork_server import local_platform
-from torch_dpflow.workers.platform import FALSE_STARTS, Handle, Platform, ProcessSpec, require_same_host
+from torch_dpflow.workers.platform import FALSE_STARTS, Handle, Platform, ProcessSpec
 from torch_dpflow.workers.script_settings import ScriptSettings
 from torch_dpflow.workers.stream_items import MappedItems, StreamItem
 
@@ -104,12 +104,10 @@ class WorkerProcesses:
         workers: the number of workers.
 
     Raises:
-        OptionError: the platform's processes cannot reach this one.
         DescriptorLimitError: the limit of open files is too low for so many workers.
     """
 
     def __init__(self, platform: Platform, spec: LoadSpec, workers: int) -> None:
-        require_same_host(platform, "a loader")
         descriptors.require(workers * WORKER_DESCRIPTORS + OWN_DESCRIPTORS, f"a loader with {workers} workers")
         self._platform = platform
         self._load_spec = DeferredPickle(spec)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch_dpflow._core import descriptors
 from torch_dpflow.errors import LaunchError, NotPicklableError
-from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits, ProcessSpec
+from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, ProcessSpec
 from torch_dpflow.workers.process_control import exit_with
 
 #: The timeout for the exit code of an ended process, which a fork server has to send, seconds.
@@ -36,7 +36,6 @@ class LocalPlatform:
     #: Whether the kernel may kill a process with its parent. It takes the end of the starting thread for the end of
     #: the parent, so `launch` uses it from the main thread only.
     _may_be_killed_by_kernel = True
-    limits = Limits(shares_memory=True, accepts_connections=True, max_lifetime_s=None)
 
     def __init__(self, context: Any) -> None:
         self._context = context

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch_dpflow.errors import OptionError
-
 #: How many more workers than there are may end in a row before one can load anything: then no more are started, for
 #: `RETRY_S` seconds where starting is tried again.
 FALSE_STARTS, RETRY_S = 2, 30.0
@@ -23,18 +21,10 @@ MAX_REPORT_CHARS = 4000
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The properties and limits of a platform.
+    """The properties and limits of a platform of remote workers: see `remote.launchers.contract`."""
 
-    The fields with a default apply to remote workers only: see `remote.launchers.contract`.
-    """
-
-    #: Whether its processes and the one that starts them run on one host, can read each other's memory mappings and
-    #: connect by ipc sockets. Each worker still proves it by its probe.
-    shares_memory: bool
-    #: Whether others can connect to an address at which its processes listen.
-    accepts_connections: bool
     #: Seconds after which the platform ends a process; None: never. Users handle that as any other end.
-    max_lifetime_s: float | None
+    max_lifetime_s: float | None = None
     #: The time between the request to end and the kill of a worker, seconds.
     grace_s: float = 0.0
     #: Most workers of the account or cluster at once; None: unknown.
@@ -47,18 +37,6 @@ class Limits:
     #: Whether it can list the workers of a dead starter, and kill one.
     can_list: bool = True
     can_stop: bool = True
-
-
-def require_same_host(platform: Platform, user: str) -> None:
-    """Raise OptionError unless the platform's processes can connect to this one by an ipc socket.
-
-    user: the caller, for the message.
-    """
-    if not platform.limits.shares_memory:
-        raise OptionError(
-            f"platform={platform!r} runs its processes where they share no memory with this one; {user} listens on an "
-            "ipc socket, so give it a platform that runs them on this host"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,12 +114,12 @@ class Handle(Protocol):
 
 
 class Platform(Protocol):
-    """Starts processes, which end with the process that starts them, however that one ends.
+    """Starts processes of this host, which end with the process that starts them, however that one ends.
 
+    They can read each other's memory mappings, and others can connect to an address at which they listen.
     One thread may launch while another, which waits for `wakeup_fd`, calls `take_ended`.
     """
 
-    limits: Limits
     #: A descriptor that is readable while `take_ended` has something to return. Users wait for it beside their socket.
     #: With a callback there would be another thread and a lock that a fork could copy, and a death could be handled
     #: before earlier messages.

@@ -46,8 +46,6 @@ class Prompt(Fleet):
 
 def fleet_limits(*, lifetime_s: float | None = None, **limits: Any) -> Limits:
     return Limits(
-        shares_memory=False,
-        accepts_connections=False,
         max_lifetime_s=lifetime_s,
         start_timeout_s=(LEAST_S, MOST_S),
         **limits,

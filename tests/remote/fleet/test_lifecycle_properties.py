@@ -99,8 +99,6 @@ class FleetMachine(RuleBasedStateMachine):
     )
     def begin(self, rate: float, lifetime: float | None, workers: int, seed: int) -> None:
         self.limits = Limits(
-            shares_memory=False,
-            accepts_connections=False,
             max_lifetime_s=lifetime,
             grace_s=GRACE_S,
             max_workers=MOST,

@@ -25,7 +25,7 @@ class ScriptedLauncher:
     """
 
     def __init__(self, **limits: Any) -> None:
-        self.limits = Limits(shares_memory=False, accepts_connections=False, max_lifetime_s=None, **limits)
+        self.limits = Limits(**limits)
         #: What the platform has, by name.
         self.there: dict[str, str] = {}
         self.made: list[tuple[str, Any]] = []

@@ -28,14 +28,11 @@ from tests.contracts.processes import sleep
 from tests.new_process import ROOT, run_interpreter
 from tests.shared_cluster import wait
 from tests.worker_cases import has_ended
-from torch_dpflow.cluster.services.node import Node
-from torch_dpflow.cluster.services.service import ClusterPlace
-from torch_dpflow.errors import DescriptorLimitError, LaunchError, OptionError
-from torch_dpflow.loader.worker_processes import WorkerProcesses
+from torch_dpflow.errors import DescriptorLimitError, LaunchError
 from torch_dpflow.workers import fork_server as fork_servers
 from torch_dpflow.workers.fork_server import GUARD, ForkServerPlatform, _are_found_anew, local_platform
 from torch_dpflow.workers.local_platform import LocalPlatform
-from torch_dpflow.workers.platform import Limits, Platform, ProcessSpec
+from torch_dpflow.workers.platform import Platform, ProcessSpec
 
 
 class TestFork(PlatformContract):
@@ -53,41 +50,6 @@ class TestForkServer(PlatformContract):
 
     def new_platform(self) -> Platform:
         return local_platform(multiprocessing.get_context("forkserver"))
-
-
-class Elsewhere(LocalPlatform):
-    """As one that runs its processes on other hosts."""
-
-    limits = Limits(shares_memory=False, accepts_connections=True, max_lifetime_s=None)
-
-
-class Unreachable(LocalPlatform):
-    """As one that lets nobody connect to its processes."""
-
-    limits = Limits(shares_memory=True, accepts_connections=False, max_lifetime_s=None)
-
-
-def private_shard(platform: Platform) -> None:
-    spec: Any = None
-    WorkerProcesses(platform, spec, 1)
-
-
-def node(platform: Platform) -> None:
-    Node(ClusterPlace(directory="/nowhere"), [], platform)
-
-
-@pytest.mark.parametrize(
-    ("user", "kind", "reason"),
-    [
-        (private_shard, Elsewhere, "a loader listens on an ipc socket"),
-        (node, Elsewhere, "a node listens on an ipc socket"),
-        (node, Unreachable, "must be reached by others"),
-    ],
-)
-def test_a_platform_that_cannot_serve_is_refused(user: Any, kind: type[LocalPlatform], reason: str) -> None:
-    platform = kind(multiprocessing.get_context("fork"))
-    with closing(platform), pytest.raises(OptionError, match=reason):
-        user(platform)
 
 
 @pytest.fixture

@@ -43,14 +43,14 @@ from torch_dpflow.cluster.services.service import (
     main,
     subjects_of,
 )
-from torch_dpflow.errors import DPFlowError, OptionError, StateError, UsageError
+from torch_dpflow.errors import DPFlowError, StateError, UsageError
 from torch_dpflow.ipc.messages.fields import Count
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
 from torch_dpflow.ipc.transport import listen
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.launchers.contract import PlatformSpec
 from torch_dpflow.workers.fork_server import progress_of
-from torch_dpflow.workers.platform import Handle, Platform, ProcessSpec, require_same_host
+from torch_dpflow.workers.platform import Handle, Platform, ProcessSpec
 
 #: How often a node checks its processes when nothing happens, seconds.
 CHECK_S = HEARTBEAT_S / 2
@@ -77,9 +77,6 @@ class Node:
         platform: starts its processes; closed with the node.
         roles: roles that a coordinator may desire.
         worker_platform: for the provisioner, the platform that runs workers; None: `platform` runs them.
-
-    Raises:
-        OptionError: the platform cannot run services: they could not be reached, or could not reach the node.
     """
 
     def __init__(
@@ -91,9 +88,6 @@ class Node:
         roles: Collection[str] = ROLES,
         worker_platform: PlatformSpec | None = None,
     ) -> None:
-        if not platform.limits.accepts_connections:
-            raise OptionError(f"platform={platform!r}: services must be reached by others, which it does not allow")
-        require_same_host(platform, "a node")
         self._place = place
         self._platform = platform
         self._supervisor = Supervisor(

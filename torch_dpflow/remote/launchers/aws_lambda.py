@@ -175,8 +175,6 @@ class LambdaLauncher:
     def __init__(self, settings: Lambda) -> None:
         self._settings = settings
         self.limits = Limits(
-            shares_memory=False,
-            accepts_connections=False,
             max_lifetime_s=settings.lifetime_s,
             max_workers=settings.max_workers or None,
             # Each start waits a little for a rejection; Lambda itself starts a thousand environments in 10 s.

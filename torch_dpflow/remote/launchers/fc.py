@@ -290,8 +290,6 @@ class FunctionComputeLauncher:
 
     def __init__(self, settings: FunctionCompute) -> None:
         self.limits = Limits(
-            shares_memory=False,
-            accepts_connections=False,
             max_lifetime_s=settings.lifetime_s,
             max_workers=settings.max_workers or None,
             calls_at_once=16,

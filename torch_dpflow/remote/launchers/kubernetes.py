@@ -169,8 +169,6 @@ class KubernetesLauncher:
     def __init__(self, settings: Kubernetes, *, module: str = MODULE) -> None:
         self._settings, self._module = settings, module
         self.limits = Limits(
-            shares_memory=False,
-            accepts_connections=True,
             max_lifetime_s=settings.lifetime_s,
             grace_s=GRACE_S,
             max_workers=settings.max_workers or None,

@@ -75,7 +75,7 @@ class SubprocessLauncher:
         env: variables for workers, in addition to those of this process.
     """
 
-    limits = Limits(shares_memory=True, accepts_connections=True, max_lifetime_s=None)
+    limits = Limits()
 
     def __init__(
         self,

@@ -188,9 +188,6 @@ class RayLauncher:
     """
 
     limits = Limits(
-        shares_memory=False,
-        accepts_connections=False,
-        max_lifetime_s=None,
         # Every start that waits for capacity is a call, and shows an autoscaler how much is missing.
         calls_at_once=64,
         start_timeout_s=(30.0, 300.0),
