@@ -13,14 +13,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torch_dpflow._core.lazy import imported
 from torch_dpflow._core.stage_clock import stage
+from torch_dpflow.errors import MissingExtraError
 
+try:
+    from PIL import Image
+except ModuleNotFoundError as missing:
+    raise MissingExtraError(
+        "torch_dpflow.vision needs Pillow; install it with: pip install 'torch_dpflow[vision]'"
+    ) from missing
 try:
     import simplejpeg
 except ModuleNotFoundError:
     simplejpeg = None
-Image = imported("PIL.Image", "torch_dpflow.vision needs Pillow", "vision")
 
 #: The decoder of JPEGs: "simplejpeg", or "pillow" if that is not installed. With the same release of libjpeg-turbo both
 #: give the same pixels, bit for bit.
