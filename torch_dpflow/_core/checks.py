@@ -216,6 +216,14 @@ def working(part: Any, name: str, default: Any = None) -> Any:
         return default
 
 
+def length_or_none(sized: Any) -> int | None:
+    """Return the length of an object; None if `len` raises any error."""
+    try:
+        return len(sized)
+    except Exception:
+        return None
+
+
 #: Levels of lists and mappings. Annotations and messages have fewer than ten.
 MAX_DEPTH = 100
 TOO_DEEP = f"it is nested deeper than {MAX_DEPTH} levels"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import Dataset, IterableDataset
 
-from torch_dpflow._core.checks import check_type, working
+from torch_dpflow._core.checks import check_type, length_or_none, working
 from torch_dpflow.caches.policy import parse_capacity
 from torch_dpflow.caches.policy_registry import POLICIES, make_policy
 from torch_dpflow.caches.store import CacheStatistics, NamedSample, SampleStore
@@ -178,7 +178,7 @@ class ALSDCache(Dataset[Any]):
 
     def _open(self) -> None:
         """Start empty."""
-        length = _length_of(self.dataset)
+        length = length_or_none(self.dataset)
         #: Keys of indices that are not positions.
         self._names: dict[Hashable, int] = {}
         self._numbers = itertools.count(length or 0)
@@ -200,7 +200,7 @@ class ALSDCache(Dataset[Any]):
         self._length = length  # last: until then other threads open again too
 
     def _locate(self, index: Any) -> _Place:
-        if self._length is not None and _length_of(self.dataset) != self._length:
+        if self._length is not None and length_or_none(self.dataset) != self._length:
             self._open()
         length = self._length
         try:
@@ -282,10 +282,3 @@ def _check_dataset(dataset: Dataset[Any]) -> None:
             f"dataset is a {type(dataset).__name__}, which cannot be indexed; ALSDCache keeps samples by "
             "index, so give a map-style dataset (one with __getitem__)"
         )
-
-
-def _length_of(dataset: Dataset[Any]) -> int | None:
-    try:
-        return len(dataset)  # type: ignore[arg-type]
-    except Exception:  # some datasets have a __len__ that raises
-        return None

@@ -20,8 +20,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from torch_dpflow._core.checks import length_or_none
 from torch_dpflow._core.permutation import Permutation, drawn_as
-from torch_dpflow.epoch.rank_order import length_or_none
 
 #: Indices that are converted to Python integers at once.
 _CHUNK = 4096

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler
 
-from torch_dpflow._core.checks import working
+from torch_dpflow._core.checks import length_or_none, working
 from torch_dpflow.epoch.index_order import batches_of, indices_of, is_drawn_at_start, is_drawn_here
 from torch_dpflow.epoch.own_state import (
     Unsaved,
@@ -23,7 +23,7 @@ from torch_dpflow.epoch.own_state import (
     restore_state,
     takes,
 )
-from torch_dpflow.epoch.rank_order import RankOrder, end_after, inner_sampler, length_or_none, regrouped
+from torch_dpflow.epoch.rank_order import RankOrder, end_after, inner_sampler, regrouped
 from torch_dpflow.epoch.rng import preserved_rng, restore_generator, restore_rng
 from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
 from torch_dpflow.errors import StateError

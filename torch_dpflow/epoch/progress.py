@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch.utils.data import BatchSampler
 
-from torch_dpflow._core.checks import working
+from torch_dpflow._core.checks import length_or_none, working
 from torch_dpflow._core.ranks import Ranks, named_ranks, nested_samplers, process_ranks, ranks_of
 from torch_dpflow._core.torch_private import DatasetKind
 from torch_dpflow.epoch.index_order import is_drawn_at_start
@@ -24,7 +24,7 @@ from torch_dpflow.epoch.plan import (
     replay,
     sampler_generators,
 )
-from torch_dpflow.epoch.rank_order import inner_sampler, length_or_none
+from torch_dpflow.epoch.rank_order import inner_sampler
 from torch_dpflow.epoch.rng import (
     RngState,
     capture_rng,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import BatchSampler, DistributedSampler
 
+from torch_dpflow._core.checks import length_or_none
 from torch_dpflow._core.dealing import RankPart, RankPosition, taken
 from torch_dpflow._core.permutation import torch_order
 from torch_dpflow._core.ranks import Ranks
@@ -138,11 +139,3 @@ def end_after(state: LoaderState, index_sampler: Any, left: int | None) -> int |
         return state.position + left
     size = index_sampler.batch_size
     return int(state.position + (left // size if index_sampler.drop_last else -(-left // size)))
-
-
-def length_or_none(sized: Any) -> int | None:
-    """Return the length of an object; None if `len` raises any error."""
-    try:
-        return len(sized)
-    except Exception:
-        return None

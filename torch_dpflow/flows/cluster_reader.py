@@ -20,9 +20,8 @@ from torch_dpflow.cluster.shard.sample_source import TwoStageDataset
 from torch_dpflow.datasets.store import DatasetStore
 from torch_dpflow.errors import OptionError
 from torch_dpflow.flows.flow import DataLoadFlow
-from torch_dpflow.flows.read import DataLoadFlowRead, LocalDataLoadFlowReader, Skips
+from torch_dpflow.flows.read import DataLoadFlowRead, LocalDataLoadFlowReader, Skips, without_failed
 from torch_dpflow.flows.stage import Failed, Stage, StagedDataset
-from torch_dpflow.log import FLOWS
 
 if TYPE_CHECKING:
     from torch_dpflow.loader import DPFlowDataLoader
@@ -336,7 +335,12 @@ class Assembly:
     flow: str
 
     def __call__(self, samples: list[Any]) -> Any:
-        return self.collate_fn(self._without_failed([self._local(sample) for sample in samples]))
+        done = [self._local(sample) for sample in samples]
+
+        def name_of(place: int) -> str:
+            return f"sample {done[place].index}" if isinstance(done[place], FailedSample) else "a sample"
+
+        return self.collate_fn(without_failed(done, name_of, self.skips, self.flow))
 
     def _local(self, sample: Any) -> Any:
         try:
@@ -347,16 +351,3 @@ class Assembly:
                 raise
             return Failed(error)
         return sample
-
-    def _without_failed(self, samples: Sequence[Any]) -> list[Any]:
-        found = [sample for sample in samples if not isinstance(sample, Failed)]
-        for sample in samples:
-            if isinstance(sample, Failed) and self.skips is not None:
-                self.skips.add(sample.error)
-                number = f"sample {sample.index}" if isinstance(sample, FailedSample) else "a sample"
-                # As text: a handler that keeps records would keep the frames of the error alive.
-                what = f"{type(sample.error).__name__}: {sample.error}"
-                FLOWS.warning("%s, %s is left out: %s", self.flow, number, what)
-        if samples and not found:
-            raise next(sample.error for sample in reversed(samples))
-        return found

@@ -76,6 +76,23 @@ class Skips:
         self._lock = PerProcess(threading.Lock)
 
 
+def without_failed(samples: Sequence[Any], name_of: Callable[[int], str], skips: Skips | None, flow: str) -> list[Any]:
+    """Return the loaded samples. Count and log the failed ones; if all are, raise the last one's error.
+
+    name_of: returns a sample's name, given its place among these.
+    """
+    found = [sample for sample in samples if not isinstance(sample, Failed)]
+    for place, sample in enumerate(samples):
+        if skips is not None and isinstance(sample, Failed):
+            skips.add(sample.error)
+            # As text: a handler that keeps records would keep the frames of the error alive.
+            what = f"{type(sample.error).__name__}: {sample.error}"
+            FLOWS.warning("%s, %s is left out: %s", flow, name_of(place), what)
+    if samples and not found:
+        raise samples[-1].error
+    return found
+
+
 class MappedDataset(Dataset[Any]):
     """The samples of a read, by number. Made by `DataLoadFlowRead.to_mapped()`.
 
@@ -109,7 +126,8 @@ class MappedDataset(Dataset[Any]):
     def __getitems__(self, indices: list[int]) -> list[Any]:
         places = [self._place(index) for index in indices]
         if self._skips is not None:
-            return self._without_failed(places, self._skips)
+            loaded = self._samples.load_each(places)
+            return without_failed(loaded, lambda at: f"sample {places[at]}", self._skips, self._flow)
         return list(self._samples.__getitems__(places))
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
@@ -131,19 +149,6 @@ class MappedDataset(Dataset[Any]):
         epoch = check_int("epoch", epoch, minimum=MIN_INT64, maximum=MAX_INT64)
         if self._epochs is not None:
             self._epochs.set(epoch)
-
-    def _without_failed(self, places: list[int], skips: Skips) -> list[Any]:
-        loaded = self._samples.load_each(places)
-        for place, sample in zip(places, loaded):
-            if isinstance(sample, Failed):
-                skips.add(sample.error)
-                # As text: a handler that keeps records would keep the frames of the error alive.
-                what = f"{type(sample.error).__name__}: {sample.error}"
-                FLOWS.warning("%s, sample %d is left out: %s", self._flow, place, what)
-        found = [sample for sample in loaded if not isinstance(sample, Failed)]
-        if loaded and not found:
-            raise loaded[-1].error
-        return found
 
     def _place(self, index: int) -> int:
         place = operator.index(index)
