@@ -59,7 +59,7 @@ def spec_of(name: str = "fleet", size: int = SAMPLES) -> FlowSpec:
 class ReadyLauncher:
     """A control plane whose workers are there at once, and do nothing."""
 
-    limits = Limits(shares_memory=False, accepts_connections=True, max_lifetime_s=None, starts_per_s=1e6)
+    limits = Limits(starts_per_s=1e6)
 
     def check(self) -> Sequence[Finding]:
         return []

@@ -101,9 +101,6 @@ class ScalingRun:
         self._model, self._law = model, law
         self._random = Random(seed)
         limits = Limits(
-            shares_memory=False,
-            accepts_connections=False,
-            max_lifetime_s=None,
             starts_per_s=model.starts_per_s,
             start_timeout_s=(10.0, max(120.0, 6 * model.cold_start_s)),
         )
