@@ -18,7 +18,7 @@ def test_whole_numbers_of_any_maker_become_ints(given: Any) -> None:
     assert type(check_int("n", given, minimum=0, maximum=3)) is int
 
 
-@pytest.mark.parametrize("given", [True, np.True_, 3.0, "3", None, np.float64(3)])
+@pytest.mark.parametrize("given", [True, np.True_, torch.tensor(True), 3.0, "3", None, np.float64(3)])
 def test_what_is_no_whole_number_is_refused(given: Any) -> None:
     with pytest.raises(OptionTypeError, match=r"^n=.* is of type \w+; give an int from 0 to 3$"):
         check_int("n", given, minimum=0, maximum=3)

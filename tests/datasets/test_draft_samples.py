@@ -285,6 +285,7 @@ def test_an_item_has_either_a_path_or_bytes() -> None:
         ({"path": "a", "length": "5"}, "length='5'"),
         ({"path": "a", "length": 2**63}, "length=9223372036854775808"),
         ({"path": "a", "length": True}, "length=True"),
+        ({"path": "a", "length": np.True_}, "length=(np.)?True"),
         ({"path": "a", "offset": -5, "length": 2}, "offset=-5"),
         ({"path": "a", "offset": 5}, "offset=5 without a length"),
         ({"path": "a", "checksum": "crc32:0"}, "checksum='crc32:0'"),

@@ -34,16 +34,23 @@ _TCP = re.compile(r"tcp://\S*:(\*|\d{1,5})", re.ASCII)
 MAX_PORT = 65535
 
 
+def as_integer(value: Any) -> int:
+    """Return an integer, which may be numpy's or a tensor, as an int. Raises TypeError, also for a bool."""
+    if type(value) is int:
+        return value
+    # NumPy's bool, "bool" or "bool_", is an index in NumPy before 2.3, and a tensor of a bool is one in torch.
+    if type(value).__name__ in ("bool", "bool_") or str(getattr(value, "dtype", "")) == "torch.bool":
+        raise TypeError(f"{value!r:.80} is a bool")
+    return operator.index(value)
+
+
 def check_int(name: str, value: Any, *, minimum: int, maximum: int | None = None) -> int:
     """Return `value`, which may be numpy's or a tensor, as an int. Raises OptionError, OptionTypeError (bools too)."""
     allowed = f"an int >= {minimum}" if maximum is None else f"an int from {minimum} to {maximum}"
     try:
-        # NumPy's bool, "bool" or "bool_", is an index in NumPy before 2.3.
-        number = None if type(value).__name__ in ("bool", "bool_") else operator.index(value)
+        number = as_integer(value)
     except TypeError:
-        number = None
-    if number is None:
-        raise wrong_type(name, value, allowed)
+        raise wrong_type(name, value, allowed) from None
     if number < minimum or (maximum is not None and number > maximum):
         raise OptionError(f"{name}={number} is out of range; give {allowed}")
     return number

@@ -133,7 +133,8 @@ def test_batches_of_keys_are_read_once(make: Make) -> None:
 
 def test_a_key_that_is_no_integer_is_refused(make: Make) -> None:
     message = r"the key .* of type .* have numbers, 0 to 29; make the sampler return"
-    for key in (2.5, np.float64(2.0), "cat", b"1", (1, 2), slice(3), None, torch.tensor(2.0), True, np.bool_(True)):
+    bools = (True, np.bool_(True), torch.tensor(True))
+    for key in (2.5, np.float64(2.0), "cat", b"1", (1, 2), slice(3), None, torch.tensor(2.0), *bools):
         unbatched: Any = {"sampler": [key], "batch_size": None}
         for given in ({"batch_sampler": [[1, key]]}, unbatched):
             with pytest.raises(OptionTypeError, match=message):

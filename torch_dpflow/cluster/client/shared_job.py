@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import operator
 import os
 import struct
 import threading
@@ -15,7 +14,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from torch_dpflow._core import clocks
-from torch_dpflow._core.checks import check_int
+from torch_dpflow._core.checks import as_integer, check_int
 from torch_dpflow._core.stage_times import StageTimes, total_of
 from torch_dpflow._core.threads import PeriodicCall, StopSignal
 from torch_dpflow.cluster.client.collate import LATER, PlanFeed, collate_function
@@ -375,9 +374,7 @@ class SharedJob:
 def _sample_number(key: Any, size: int) -> int:
     """Return a sampler's key as an int; it may be numpy's or a tensor of one integer."""
     try:
-        if isinstance(key, bool):
-            raise TypeError  # a bool is a mask's, and not sample 0 or 1
-        number = operator.index(key)
+        number = as_integer(key)  # a bool is a mask's, and not sample 0 or 1
     except TypeError:
         raise OptionTypeError(
             f"the sampler returned the key {key!r:.80} of type {type(key).__name__}: the samples of a flow have "

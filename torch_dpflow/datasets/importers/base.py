@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torch_dpflow._core.checks import as_integer
 from torch_dpflow.datasets.storage.base import CHECKSUM_PATTERN, matches
 from torch_dpflow.datasets.storage.states import STATE_PATTERN
 from torch_dpflow.datasets.storage.urls import printable_url, without_login
@@ -95,10 +95,10 @@ def _bytes_count(name: str, value: Any) -> int | None:
     if value is None:
         return None
     try:
-        count = operator.index(value)
+        count = as_integer(value)
     except TypeError:
         count = -1
-    if isinstance(value, bool) or not 0 <= count <= _LARGEST:
+    if not 0 <= count <= _LARGEST:
         raise SourceError(f"{name}={value!r:.80}: give a whole number of bytes from 0, as an integer, or None")
     return count
 
