@@ -11,9 +11,8 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from torch_dpflow._core.checks import CONTROL, check_int
+from torch_dpflow._core.checks import CONTROL, check_int, parse_bytes
 from torch_dpflow.cluster.messages.coordinator import MIN_MEMORY
-from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.errors import UsageError
 from torch_dpflow.log import FORMATS, LEVELS
 
@@ -54,6 +53,8 @@ def name_value_pairs(context: click.Context, parameter: click.Parameter, texts: 
     for text in texts:
         name, _, value = text.partition("=")
         if not (name and value):
+            from torch_dpflow.datasets.storage.urls import without_login  # with all storages: 0.1 s
+
             raise click.BadParameter(f"{without_login(text)!r} is not of the form NAME=VALUE")
         if name in found:
             raise click.BadParameter(f"the name {name!r} is given twice")
@@ -103,10 +104,8 @@ def store_options(command: Command) -> Command:
 
 def size_of(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
     """Return the bytes of a size such as "8GiB"."""
-    from torch_dpflow.caches.policy import parse_capacity
-
     try:
-        size = None if text is None else parse_capacity(text).bytes
+        size = None if text is None else parse_bytes("size", text)
     except UsageError:
         raise click.BadParameter(f"{text!r} is no size; give bytes with their unit, such as 8GiB or 500MB") from None
     return None if size is None else check_int(str(parameter.opts[0]), size, minimum=MIN_MEMORY, maximum=2**53)

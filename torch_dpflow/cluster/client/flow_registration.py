@@ -31,7 +31,7 @@ from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.options import Code
 from torch_dpflow.remote.shipping.content_identity import ContentIdentity, identify, script_name
-from torch_dpflow.remote.shipping.values import module_of
+from torch_dpflow.remote.shipping.modules import module_of
 from torch_dpflow.samplers.indices import IndexArray, check_indices
 from torch_dpflow.workers.script_settings import ScriptSettings
 

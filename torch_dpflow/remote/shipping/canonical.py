@@ -20,7 +20,7 @@ from cloudpickle import cloudpickle
 from torch_dpflow.ipc.messages.content_parts import RANDOM_STATE
 from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.remote.shipping.code_digest import ADDRESS, code_digest
-from torch_dpflow.remote.shipping.modules import is_own_class
+from torch_dpflow.remote.shipping.modules import is_own_class, module_of
 from torch_dpflow.remote.shipping.part_tree import (
     PartNode,
     digest_of,
@@ -54,7 +54,6 @@ from torch_dpflow.remote.shipping.values import (
     columns_of,
     is_harmless,
     memory_of,
-    module_of,
     repeated,
     set_bytes,
 )

@@ -26,6 +26,7 @@ import torch
 from torch_dpflow.errors import MessageError, OptionError
 from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.ipc.serialization.pickling import explain_loading, parts_of
+from torch_dpflow.remote.shipping.modules import module_of
 from torch_dpflow.remote.shipping.reducers import (
     in_its_module,
     in_order,
@@ -33,7 +34,6 @@ from torch_dpflow.remote.shipping.reducers import (
     reduce_by_value,
     with_class_bodies,
 )
-from torch_dpflow.remote.shipping.values import module_of
 
 
 def pack(obj: Any, *, sent_arguments: Collection[str] | None = None, replaced: Collection[int] = ()) -> bytes:

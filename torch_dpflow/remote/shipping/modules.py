@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.serialization import SCRIPT
-from torch_dpflow.remote.shipping.values import module_of
 
 #: Directories that pip and distributions install into.
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -40,6 +39,11 @@ class OwnModule(NamedTuple):
     #: Directories of a package, the first first; the file of a module.
     paths: tuple[str, ...]
     is_package: bool
+
+
+def module_of(definition: Any) -> str:
+    """Return the name of the module of a class or a function; empty if it has none, as after `exec` without a name."""
+    return str(getattr(definition, "__module__", None) or "")
 
 
 def find_spec(name: str) -> ModuleSpec | None:

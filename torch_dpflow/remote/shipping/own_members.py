@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch_dpflow.remote.shipping.modules import module_of
 from torch_dpflow.remote.shipping.own_settled import SETTLED
 from torch_dpflow.remote.shipping.own_source import COMPUTED
 from torch_dpflow.remote.shipping.pickled_parts import (
@@ -19,7 +20,6 @@ from torch_dpflow.remote.shipping.pickled_parts import (
     is_its_dict,
 )
 from torch_dpflow.remote.shipping.reducers import NO_VARIABLES, LruCache
-from torch_dpflow.remote.shipping.values import module_of
 
 _WRAPPERS = (staticmethod, classmethod, property, functools.cached_property, LruCache)
 

@@ -12,7 +12,7 @@ from typing import Any
 from cloudpickle import cloudpickle
 
 from torch_dpflow.ipc.serialization import SCRIPT
-from torch_dpflow.remote.shipping.values import module_of
+from torch_dpflow.remote.shipping.modules import module_of
 
 #: Members of a class that do not affect what it does, or that are added when it is used: `copyreg` adds
 #: `__slotnames__`. pydantic derives its three from the rest of the class.

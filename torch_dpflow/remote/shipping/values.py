@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torch_dpflow.remote.shipping.modules import module_of
+
 #: Types whose pickle follows from their value.
 ATOMS = frozenset((types.NoneType, bool, int, float, complex, str, bytes, bytearray, type(...), type(NotImplemented)))
 #: Types of the standard library that count by their name, with the types that it derives from them: loggers are named
@@ -55,11 +57,6 @@ _PIECE = 1 << 18
 _MAX_JOINED, _MAX_JOINED_BYTES = 256, 1 << 16
 #: Kinds of numpy dtype whose memory is their value.
 _PLAIN_KINDS = frozenset("biufcSUmM")
-
-
-def module_of(definition: Any) -> str:
-    """Return the name of the module of a class or a function; empty if it has none, as after `exec` without a name."""
-    return str(getattr(definition, "__module__", None) or "")
 
 
 @functools.lru_cache(maxsize=4096)
