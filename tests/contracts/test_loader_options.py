@@ -172,7 +172,8 @@ def test_what_is_in_flight_grows_no_further_than_allowed(OurLoader: Any, growth:
     iterator = iter(OurLoader(dataset, num_workers=2, prefetch_factor=3, options=options))
     for taken in range(1, 50):
         next(iterator)
-        assert len(dataset.loaded()) <= taken + growth * 6 + 2
+        # A batch that an idle worker takes over may have been begun: it is loaded twice.
+        assert len(dataset.loaded()) <= taken + growth * 6 + iterator._shard.totals().steals
 
 
 class Late(Counted):
