@@ -12,7 +12,7 @@ from torch_dpflow.datasets.importers.webdataset import PARTS
 from torch_dpflow.datasets.rows import Place
 from torch_dpflow.datasets.sample_reader import Plan, Sample, SampleReader, SampleTable
 from torch_dpflow.datasets.storage import ByteRange
-from torch_dpflow.datasets.views import Decode, decoder_of, view_of
+from torch_dpflow.datasets.views import COPYING, Decode, decoder_of, view_of
 from torch_dpflow.errors import DamagedStoreError, DPFlowError, SourceError
 from torch_dpflow.lookahead import Order, announce_order
 
@@ -72,6 +72,7 @@ class OpenedDataset(DatasetReader):
         super().__init__(stored, **reading)
         self._given_urls = dict(given_urls or {})
         self._view = view_of(stored.importer, stored.info)
+        self._copies = stored.importer in COPYING
         self._decode = decoder_of(decode)
 
     def __getitem__(self, index: int) -> Any:

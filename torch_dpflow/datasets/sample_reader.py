@@ -35,6 +35,7 @@ OnError = Literal["raise", "skip"]
 SampleTable = StoredDataset | Index
 #: A sample that is to be read: range, annotations, and ranges of further parts by name.
 Plan = tuple[ByteRange, dict[str, Any], dict[str, ByteRange]]
+_Content = bytes | memoryview | DPFlowError
 #: Attributes that a pickle does not carry.
 _OF_PROCESS = ("_skips", "_metadata", "_data", "_rows")
 
@@ -80,6 +81,9 @@ class Through(Protocol):
 
 class SampleReader:
     """`DatasetReader` without torch, for processes that read samples and make no batches of them."""
+
+    #: Whether samples are made of copies of parts of their bytes, so that these can be views.
+    _copies = False
 
     def __init__(
         self,
@@ -157,8 +161,9 @@ class SampleReader:
         spans = [part for _, plan in wanted for part in plan[2].values()]
         if self._through is None:  # in one call, so that neighbouring ranges become one request
             with stage("read"):
-                contents = self._data.read_each([*(plan[0] for _, plan in wanted), *spans])
-            found = [(content, False) for content in contents[: len(wanted)]]
+                read = self._data.view_each if self._copies else self._data.read_each
+                contents = read([*(plan[0] for _, plan in wanted), *spans])
+            found: Sequence[tuple[_Content, bool]] = [(content, False) for content in contents[: len(wanted)]]
             rest = iter(contents[len(wanted) :])
         else:
             with stage("read"):
@@ -186,9 +191,7 @@ class SampleReader:
         except DPFlowError as error:
             return error
 
-    def _finished(
-        self, plan: Plan, content: bytes | DPFlowError, is_checked: bool, parts: Mapping[str, bytes | DPFlowError]
-    ) -> Any:
+    def _finished(self, plan: Plan, content: _Content, is_checked: bool, parts: Mapping[str, _Content]) -> Any:
         """Return a sample from its bytes and the bytes of its other parts, or an error. `is_checked`: by checksum."""
         span, error = plan[0], None
         if isinstance(content, DPFlowError):

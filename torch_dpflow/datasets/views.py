@@ -6,7 +6,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -21,6 +21,8 @@ from torch_dpflow.errors import OptionError, SourceError
 Decode = Literal["pil", "rgb", "torch"] | Callable[[dict[str, Any]], Any]
 #: Makes the dict of a sample from its bytes, its annotations, and the bytes of its further parts by name.
 View = Callable[[bytes, dict[str, Any], Mapping[str, bytes]], dict[str, Any]]
+#: Importers whose views take a sample's bytes as a memoryview too, of which they copy values.
+COPYING = frozenset({"mds", "litdata"})
 
 _IMAGES = frozenset({"jpg", "jpeg", "png", "ppm", "pgm", "pbm", "bmp", "gif", "tif", "tiff", "webp", "image"})
 #: The first bytes of JPEG, PNG, GIF, TIFF, WebP and BMP files.
@@ -35,7 +37,7 @@ def view_of(importer: str | None, info: Mapping[str, Any]) -> View:
     if importer == "mds":
         return partial(_mds, tuple(tuple(column) for column in info["columns"]))
     if importer == "litdata":
-        return partial(_litdata, info["formats"], info["spec"])
+        return partial(_litdata, tuple(info["formats"]), info["spec"])
     return _VIEWS.get(importer or "", _plain)
 
 
@@ -63,7 +65,7 @@ def _mds(columns: Columns, content: bytes, fields: dict[str, Any], parts: Mappin
 
 
 def _litdata(
-    formats: Sequence[str], spec: Any, content: bytes, fields: dict[str, Any], parts: Mapping[str, bytes]
+    formats: tuple[str, ...], spec: Any, content: bytes, fields: dict[str, Any], parts: Mapping[str, bytes]
 ) -> Any:
     return lit_sample(content, formats, spec)
 

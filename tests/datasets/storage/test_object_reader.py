@@ -187,3 +187,26 @@ def test_slow_local_reads_get_threads() -> None:
     overlap = Overlap(2)
     overlap.run([task] * 3, is_remote=False)
     overlap.close()
+
+
+def test_views_of_neighbours_in_a_local_file_are_of_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that copies parts of each range saves the copy that cuts the range out, and most of the calls."""
+    each, content = 16 << 10, os.urandom(1 << 20)
+    (tmp_path / "shard").write_bytes(content)
+    spans = [ByteRange(f"{tmp_path}/shard", first, first + each) for first in range(0, len(content), each)]
+    reads: list[int] = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda *given: reads.append(given[1]) or pread(*given))
+    with ObjectReader() as reader:
+        views, viewing = reader.view_each(spans), len(reads)
+        copies = reader.read_each(spans)
+    assert [bytes(view) for view in views if not isinstance(view, Exception)] == copies
+    assert copies == [content[first : first + each] for first in range(0, len(content), each)]
+    assert (viewing, len({id(view.obj) for view in views if isinstance(view, memoryview)})) == (4, 4)
+    assert {type(copy) for copy in copies} == {bytes}
+
+
+def test_views_of_a_server_are_bytes(server: OSSServer, reader: ObjectReader) -> None:
+    spans = [ByteRange(url(3), 100, 200), ByteRange(url(3), 200, 250)]
+    assert reader.view_each(spans) == reader.read_each(spans) == [b"\3" * 100, b"\3" * 50]
+    assert isinstance(reader.view_each([*spans, ByteRange(url(3), 2900, 3100)])[2], TruncatedObjectError)

@@ -54,7 +54,7 @@ _LIT_ARRAYS = (
 Columns = tuple[tuple[str, str, int | None], ...]
 
 
-def mds_sample(content: bytes, columns: Columns) -> dict[str, Any]:
+def mds_sample(content: bytes | memoryview, columns: Columns) -> dict[str, Any]:
     """Return a sample of an MDS shard.
 
     Args:
@@ -97,7 +97,7 @@ def mds_decoder(encoding: str) -> _Decode:
     raise SourceError(f"its encoding {encoding!r} is not known")
 
 
-def lit_sample(content: bytes, formats: Sequence[str], spec: Any) -> Any:
+def lit_sample(content: bytes | memoryview, formats: tuple[str, ...], spec: Any) -> Any:
     """Return a sample of a LitData chunk.
 
     Args:
@@ -110,8 +110,12 @@ def lit_sample(content: bytes, formats: Sequence[str], spec: Any) -> Any:
         SourceError: the bytes are not of these formats.
     """
     values = _cut(content, 4 * len(formats), _words(content, len(formats)))
-    named = [(name, lit_decoder(name)) for name in formats]
-    return _nested(spec, iter([value for _, value in _decoded(named, values)]))
+    return _nested(spec, iter([value for _, value in _decoded(_lit_decoders(formats), values)]))
+
+
+@lru_cache(maxsize=64)
+def _lit_decoders(formats: tuple[str, ...]) -> list[tuple[str, _Decode]]:
+    return [(name, lit_decoder(name)) for name in formats]
 
 
 @lru_cache(maxsize=1024)
@@ -151,18 +155,18 @@ def _decoded(named: Sequence[tuple[str, _Decode]], values: Sequence[bytes]) -> l
     return decoded
 
 
-def _cut(content: bytes, start: int, lengths: Sequence[int]) -> list[bytes]:
+def _cut(content: bytes | memoryview, start: int, lengths: Sequence[int]) -> list[bytes]:
     """Cut values of these lengths out of a sample. Raises SourceError unless they fill it."""
     if start + sum(lengths) != len(content):
         raise SourceError(f"a sample of {len(content)} bytes has values of {sum(lengths)} after {start}; it is damaged")
     values = []
     for length in lengths:
-        values.append(content[start : start + length])
+        values.append(bytes(content[start : start + length]))
         start += length
     return values
 
 
-def _words(data: bytes, count: int) -> tuple[int, ...]:
+def _words(data: bytes | memoryview, count: int) -> tuple[int, ...]:
     """Return the first numbers of 32 bits. numpy would take several times as long for a few of them."""
     if len(data) < 4 * count:
         raise SourceError(f"{len(data)} bytes have no {count} sizes; the sample is damaged")

@@ -20,6 +20,8 @@ MAX_MERGED = 8 << 20
 #: The same for local files, where a read takes some microseconds, as does the copy that cuts 64 KiB out of another.
 #: With it a pack's samples of 100 kB in random batches of 64 take 30 µs each instead of 40.
 MAX_MERGED_LOCALLY = 64 << 10
+#: The same where nothing is cut out by a copy: within a processor's cache.
+MAX_VIEWED_LOCALLY = 256 << 10
 #: Bytes between ranges of a local file that are read too, to save a read.
 LOCAL_MERGE_GAP = 4 << 10
 #: A read that takes longer waits for a device; a shorter one ends before a thread starts.
@@ -37,7 +39,7 @@ class Read:
     span: ByteRange
     positions: list[int] = field(default_factory=list)
 
-    def cut(self, wanted: ByteRange, data: bytes) -> bytes:
+    def cut(self, wanted: ByteRange, data: bytes | memoryview) -> bytes | memoryview:
         """Return the part of this read's `data` that is `wanted`."""
         if wanted == self.span or wanted.stop is None:
             return data

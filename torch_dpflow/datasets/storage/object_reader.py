@@ -19,6 +19,7 @@ from torch_dpflow.datasets.storage.batch_reads import (
     LOCAL_MERGE_GAP,
     MAX_MERGED,
     MAX_MERGED_LOCALLY,
+    MAX_VIEWED_LOCALLY,
     BatchDeadline,
     Overlap,
     Read,
@@ -88,24 +89,32 @@ class ObjectReader:
 
         If no read of the batch succeeds for `deadline_s`, the reads that have not begun fail too.
         """
+        return self._read_each(spans, views=False)  # type: ignore[return-value]
+
+    def view_each(self, spans: Sequence[ByteRange]) -> Sequence[bytes | memoryview | DPFlowError]:
+        """As `read_each`, for callers that copy: ranges of a local file can be views of one read, which they keep."""
+        return self._read_each(spans, views=True)
+
+    def _read_each(self, spans: Sequence[ByteRange], *, views: bool) -> Sequence[bytes | memoryview | DPFlowError]:
         if len(spans) == 1:
             return [self._result(spans[0])]
         opened = self._opened.get()
-        results: list[bytes | DPFlowError] = [b""] * len(spans)
+        results: list[bytes | memoryview | DPFlowError] = [b""] * len(spans)
         wanted = [position for position, span in enumerate(spans) if span.start != span.stop]
         wanted = self._take_cached(opened, spans, wanted, results)
         is_remote = any(opened.storage(url).is_remote for url in {spans[position].url for position in wanted})
+        views = views and not is_remote
         reads = plan_reads(
             [spans[position] for position in wanted],
             node=opened.node,
             merge_gap=self.options.merge_gap if is_remote else min(self.options.merge_gap, LOCAL_MERGE_GAP),
-            max_merged=MAX_MERGED if is_remote else MAX_MERGED_LOCALLY,
+            max_merged=MAX_MERGED if is_remote else MAX_VIEWED_LOCALLY if views else MAX_MERGED_LOCALLY,
         )
         limit = BatchDeadline(self.options.deadline_s)
 
         def task(read: Read) -> Callable[[], None]:
             targets = [(wanted[n], spans[wanted[n]]) for n in read.positions]
-            return lambda: self._store(opened, read, targets, results, limit)
+            return lambda: self._store(opened, read, targets, results, limit, views=views)
 
         opened.overlap.run([task(read) for read in reads], is_remote=is_remote)
         return results
@@ -167,7 +176,11 @@ class ObjectReader:
             return error
 
     def _take_cached(
-        self, opened: _Opened, spans: Sequence[ByteRange], wanted: list[int], results: list[bytes | DPFlowError]
+        self,
+        opened: _Opened,
+        spans: Sequence[ByteRange],
+        wanted: list[int],
+        results: list[bytes | memoryview | DPFlowError],
     ) -> list[int]:
         """Store what the disk cache has in `results`, and return the positions that it does not have."""
         if opened.cache is None:
@@ -192,24 +205,29 @@ class ObjectReader:
         opened: _Opened,
         read: Read,
         targets: Sequence[tuple[int, ByteRange]],
-        results: list[bytes | DPFlowError],
+        results: list[bytes | memoryview | DPFlowError],
         limit: BatchDeadline,
+        *,
+        views: bool,
     ) -> None:
         """Store the parts of one read in `results`. If merged ranges fail, read each by itself."""
         try:
-            data = self._fetch(opened, read.span, limit)
+            data: bytes | memoryview = self._fetch(opened, read.span, limit)
         except DPFlowError as error:
             if len(targets) == 1 or isinstance(error, _FAIL_ALIKE):
                 for position, _ in targets:
                     results[position] = error
                 return
             for position, span in targets:
-                self._store(opened, Read(span), [(position, span)], results, limit)
+                self._store(opened, Read(span), [(position, span)], results, limit, views=views)
             return
+        if views and len(targets) > 1:
+            data = memoryview(data)
         for position, span in targets:
-            content = read.cut(span, data)
-            opened.keep(opened.cache_key(span), span, content)
-            results[position] = content
+            results[position] = content = read.cut(span, data)
+            if not views:
+                assert isinstance(content, bytes)
+                opened.keep(opened.cache_key(span), span, content)
 
     def _fetch(self, opened: _Opened, span: ByteRange, limit: BatchDeadline) -> bytes:
         storage = opened.storage(span.url)
