@@ -10,12 +10,14 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch_dpflow._core.checks import check_int, check_seconds, check_type, is_loopback
 from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow.cluster.services.service import HeartbeatSender, ServiceSpec
-from torch_dpflow.errors import DPFlowError, MessageError, OptionError, PeerLostError, UsageError
+from torch_dpflow.errors import DPFlowError, MessageError, OptionError, PeerLostError, PoolFullError, UsageError
 from torch_dpflow.ipc.memory.headroom import check_memory
 from torch_dpflow.log import SERVICE
 from torch_dpflow.pool.messages import (
@@ -34,6 +36,7 @@ from torch_dpflow.pool.messages import (
     StartReading,
     UnloadDataset,
 )
+from torch_dpflow.pool.server import start_thread
 from torch_dpflow.pool.server.follower import PoolFollower
 from torch_dpflow.pool.server.holdings import ANSWER_S, MAX_DATASETS, Holdings
 from torch_dpflow.pool.server.leader import PoolLeader
@@ -119,7 +122,8 @@ class DataServer:
         if leader is not None and leader.directory is None:
             _check_reach(listen, leader)
             check_keys(leader)
-        self._tcp_listener = None if listen is None else PoolListener(listen, self._talk_remote, self._holdings)
+        admit = partial(self._admit, kind=StreamChannel)
+        self._tcp_listener = None if listen is None else PoolListener(listen, admit, self._holdings)
         #: Address at which other hosts reach it.
         self.address = None if self._tcp_listener is None else self._tcp_listener.address
         incarnation = secrets.token_hex(8)
@@ -153,16 +157,9 @@ class DataServer:
                     break
                 time.sleep(0.1)  # no descriptor is free
                 continue
-            if peer_uid(connection) != os.getuid() or len(self._connections) >= MAX_CONNECTIONS:
-                connection.close()
-                continue
-            self._connections.add(connection)
-            thread = threading.Thread(target=self._talk_local, args=(connection,), name="dpflow-control", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:  # no thread left; connected clients continue
-                SERVICE.warning("a client of the pool was refused: %s", error)
-                self._connections.discard(connection)
+            if peer_uid(connection) == os.getuid():
+                self._admit(connection, PacketChannel)
+            else:
                 connection.close()
 
     def stop(self) -> None:
@@ -186,16 +183,20 @@ class DataServer:
 
     # -- one client ------------------------------------------------------------------------------------------
 
-    def _talk_local(self, connection: socket.socket) -> None:
+    def _admit(self, connection: socket.socket, kind: Callable[[socket.socket], Channel]) -> None:
+        """Serve a control connection in a thread, if there may be one more."""
+        if self._stop.is_set() or len(self._connections) >= MAX_CONNECTIONS:
+            connection.close()
+            return
+        self._connections.add(connection)
         try:
-            self._talk(PacketChannel(connection))
-        finally:
+            start_thread(partial(self._talk, connection, kind(connection)), "dpflow-control")
+        except PoolFullError as error:  # connected clients continue
+            SERVICE.warning("a client of the pool was refused: %s", error)
             self._connections.discard(connection)
+            connection.close()
 
-    def _talk_remote(self, connection: socket.socket) -> None:
-        self._talk(StreamChannel(connection))
-
-    def _talk(self, channel: Channel) -> None:
+    def _talk(self, connection: socket.socket, channel: Channel) -> None:
         client = _PoolClient(f"reader {next(self._readers)}", maps=channel.passes_memory)
         try:
             while True:
@@ -219,6 +220,7 @@ class DataServer:
                 SERVICE.warning("a client of the pool was disconnected: %s", error)
         finally:
             self._leave(client)
+            self._connections.discard(connection)
             channel.close()
 
     def _leave(self, client: _PoolClient) -> None:

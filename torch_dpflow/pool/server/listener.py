@@ -13,12 +13,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 
 from torch_dpflow._core.descriptors import soft_limit
-from torch_dpflow.errors import DPFlowError, OptionError
+from torch_dpflow.errors import OptionError
 from torch_dpflow.log import SERVICE
-from torch_dpflow.pool.server import start_thread
 from torch_dpflow.pool.server.data_sender import DataSender
 from torch_dpflow.pool.server.holdings import Holdings
 from torch_dpflow.pool.transport.address import PoolAddress
@@ -30,7 +28,7 @@ from torch_dpflow.pool.transport.data_frames import DATA_CONNECTION
 MAX_UNAUTHENTICATED, HANDSHAKE_TIMEOUT_S, MIN_HANDSHAKE_S = 1024, 2.0, 0.25
 #: Share of the process's descriptors that these may take: one in so many.
 _DESCRIPTOR_SHARE = 4
-#: Maximum number of authenticated connections.
+#: Maximum number of authenticated connections of each kind.
 MAX_CONNECTIONS = 4096
 #: Minimum interval between log lines about rejected clients, seconds.
 _LOG_S = 10.0
@@ -54,7 +52,7 @@ class PoolListener:
 
     Args:
         address: where; port 0 for any free one.
-        talk: serves one control connection until its end.
+        talk: serves a control connection in another thread.
         holdings: the datasets that data connections read.
 
     Raises OptionError if the address cannot be bound, or there are no keys.
@@ -68,7 +66,6 @@ class PoolListener:
         #: By descriptor, the oldest first.
         self._unauthenticated: dict[int, _UnauthenticatedPeer] = {}
         self._max_unauthenticated = min(MAX_UNAUTHENTICATED, soft_limit() // _DESCRIPTOR_SHARE)
-        self._talking: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._is_running = self._is_closed = False
         self._logged_at, self._rejected = -_LOG_S, 0
@@ -112,15 +109,14 @@ class PoolListener:
                 self._end(fd)
 
     def close(self) -> None:
-        """End `run`, and close all connections."""
+        """End `run`, and close all data connections."""
         with self._lock:
             self._is_closed = True
             if not self._is_running:
                 self._listener.close()
         self._data_sender.close()
-        for connection in (self._listener, *self._talking):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
 
     # -- unauthenticated peers ---------------------------------------------------------------------------------
 
@@ -171,24 +167,12 @@ class PoolListener:
             self._reject(fd, error)
 
     def _admit(self, admitted: socket.socket, purpose: int) -> None:
-        if self._is_closed or len(self._talking) + len(self._data_sender) >= MAX_CONNECTIONS:
-            admitted.close()
-        elif purpose == DATA_CONNECTION:
-            self._data_sender.adopt(admitted)
-        else:
-            self._talking.add(admitted)
-            try:
-                start_thread(partial(self._converse, admitted), "dpflow-control")
-            except DPFlowError as error:
-                SERVICE.warning("a client of the pool was refused: %s", error)
-                self._talking.discard(admitted)
-                admitted.close()
-
-    def _converse(self, admitted: socket.socket) -> None:
-        try:
+        if purpose != DATA_CONNECTION:
             self._talk(admitted)
-        finally:
-            self._talking.discard(admitted)
+        elif self._is_closed or len(self._data_sender) >= MAX_CONNECTIONS:
+            admitted.close()
+        else:
+            self._data_sender.adopt(admitted)
 
     def _end_late(self, now: float) -> None:
         late = [fd for fd, one in self._unauthenticated.items() if now >= one.since + HANDSHAKE_TIMEOUT_S]
