@@ -4,21 +4,18 @@
 are positions in their epochs. So a sample that several readers want soon is fetched once and dropped when all have had
 it, and a sample that a reader waits for can always be fetched. This module decides when the next samples are wanted.
 
-`lead=0` is the patent's way ([0009]): a sample that is missing when it is read is fetched together with the next k-1 of
-the order (the patent has a list for each storage node). Every k-th read then waits for storage. With a larger
-lead the same happens `lead` reads earlier: as soon as one of the next `lead` positions was not requested, it is, with
-the next k-1 positions; but positions beyond the lead may only use the capacity that those within it leave.
+Of each reader as many positions are requested as fit: as soon as one of these is not, it is, with the next k-1
+positions; but positions beyond may only use the capacity that those within leave. The patent's way ([0009]) fetches a
+sample when it is read, with the next k-1 of the order, so every k-th read waits for storage.
 
-Theorem. Let R samples of one size fit, and let a reader consume each position before it reads the next. If
-0 < lead < R, then for any order each position is requested before the reader waits for the one `lead` places
-earlier; so every read hits if a request takes no longer than `lead` reads. Proof: let W be the number of positions
-requested and not consumed, and G the number of those not requested among the next `lead` and the present one. At first
-W = 0 and G = lead + 1 <= R. A position within the lead moves from G to W; one beyond it is requested only while
-W + G < R; with the next read one position leaves W and at most one enters G. So W + G <= R always, and while G > 0
-there is capacity for one, which is requested at once.
+Theorem. Let R > 1 samples of one size fit, and let a reader consume each position before it reads the next. Then for
+any order each position is requested before the reader waits for the one R-1 places earlier; so every read hits if a
+request takes no longer than R-1 reads. Proof: let W be the number of positions requested and not consumed, and G the
+number of those not requested among the present one and the next R-1. At first W = 0 and G <= R. A position within these
+moves from G to W; one beyond them is requested only while W + G < R; with the next read one position leaves W and at
+most one enters G. So W + G <= R always, and while G > 0 there is capacity for one, which is requested at once.
 
-So a small capacity costs requests, not hits. Requests have k samples while R exceeds `lead` plus what the patent's way
-holds, which is (k-1)/2 on average and at most k-1.
+So a small capacity costs requests, not hits: a request has as many samples, up to k, as a reader consumes at once.
 """
 
 from __future__ import annotations
@@ -127,8 +124,8 @@ ReadAheadInstruction: TypeAlias = StorageRequest | Serve | Cancel
 @dataclass(slots=True)
 class _AheadReader:
     order: KnownOrder
-    #: No position from here on was read; with a lead, the first one counts as read from the beginning.
-    next: int
+    #: No position from here on was read, but that the first one counts as read from the beginning.
+    next: int = 1
     #: Number of positions requested and not consumed.
     out: int = 0
     #: Heap of requested positions, including consumed ones.
@@ -142,30 +139,17 @@ class ReadAhead:
         capacity_bytes: limit of samples that are held or in transit, shared equally by the readers; a reader that waits
             may exceed it by one sample.
         k: maximum samples per request.
-        lead: how many positions after the present one are requested ahead; best the number of reads during one request.
-            0: no position is requested before it is read. May be changed at any time.
-        sample_bytes: mean size of a sample, if known; otherwise it is measured.
+        sample_bytes: mean size of a sample.
 
     Raises OptionError if a number is too small.
     """
 
-    def __init__(
-        self,
-        *,
-        capacity_bytes: int,
-        k: int,
-        lead: int,
-        sample_bytes: int = 0,
-    ) -> None:
+    def __init__(self, *, capacity_bytes: int, k: int, sample_bytes: int) -> None:
         self._k = check_int("k", k, minimum=1)
-        self.lead = check_int("lead", lead, minimum=0)
+        self._sample_bytes = check_int("sample_bytes", sample_bytes, minimum=1)
         self._cache = SampleCache(capacity_bytes=capacity_bytes, concurrency=_UNBOUNDED, repeatable=True)
         self._readers: dict[str, _AheadReader] = {}
         self._requests = itertools.count()
-        #: Mean size, and number, of samples that have arrived.
-        self._mean, self._arrived = float(sample_bytes), int(sample_bytes > 0)
-        #: Reads that found their sample in memory, and others.
-        self.hits = self.misses = 0
 
     @property
     def used(self) -> int:
@@ -174,10 +158,8 @@ class ReadAhead:
 
     @property
     def room(self) -> int:
-        """Samples that fit for each reader; `k` until the size of a sample is known."""
-        if not self._arrived:
-            return self._k
-        return int(self._cache.capacity / max(1.0, self._mean)) // max(1, len(self._readers))
+        """Samples that fit for each reader."""
+        return self._cache.capacity // self._sample_bytes // max(1, len(self._readers))
 
     @staticmethod
     def requester(request: RequestId) -> tuple[str, int]:
@@ -194,7 +176,7 @@ class ReadAhead:
         known = KnownOrder(order)
         out = self.leave(reader)
         self._cache.join(reader)
-        self._readers[reader] = _AheadReader(known, next=min(1, self.lead))
+        self._readers[reader] = _AheadReader(known)
         return [*out, *self._fill(reader)]
 
     def extend(self, reader: str, keys: npt.NDArray[np.int32]) -> list[ReadAheadInstruction]:
@@ -219,11 +201,7 @@ class ReadAhead:
         out = self._fill(reader)
         if not state.order.is_taken(position):  # it does not fit, but a reader waits for it
             out += self._want(reader, [position])
-        waiting = self._run(self._cache.fetch(reader, (reader, position, next(self._requests)), [position]))
-        served = any(isinstance(one, Serve) and one.samples for one in waiting)
-        self.hits += served
-        self.misses += not served
-        return [*out, *waiting]
+        return out + self._run(self._cache.fetch(reader, (reader, position, next(self._requests)), [position]))
 
     def consumed(self, reader: str, positions: Iterable[int]) -> list[ReadAheadInstruction]:
         """Record that `reader` has these positions, or no longer needs them; unknown ones are ignored."""
@@ -244,9 +222,6 @@ class ReadAhead:
 
     def arrived(self, arrivals: Sequence[Arrival]) -> list[ReadAheadInstruction]:
         """Record loads that have ended; a failed load has its error as value. Cancelled ones are ignored."""
-        for one in arrivals:
-            self._arrived += 1
-            self._mean += (one.size - self._mean) / min(self._arrived, 100)
         out = self._run(self._cache.loaded(arrivals))
         return [*out, *itertools.chain.from_iterable(self._fill(reader) for reader in self._readers)]
 
@@ -275,7 +250,7 @@ class ReadAhead:
     def _fill(self, reader: str) -> list[ReadAheadInstruction]:
         """Request missing samples of the window and samples that follow them, as far as capacity allows."""
         state, out = self._readers[reader], list[ReadAheadInstruction]()
-        end = min(state.next + self.lead, len(state.order))
+        end = min(state.next + max(1, self.room - 1), len(state.order))
         while (first := state.order.nearest()) is not None and first < end:
             room = self.room - state.out
             if room < 1:
@@ -283,14 +258,12 @@ class ReadAhead:
             positions = state.order.following(first, min(self._k, room))
             within = sum(position < end for position in positions)
             beyond = max(0, room - state.order.left_before(end))
-            if self.lead and not self._arrived:
-                beyond = 0  # until the sample size is known it might displace what is read sooner
             out += self._want(reader, positions[: within + beyond])
         return out
 
     def _run(self, instructions: Iterable[CacheInstruction]) -> list[ReadAheadInstruction]:
-        """Return the cache's instructions, with loads joined to one request."""
+        """Return the cache's instructions, with loads joined to requests."""
         given = [*instructions]
         loads = [one for one in given if isinstance(one, Load)]
         out: list[ReadAheadInstruction] = [one for one in given if not isinstance(one, Load)]
-        return [*out, StorageRequest(loads)] if loads else out
+        return out + [StorageRequest(loads[first : first + self._k]) for first in range(0, len(loads), self._k)]

@@ -128,7 +128,7 @@ class AheadReading:
         planned = max(1, int(_PLANNED * memory_bytes))
         # A block is in use until the last of its samples was read, so many small blocks waste less.
         k = min(REQUEST_SAMPLES, max(1, planned // mean // _MIN_BLOCKS))
-        self._machine = ReadAhead(capacity_bytes=planned, k=k, lead=1, sample_bytes=mean)
+        self._machine = ReadAhead(capacity_bytes=planned, k=k, sample_bytes=mean)
         self._space = BlockAllocator(memory_bytes)
         #: Length of the sample at each offset.
         self._stored_at: dict[int, int] = {}
@@ -278,7 +278,6 @@ class AheadReading:
             self._end(name)
         self._apply(self._machine.announce(name, plan.keys))
         self._plans[name] = plan
-        self._machine.lead = max(1, self._machine.room - 1)
         for _ in range(FETCHERS - self._threads):
             try:
                 start_thread(self._fetch, "dpflow-ahead")
