@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from torch_dpflow.pool.planning.request_window import (
     MAX_WINDOW,
     MIN_WINDOW,
-    BatchWindow,
     ConnectionQueues,
     FixedWindow,
     MeasuredWindow,
 )
 
 
-def run(window: BatchWindow, lengths: list[int], chance: random.Random) -> None:
+def run(window: FixedWindow, lengths: list[int], chance: random.Random) -> None:
     """Read a batch whose records come in any order; checks that somebody is always under way."""
     waiting, under_way, now = deque(lengths), list[object](), 0.0
     while waiting or under_way:

@@ -11,7 +11,6 @@ stage more than the limit may be out. Between processes of one host nothing is l
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -30,39 +29,42 @@ SURPLUS = 1.5
 STAGE = 64 << 10
 
 
-class BatchWindow(ABC):
-    """Decides how many of the next records may be requested now."""
+class RequestedBytes(NamedTuple):
+    """A record that was requested: its bytes, and when."""
 
-    def __init__(self, stages: int) -> None:
+    length: int
+    at: float
+
+
+class FixedWindow:
+    """Decides how many of the next records may be requested now: up to `size` bytes, but at least one record."""
+
+    def __init__(self, size: int, *, stages: int = 4) -> None:
+        self._size = check_int("size", size, minimum=1)
         self._stages = check_int("stages", stages, minimum=1)
         #: Outstanding bytes and records.
         self.bytes_out = self.records_out = 0
 
-    @abstractmethod
     def grant(self, lengths: Sequence[int], now: float) -> int:
         """Return how many of the next records, of these lengths, to request now; at least one if none is outstanding.
 
         Call `requested` for each of them. Call this after each arrival, also with no lengths once nothing is left.
         """
+        return self._fitting(lengths, self._size)
 
-    def requested(self, length: int, now: float) -> object:
+    def requested(self, length: int, now: float) -> RequestedBytes:
         """Record a request; return a token for when the record has arrived."""
         self.bytes_out += length
         self.records_out += 1
-        return length
+        return RequestedBytes(length, now)
 
-    def arrived(self, token: object, now: float) -> None:
+    def arrived(self, token: RequestedBytes, now: float) -> None:
         """Record that a record has arrived."""
-        assert isinstance(token, int)
-        self._leave(token)
+        self.cancelled(token)
 
-    def cancelled(self, token: object) -> None:
+    def cancelled(self, token: RequestedBytes) -> None:
         """Record that a record will not arrive, or not now."""
-        assert isinstance(token, int)
-        self._leave(token)
-
-    def _leave(self, length: int) -> None:
-        self.bytes_out -= length
+        self.bytes_out -= token.length
         self.records_out -= 1
 
     def _fitting(self, lengths: Sequence[int], size: int, most: int = MAX_WINDOW) -> int:
@@ -80,23 +82,7 @@ class BatchWindow(ABC):
         return granted
 
 
-class FixedWindow(BatchWindow):
-    """Window of constant size, but at least one record."""
-
-    def __init__(self, size: int, *, stages: int = 4) -> None:
-        super().__init__(stages)
-        self._size = check_int("size", size, minimum=1)
-
-    def grant(self, lengths: Sequence[int], now: float) -> int:
-        return self._fitting(lengths, self._size)
-
-
-class _OutRecord(NamedTuple):
-    length: int
-    at: float
-
-
-class MeasuredWindow(BatchWindow):
+class MeasuredWindow(FixedWindow):
     """Algorithm 1 of the DataServer paper, with measured rate and latency, and at least one record.
 
     The rate is the highest of the last `MEMORY_S` while the window limits requests. The latency is the shortest one
@@ -105,8 +91,7 @@ class MeasuredWindow(BatchWindow):
     """
 
     def __init__(self, *, stages: int = 4) -> None:
-        super().__init__(stages)
-        self._size = MIN_WINDOW
+        super().__init__(MIN_WINDOW, stages=stages)
         #: (time, rate) of measurements, each higher than all that follow.
         self._rates: deque[tuple[float, float]] = deque()
         #: Shortest latency by the power of two of a record's length, seconds, and when it was measured.
@@ -136,13 +121,8 @@ class MeasuredWindow(BatchWindow):
             self._settling = self.size()
         return granted
 
-    def requested(self, length: int, now: float) -> _OutRecord:
-        super().requested(length, now)
-        return _OutRecord(length, now)
-
-    def arrived(self, token: object, now: float) -> None:
-        assert isinstance(token, _OutRecord)
-        self._leave(token.length)
+    def arrived(self, token: RequestedBytes, now: float) -> None:
+        self.cancelled(token)
         kind, took = token.length.bit_length(), now - token.at
         latency, at = self._latencies.get(kind, (took, now))
         if took <= latency or at < now - MEMORY_S:
@@ -167,10 +147,6 @@ class MeasuredWindow(BatchWindow):
         needed = SURPLUS * self._rates[0][1] * self._held / self._came
         self._size = int(-(-needed // self._longest)) * self._longest  # rounded up, else it would never be two records
         self._begin()
-
-    def cancelled(self, token: object) -> None:
-        assert isinstance(token, _OutRecord)
-        self._leave(token.length)
 
 
 class ConnectionQueues:

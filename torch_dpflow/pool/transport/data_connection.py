@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch_dpflow._core.checks import check_int
 from torch_dpflow.errors import MessageError, PeerLostError
 from torch_dpflow.ipc.memory.headroom import Headroom
+from torch_dpflow.pool.planning.request_window import RequestedBytes
 from torch_dpflow.pool.transport.address import PoolAddress
 from torch_dpflow.pool.transport.authentication import StreamAuthenticator, TLSStream, connect_stream
 from torch_dpflow.pool.transport.data_frames import (
@@ -119,7 +120,7 @@ class RequestedRecord(NamedTuple):
     wanted: WantedRecord
     #: The caller's index, and the window's token.
     place: int
-    token: object
+    token: RequestedBytes | None
 
 
 class DataConnection:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.log import DATASETS
-from torch_dpflow.pool.planning.request_window import BatchWindow, ConnectionQueues, FixedWindow, MeasuredWindow
+from torch_dpflow.pool.planning.request_window import ConnectionQueues, FixedWindow, MeasuredWindow
 from torch_dpflow.pool.transport.address import PoolAddress
 from torch_dpflow.pool.transport.authentication import StreamAuthenticator, authenticator_for
 from torch_dpflow.pool.transport.data_connection import (
@@ -52,11 +52,11 @@ class DataReader:
     Raises OptionError if there are no keys.
     """
 
-    def __init__(self, pool: PoolAddress, silence_s: float, window: BatchWindow | None = None) -> None:
+    def __init__(self, pool: PoolAddress, silence_s: float, window: FixedWindow | None = None) -> None:
         self._pool, self._silence_s = pool, silence_s
         self._authenticator: StreamAuthenticator = authenticator_for(pool, serves=False)
         self._windows = (MeasuredWindow(), FixedWindow(_ON_HOST_BYTES)) if window is None else (window, window)
-        self._window: BatchWindow = self._windows[0]
+        self._window: FixedWindow = self._windows[0]
         self._connections: dict[str, DataConnection] = {}
         self._memory = ReceiveMemory()
         #: Failed servers: when to retry, and the backoff.
@@ -141,10 +141,10 @@ class DataReader:
             return
         if one.token is not None:
             batch.queues.received(one.place)
-        if not isinstance(content, int):
-            self._window.arrived(one.token, time.monotonic())
-        elif one.token is not None:
-            self._window.cancelled(one.token)
+            if isinstance(content, int):
+                self._window.cancelled(one.token)
+            else:
+                self._window.arrived(one.token, time.monotonic())
         if content == LATER:
             connection.later.setdefault(one.wanted.record, []).append(one._replace(token=None))
         elif not isinstance(content, int):
@@ -204,7 +204,8 @@ class DataReader:
     def _close(self, owner: str) -> None:
         connection = self._connections.pop(owner)
         for _, one in connection.requested:
-            self._window.cancelled(one.token)
+            if one.token is not None:
+                self._window.cancelled(one.token)
         self._poll.unregister(connection)
         connection.close()
 
