@@ -33,9 +33,7 @@ import numpy.typing as npt
 from torch_dpflow._core.checks import check_int
 from torch_dpflow.cluster.cache.objects import Arrival, CacheInstruction, Cancel, Load, RequestId, Serve
 from torch_dpflow.cluster.cache.sample_cache import SampleCache
-from torch_dpflow.errors import OptionError, UsageError
-
-_MAX_KEY = (1 << 31) - 1
+from torch_dpflow.errors import UsageError
 
 
 class KnownOrder:
@@ -44,19 +42,11 @@ class KnownOrder:
     `following` and `left_before` visit each position up to their last one that was not taken; in reading ahead those
     are few. Takes 4 bytes per position.
 
-    order: keys below 2^31 in reading order; not copied if it is an array of int32.
-
-    Raises OptionError if the order is not one-dimensional, or a key is too large.
+    order: keys in reading order; not copied if it is an array of int32.
     """
 
     def __init__(self, order: npt.ArrayLike) -> None:
-        given = np.asarray(order)
-        given = given if given.dtype == np.int32 else given.astype(np.int64)
-        if given.ndim != 1:
-            raise OptionError(f"order has {given.ndim} dimensions; give keys in a single list")
-        if len(given) and int(given.max()) > _MAX_KEY:
-            raise OptionError(f"key {int(given.max())} is above {_MAX_KEY}; give smaller ones")
-        self._order = given.astype(np.int32, copy=False)
+        self._order = np.asarray(order, np.int32)
         #: All positions before `_nearest` were taken, and those in `_taken`.
         self._nearest = 0
         #: Position of the first key that is kept.
