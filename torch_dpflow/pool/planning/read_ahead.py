@@ -4,15 +4,16 @@
 are positions in their epochs. So a sample that several readers want soon is fetched once and dropped when all have had
 it, and a sample that a reader waits for can always be fetched. This module decides when the next samples are wanted.
 
-Of each reader as many positions are requested as fit: as soon as one of these is not, it is, with the next k-1
-positions; but positions beyond may only use the capacity that those within leave. The patent's way ([0009]) fetches a
-sample when it is read, with the next k-1 of the order, so every k-th read waits for storage.
+The window of a reader is the present position and the next ones, as many as fit. A position of the window that was not
+requested is requested at once, together with the next k-1. Positions beyond the window may only use the capacity that
+the window leaves. The patent's way ([0009]) fetches a sample when it is read, with the next k-1 of the order, so every
+k-th read waits for storage.
 
 Theorem. Let R > 1 samples of one size fit, and let a reader consume each position before it reads the next. Then for
 any order each position is requested before the reader waits for the one R-1 places earlier; so every read hits if a
 request takes no longer than R-1 reads. Proof: let W be the number of positions requested and not consumed, and G the
-number of those not requested among the present one and the next R-1. At first W = 0 and G <= R. A position within these
-moves from G to W; one beyond them is requested only while W + G < R; with the next read one position leaves W and at
+number of those in the window that were not requested. At first W = 0 and G <= R. A position of the window moves from G
+to W; one beyond it is requested only while W + G < R; with the next read one position leaves W and at
 most one enters G. So W + G <= R always, and while G > 0 there is capacity for one, which is requested at once.
 
 So a small capacity costs requests, not hits: a request has as many samples, up to k, as a reader consumes at once.
