@@ -168,8 +168,8 @@ class TransportContract:
             while (message := listener.receive(TIMEOUT_S)) is None:
                 pass
             assert bytes(message[1][0]) == b"comes through"
-            listener.unwatch(descriptor)
         finally:
+            listener.close()
             os.close(descriptor)
 
     def test_a_message_is_not_lost_to_a_wake(self, pair: tuple[Listener, Connection]) -> None:

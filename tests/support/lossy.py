@@ -105,10 +105,7 @@ class LossyListener:
         link.down.append(sent(frames))
         return True
 
-    def watch(self, descriptor: int) -> None:
-        pass
-
-    def unwatch(self, descriptor: int) -> None:
+    def watch(self, source: Any) -> None:
         pass
 
     def wake(self) -> None:

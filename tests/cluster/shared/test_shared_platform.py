@@ -80,7 +80,8 @@ def member_pids(cluster: CommandedCluster, flow: str = "") -> list[int]:
     """Of all members that the cluster's shards have asked for, and whatever has been left of them."""
     names = {view["name"] for shard, views in members(cluster).items() if flow in shard for view in views}
     clusters = {WorkerName.parse(name).cluster for name in names}
-    return [pid for name, pid in found_members() if name in names or WorkerName.parse(name).cluster in clusters]
+    found = [(name, pid) for name, pid in found_members() if WorkerName.is_one(name)]  # others may have retitled theirs
+    return [pid for name, pid in found if name in names or WorkerName.parse(name).cluster in clusters]
 
 
 def found_members() -> list[tuple[str, int]]:

@@ -257,22 +257,16 @@ class ProvisionedWorkers:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _serve(self) -> bool:
-        """Handle messages of remote workers; return whether there may be more.
-
-        After it has returned False, the listener's descriptors report every further message.
-        """
+        """Handle messages of remote workers; return whether there may be more."""
         remote = self._remote
         assert remote is not None
-        handled, before = 0, -1
-        while before < handled < _BURST:
-            before = handled
+        for _ in range(_BURST):
             remote.look()
             self._shard.workers.flush()
-            # Last: sending clears the descriptors' readiness, also for messages that have arrived meanwhile.
-            while handled < _BURST and (message := remote.listener.receive(0)) is not None:
-                remote.on_message(*message)
-                handled += 1
-        return handled >= _BURST
+            if (message := remote.listener.receive(0)) is None:
+                return False
+            remote.on_message(*message)
+        return True
 
     def _open(self) -> None:
         threading.Thread(target=self._connect, name="dpflow-platform", daemon=True).start()

@@ -150,10 +150,10 @@ class SampleShard:
     def serve_remote(self, serve: Callable[[], bool], remote: RemoteWorkers) -> None:
         """Use remote workers, which connect to another listener. In the server's thread, once.
 
-        serve: `serve_remote` of the demultiplexer; called when one of their descriptors is readable.
+        serve: `serve_remote` of the demultiplexer; called before each wait, which ends for their messages too.
         """
-        for descriptor in remote.descriptors:
-            self._listener.watch(descriptor)
+        for source in remote.listener.sources:
+            self._listener.watch(source)
         self._listener.serve_remote = serve
         self.workers.serve(remote)
 

@@ -39,8 +39,7 @@ class WorkerDemultiplexer:
         self._suffix = f"/{token}".encode()
         self._on_worker_message = on_worker_message
         self.address = listener.address
-        self.send, self.wake, self.close = listener.send, listener.wake, listener.close
-        self.watch, self.unwatch = listener.watch, listener.unwatch
+        self.send, self.wake, self.close, self.watch = listener.send, listener.wake, listener.close, listener.watch
         self.dropped = 0
 
     def receive(self, timeout_s: float | None) -> tuple[bytes, list[memoryview]] | None:

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch_dpflow._core.checks import check_fields, check_int, check_seconds
 from torch_dpflow.errors import MessageError, OptionError
@@ -165,11 +165,11 @@ class Listener(Protocol):
         their memory. `timeout_s=None` waits without end, 0 does not wait.
         """
 
-    def watch(self, descriptor: int) -> None:
-        """Make a waiting `receive` return when `descriptor` is readable. The caller must find out why it is."""
+    def watch(self, source: Any) -> None:
+        """Make a waiting `receive` return while `source` is readable. The caller must find out why it is.
 
-    def unwatch(self, descriptor: int) -> None:
-        """Undo `watch`, before the descriptor is closed."""
+        source: a descriptor, which stays open, or one of another listener's `sources`.
+        """
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
         """Queue a message for `peer`; False if the peer is unknown, gone, or its queue full. Never waits.

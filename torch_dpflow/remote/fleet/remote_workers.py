@@ -161,11 +161,6 @@ class RemoteWorkers:
         self.start_all()
 
     @property
-    def descriptors(self) -> list[int]:
-        """Descriptors that are readable if `look` or a message needs handling: see `ZeroMQListener.descriptors`."""
-        return [*self.listener.descriptors, self._platform.wakeup_fd]
-
-    @property
     def limited_by(self) -> str:
         """What limits the number of workers: see `Fleet`."""
         return self._fleet.limited_by

@@ -239,14 +239,9 @@ class ZeroMQListener(_SocketEndpoint):
         return self._losses
 
     @property
-    def descriptors(self) -> list[int]:
-        """Descriptors for another listener of the same thread to `watch`, so that one wait serves both.
-
-        Before each wait of the other listener, `receive(0)` must have returned None and `losses` must have been read,
-        as a descriptor becomes readable only once for all that has arrived.
-        """
-        sockets = [self._socket] if self._monitor is None else [self._socket, self._monitor]
-        return [int(socket.get(zmq.FD)) for socket in sockets]
+    def sources(self) -> list[Any]:
+        """What another listener of the same thread has to `watch`, so that one wait serves both."""
+        return [source for source, _ in self.poll_set if source != self._wake_fd]
 
     def _bind(self) -> None:
         # A listener of this process that was just closed holds its address until libzmq's thread has closed it too, and
@@ -283,11 +278,8 @@ class ZeroMQListener(_SocketEndpoint):
         elif keys is not None:
             raise OptionError("a listener needs ServerKeys (ConnectionFile.server_keys()), not ClientKeys")
 
-    def watch(self, descriptor: int) -> None:
-        self.poll_set.append((descriptor, zmq.POLLIN))
-
-    def unwatch(self, descriptor: int) -> None:
-        self.poll_set.remove((descriptor, zmq.POLLIN))
+    def watch(self, source: Any) -> None:
+        self.poll_set.append((source, zmq.POLLIN))
 
     def receive(self, timeout_s: float | None) -> tuple[bytes, list[memoryview]] | None:
         while True:
