@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch_dpflow._core.processes import PerProcess
@@ -112,11 +113,11 @@ class ObjectReader:
         )
         limit = BatchDeadline(self.options.deadline_s)
 
-        def task(read: Read) -> Callable[[], None]:
+        def store(read: Read) -> None:
             targets = [(wanted[n], spans[wanted[n]]) for n in read.positions]
-            return lambda: self._store(opened, read, targets, results, limit, views=views)
+            self._store(opened, read, targets, results, limit, views=views)
 
-        opened.overlap.run([task(read) for read in reads], is_remote=is_remote)
+        opened.overlap.run([partial(store, read) for read in reads], is_remote=is_remote)
         return results
 
     def look_each(self, spans: Sequence[ByteRange]) -> list[ObjectState | DPFlowError]:
@@ -127,22 +128,17 @@ class ObjectReader:
         opened = self._opened.get()
         results: list[ObjectState | DPFlowError] = [ObjectState(None, None)] * len(spans)
 
-        def task(position: int) -> Callable[[], None]:
-            def look() -> None:
-                try:
-                    storage = opened.storage(spans[position].url)
-                    results[position] = with_retries(
-                        lambda deadline: storage.look(spans[position], deadline),
-                        self.options,
-                        is_remote=storage.is_remote,
-                    )
-                except DPFlowError as error:
-                    results[position] = error
-
-            return look
+        def look(position: int, span: ByteRange) -> None:
+            try:
+                storage = opened.storage(span.url)
+                results[position] = with_retries(
+                    lambda deadline: storage.look(span, deadline), self.options, is_remote=storage.is_remote
+                )
+            except DPFlowError as error:
+                results[position] = error
 
         is_remote = any(file_system_of(span.url) not in ("file", "local") for span in spans)
-        opened.overlap.run([task(position) for position in range(len(spans))], is_remote=is_remote)
+        opened.overlap.run([partial(look, *one) for one in enumerate(spans)], is_remote=is_remote)
         return results
 
     @property
@@ -187,17 +183,14 @@ class ObjectReader:
             return wanted
         missing: list[int] = []
 
-        def task(position: int) -> Callable[[], None]:
-            def look() -> None:
-                cached = opened.cached(opened.cache_key(spans[position]))
-                if cached is None:
-                    missing.append(position)
-                else:
-                    results[position] = cached
+        def look(position: int) -> None:
+            cached = opened.cached(opened.cache_key(spans[position]))
+            if cached is None:
+                missing.append(position)
+            else:
+                results[position] = cached
 
-            return look
-
-        opened.overlap.run([task(position) for position in wanted], is_remote=False)
+        opened.overlap.run([partial(look, position) for position in wanted], is_remote=False)
         return sorted(missing)
 
     def _store(
