@@ -218,8 +218,7 @@ class ObjectReader:
             data = memoryview(data)
         for position, span in targets:
             results[position] = content = read.cut(span, data)
-            if not views:
-                assert isinstance(content, bytes)
+            if opened.cache is not None and isinstance(content, bytes):
                 opened.keep(opened.cache_key(span), span, content)
 
     def _fetch(self, opened: _Opened, span: ByteRange, limit: BatchDeadline) -> bytes:
