@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.cluster.services.kept_processes import Waiting, service_of
@@ -351,6 +351,7 @@ def run_twice(make: Any, folder: Path) -> None:
 
 @pytest.mark.parametrize("make", [router, shard, coordinator])
 @settings(max_examples=15, deadline=None)
+@example(chosen=[[]] * 10 + [[25, 8]] + [[]] * 9)  # the order again, and then the lookahead that it is read from
 @given(chosen=st.lists(st.lists(st.integers(0, 50), max_size=3), min_size=20, max_size=20))
 def test_calls_that_run_again_after_later_ones_change_nothing(
     make: Any, chosen: list[list[int]], tmp_path_factory: pytest.TempPathFactory

@@ -363,8 +363,10 @@ class Router:
             if job.announced and announced.epoch < job.announced_epoch and job.shares.replicas > 1:
                 return  # another rank is in the next epoch already
             job.announced_epoch, job.announced = announced.epoch, {}
-        job.announced[reader.rank] = order
-        job.known = ()
+        earlier = job.announced.get(reader.rank)
+        if earlier is None or not np.array_equal(earlier, order):  # a repeated report is not another lookahead
+            job.announced[reader.rank] = order
+            job.known = ()
 
     def _on_draw(self, call: IncomingCall) -> Result:
         draw: DrawSamples = call.body
