@@ -110,7 +110,7 @@ def _sample_cache(cache: SampleCache) -> None:
         assert all((reader.name, ticket) in wanted.tickets for ticket, wanted in reader.wants.items())
     assert cache._jobs == Counter(reader.job for reader in cache._readers.values())
     assert all(entry.loading == load for load, entry in cache._loading.items())
-    drawn = [load for load, entry in cache._loading.items() if entry.table is cache._drawn]
+    drawn = [load for load, entry in cache._loading.items() if cache._table_of(entry) is cache._drawn]
     assert cache._inputs.wants.keys() == {*drawn}
     assert sum(table.running for table in cache._tables) == len(cache._loading)
     validate(cache._requests)

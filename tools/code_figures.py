@@ -43,6 +43,11 @@ def imports(tree: ast.AST, known: dict[str, Path]) -> set[str]:
     return found & known.keys()
 
 
+def import_graph(known: dict[str, Path]) -> dict[str, set[str]]:
+    """By module, the others that it imports."""
+    return {name: imports(ast.parse(path.read_text()), known) - {name} for name, path in known.items()}
+
+
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     """Strongly connected components of more than one module (Tarjan)."""
     index: dict[str, int] = {}
@@ -112,8 +117,8 @@ def main() -> None:
     lines: Counter[str] = Counter()
     files, functions = [], []
     words: Counter[str] = Counter()
-    graph: dict[str, set[str]] = {}
-    for name, path in known.items():
+    graph = import_graph(known)
+    for path in known.values():
         text = path.read_text()
         tree = ast.parse(text)
         lines += kinds(text, tree)
@@ -122,7 +127,6 @@ def main() -> None:
             (node.end_lineno or node.lineno) + 1 - node.lineno for node in ast.walk(tree) if isinstance(node, Node)
         ]
         words.update(found[0].lower() for found in WORDS.finditer(text))
-        graph[name] = imports(tree, known) - {name}
     users = Counter(other for others in graph.values() for other in others)
     alone = sum(1 for name in known if users[name] == 1 and not known[name].name.startswith("__"))
     pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *(root / "benchmarks").glob("*.md")]

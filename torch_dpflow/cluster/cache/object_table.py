@@ -128,7 +128,7 @@ class ObjectTable:
 
     def add(self, key: int, draw: int, distance: int, reader: CacheReader, ticket: Ticket) -> CacheEntry:
         """Add an entry that `reader` wants."""
-        added = CacheEntry(self, next(self._numbers), key, draw, distance, reader, ticket)
+        added = CacheEntry(self.queue, next(self._numbers), key, draw, distance, reader, ticket)
         same = self._by_key.get(key)
         if same is None:
             self._by_key[key] = [added]

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from torch_dpflow._core.lazy_heap import LazyHeap
 from torch_dpflow.errors import UsageError
-
-if TYPE_CHECKING:
-    from torch_dpflow.cluster.cache.object_table import ObjectTable
 
 #: Number of one want of one job, in the order of the job's plan; never reused.
 Ticket: TypeAlias = int
@@ -97,8 +94,8 @@ class CacheEntry:
     Its owner keeps the sample cache's sums and indexes consistent with it.
 
     Args:
-        table: that it is in.
-        number: in the order of creation within that.
+        queue: of its table, for when it waits.
+        number: in the order of creation within the table.
         draw: seed, with the key, of the random draws.
         distance: 0 if a request waits for it, else how many samples the nearest job reads before it.
         reader: wants it under this ticket.
@@ -114,18 +111,18 @@ class CacheEntry:
         "loading",
         "loads",
         "number",
+        "queue",
         "ready",
         "requests",
         "served",
         "size",
-        "table",
         "tickets",
         "value",
     )
 
     def __init__(
         self,
-        table: ObjectTable,
+        queue: LoadQueue,
         number: int,
         key: int,
         draw: int,
@@ -133,7 +130,7 @@ class CacheEntry:
         reader: CacheReader,
         ticket: Ticket,
     ) -> None:
-        self.table = table
+        self.queue = queue
         self.number = number
         self.key = key
         self.draw = draw
@@ -287,7 +284,7 @@ class RequestTable:
             if not wanted.ready:
                 request.missing += 1
                 if not wanted.loading:
-                    wanted.table.queue.add(wanted)
+                    wanted.queue.add(wanted)
         return [] if request.missing else [self._serve(request)]
 
     def arrived(self, wanted: CacheEntry) -> list[Serve]:
@@ -314,9 +311,9 @@ class RequestTable:
                     complete.append(self._serve(request))
         return complete
 
-    def flush(self, table: ObjectTable) -> list[Serve]:
-        """Answer every request for entries of this table with those that are ready, if it has any."""
-        partly = [one for one in self._open.values() if one.missing < len(one.tickets) and one.first.table is table]
+    def flush(self, queue: LoadQueue) -> list[Serve]:
+        """Answer every request for entries of this queue's table with those that are ready, if it has any."""
+        partly = [one for one in self._open.values() if one.missing < len(one.tickets) and one.first.queue is queue]
         return [self._serve(request) for request in partly]
 
     def abandon(self, job: CacheReader) -> list[Serve]:
@@ -343,4 +340,4 @@ class RequestTable:
 
     def _drop_request(self, wanted: CacheEntry, request: RequestId, ticket: Ticket) -> None:
         if wanted.drop_request(request, ticket) and wanted.is_waiting:
-            wanted.table.queue.add(wanted)
+            wanted.queue.add(wanted)

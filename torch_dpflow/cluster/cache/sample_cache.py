@@ -241,7 +241,7 @@ class SampleCache:
             arrived = self._loading.get(load)
             if arrived is not None:
                 out += self._store(arrived, value, size)
-                if keep and arrived.table is self._kept:
+                if keep and self._table_of(arrived) is self._kept:
                     self._kept.offer(arrived, self._jobs)
         self._trim()
         return self._admit(out)
@@ -271,6 +271,9 @@ class SampleCache:
             return self._readers[name]
         except KeyError:
             raise UsageError(f"job {name!r} has not joined this cache, or has left it; join first") from None
+
+    def _table_of(self, entry: CacheEntry) -> ObjectTable:
+        return self._kept if self._drawn is None or entry.queue is self._kept.queue else self._drawn
 
     def _want(
         self,
@@ -305,9 +308,10 @@ class SampleCache:
     def _begin(self, entry: CacheEntry, size: int) -> list[CacheInstruction]:
         """Begin to load an entry, of which `size` bytes are expected; by its input, if the per-draw stage makes it."""
         load = next(self._numbers)
-        entry.table.begin(entry, load, size)
+        table = self._table_of(entry)
+        table.begin(entry, load, size)
         self._loading[load] = entry
-        if entry.table is self._kept:
+        if table is self._kept:
             return [Load(load, entry.key, entry.draw)]
         out: list[CacheInstruction] = []
         inputs = self._inputs
@@ -331,10 +335,10 @@ class SampleCache:
 
     def _store(self, entry: CacheEntry, value: Any, size: int) -> list[CacheInstruction]:
         """Store the result of an entry's load, and answer the requests that it completes."""
-        load = entry.loading
+        load, table = entry.loading, self._table_of(entry)
         del self._loading[load]
-        out = [] if entry.table is self._kept else self._release_input(load)
-        entry.table.store(entry, value, size)
+        out = [] if table is self._kept else self._release_input(load)
+        table.store(entry, value, size)
         if entry.requests:
             out += self._taken(self._requests.arrived(entry))
         return out
@@ -357,7 +361,7 @@ class SampleCache:
             if wanted.requests:
                 out += self._requests.shorten(reader, ticket)
             del reader.wants[ticket]
-            table, load = wanted.table, wanted.loading
+            table, load = self._table_of(wanted), wanted.loading
             if not table.detach(wanted, reader.name, ticket):
                 continue
             if load:
@@ -387,7 +391,7 @@ class SampleCache:
                 table.queue.discard(first)
                 out += self._begin(first, size)
             if self._must_flush:
-                out += self._requests.flush(table)
+                out += self._requests.flush(table.queue)
         return out
 
     def _balance(self, drawn: ObjectTable) -> None:
@@ -399,7 +403,7 @@ class SampleCache:
 
     def _make_room(self, wanted: CacheEntry, size: int) -> bool:
         """Make room for an entry by the evictions that are allowed for it; return whether the entry fits then."""
-        table = wanted.table
+        table = self._table_of(wanted)
         if not wanted.requests:
             return table.make_room(size, share=AHEAD_SHARE)
         if table.make_room(size, share=1.0):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -13,9 +13,10 @@ from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow._version import __version__
 from torch_dpflow.cluster.control.placement import NodeScaling, NodeTable
-from torch_dpflow.cluster.messages.coordinator import NodeLimits
+from torch_dpflow.cluster.messages.coordinator import NodeLimits, Part
 from torch_dpflow.cluster.messages.node import (
     FleetTarget,
+    Launch,
     NodeAssignment,
     NodeFleet,
     NodeJoin,
@@ -33,9 +34,6 @@ from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcServer
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.shipping.compatibility import unfit, versions_here
 
-if TYPE_CHECKING:
-    from torch_dpflow.cluster.services.coordinator import Coordinator
-
 #: The lease of a node expires this long after its latest report, seconds: as long as that of a node's processes.
 NODE_LEASE_S = 2 * LEASE_S
 #: Maximum number of nodes that join under one coordinator: the generations of the next one are above.
@@ -47,6 +45,18 @@ NODE_METHODS: dict[str, Any] = {
     "node_fleet": NodeFleet,
     "nodes": None,
 }
+
+
+class NodesCoordinator(Protocol):
+    """What joined nodes ask of their cluster's coordinator, which describes each."""
+
+    observed: list[ProcessView]
+
+    def changed(self) -> None: ...
+
+    def assigned_to(self, node: str) -> list[Launch] | None: ...
+
+    def parts(self, *, hosts: int = 0) -> dict[str, Part | None]: ...
 
 
 class JoinedNodes:
@@ -76,14 +86,14 @@ class JoinedNodes:
         self._clock = SuspendAwareClock()
         self._table = NodeTable(place.cluster, generations=incarnation * _MAX_JOINS, lease_s=NODE_LEASE_S)
         #: Set by `use`.
-        self._coordinator: Coordinator
+        self._coordinator: NodesCoordinator
         #: Whether the cluster ends, and the nodes to which that was reported.
         self._ends, self._notified = False, set[str]()
         self._restore()
         for name, body in NODE_METHODS.items():
             server.register(name, getattr(self, f"_on_{name}"), body_type=body)
 
-    def use(self, coordinator: Coordinator) -> None:
+    def use(self, coordinator: NodesCoordinator) -> None:
         """Connect it with a coordinator. To be called once, before the server serves."""
         self._coordinator = coordinator
 
