@@ -36,6 +36,7 @@ from torch_dpflow.ipc.messages.content_parts import MAX_PARTS, PartDigest, diffe
 from torch_dpflow.ipc.messages.fields import MAX_TEXT
 from torch_dpflow.remote.shipping.content_identity import ContentIdentity, fingerprint, identify
 from torch_dpflow.remote.shipping.content_pack import pack, unpack
+from torch_dpflow.remote.shipping.part_tree import PartNode, merged
 
 Parts = dict[str, PartDigest]
 
@@ -430,3 +431,22 @@ def test_what_an_earlier_epoch_found_is_not_used_after_a_change(
         assert parts == identify(roots, like=dataclasses.replace(before, settled={})).parts, change
         assert differences(parts, before.parts, ()), change
         del sys.modules[name]
+
+
+LEAVES = st.dictionaries(st.sampled_from(["(x)", ".f", "[0]"]), st.binary(max_size=2), min_size=1)
+
+
+@given(LEAVES, LEAVES, st.booleans(), st.data())
+def test_of_two_parts_with_one_path_each_leaf_counts(
+    first: dict[str, bytes], other: dict[str, bytes], of_first: bool, data: st.DataObject
+) -> None:
+    def part_of(leaves: dict[str, bytes]) -> PartNode:
+        return PartNode(b"", parts={".Crops": PartNode(b"", parts={name: PartNode(of) for name, of in leaves.items()})})
+
+    def both() -> bytes:
+        return merged(part_of(first), part_of(other).parts or {}).digest
+
+    before, changed = both(), first if of_first else other
+    name = data.draw(st.sampled_from(sorted(changed)))
+    changed[name] += b"!"
+    assert both() != before
