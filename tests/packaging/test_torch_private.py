@@ -33,6 +33,7 @@ OF_OTHERS = {
     "_config": "multiprocessing",
     "_exit": "os",
     "_asdict": "collections",
+    "_slotnames": "copyreg",
     "_dataloader": "lightning",
 }
 #: Where a name is, and whether it is a module's own name or a member of what stands there.
