@@ -42,11 +42,31 @@ NAMED = [
         data("U.__supertype__", "U = typing.NewType('U', int if @@ == 1 else str)"),
         loads="",
     ),
-    Pair(
-        "named container",
-        "__main__.R",
-        data("R[0]", "class K(dict):\n    def __reduce__(self): return 'R'\nR = K({0: @@})"),
-    ),
+    *[
+        Pair(f"named {kind}", part, data(reads, f"{body}\n    def __reduce__(self): return 'R'\n{made}"), loads="")
+        for kind, part, reads, body, made in [
+            ("dict", "__main__.R", "R[0], R['itself'] is R", "class K(dict):", "R = K({0: @@})\nR['itself'] = R"),
+            ("ordered dict", "__main__.R", "R[0]", "class K(collections.OrderedDict):", "R = K({0: @@})"),
+            ("list", "__main__.R", "R[0], R[1] is R", "class K(list):", "R = K([@@])\nR.append(R)"),
+            ("set", "__main__.R", "max(R)", "class K(set):", "R = K({@@})"),
+            ("number", "__main__.R", "R + 0", "class K(int):", "R = K(@@)"),
+            ("object with slots", "__main__.R.v", "R.v", "class K:\n    __slots__ = 'v',", "R = K()\nR.v = @@"),
+            (
+                "object with a state",
+                "__main__.R",
+                "R.v",
+                "class K:\n    def __getstate__(self): return [self.v]\n    def __setstate__(self, s): self.v = s[0]",
+                "R = K()\nR.v = @@",
+            ),
+            (
+                "object that is made otherwise",
+                "__main__.R.v",
+                "R.v",
+                "class K:\n    def __new__(cls, v): return object.__new__(cls)\n    def __init__(self, v): self.v = v",
+                "R = K(@@)",
+            ),
+        ]
+    ],
     Pair("named object of a module", "lib.f", data("lib.f(i)", "import lib"), files={"lib.py": F}),
     Pair(
         "named object of a module imported by two",

@@ -21,7 +21,6 @@ from torch_dpflow.remote.shipping.code_digest import names_in_code, names_in_tex
 from torch_dpflow.remote.shipping.modules import can_be_imported
 from torch_dpflow.remote.shipping.pickled_parts import is_derived, reduces_itself
 from torch_dpflow.remote.shipping.run_text import runner
-from torch_dpflow.remote.shipping.values import is_bare
 
 #: Variables of a module that differ from one process to another and that no code of the user's sets.
 NO_VARIABLES = frozenset(
@@ -103,9 +102,27 @@ def in_place_of_name(obj: Any, dispatch_table: Mapping[type, Any]) -> Any:
     if not reduces_itself(kind) or kind in dispatch_table:
         return NotImplemented
     reduced = obj.__reduce_ex__(5)
-    if isinstance(reduced, str) and is_bare(kind) and cloudpickle._whichmodule(obj, reduced) in SCRIPT:
-        return copyreg.__newobj__, (kind,), vars(obj)  # type: ignore[attr-defined]
+    if isinstance(reduced, str) and cloudpickle._whichmodule(obj, reduced) in SCRIPT:
+        return _in_place_of_method(obj)
     return reduced
+
+
+def _in_place_of_method(obj: Any) -> Any:
+    """Return how an object would be reduced if its class did not define that."""
+    kind, copies = type(obj), vars(copyreg)
+    slots = {name: getattr(obj, name) for name in copies["_slotnames"](kind) if hasattr(obj, name)}
+    state = getattr(obj, "__dict__", None) or None
+    if getattr(kind, "__getstate__", None) is not getattr(object, "__getstate__", None):
+        state = obj.__getstate__()
+    elif slots:
+        state = (state, slots)
+    if isinstance(obj, list | dict):
+        items = (iter(obj), None) if isinstance(obj, list) else (None, iter(obj.items()))
+        return copies["__newobj__"], (kind,), state, *items
+    if next(base for base in kind.__mro__ if not base.__flags__ & copies["_HEAPTYPE"]) is object:
+        return copies["_reconstructor"], (kind, object, None), state
+    # The value of a class in C, such as a set or an int, is an argument.
+    return (*copies["_reduce_ex"](obj, 0)[:2], state)
 
 
 class ModuleVariables:
