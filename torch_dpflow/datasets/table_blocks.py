@@ -333,13 +333,15 @@ class errors_of:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
+        if error is None or isinstance(error, DPFlowError):
             return
-        # Arrow raises OSError for damaged pages; our errors of storages are DPFlowErrors, and pass.
-        if isinstance(error, pyarrow_with_formats().ArrowException) or type(error) is OSError:
-            raise SourceError(f"{printable_url(self._file.url)} cannot be read: {error}") from error
-        if isinstance(error, FileNotFoundError | PermissionError) and not isinstance(error, DPFlowError):
+        if isinstance(error, FileNotFoundError | PermissionError):
             raise storage_error(ByteRange(printable_url(self._file.url)), error) from error
+        # Arrow raises OSError for damaged pages, and Python the others for names and values.
+        if isinstance(error, pyarrow_with_formats().ArrowException | ValueError | ArithmeticError | LookupError) or (
+            type(error) is OSError
+        ):
+            raise SourceError(f"{printable_url(self._file.url)} cannot be read: {error}") from error
 
 
 def pyarrow_with_formats() -> Any:

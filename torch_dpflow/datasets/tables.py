@@ -47,6 +47,8 @@ Blocks = ParquetBlocks | ArrowBlocks | RemoteArrowBlocks
 _FEW_ROWS = 16
 #: Files whose footers are read at a time.
 _FOOTERS_AT_ONCE = 16
+#: Rows of a file above which its metadata is damaged, so that the rows of all files can be counted in an int64.
+_MAX_ROWS = 1 << 48
 #: Opened files of a process: files with a descriptor or a parsed footer, and mapped files.
 _MAX_OPEN, _MAX_MAPPED = 32, 4096
 #: Bytes of memory of a mapped block's objects of Arrow and Python.
@@ -214,6 +216,8 @@ class _OpenedTable:
         self._blocks: OrderedDict[int, _DecodedBlock] = OrderedDict()
         self._bytes = 0
         self._running = RunningLoads()
+        #: Blocks of local Arrow files that were checked: the files must not change.
+        self._checked: set[int] = set()
 
     def counted(self, file: SourceFile) -> tuple[list[int], Any]:
         """Return the rows of each block of a file, and its schema without metadata."""
@@ -221,8 +225,12 @@ class _OpenedTable:
 
         opened = _blocks_of(self._reader, file)
         try:
-            check_names([*field_names(opened.schema)], printable_url(file.url))
-            return opened.counts(), opened.schema.remove_metadata()
+            with errors_of(file):
+                check_names([*field_names(opened.schema)], printable_url(file.url))
+                counts = opened.counts()
+                if min(counts, default=0) < 0 or sum(counts) > _MAX_ROWS:
+                    raise OSError(f"its metadata says that blocks have {min(counts)} to {max(counts)} rows")
+                return counts, opened.schema.remove_metadata()
         finally:
             opened.close()
 
@@ -293,16 +301,29 @@ class _OpenedTable:
             if kept is not None:
                 return pyarrow_with_formats().ipc.open_stream(kept).read_all()
         decoded = self._files[_is_mapped(file)](file).read(group, columns)
+        self._check(block, decoded)
         if schema is not None:
-            with errors_of(file):
-                fields = [schema.field(name) for name in decoded.schema.names]
-                decoded = decoded.cast(pyarrow_with_formats().schema(fields))
+            fields = [schema.field(name) for name in decoded.schema.names]
+            decoded = decoded.cast(pyarrow_with_formats().schema(fields))
         if self._disk is not None and key is not None:
             sink = io.BytesIO()
             with pyarrow_with_formats().ipc.new_stream(sink, decoded.schema) as writer:
                 writer.write_table(decoded)
             self._disk.put(key, sink.getvalue())
         return decoded
+
+    def _check(self, block: int, decoded: Any) -> None:
+        """Raise OSError or ArrowInvalid if a block is damaged. A block of a local Arrow file is checked once."""
+        from torch_dpflow.datasets.importers.table_values import check_offsets
+
+        if block in self._checked:
+            return
+        counted = self._table.blocks[block]
+        if decoded.num_rows != counted:
+            raise OSError(f"a block has {decoded.num_rows} rows, and {counted} by its metadata")
+        check_offsets(decoded)
+        if _is_mapped(self._table._files[self._table._places[block][0]]):
+            self._checked.add(block)
 
 
 def _opened(reader: ObjectReader, file: SourceFile) -> Blocks:

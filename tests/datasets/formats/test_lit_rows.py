@@ -39,19 +39,29 @@ def chunk_of(rows: Sequence[dict[str, Any]], compression: str | None = None) -> 
     with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
         for start in range(0, len(rows), 256):
             writer.write_table(table.slice(start, 256))
-    header, content = words(len(rows), *[4 * (len(rows) + 2)] * (len(rows) + 1)), sink.getvalue().to_pybytes()
-    return header + content + words(len(content)) + b"LDARW01\0"
+    return chunk_around(sink.getvalue().to_pybytes(), len(rows))
+
+
+def chunk_around(content: bytes, count: int) -> bytes:
+    """A chunk with an Arrow file of so many rows."""
+    return words(count, *[4 * (count + 2)] * (count + 1)) + content + words(len(content)) + b"LDARW01\0"
 
 
 def write_rows(
     folder: Path, chunks: Sequence[Sequence[dict[str, Any]]] | None = None, compression: str | None = None
 ) -> None:
-    folder.mkdir(parents=True)
+    listed = chunks or [[row(n) for n in numbers] for numbers in CHUNKS]
+    write_chunks(folder, [(chunk_of(rows, compression), len(rows)) for rows in listed])
+
+
+def write_chunks(folder: Path, chunks: Sequence[tuple[bytes, int]]) -> None:
+    """Write chunks, each with its number of rows, and their index."""
+    folder.mkdir(parents=True, exist_ok=True)
     listed = []
-    for number, rows in enumerate(chunks or [[row(n) for n in numbers] for numbers in CHUNKS]):
-        content, name = chunk_of(rows, compression), f"chunk-0-{number}.bin"
+    for number, (content, count) in enumerate(chunks):
+        name = f"chunk-0-{number}.bin"
         (folder / name).write_bytes(content)
-        listed.append({"filename": name, "chunk_bytes": len(content), "chunk_size": len(rows), "dim": None})
+        listed.append({"filename": name, "chunk_bytes": len(content), "chunk_size": count, "dim": None})
     spec = {"type": "builtins.dict", "context": '["image", "label", "meta"]', "children_spec": [LEAF] * 3}
     config = {"data_format": ["bytes", "int", "json"], "data_spec": json.dumps([1, spec]), "compression": None}
     (folder / "index.json").write_text(json.dumps({"chunks": listed, "config": config}))

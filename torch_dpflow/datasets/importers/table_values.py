@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -147,14 +147,44 @@ def _coarser(kind: pyarrow.DataType) -> pyarrow.DataType:
         return pyarrow.time64("us")
     if types.is_dictionary(kind) and _coarser(kind.value_type) != kind.value_type:
         return _coarser(kind.value_type)
+    return _with_inner(kind, _coarser)
+
+
+def check_offsets(table: pyarrow.Table) -> None:
+    """Raise ArrowInvalid if offsets, sizes or indices lead out of a table's buffers: Arrow follows them unchecked.
+
+    Texts count as bytes, so that none is read here: one that is not UTF-8 fails when it becomes a value.
+    """
+    table.validate()
+    for column in table.columns:
+        kind = _without_text(column.type)
+        for chunk in column.chunks:
+            (chunk if kind == chunk.type else chunk.view(kind)).validate(full=True)
+
+
+def _without_text(kind: pyarrow.DataType) -> pyarrow.DataType:
+    """Return a type that has the same buffers as `kind`, and bytes in the place of texts."""
+    types = pyarrow.types
+    if types.is_string(kind):
+        return pyarrow.binary()
+    if types.is_large_string(kind):
+        return pyarrow.large_binary()
+    if types.is_dictionary(kind):
+        return pyarrow.dictionary(kind.index_type, _without_text(kind.value_type), kind.ordered)
+    return _with_inner(kind, _without_text)
+
+
+def _with_inner(kind: pyarrow.DataType, change: Callable[[pyarrow.DataType], pyarrow.DataType]) -> pyarrow.DataType:
+    """Return a type whose inner types are changed, if it is a list, a map or a struct; else the type itself."""
+    types = pyarrow.types
     if types.is_list(kind):
-        return pyarrow.list_(_coarser(kind.value_type))
+        return pyarrow.list_(change(kind.value_type))
     if types.is_large_list(kind):
-        return pyarrow.large_list(_coarser(kind.value_type))
+        return pyarrow.large_list(change(kind.value_type))
     if types.is_fixed_size_list(kind):
-        return pyarrow.list_(_coarser(kind.value_type), kind.list_size)
+        return pyarrow.list_(change(kind.value_type), kind.list_size)
     if types.is_map(kind):
-        return pyarrow.map_(_coarser(kind.key_type), _coarser(kind.item_type))
+        return pyarrow.map_(change(kind.key_type), change(kind.item_type))
     if types.is_struct(kind):
-        return pyarrow.struct([field.with_type(_coarser(field.type)) for field in kind])
+        return pyarrow.struct([field.with_type(change(field.type)) for field in kind])
     return kind
