@@ -301,7 +301,8 @@ class _OpenedTable:
             if kept is not None:
                 return pyarrow_with_formats().ipc.open_stream(kept).read_all()
         decoded = self._files[_is_mapped(file)](file).read(group, columns)
-        self._check(block, decoded)
+        if block not in self._checked:
+            self._check(block, decoded)
         if schema is not None:
             fields = [schema.field(name) for name in decoded.schema.names]
             decoded = decoded.cast(pyarrow_with_formats().schema(fields))
@@ -316,8 +317,6 @@ class _OpenedTable:
         """Raise OSError or ArrowInvalid if a block is damaged. A block of a local Arrow file is checked once."""
         from torch_dpflow.datasets.importers.table_values import check_offsets
 
-        if block in self._checked:
-            return
         counted = self._table.blocks[block]
         if decoded.num_rows != counted:
             raise OSError(f"a block has {decoded.num_rows} rows, and {counted} by its metadata")

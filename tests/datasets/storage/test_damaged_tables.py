@@ -122,10 +122,10 @@ def outcome_of(folder: str, kind: str, content: bytes, rows: list[int] | None = 
 def read_damaged_columns(folder: str) -> None:
     for wrong in (10**9, -5):
         for name, damaged in damaged_columns(wrong).items():
-            for kind in ("file", "compressed", "stream", "chunk", "remote"):
-                for rows in ([WRONG - 1, WRONG], [*range(ROWS)]):
-                    print(wrong, name, kind, len(rows), end=": ", flush=True)
-                    print(outcome_of(folder, kind, written(kind, pa.table({"value": damaged})), rows), flush=True)
+            table = pa.table({"value": damaged})
+            for kind in ("file", "stream", "chunk", "remote"):
+                print(wrong, name, kind, end=": ", flush=True)
+                print(outcome_of(folder, kind, written(kind, table), [WRONG - 1, WRONG]), flush=True)
 
 
 def read_flipped(folder: str, kind: str, step: str, flip: str = "0xff") -> None:
@@ -165,11 +165,11 @@ def run_here(function: str, *arguments: str) -> list[str]:
 
 def test_offsets_and_indices_that_lead_out_of_a_block(tmp_path: Path) -> None:
     lines = run_here("read_damaged_columns", str(tmp_path))
-    assert len(lines) == 2 * len(damaged_columns(0)) * 5 * 2
+    assert len(lines) == 2 * len(damaged_columns(0)) * 4
     assert [line for line in lines if "cannot be read: " not in line] == []
 
 
-@pytest.mark.parametrize("step", ["17", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", ["61", pytest.param("1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_changed_byte_gives_a_value_or_an_error_with_the_name(tmp_path: Path, kind: str, step: str) -> None:
     whole, *wrong = run_here("read_flipped", str(tmp_path), kind, step)
