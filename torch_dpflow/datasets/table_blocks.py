@@ -36,6 +36,7 @@ class ParquetBlocks:
 
     def __init__(self, file: SourceFile, reader: ObjectReader) -> None:
         self._file = file
+        self._unread = _UnreadFile(file, reader)
         self._lock = threading.Lock()  # of Arrow's reader, which is not thread-safe
         path = local_path_of(file)
         with errors_of(file):
@@ -53,7 +54,7 @@ class ParquetBlocks:
         with errors_of(self._file):
             metadata = self._parquet.metadata
             if path is not None:
-                _check_begins_once(path, metadata)
+                _check_begins_once(path, metadata, _end_of_pages(self._unread, metadata))
             return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
 
     def read(self, block: int, columns: list[str] | None) -> Any:
@@ -67,17 +68,35 @@ class ParquetBlocks:
         self._source.close()
 
 
-def _check_begins_once(path: str, metadata: Any) -> None:
-    """Raise OSError if Parquet files were joined: the last footer lists only the pages of the last file."""
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
-    stop = max((_start(chunk) + chunk.total_compressed_size for chunk in chunks), default=4)
+def _check_begins_once(path: str, metadata: Any, stop: int) -> None:
+    """Raise OSError if Parquet files were joined: the last footer lists only the pages of the last file.
+
+    Args:
+        stop: where pages end.
+    """
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(stop)
         between = file.read(min(max(0, size - 8 - metadata.serialized_size - stop), _MAX_BETWEEN))
     if b"PAR1PAR1" in between:
         raise OSError("it goes on after the end of a first table; files were joined")
+
+
+def _end_of_pages(unread: _UnreadFile, metadata: Any) -> int:
+    """Return where the last row group ends. Raises OSError or ArrowException if its metadata is damaged."""
+    if not metadata.num_row_groups:
+        return 4
+    last = metadata.num_row_groups - 1
+    # `column` ends the process by metadata that the reader refuses, so the reader sees it first. It needs no page.
+    parquet = pyarrow_with_formats().parquet.ParquetFile(unread, metadata=metadata, buffer_size=1)
+    try:
+        parquet.read_row_group(last, use_threads=False)
+    except (OSError, pyarrow_with_formats().ArrowException):
+        if not unread.is_read:
+            raise
+    group = metadata.row_group(last)
+    chunks = [group.column(number) for number in range(group.num_columns)]
+    return max((_start(chunk) + chunk.total_compressed_size for chunk in chunks), default=4)
 
 
 def _start(chunk: Any) -> int:
@@ -304,6 +323,16 @@ class RangeFile(io.RawIOBase):
         (data,) = self._reader.read_many([span_of(self._file, self._position, max(stop, self._position))])
         self._position += len(data)
         return data
+
+
+class _UnreadFile(RangeFile):
+    """A file whose metadata is known, and that has no other bytes. Arrow would keep an error that `read` raises."""
+
+    is_read = False
+
+    def read(self, count: int = -1, /) -> bytes:
+        self.is_read = True
+        return b""
 
 
 def span_of(file: SourceFile, start: int, stop: int) -> ByteRange:

@@ -152,6 +152,20 @@ def read_flipped(folder: str, kind: str, step: str, flip: str = "0xff") -> None:
             print(f"byte {at}: {error!r}")
 
 
+def read_wrong_histograms(folder: str) -> None:
+    """Change bytes of a footer for which Arrow's reader reports a histogram of the wrong size."""
+    whole = written("parquet", pa.table({"number": [*range(2 * ROWS)]}))
+    for at in range(len(whole) - 8 - int.from_bytes(whole[-8:-4], "little"), len(whole) - 8):
+        changed = bytearray(whole)
+        changed[at] ^= 1
+        try:
+            pq.ParquetFile(pa.BufferReader(changed)).read(use_threads=False)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            if "histogram size mismatch" in str(error):
+                print(f"byte {at}", end=": ", flush=True)
+                print(outcome_of(folder, "parquet", bytes(changed)), flush=True)
+
+
 def run_here(function: str, *arguments: str) -> list[str]:
     """Run a function of this module in another process, and return the lines that it prints."""
     program = (
@@ -167,6 +181,14 @@ def test_offsets_and_indices_that_lead_out_of_a_block(tmp_path: Path) -> None:
     lines = run_here("read_damaged_columns", str(tmp_path))
     assert len(lines) == 2 * len(damaged_columns(0)) * 4
     assert [line for line in lines if "cannot be read: " not in line] == []
+
+
+def test_footers_for_which_pyarrow_ends_the_process(tmp_path: Path) -> None:
+    """`RowGroupMetaData.column` catches no exception of C++ (pyarrow 19 to 26)."""
+    pytest.importorskip("pyarrow", "19")
+    lines = run_here("read_wrong_histograms", str(tmp_path))
+    assert lines
+    assert [line for line in lines if "a.parquet cannot be read: " not in line] == []
 
 
 @pytest.mark.parametrize("step", ["61", pytest.param("1", marks=pytest.mark.slow)])
