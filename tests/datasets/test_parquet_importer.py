@@ -170,6 +170,22 @@ def test_damaged_pages_are_told(tmp_path: Path) -> None:
         list(ListingImporter(str(path)).items())
 
 
+def test_each_damaged_byte_of_a_footer_gives_items_or_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "list.parquet"
+    parquet.write_table(pa.table({"path": ["a.bin", "b.bin"], "label": [1, 2]}), path, store_schema=False)
+    data = path.read_bytes()
+    messages: list[str] = []
+    length = int.from_bytes(data[-8:-4], "little")
+    for at in range(len(data) - 8 - length, len(data) - 8):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
+        try:
+            list(ListingImporter(str(path)).items())
+        except SourceError as error:
+            messages.append(str(error))
+    assert len(messages) > length / 2
+    assert all("list.parquet" in message for message in messages)
+
+
 def test_without_pyarrow_the_way_out_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'torch_dpflow\[datasets\]'"):

@@ -18,7 +18,7 @@ from torch_dpflow.datasets.importers.delimited import DelimitedRows, check_names
 from torch_dpflow.datasets.importers.folders import files_below
 from torch_dpflow.datasets.importers.splits import check_no_log, check_no_log_above, files_of_split
 from torch_dpflow.datasets.storage.urls import join_url, printable_url, split_name
-from torch_dpflow.errors import OptionError, SourceError, StorageError
+from torch_dpflow.errors import DPFlowError, OptionError, SourceError, StorageError
 from torch_dpflow.log import DATASETS
 
 #: Rows of a Parquet file that are in memory at a time.
@@ -182,9 +182,10 @@ class ListingImporter:
                         to_skip -= skipped
                         yield from rows_of(batch.slice(skipped), name, self._columns.get("data"), row + skipped)
                         row += len(batch)
-            except StorageError:
+            except DPFlowError:
                 raise
-            except (pyarrow.ArrowException, OSError) as error:  # Arrow raises OSError for damaged pages
+            except (pyarrow.ArrowException, OSError, ValueError, ArithmeticError, LookupError) as error:
+                # Arrow raises OSError for damaged pages, and Python the others for names and values.
                 raise SourceError(f"{name} cannot be read: {error}") from error
 
     def _parquet_files(self) -> list[str]:
