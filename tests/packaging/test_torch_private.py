@@ -34,6 +34,9 @@ OF_OTHERS = {
     "_exit": "os",
     "_asdict": "collections",
     "_slotnames": "copyreg",
+    "_reconstructor": "copyreg",
+    "_reduce_ex": "copyreg",
+    "_HEAPTYPE": "copyreg",
     "_dataloader": "lightning",
 }
 #: Where a name is, and whether it is a module's own name or a member of what stands there.

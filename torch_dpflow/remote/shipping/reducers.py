@@ -109,8 +109,9 @@ def in_place_of_name(obj: Any, dispatch_table: Mapping[type, Any]) -> Any:
 
 def _in_place_of_method(obj: Any) -> Any:
     """Return how an object would be reduced if its class did not define that."""
-    kind, copies = type(obj), vars(copyreg)
-    slots = {name: getattr(obj, name) for name in copies["_slotnames"](kind) if hasattr(obj, name)}
+    kind = type(obj)
+    copies: Any = copyreg
+    slots = {name: getattr(obj, name) for name in copies._slotnames(kind) if hasattr(obj, name)}
     state = getattr(obj, "__dict__", None) or None
     if getattr(kind, "__getstate__", None) is not getattr(object, "__getstate__", None):
         state = obj.__getstate__()
@@ -118,11 +119,11 @@ def _in_place_of_method(obj: Any) -> Any:
         state = (state, slots)
     if isinstance(obj, list | dict):
         items = (iter(obj), None) if isinstance(obj, list) else (None, iter(obj.items()))
-        return copies["__newobj__"], (kind,), state, *items
-    if next(base for base in kind.__mro__ if not base.__flags__ & copies["_HEAPTYPE"]) is object:
-        return copies["_reconstructor"], (kind, object, None), state
+        return copies.__newobj__, (kind,), state, *items
+    if next(base for base in kind.__mro__ if not base.__flags__ & copies._HEAPTYPE) is object:
+        return copies._reconstructor, (kind, object, None), state
     # The value of a class in C, such as a set or an int, is an argument.
-    return (*copies["_reduce_ex"](obj, 0)[:2], state)
+    return (*copies._reduce_ex(obj, 0)[:2], state)
 
 
 class ModuleVariables:
