@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 from torch_dpflow.cluster.services import provisioner
 from torch_dpflow.cluster.services.service import ClusterPlace, ServiceSpec, WorkerPlatform
@@ -41,7 +42,8 @@ def service_of(folder: str, id: str, incarnation: int = 1, *, workers: int = 4) 
         arguments=b"",
         settings=b"",
         address="",
-        place=ClusterPlace(directory=folder, token="t" * 32, worker_platform=place),
+        # A cluster for each folder: provisioners end members of their cluster's name that they do not know.
+        place=ClusterPlace(directory=folder, token=sha256(folder.encode()).hexdigest()[:32], worker_platform=place),
     )
 
 
