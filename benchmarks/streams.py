@@ -75,7 +75,7 @@ def measure(side: str, items: int, fn: Callable[[int], Any]) -> dict[str, float]
         raise RuntimeError(f"{side} returned {count + 1} results of {items} items")
     del node
     gc.collect()
-    while multiprocessing.active_children():  # reaps those that have ended
+    while multiprocessing.active_children():  # reaps ended workers
         time.sleep(0.01)
     return {"items_per_s": count / took_s, "cpu_us_per_item": 1e6 * (processor_time_s() - before_s) / items}
 

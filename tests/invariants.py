@@ -1,4 +1,4 @@
-"""Invariants of the caches and state machines of the package. `validate` checks those of any of them."""
+"""Invariants of the caches and state machines of the package. `validate` checks any of these objects."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch_dpflow.errors import SourceError
 class LitRows(TableDataset):
     """The rows of a LitData dataset whose chunks are Arrow files, in the order of its index.
 
-    A sample is the dict that LitData gives: columns and types are those of its chunk.
+    A sample is the dict that LitData gives, with the columns and types of its chunk.
 
     Args:
         dataset: its chunks.

@@ -50,7 +50,7 @@ class ItemPace:
         self._largest = max(self._largest, nbytes)
 
     def mapped(self, seconds: float, count: int) -> None:
-        """Note so many items that a worker has mapped."""
+        """Note the time that a worker took to map `count` items."""
         self._map_s = _averaged(self._map_s, seconds / count, count)
 
     @property

@@ -22,7 +22,7 @@ from torch_dpflow.errors import SourceError
 #: Rows of a block: more than are taken one by one.
 ROWS = 18
 WRONG = 9
-#: Names of files of each kind. Those of "chunk" are in a dataset of LitData, and those of "remote" on memory://.
+#: Names of files of each kind. Files of "chunk" are in a dataset of LitData, files of "remote" on memory://.
 KINDS = {
     "file": "a.arrow",
     "compressed": "a.feather",

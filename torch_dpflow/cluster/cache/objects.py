@@ -312,7 +312,7 @@ class RequestTable:
         return complete
 
     def flush(self, queue: LoadQueue) -> list[Serve]:
-        """Answer every request for entries of this queue's table with those that are ready, if it has any."""
+        """Answer every request for entries of this queue's table that has ready entries, with these entries."""
         partly = [one for one in self._open.values() if one.missing < len(one.tickets) and one.first.queue is queue]
         return [self._serve(request) for request in partly]
 

@@ -73,6 +73,12 @@ def is_found(obj: Any, module: str, name: str) -> bool:
     return holder is obj
 
 
+def slots_of(obj: Any) -> dict[str, Any]:
+    """Return the attributes of an object that are in slots."""
+    names: list[str] = copyreg._slotnames(type(obj))  # type: ignore[attr-defined]
+    return {name: getattr(obj, name) for name in names if hasattr(obj, name)}
+
+
 def attributes_of_named(obj: Any, module: str, name: str) -> dict[str, Any] | None:
     """Return the attributes of an object that is pickled by this name, as functions under cachetools; None of others.
 
@@ -86,9 +92,7 @@ def attributes_of_named(obj: Any, module: str, name: str) -> dict[str, Any] | No
             return None
     except Exception:  # code of the object's own runs
         return None
-    found = dict(getattr(obj, "__dict__", {}))
-    slots: list[str] = copyreg._slotnames(kind)  # type: ignore[attr-defined]
-    found |= {one: getattr(obj, one) for one in slots if hasattr(obj, one)}
+    found = dict(getattr(obj, "__dict__", {})) | slots_of(obj)
     for plain in (dict, list, set):
         if isinstance(obj, plain):
             found[ENTRIES] = plain(obj)

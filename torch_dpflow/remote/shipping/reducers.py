@@ -19,7 +19,7 @@ from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.remote.shipping.code_digest import names_in_code, names_in_texts
 from torch_dpflow.remote.shipping.modules import can_be_imported
-from torch_dpflow.remote.shipping.pickled_parts import is_derived, reduces_itself
+from torch_dpflow.remote.shipping.pickled_parts import is_derived, reduces_itself, slots_of
 from torch_dpflow.remote.shipping.run_text import runner
 
 #: Variables of a module that differ from one process to another and that no code of the user's sets.
@@ -111,8 +111,7 @@ def _in_place_of_method(obj: Any) -> Any:
     """Return how an object would be reduced if its class did not define that."""
     kind = type(obj)
     copies: Any = copyreg
-    slots = {name: getattr(obj, name) for name in copies._slotnames(kind) if hasattr(obj, name)}
-    state = getattr(obj, "__dict__", None) or None
+    slots, state = slots_of(obj), getattr(obj, "__dict__", None) or None
     if getattr(kind, "__getstate__", None) is not getattr(object, "__getstate__", None):
         state = obj.__getstate__()
     elif slots:
