@@ -29,6 +29,7 @@ from tests.contracts.processes import (
     ignore,
     leave,
     lend,
+    raise_signals,
     sleep,
     start_and_stay,
     write_and_die,
@@ -154,6 +155,22 @@ class PlatformContract:
         assert 0 < len(end.report) <= MAX_REPORT_CHARS
         assert "SIGTERM" in str(end)
         assert "its exit report:\nalas" in str(end)
+
+    def test_handlers_of_the_starter_do_not_run_in_its_processes(self, platform: Platform) -> None:
+        """A script may save a checkpoint on SIGTERM, and asyncio's loop is woken by a descriptor that forks inherit."""
+        hears, wakes_up = socket.socketpair()
+        wakes_up.setblocking(False)
+        before = signal.signal(signal.SIGTERM, lambda *_: os._exit(15)), signal.signal(signal.SIGUSR1, lambda *_: None)
+        woken = signal.set_wakeup_fd(wakes_up.fileno())
+        try:
+            end = self.end_of(platform, self.launch(platform, raise_signals, signal.SIGUSR1, signal.SIGTERM))
+        finally:
+            signal.set_wakeup_fd(woken)
+            signal.signal(signal.SIGTERM, before[0])
+            signal.signal(signal.SIGUSR1, before[1])
+        with hears, wakes_up:
+            assert end.signal in (signal.SIGTERM, signal.SIGUSR1)
+            assert not select.select([hears], [], [], 0.0)[0]
 
     def test_closing_ends_processes_that_ignore_sigterm_too(self, platform: Platform, listener: socket.socket) -> None:
         deaf = self.launch(platform, ignore, int(signal.SIGTERM), listener.getsockname(), name="deaf")

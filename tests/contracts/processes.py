@@ -44,6 +44,12 @@ def write_and_die(path: str, text: str) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def raise_signals(*numbers: int) -> None:
+    """Send this process these signals."""
+    for number in numbers:
+        signal.raise_signal(number)
+
+
 def call_at(address: tuple[str, int], data: bytes) -> None:
     """Send `data` to `address` and hang up."""
     with socket.create_connection(address) as connection:

@@ -134,7 +134,10 @@ def _run(spec: ProcessSpec, owner: int, by_kernel: bool, is_fork: bool) -> None:
     """Main function of a process. It makes the process end with its owner, then runs the target."""
     # Else the first full collection would look at all that was imported, or copy the pages of all that was inherited.
     gc.freeze()
-    if not is_fork:
+    if is_fork:  # the user's handlers are for their process: one may save a checkpoint, another wakes its event loop
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    else:
         gc.enable()
     exit_with(owner, spec.directory, by_kernel=by_kernel)
     spec.target(*spec.arguments)

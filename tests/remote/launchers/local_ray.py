@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -36,7 +37,9 @@ def ray_of(start: Callable[[Any, str], str]) -> Iterator[Any]:
         patch.delenv("RAY_ADDRESS", raising=False)
         import ray
 
+        before = signal.getsignal(signal.SIGTERM)
         patch.setenv("RAY_ADDRESS", start(ray, directory))
+        signal.signal(signal.SIGTERM, before)  # else Ray's handler stays for all tests of this process
         yield ray
         ray.shutdown()
 
