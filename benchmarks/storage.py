@@ -1,6 +1,6 @@
 """Reading samples from a disk, from S3 and from OSS: ours against torch's loader with the vendor's client.
 
-    python -m benchmarks.storage [--json] [--workload disk,oss,s3,gets] [--latency-ms 0,10,30] [--rounds 5]
+    python -m benchmarks.storage [--json] [--workload disk,oss,s3] [--latency-ms 0,10,30] [--rounds 5]
 
 What the workloads are, and what the figures mean, is told in benchmarks/README.md.
 """
@@ -23,25 +23,20 @@ from typing import Any
 
 from benchmarks.report import Comparison, Metric, add_arguments, alternate, publish
 from benchmarks.storage_corpus import SAMPLES, prepare
-from benchmarks.storage_sides import BATCH, CLIENTS, SIDES, WORKERS, Place
+from benchmarks.storage_sides import BATCH, SIDES, WORKERS, Place
 
-WORKLOADS = ("disk", "oss", "s3", "gets")
+WORKLOADS = ("disk", "oss", "s3")
 LATENCIES_MS = (0.0, 10.0, 30.0)
 #: Epochs from the disk, where one is over within a fraction of a second.
 DISK_EPOCHS = 8
 #: What the sides and the servers are made of.
-PACKAGES = ("oss2", "ossfs", "boto3", "s3fs", "obstore", "moto", "webdataset", "litdata")
+PACKAGES = ("oss2", "boto3", "moto", "webdataset", "litdata")
 
 EPOCH_METRICS = (
     Metric(name="samples_per_s", label="samples/s"),
     Metric(name="cpu_ms_per_sample", label="CPU ms/sample", higher_is_better=False),
     Metric(name="first_batch_ms", label="first batch, ms", higher_is_better=False),
     Metric(name="worker_mib", label="peak MiB, worker", higher_is_better=False, spec=",.0f"),
-)
-GET_METRICS = (
-    Metric(name="cpu_us_per_get", label="CPU µs/GET", higher_is_better=False),
-    Metric(name="gets_per_s", label="GETs/s"),
-    Metric(name="kb_per_get", label="kB/GET"),
 )
 
 
@@ -115,14 +110,6 @@ def compare(kind: str, latency_ms: float, rounds: int, *, quick: bool) -> Compar
         )
 
 
-def compare_gets(kind: str, threads: int, rounds: int, *, quick: bool) -> Comparison:
-    """So many GETs at a time with every client."""
-    with served(kind, prepare(), 0.0) as endpoint:
-        place = Place(kind=kind, endpoint=endpoint, samples=64 if quick else 512)
-        sides = {client: partial(run_side, place, client, "--gets", f"--threads={threads}") for client in CLIENTS[kind]}
-        return alternate("storage", f"{kind}, {threads} GETs at a time", sides, rounds=rounds)
-
-
 def _check_same(place: Place, sides: list[str]) -> None:
     """Raise StorageRunError unless every side that reads by number reads the same, and the others everything."""
     whole = Place(kind=place.kind, endpoint=place.endpoint)
@@ -148,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.storage", description="ours against the vendors' clients"
     )
-    parser.add_argument("--workload", type=_chosen, default=list(WORKLOADS), help="of disk, oss, s3, gets")
+    parser.add_argument("--workload", type=_chosen, default=list(WORKLOADS), help="of disk, oss, s3")
     parser.add_argument(
         "--latency-ms", type=lambda text: [float(part) for part in text.split(",")], default=LATENCIES_MS
     )
@@ -156,17 +143,9 @@ def main() -> None:
     arguments = parser.parse_args()
     rounds = 1 if arguments.quick else arguments.rounds
     for kind in arguments.workload:
-        if kind == "gets":
-            gets = [
-                compare_gets(storage, threads, rounds, quick=arguments.quick)
-                for storage in ("oss", "s3")
-                for threads in (1, 16)
-            ]
-            publish(gets, GET_METRICS, arguments)
-        else:
-            latencies = [0.0] if kind == "disk" else arguments.latency_ms
-            epochs = [compare(kind, latency, rounds, quick=arguments.quick) for latency in latencies]
-            publish(epochs, EPOCH_METRICS, arguments)
+        latencies = [0.0] if kind == "disk" else arguments.latency_ms
+        epochs = [compare(kind, latency, rounds, quick=arguments.quick) for latency in latencies]
+        publish(epochs, EPOCH_METRICS, arguments)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,11 @@ import hashlib
 import json
 import resource
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.loader_run import processor_s, reap_workers
 from benchmarks.report import Figures
-from benchmarks.storage_corpus import SAMPLES, object_name
-from benchmarks.storage_sides import CLIENTS, SIDES, Place
+from benchmarks.storage_corpus import SAMPLES
+from benchmarks.storage_sides import SIDES, Place
 
 
 def time_epochs(place: Place, side: str) -> Figures:
@@ -37,24 +36,6 @@ def time_epochs(place: Place, side: str) -> Figures:
     }
 
 
-def time_gets(place: Place, client: str, threads: int) -> Figures:
-    """Read objects, so many at a time, without a loader: what one GET costs this process."""
-    read = CLIENTS[place.kind][client](place)
-    for index in range(20):
-        read(object_name(index))
-    names = [object_name(index % SAMPLES) for index in range(place.samples)]
-    with ThreadPoolExecutor(threads) as pool:
-        processor_before = processor_s()
-        begun = time.perf_counter()
-        size = sum(map(len, pool.map(read, names) if threads > 1 else map(read, names)))
-        taken_s = time.perf_counter() - begun
-    return {
-        "cpu_us_per_get": (processor_s() - processor_before) / place.samples * 1e6,
-        "gets_per_s": place.samples / taken_s,
-        "kb_per_get": size / place.samples / 1e3,
-    }
-
-
 def digest(place: Place, side: str) -> list[object]:
     """How many samples an epoch has, and a sum of their hashes, which their order does not change."""
     samples, total = 0, 0
@@ -72,8 +53,6 @@ def main() -> None:
     parser.add_argument("--endpoint", default="")
     parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--gets", action="store_true", help="no loader: GETs alone")
-    parser.add_argument("--threads", type=int, default=1, help="how many GETs at a time")
     parser.add_argument("--digest", action="store_true", help="print what an epoch has, time nothing")
     arguments = parser.parse_args()
     place = Place(
@@ -84,8 +63,6 @@ def main() -> None:
     )
     if arguments.digest:
         print(json.dumps(digest(place, arguments.side)))
-    elif arguments.gets:
-        print(json.dumps(time_gets(place, arguments.side, arguments.threads)))
     else:
         print(json.dumps(time_epochs(place, arguments.side)))
 

@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from benchmarks.storage_corpus import (
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.datasets import DatasetStore
 from torch_dpflow.datasets.reader import DatasetReader
-from torch_dpflow.datasets.storage import ObjectReader
 
 WORKERS = 2
 BATCH = 32
@@ -104,13 +102,6 @@ def open_oss2(place: Place) -> Callable[[str], bytes]:
     return lambda name: bucket.get_object(name).read()  # type: ignore[no-any-return]
 
 
-def open_ossfs(place: Place) -> Callable[[str], bytes]:
-    import ossfs
-
-    files = ossfs.OSSFileSystem(**place.storage_options())
-    return lambda name: files.cat_file(f"{BUCKET}/{name}")  # type: ignore[no-any-return]
-
-
 def open_boto3(place: Place) -> Callable[[str], bytes]:
     import boto3
 
@@ -124,51 +115,17 @@ def open_boto3(place: Place) -> Callable[[str], bytes]:
     return lambda name: client.get_object(Bucket=BUCKET, Key=name)["Body"].read()  # type: ignore[no-any-return]
 
 
-def open_s3fs(place: Place) -> Callable[[str], bytes]:
-    import s3fs
-
-    files = s3fs.S3FileSystem(**place.storage_options())
-    return lambda name: files.cat_file(f"{BUCKET}/{name}")  # type: ignore[no-any-return]
-
-
-def open_obstore(place: Place) -> Callable[[str], bytes]:
-    import obstore
-    from obstore.store import S3Store
-
-    store = S3Store(
-        BUCKET,
-        endpoint=place.endpoint,
-        region="us-east-1",
-        access_key_id=KEY_ID,
-        secret_access_key=SECRET,
-        virtual_hosted_style_request=False,
-        client_options={"allow_http": True},
-    )
-    return lambda name: obstore.get(store, name).bytes().to_bytes()  # type: ignore[no-any-return]
-
-
-def open_ours(place: Place) -> Callable[[str], bytes]:
-    reader = ObjectReader(place.storage_options())
-    return lambda name: reader.read(f"{place.bucket_url}/{name}")
-
-
-#: How one client reads one object, by kind of storage; the vendor's own is the first.
-CLIENTS: Mapping[str, Mapping[str, Callable[[Place], Callable[[str], bytes]]]] = {
-    "disk": {"open()": lambda place: open_files(), "ours": open_ours},
-    "oss": {"oss2": open_oss2, "ossfs": open_ossfs, "ours": open_ours},
-    "s3": {
-        "boto3": open_boto3,
-        "s3fs": open_s3fs,
-        **({"obstore": open_obstore} if find_spec("obstore") is not None else {}),
-        "ours": open_ours,
-    },
+#: The client that reads one object, by kind of storage.
+CLIENTS: Mapping[str, Callable[[Place], Callable[[str], bytes]]] = {
+    "disk": lambda place: open_files(),
+    "oss": open_oss2,
+    "s3": open_boto3,
 }
 
 
 def read_plainly(place: Place) -> Batches:
     """torch's loader, the vendor's client."""
-    client = next(iter(CLIENTS[place.kind].values()))
-    return _loader(DataLoader, PlainReads(partial(client, place)), place)
+    return _loader(DataLoader, PlainReads(partial(CLIENTS[place.kind], place)), place)
 
 
 def read_with_udr(loader: type[DataLoader[bytes]], place: Place) -> Batches:
