@@ -24,7 +24,7 @@ from torch_dpflow.epoch.own_state import (
     takes,
 )
 from torch_dpflow.epoch.rank_order import RankOrder, end_after, inner_sampler, regrouped
-from torch_dpflow.epoch.rng import preserved_rng, restore_generator, restore_rng
+from torch_dpflow.epoch.rng import Generator, is_own_generator, preserved_rng, restore_generator, restore_rng
 from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
 from torch_dpflow.errors import StateError
 
@@ -339,12 +339,14 @@ def _resume_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Pla
         batches = return_sampler(state, index_sampler, sampler)
     else:
         order.load_state_dict(state.sampler["sampler"])
+    left = working(part, "samples_left", working(part, "batches_left"))  # a sampler of batches counts those
     if state.ended:
+        if type(left) is int and left:  # dropped by `drop_last`: the next iteration would read these
+            deque(iter(part), maxlen=0)
         return Plan(iter(()), sampler=order or part, position=state.position, ended_at=state.position)
     if order is not None:
         end = end_after(state, index_sampler, order.left)
         return Plan(regrouped(index_sampler, order.rest()), sampler=order, position=state.position, end=end)
-    left = working(part, "samples_left", working(part, "batches_left"))  # a sampler of batches counts those
     if type(left) is int and not left and state.position:  # its next iteration would be another epoch
         return Plan(iter(()), sampler=part, position=state.position, ended_at=state.position)
     inner = part if part is index_sampler else inner_sampler(index_sampler, sampler)
@@ -366,17 +368,17 @@ def samples_in(index: Any) -> int:
         return 1
 
 
-def sampler_generators(index_sampler: Any, sampler: Any, generator: torch.Generator | None) -> list[torch.Generator]:
+def sampler_generators(index_sampler: Any, sampler: Any, generator: torch.Generator | None) -> list[Generator]:
     """Return the generators of stateless samplers, in the order of their nesting, without the loader's `generator`."""
     if stateful_part(index_sampler, sampler) is not None:
         return []
-    found: list[torch.Generator] = []
+    found: list[Generator] = []
     samplers = [index_sampler, sampler]
     for part in samplers:
         # Its `__dict__`, because other access may run code of the sampler's.
         held = working(part, "__dict__", {})
         for value in held.values():
-            if isinstance(value, torch.Generator) and not any(value is other for other in [generator, *found]):
+            if is_own_generator(value) and not any(value is other for other in [generator, *found]):
                 found.append(value)
         inner = held.get("sampler")
         if inner is not None and not any(inner is other for other in samplers):

@@ -2,17 +2,21 @@
 
 import base64
 import hashlib
+import json
 import random
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from torch_dpflow.errors import StateError
+
+#: A generator that a sampler may hold.
+Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 #: The epoch that this context loads for, None outside of loading. Reset it in a `finally`, not by a context manager,
 #: between whose steps a signal could come.
@@ -74,9 +78,21 @@ def begin_epoch_of_worker(epoch: int) -> None:
     _epoch_of_worker = epoch
 
 
-def encode_generator(generator: torch.Generator) -> str:
-    """Return the state of a torch generator as base64 text (about 7 kB)."""
-    return _text(generator.get_state().numpy().tobytes())
+def is_own_generator(value: Any) -> bool:
+    """Return whether the value is a generator with a state, other than those of the process from numpy and Python."""
+    of_process = value is getattr(random, "_inst", None) or value is getattr(np.random.mtrand, "_rand", None)
+    return isinstance(value, Generator) and not (of_process or isinstance(value, random.SystemRandom))
+
+
+def encode_generator(generator: Generator) -> str:
+    """Return the state of a generator as text: of torch's as base64 (about 7 kB), of others as JSON."""
+    if isinstance(generator, torch.Generator):
+        return _text(generator.get_state().numpy().tobytes())
+    if isinstance(generator, random.Random):
+        return json.dumps(generator.getstate())
+    is_legacy = isinstance(generator, np.random.RandomState)
+    state = generator.get_state(legacy=False) if is_legacy else generator.bit_generator.state
+    return json.dumps(state, default=np.ndarray.tolist)
 
 
 def generator_state(generator: torch.Generator | None) -> str | None:
@@ -84,11 +100,19 @@ def generator_state(generator: torch.Generator | None) -> str | None:
     return None if generator is None else encode_generator(generator)
 
 
-def restore_generator(generator: torch.Generator, state: str) -> None:
+def restore_generator(generator: Generator, state: str) -> None:
     """Undo `encode_generator`. Raises StateError if the text is of another kind of generator, or of none."""
     try:
-        generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
-    except (ValueError, TypeError, RuntimeError) as error:
+        if isinstance(generator, torch.Generator):
+            generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
+        elif isinstance(generator, random.Random):
+            version, internal, gauss = json.loads(state)
+            generator.setstate((version, tuple(internal), gauss))
+        elif isinstance(generator, np.random.RandomState):
+            generator.set_state(json.loads(state))
+        else:
+            generator.bit_generator.state = json.loads(state)
+    except (LookupError, ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise StateError(f"the state of a random number generator cannot be restored: {error}") from error
 
 

@@ -122,9 +122,9 @@ def _return_to_rest(loader: Any, state: LoaderState) -> None:
 
 
 def _anew(iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]) -> EpochProgress:
-    generators = GeneratorStates.capture(loader)
+    shape, generators = LoaderShape(loader), GeneratorStates.capture(loader)  # before samplers that count iterations
     start(loader)
-    return _progress(loader, opening, generators, iterator._sampler_iter, iterator._base_seed)
+    return _progress(loader, shape, opening, generators, iterator._sampler_iter, iterator._base_seed)
 
 
 def _with_shared_seeds(opening: Sequence[OpeningStep], loader: Any) -> list[OpeningStep]:
@@ -146,16 +146,17 @@ def _share_seed(iterator: Any, seed: int | None) -> None:
 def _next_with_same_seed(loader: Any, state: LoaderState) -> tuple[EpochProgress, int | None]:
     """Begin another epoch of persistent workers, which keep their base seed."""
     assert state.base_seed is not None
-    generators = GeneratorStates.capture(loader)
+    shape, generators = LoaderShape(loader), GeneratorStates.capture(loader)
     batches = open_order(OPENING_AGAIN, loader._index_sampler, loader.generator)
     opening, shared_seed = _with_shared_seeds(OPENING_AGAIN, loader), None
     if isinstance(loader.dataset, IterDataPipe):
         shared_seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
-    return _progress(loader, opening, generators, batches, state.base_seed, state.streams), shared_seed
+    return _progress(loader, shape, opening, generators, batches, state.base_seed, state.streams), shared_seed
 
 
 def _progress(
     loader: Any,
+    shape: LoaderShape,
     opening: Sequence[OpeningStep],
     generators: GeneratorStates,
     batches: Any,
@@ -173,7 +174,7 @@ def _progress(
         began=runtime.began,
     )
     plan = new_plan(batches, loader._index_sampler, loader.sampler)
-    return EpochProgress(LoaderShape(loader), start, plan, generator=loader.generator, streams=streams)
+    return EpochProgress(shape, start, plan, generator=loader.generator, streams=streams)
 
 
 def _resumed(loader: Any, state: LoaderState) -> EpochProgress:
