@@ -1,4 +1,4 @@
-"""Orders that depend on what a sampler keeps from epoch to epoch: resumed exactly, or refused before the first batch."""
+"""Orders that depend on what a sampler keeps between epochs: resumed exactly, or refused before the first batch."""
 
 from __future__ import annotations
 
