@@ -90,9 +90,9 @@ def encode_generator(generator: Generator) -> str:
         return _text(generator.get_state().numpy().tobytes())
     if isinstance(generator, random.Random):
         return json.dumps(generator.getstate())
-    is_legacy = isinstance(generator, np.random.RandomState)
-    state = generator.get_state(legacy=False) if is_legacy else generator.bit_generator.state
-    return json.dumps(state, default=np.ndarray.tolist)
+    if isinstance(generator, np.random.RandomState):
+        return json.dumps(generator.get_state(legacy=False), default=np.ndarray.tolist)
+    return json.dumps(generator.bit_generator.state, default=np.ndarray.tolist)
 
 
 def generator_state(generator: torch.Generator | None) -> str | None:
