@@ -16,7 +16,7 @@ from torch_dpflow._core.checks import MAX_SECONDS
 
 #: The bounds of two buckets of the histogram differ by a factor of 2 ** (1 / PER_DOUBLING), 9%.
 PER_DOUBLING = 8
-#: Bounds of the histogram, seconds: 2 ** MIN_POWER, some 1 µs, and 2 ** MAX_POWER, more than an hour.
+#: Bounds of the histogram, seconds: 2 ** MIN_POWER, about 1 µs, and 2 ** MAX_POWER, more than an hour.
 MIN_POWER, MAX_POWER = -20, 12
 BUCKETS = (MAX_POWER - MIN_POWER) * PER_DOUBLING
 _MIN_S, _MAX_S = 2.0**MIN_POWER, 2.0**MAX_POWER

@@ -63,7 +63,7 @@ class LookaheadPoller:
         return lookahead
 
 
-#: Names of indices that are remembered in any case.
+#: Number of names of indices that are always remembered.
 _MIN_NAMES = 4096
 
 

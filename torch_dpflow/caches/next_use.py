@@ -50,7 +50,7 @@ class NextUseRanking(Ranking):
 
     @abstractmethod
     def values(self, progress: JobProgress) -> list[float]:
-        """Return a job's contribution to the distance of keys of codes 0 to 3."""
+        """Return what a job contributes to the distance of a key with code 0, 1, 2 or 3, in this order."""
 
     @abstractmethod
     def scale(self, progress: JobProgress) -> tuple[float, float]:
@@ -121,9 +121,9 @@ class NextUseRanking(Ranking):
 class EarliestUse(NextUseRanking):
     """Ranking by the time until the first job reads the key: the minimum over jobs.
 
-    A job's time for a position is its `base` plus the position times its `pace`, so an anchor is a moment:
-    the earliest certain one. A key that a job has read is read again after N samples, as in the thesis, if
-    the job's next epoch is not known.
+    A job reads its sample at `position` at the moment `base + position * pace`. An anchor is the earliest moment at
+    which a job is certain to read the key. If a job's next epoch is not known, a key that it has read is read again
+    after N samples, as in the thesis.
     """
 
     codes = (0, 0, 1, 2, 3)

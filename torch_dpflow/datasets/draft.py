@@ -25,7 +25,7 @@ from torch_dpflow.errors import (
     StorageError,
 )
 
-#: Samples in a metadata shard: some 100 to 300 kB, which take 0.7 ms to read, check and decode. With the thesis's
+#: Samples in a metadata shard: about 100 to 300 kB, which take 0.7 ms to read, check and decode. With the thesis's
 #: shards of 40 MB one random sample would cost a second.
 SHARD_SIZE = 1000
 #: The largest number that other readers of the version's file, which is JSON, do not round.

@@ -188,7 +188,7 @@ Place = tuple[ByteRange, bytes]
 
 
 class PartRows:
-    """Encodes samples of a part, of which some 100 bytes each are in memory."""
+    """Encodes samples of a part, of which about 100 bytes each are in memory."""
 
     def __init__(self) -> None:
         self._rows = bytearray()

@@ -178,7 +178,7 @@ class Plan:
             return None
         if position == self.drawn == length and not self.held:
             # Whether a sampler moves to its next epoch with its last index depends on whether that index fills a batch.
-            # After a request for one more batch it has moved in any case.
+            # After a request for one more batch it has always moved.
             self.prefetch_one()
         if self._by_count:
             # Before its first batch is requested, the sampler still has its state of the epoch before.

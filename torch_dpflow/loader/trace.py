@@ -26,7 +26,7 @@ from torch_dpflow.log import LOADER
 
 #: The environment variable with the path of the file.
 VARIABLE = "DPFLOW_TRACE"
-#: Bytes of a file at most: some 500,000 events.
+#: Bytes of a file at most: about 500,000 events.
 MAX_BYTES = 64 << 20
 #: Events are written once there are so many of them, or the oldest is so old, seconds.
 MAX_EVENTS, MAX_AGE_S = 1000, 1.0

@@ -37,7 +37,7 @@ class SharedLogGroup(SamplingGroup):
     the start of its epoch leads throughout: its order is torch's for its seed. Otherwise its private permutation
     depends on its seed and its identity (its name or, if that is random, its set), so jobs may have equal seeds.
 
-    Cost: O(n) for a draw of n, and for some 1,500 draws after an epoch of 100 million samples a piece of its end;
+    Cost: O(n) for a draw of n, and for about 1,500 draws after an epoch of 100 million samples a piece of its end;
     O(size) for a new set.
     Memory: 11 bytes for each sample of the group, and for each job 1, and 4 for each sample of its set.
     """

@@ -33,7 +33,7 @@ from torch_dpflow.ipc.serialization.codec import decode, encode_in
 from torch_dpflow.ipc.serialization.pickling import is_plain
 
 #: A batch is opened once its first rows have taken so long, if the rest takes about `REST_S` or longer, seconds. A
-#: piece costs all processes together some 0.3 ms of processor time.
+#: piece costs all processes together about 0.3 ms of processor time.
 OPEN_S, REST_S = 0.01, 0.1
 
 #: A task's number: the generation of its epoch, its batch's position, and the part of the batch, 0 for a whole one.

@@ -181,7 +181,7 @@ class ResultOutbox:
     """Sends a worker's results to its shard: slow ones at once, fast ones in groups.
 
     A single result costs a shard three times the processor time of one in a group: on a busy machine it begins with
-    cold caches, and so does the decoder afterwards. The code of shard, job and worker around a sample takes some 100 µs
+    cold caches, and so does the decoder afterwards. The code of shard, job and worker around a sample takes 100 µs
     alone; with decoders on the same two cores, it took 700 µs. One thread at a time uses the connection.
 
     `add` and `flush` are for the worker's thread; a thread of the outbox sends results that have waited too long. That

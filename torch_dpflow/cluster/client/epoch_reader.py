@@ -346,7 +346,7 @@ class EpochReader:
                     raise _Closed
             missing = batch.missing
             if batch.is_poisoned:
-                # The error takes the batch's place in any case, and its other samples may each cost three more workers.
+                # The error replaces the batch, and each of its other samples could cost three more workers.
                 batch.fetches = []
                 self._links.release(missing, self._of)
                 break
@@ -422,7 +422,7 @@ class EpochReader:
     def _release_all(self) -> None:
         left = [one for batch in self._requested for one in batch.wanted]
         self._requested.clear()  # a closed reader, which its job keeps, would keep the memory of what was received
-        with suppress(DPFlowError):  # its lease expires in any case
+        with suppress(DPFlowError):  # its lease expires anyway
             self._links.release(left, self._of)
 
 

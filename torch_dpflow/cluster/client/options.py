@@ -208,7 +208,7 @@ class JobReading:
         replica: rank of this process; all ranks must have the same `JobOptions.name`, `seed` and `indices`. None: the
             process is the whole job.
         cacheable_only: read the output of the cacheable stage instead of samples.
-        side: number of this reader among those of one rank that read side by side, from 1.
+        side: number of this reader, starting at 1, if several readers of one rank read at the same time.
         independence: share of the job's picks, 0 to 1, that ignore what other jobs have loaded; as of `DynaGCSSampler`.
     """
 

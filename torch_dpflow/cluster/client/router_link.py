@@ -234,7 +234,7 @@ class RouterLink:
         """Leave, and disconnect. May be called twice."""
         router = self._router
         if router is not None and not self.outages.is_out:
-            with suppress(DeadlineError, PeerLostError, RemoteCallError):  # the lease expires in any case
+            with suppress(DeadlineError, PeerLostError, RemoteCallError):  # the lease expires anyway
                 router.call("leave", self.id, timeout_s=LEAVE_S)
         self._disconnect()
 

@@ -285,7 +285,7 @@ def _leave(clients: Sequence[RpcClient], job: JobId) -> None:
         with suppress(DPFlowError):
             pending.append(client.begin("leave", job, timeout_s=LEAVE_S))
     for call in pending:
-        with suppress(DPFlowError):  # the job's lease expires there in any case
+        with suppress(DPFlowError):  # the job's lease expires there anyway
             call.result()
     for client in clients:
         client.close()

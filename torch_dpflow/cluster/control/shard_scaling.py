@@ -12,8 +12,8 @@ A thread that waits for a processor has less processor time: more shards would n
 measured. If a step has not increased the rate, the next is delayed, each time for twice as long: where all jobs read
 the keys of one shard, more shards do not help.
 
-**Down.** One shard less, once the busiest thread would have been far from its limit with one less for some time. Each
-step up that follows a step down doubles this time. So the number settles while the load is constant.
+**Down.** One shard is removed, once the busiest thread would for some time have been far from its limit without it.
+Each step up that follows a step down doubles this time. So the number settles while the load is constant.
 
 Every change moves keys to other shards, which load their samples again. Therefore a pause of jobs changes nothing.
 """
@@ -33,11 +33,11 @@ from torch_dpflow.cluster.control.autoscale import FlowCounts, between
 
 #: Length of the window over which threads are measured, seconds, and how long it is not begun after a change.
 WINDOW_S, SETTLE_S = 5.0, 3.0
-#: The busy shares from which a thread is full: in any case, and while workers are busy for less than the share `IDLE`.
+#: A thread is full if its busy share is at least `FULL`, or `NEARLY_FULL` while that of workers is below `IDLE`.
 FULL, NEARLY_FULL, IDLE = 0.92, 0.85, 0.9
-#: Jobs wait from this share of their time on.
+#: Jobs count as waiting if they wait for at least this share of their time.
 STALLED = 0.05
-#: A step up to twice as many shards should increase the rate by at least this share, and others in proportion.
+#: Doubling the shards should increase the rate by at least this share, and smaller steps in proportion.
 BROUGHT = 0.1
 #: There is one shard less once the busiest thread would have been busy for less than the share `LOW` for `DOWN_S`.
 LOW, DOWN_S = 0.5, 30.0

@@ -365,8 +365,7 @@ class SampleShard:
     def _answer_poisoned(self, poisoned: int) -> None:
         """Answer each fetch that waits for this sample with it alone.
 
-        Its batch has failed in any case. If other samples of the batch end workers too, each would cost three more
-        workers.
+        Its batch has failed, whatever its other samples do. Each of those could cost three more workers.
         """
         for request, call in list(self._calls.items()):
             tickets = _tickets_of(call.body, {poisoned})

@@ -78,7 +78,7 @@ class ImageFolderImporter:
 
     Args:
         root: the directory that holds the classes; a path or a URL.
-        endings: the endings of images, in any case; other files are ignored.
+        endings: file extensions of images, upper or lower case; other files are ignored.
         classes: names of the first labels, in order; other classes get the next labels. None: the sorted names of the
             directories.
         options: fsspec's options for `root`.
@@ -199,7 +199,7 @@ class SpeechImporter:
 
     Args:
         root: the directory of the speakers; a path or a URL.
-        endings: the endings of audio files, in any case; other files are ignored.
+        endings: file extensions of audio, upper or lower case; other files are ignored.
         options: fsspec's options for `root`.
     """
 

@@ -284,12 +284,12 @@ _Kind = Literal["small integer", "integer", "exponent", "number", "boolean", "ti
 class ColumnTypes:
     """The types of a file's columns that all rows allow: integers, numbers, booleans, times or texts.
 
-    Times keep their spelling. Missing values are None in every column but those of texts, and of nothing but spellings
-    such as "NA". Columns of integers of which some are spelled as "12e4" are texts.
+    Times keep their spelling. Missing values become None, except in columns of texts and in columns that contain only
+    words such as "NA". A column of integers is text if a cell is written like "12e4".
 
     Args:
         columns: their number.
-        texts: numbers of columns that are texts in any case.
+        texts: numbers of columns that are texts whatever they contain.
         padded: numbers of columns in which leading zeros have no meaning.
     """
 

@@ -31,7 +31,7 @@ _COMPRESSIONS = {"gz": "gzip", "bz2": "bz2", "zstd": "zstd", "br": "brotli"}
 _FRAMES = b"LDFZ01\0\0"
 #: Formats of values in rows in Arrow's format, which count for other chunks only; "pickle" is that of None.
 _IN_ROWS = frozenset({"bool", "bytes", "float", "int", "json", "pickle", "str", "string", "text"})
-#: Bytes of an index; that of 100,000 shards has some 60 MB.
+#: Bytes of an index; that of 100,000 shards has about 60 MB.
 _MAX_INDEX = 256 << 20
 
 
@@ -88,7 +88,7 @@ class PackedImporter(ShardImporter):
 
     @classmethod
     def finds(cls, files: SourceFiles) -> bool:
-        """Return whether a directory is of this format by its names, or those in its first directory."""
+        """Return whether files of this directory, or of the first directory in it, have names of this format."""
         if not files.is_directory or _INDEX not in files.names:
             return False
         if not any(map(cls.names.fullmatch, files.names)) and files.folders:

@@ -207,9 +207,9 @@ class KnownDataset:
         )
 
     def progress(self, held: HeldDataset, table: StripeTable, states: Mapping[str, DatasetState]) -> CachedDataset:
-        """Return the progress over all of its servers.
+        """Return how much of the dataset all its servers together have placed and loaded.
 
-        states: last states of servers, including copies; without servers that have not applied all instructions yet.
+        states: last reported state of each server that has applied all instructions. States count copies as well.
         """
         records, samples = held.records, partial(samples_in, held.source)
         placed = {name: held.placed_in(stripes) for name, stripes in table.owned().items()}

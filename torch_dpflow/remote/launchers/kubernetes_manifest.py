@@ -56,18 +56,20 @@ class ClusterManifest:
         name: of the cluster, and of all its objects.
         scaling: how many workers there are, as options of `dpflow up`.
         hold_s: how long a job that pauses keeps its workers, seconds.
-        memory_bytes: for samples.
-        cpu: processors that it requests, as a quantity.
-        state: where flows are stored: redis://HOST:PORT/NUMBER, the name of a secret whose `url` says so, or the size
-            of a volume, which may be of a storage class; all empty: until the coordinator ends.
+        memory_bytes: memory for samples.
+        cpu: processors that the coordinator requests, as a quantity of Kubernetes.
+        state: URL of the Redis in which flows are stored: redis://HOST:PORT/NUMBER. With all four empty, flows are lost
+            when the coordinator ends.
+        state_secret: instead of `state`, the name of a secret whose key `url` contains that URL.
+        state_size, storage_class: instead of Redis, the size of a volume for flows, and its storage class, if any.
         port, worker_ports: where jobs connect, and where workers connect: FIRST-LAST.
-        nodes: pods that join it and run its flows' workers; else these are pods of their own.
+        nodes: pods that join the cluster and run workers as processes. With a count of 0, each worker is a pod.
         jobs_in: the namespaces of jobs; empty: that of the workers.
-        metrics_to: the namespace whose pods read metrics; empty: there are none.
+        metrics_to: the namespace whose pods read metrics; empty: metrics are off.
         page: whether to serve the live page, within the pod.
 
     Raises:
-        OptionError: a value is not possible.
+        OptionError: a value is not allowed.
     """
 
     workers: Kubernetes
@@ -116,8 +118,8 @@ class ClusterManifest:
                 check_label(name, text, longest=253, dots=True)
         if self.state and not _REDIS.fullmatch(self.state):
             raise OptionError(
-                "--state: give redis://HOST:PORT/NUMBER. One with a password belongs into a secret: kubectl create "
-                f"secret generic NAME --from-literal={_URL}=redis://..., and --state-secret NAME. For a path, give "
+                "--state: give redis://HOST:PORT/NUMBER. A URL with a password belongs in a secret: kubectl create "
+                f"secret generic NAME --from-literal={_URL}=redis://..., and --state-secret NAME. For a file, give "
                 "--state-size, the size of its volume"
             )
 
