@@ -192,11 +192,11 @@ def test_versions_and_datasets_are_deleted(dataset: Dataset, tree: Path, tmp_pat
 def test_prune(dataset: Dataset, tree: Path, tmp_path: Path) -> None:
     _import(dataset, tree)
     Draft(DatasetStore(tmp_path / "store"), "core/pets", "v2").add("train", ImageFolderImporter(tree / "val"))
-    for arguments, where in (([], "any dataset"), (["core/pets"], "core/pets")):
+    for arguments, where in (([], "all datasets"), (["core/pets"], "core/pets")):
         result = dataset("prune", *arguments)
         assert result.exit_code == 1
-        assert f"what no published version of {where} in file://" in result.output
-        assert "names, and the unfinished imports core/pets:v2" in result.output
+        assert f"the files of {where} in file://" in result.output
+        assert "that no published version refers to, and the unfinished imports core/pets:v2" in result.output
     assert dataset("prune", "--yes").stdout == "core/pets: 1 files removed\n"
     assert "unfinished import" not in dataset("list").stdout
     assert dataset("verify", "core/pets", "--data").exit_code == 0

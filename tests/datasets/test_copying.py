@@ -135,7 +135,7 @@ def test_a_copy_that_is_discarded_while_it_runs_is_not_published(
 
 def test_what_cannot_be_copied_is_told(local_store: DatasetStore, other: DatasetStore) -> None:
     publish(local_store, Numbered(6))
-    with pytest.raises(OptionError, match="is the store that core/numbers:v1 lies in"):
+    with pytest.raises(OptionError, match="is the store that contains core/numbers:v1"):
         copy(local_store, "core/numbers", "v1", DatasetStore(local_store.url))
     with pytest.raises(OptionTypeError, match=r"target='/x' is of type str; give a DatasetStore"):
         copy(local_store, "core/numbers", "v1", "/x")  # type: ignore[arg-type]

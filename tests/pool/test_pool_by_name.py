@@ -51,14 +51,14 @@ def test_files_are_read_by_their_paths(photos: StoredDataset, client: DataClient
     both = client.read_batch(photos, ["n2/4.JPEG", 0])
     assert both == [client.read(photos, CLASSES * FILES - 1), client.read(photos, "n0/0.JPEG")]
     assert client.dataset(photos).misses == 0
-    with pytest.raises(ObjectMissingError, match=r"lies at 'n2/5\.JPEG'.*as 'n0/0\.JPEG'"):
+    with pytest.raises(ObjectMissingError, match=r"has the path 'n2/5\.JPEG'.*as 'n0/0\.JPEG'"):
         client.read(photos, "n2/5.JPEG")
 
 
 def test_records_that_lie_at_one_path_are_read_by_number(store: DatasetStore, client: DataClient) -> None:
     stored = publish(store, Numbered(8))
     path = stored.sample(5).path
-    with pytest.raises(OptionError, match=rf"4 records of .* lie at '{path}'.*the first is 4"):
+    with pytest.raises(OptionError, match=rf"4 records of .* have the path '{path}'.*the first is 4"):
         client.read(stored, path)
 
 

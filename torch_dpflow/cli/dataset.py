@@ -336,7 +336,7 @@ def prune_(url: str, storage_options: dict[str, Any], target: DatasetRef | None,
     ids = store.ids() if target is None else [target.id]
     drafts = [str(DatasetRef(name, version)) for name in ids for version in store.drafts(name)]
     imports = f", and the unfinished imports {', '.join(drafts)}" if drafts else ""
-    _check_meant(yes, f"what no published version of {target or 'any dataset'} in {store.url} names{imports}")
+    _check_meant(yes, f"the files of {target or 'all datasets'} in {store.url} that no published version refers to{imports}")
     for name in ids:
         removed = prune(store, name)
         click.echo(

@@ -283,10 +283,10 @@ def show(target: str, as_json: bool, address: PoolAddress) -> None:
     if as_json:
         click.echo(to_json(dataset_facts(info)))
         return
-    click.echo(f"{on_one_line(info.ref)}\nid: {dataset_id(info)}\nlies in: {on_one_line(info.url)}")
+    click.echo(f"{on_one_line(info.ref)}\nid: {dataset_id(info)}\nlocation: {on_one_line(info.url)}")
     click.echo(f"samples: {info.records:,}")
-    click.echo(f"in memory: {info.loaded:,} of {info.placed:,} that have room, {info.reserved_bytes:,} bytes")
-    click.echo(f"could not be read: {info.failed:,}" + (f", as {on_one_line(info.error)}" if info.error else ""))
+    click.echo(f"in memory: {info.loaded:,} of {info.placed:,} that fit, {info.reserved_bytes:,} bytes")
+    click.echo(f"could not be read: {info.failed:,}" + (f": {on_one_line(info.error)}" if info.error else ""))
     click.echo(f"readers: {info.readers}\nstays: {'until unloaded' if info.is_explicit else 'while it is read'}")
 
 

@@ -56,7 +56,7 @@ def copy(
     source, files = store.files.at(dataset.id), target.files.at(dataset.id)
     name, manifest = f"{dataset.id}:{dataset.version}", f"versions/{dataset.version}.json"
     if source.url == files.url:
-        raise OptionError(f"{store.url} is the store that {name} lies in; give another one")
+        raise OptionError(f"{store.url} is the store that contains {name}; give another store")
     if files.exists(manifest):
         return _existing(target, dataset)
     is_new = not files.children(f"drafts/{dataset.version}")

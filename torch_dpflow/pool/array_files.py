@@ -263,7 +263,7 @@ def _npy_header(name: str, head: bytes) -> tuple[tuple[int, ...], np.dtype[Any],
         ) from error
     if is_fortran:
         raise OptionError(
-            f"{name} is in Fortran order, so its records do not lie together; save it again: "
+            f"{name} is in Fortran order, so its records are not contiguous; save it again: "
             "numpy.save(new, numpy.ascontiguousarray(old))"
         )
     return shape, dtype, content.tell()

@@ -196,17 +196,17 @@ class RecordPaths:
     def number(self, path: str) -> int:
         """Return the number of the record at this path. Reads its metadata again, so no digest is trusted.
 
-        Raises ObjectMissingError if there is none, OptionError if several lie there.
+        Raises ObjectMissingError if there is none, OptionError if several records have it.
         """
         first, last = (np.searchsorted(self._digests, np.uint64(_digest(path)), side) for side in ("left", "right"))
         if last - first > 1:
             raise OptionError(
-                f"{last - first} records of {self._stored.ref} lie at {path!r}; read them by number, the first is "
-                f"{self._order[first]}"
+                f"{last - first} records of {self._stored.ref} have the path {path!r}; read them by number: "
+                f"the first is {self._order[first]}"
             )
         if last == first or self._stored.sample(int(self._order[first])).path != path:
             raise ObjectMissingError(
-                f"no record of {self._stored.ref} lies at {path!r}; give the path that its metadata has, as "
+                f"no record of {self._stored.ref} has the path {path!r}; give a path of its metadata, as "
                 f"{self._stored.sample(0).path!r}, or a number"
             )
         return int(self._order[first])

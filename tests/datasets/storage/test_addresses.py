@@ -259,7 +259,7 @@ def test_an_address_without_what_it_needs_is_refused(url: str) -> None:
 
 @pytest.mark.parametrize("url", ["zip://x::a.zip", "dir://x::a"])
 def test_a_relative_path_behind_an_address_is_refused(url: str) -> None:
-    with pytest.raises(OptionError, match=f"{url} names what it lies in by a relative path"):
+    with pytest.raises(OptionError, match=f"{url} names the archive or folder by a relative path"):
         Files(url)
 
 

@@ -134,7 +134,7 @@ def open_file_system(address: str, options: Mapping[str, Any], seconds: float) -
     scheme = url.partition("://")[0]
     if scheme in _ARCHIVES and "::" in url and not split_chain(url).outer:
         raise OptionError(
-            f"{url} names what it lies in by a relative path; give a whole one or a URL, as in "
+            f"{url} names the archive or folder by a relative path; give an absolute path or a URL, as in "
             "zip://folder::/data/a.zip"
         )
     try:
