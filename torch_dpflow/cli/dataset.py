@@ -335,8 +335,8 @@ def prune_(url: str, storage_options: dict[str, Any], target: DatasetRef | None,
     store = DatasetStore(url, **storage_options)
     ids = store.ids() if target is None else [target.id]
     drafts = [str(DatasetRef(name, version)) for name in ids for version in store.drafts(name)]
-    imports = f", and the unfinished imports {', '.join(drafts)}" if drafts else ""
-    _check_meant(yes, f"the files of {target or 'all datasets'} in {store.url} that no published version refers to{imports}")
+    files = f"the files of {target or 'all datasets'} in {store.url} that no published version refers to"
+    _check_meant(yes, f"{files}, and the unfinished imports {', '.join(drafts)}" if drafts else files)
     for name in ids:
         removed = prune(store, name)
         click.echo(
