@@ -18,7 +18,7 @@ from tests.contracts.index_samplers import MixtureContract
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.samplers import BudgetBatchSampler, MixtureSampler, Phase
-from torch_dpflow.samplers.mixture import MAX_PARTS, Schedule, parts_of, turns_of
+from torch_dpflow.samplers.mixture import MAX_PARTS, Schedule, turns_of, whole_parts
 
 
 class TestMixtureSampler(MixtureContract):
@@ -63,14 +63,14 @@ def test_phases_are_computed_at_any_place_as_in_sequence(first: Any, later: Any,
 
 
 def test_weights_are_whole_parts_or_rounded_to_them() -> None:
-    assert parts_of([0.7, 0.2, 0.1], 3) == (7, 2, 1)
-    assert parts_of([3, Fraction(1, 2)], 2) == (6, 1)
-    assert parts_of([np.float64(0.5), np.int64(2)], 2) == (1, 4)
-    third = parts_of([1 / 3, 2 / 3, 0.01], 3)
+    assert whole_parts([0.7, 0.2, 0.1], 3) == (7, 2, 1)
+    assert whole_parts([3, Fraction(1, 2)], 2) == (6, 1)
+    assert whole_parts([np.float64(0.5), np.int64(2)], 2) == (1, 4)
+    third = whole_parts([1 / 3, 2 / 3, 0.01], 3)
     assert sum(third) == MAX_PARTS
     assert third == pytest.approx(np.array([1 / 3, 2 / 3, 0.01]) / 1.01 * MAX_PARTS, abs=1)
     with pytest.raises(OptionError, match=r"source 1 is 1\.0e-09 of the sum"):
-        parts_of([1, 1e-9], 2)
+        whole_parts([1, 1e-9], 2)
 
 
 def test_a_source_is_drawn_in_the_phases_that_give_it_a_weight() -> None:

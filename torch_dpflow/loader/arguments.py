@@ -120,7 +120,7 @@ def check_options(options: LoaderOptions, flow: str | None = None) -> None:
         )
 
 
-def check_platform(loader: Any) -> None:
+def check_platform_arguments(loader: Any) -> None:
     """Check `platform=` and the arguments that depend on it.
 
     Raises:

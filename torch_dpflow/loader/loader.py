@@ -23,7 +23,7 @@ from torch_dpflow.loader.arguments import (
     check_divided_once,
     check_options,
     check_options_type,
-    check_platform,
+    check_platform_arguments,
     check_shareable,
     check_types,
     has_processes,
@@ -150,7 +150,7 @@ class DPFlowDataLoader(DataLoader[T]):
                 import_module(module)
         self._check_sharing()
         if platform is not None:
-            check_platform(self)
+            check_platform_arguments(self)
         elif options is not None:
             check_options(options, flow)
         watched_at = None if options is None else options.watch

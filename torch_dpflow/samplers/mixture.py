@@ -215,7 +215,7 @@ class Phase:
     weights: Sequence[float]
 
 
-def parts_of(weights: Sequence[float], sources: int) -> tuple[int, ...]:
+def whole_parts(weights: Sequence[float], sources: int) -> tuple[int, ...]:
     """Return the smallest whole numbers in the proportion of the weights.
 
     A float counts as the decimal that it is printed as: 0.7 is 7/10. If the numbers' sum would exceed `MAX_PARTS`, they
@@ -320,7 +320,7 @@ class Schedule:
         sources: number of sources.
 
     Raises:
-        as `parts_of`; OptionError: no phase starts at 0, or two at once.
+        as `whole_parts`; OptionError: no phase starts at 0, or two at once.
     """
 
     def __init__(self, weights: Sequence[float] | Sequence[Phase], sources: int) -> None:
@@ -328,7 +328,7 @@ class Schedule:
         self.starts = [check_int("Phase.start", phase.start, minimum=0, maximum=MAX_INT64) for phase in phases]
         if self.starts[0] != 0 or any(here >= after for here, after in zip(self.starts, self.starts[1:])):
             raise OptionError(f"phases start at {self.starts}; the first must start at 0, each other one after it")
-        self.parts = [parts_of(phase.weights, sources) for phase in phases]
+        self.parts = [whole_parts(phase.weights, sources) for phase in phases]
         #: What each source has drawn before each phase, for the phases that were reached.
         self._before = [np.zeros(sources, np.int64)]
 

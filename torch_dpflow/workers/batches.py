@@ -164,7 +164,7 @@ class BatchSource:
                 self._load_spec.worker_init_fn(self._worker)
             self._begin_stream(epoch.stream)
         except Exception:
-            self._broken = failure(self._worker)
+            self._broken = wrapped_failure(self._worker)
         if not self._load_spec.own_stream:
             return None
         return Begun(generation=epoch.generation, stream=self._beginning(), failure=self._broken)
@@ -200,9 +200,9 @@ class BatchSource:
                 kept = sealed(self._dataset, ended(self._fetcher.state()))
                 stream = StreamState(delivered=self._delivered, ended=True, dataset=kept, rng=capture_rng())
                 return LoadedBatch(END, None, stream)
-            return LoadedBatch(FAILURE, failure(self._worker), self._stream_state(failed=1))
+            return LoadedBatch(FAILURE, wrapped_failure(self._worker), self._stream_state(failed=1))
         except Exception:
-            caught = failure(self._worker, dataset=self._dataset, index=getattr(index, "indices", index))
+            caught = wrapped_failure(self._worker, dataset=self._dataset, index=getattr(index, "indices", index))
             return LoadedBatch(FAILURE, caught, self._stream_state(failed=1))
         return LoadedBatch(kind, value, self._stream_state())
 
@@ -407,7 +407,7 @@ def timed_fetch(clock: StageClock, fetcher: Any, dataset: Any, *, batched: bool)
     return fetch
 
 
-def failure(worker: int, *, dataset: Any = None, index: Any = None) -> ExceptionWrapper:
+def wrapped_failure(worker: int, *, dataset: Any = None, index: Any = None) -> ExceptionWrapper:
     """Wrap the exception that is being handled, with this worker's traceback, for the loader to raise.
 
     Its text mentions an index beyond the dataset's length, or the number of a stream's item.
@@ -432,7 +432,7 @@ def _can_be_raised(kind: Any) -> bool:
 
 
 def unpicklable_failure(worker: int, error: NotPicklableError) -> ExceptionWrapper:
-    """Wrap the error of a batch that was loaded but cannot be pickled, as `failure`."""
+    """Wrap the error of a batch that was loaded but cannot be pickled, as `wrapped_failure`."""
     return ExceptionWrapper((type(error), error, error.__traceback__), f"in DataLoader worker process {worker}")
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.cluster.control.placement import max_min, parts_of, spread
+from torch_dpflow.cluster.control.placement import flow_parts, max_min, spread
 from torch_dpflow.cluster.messages.coordinator import MIN_MEMORY, ClusterLimits, FlowSpec, Part
 from torch_dpflow.errors import OptionError
 
@@ -19,42 +19,42 @@ def spec(name: str = "flow", **changes: Any) -> FlowSpec:
 
 
 def test_without_limits_every_flow_has_what_it_asks_for() -> None:
-    parts = parts_of([spec(workers=8, shards=3), spec(memory_bytes=1 << 40)], ClusterLimits())
+    parts = flow_parts([spec(workers=8, shards=3), spec(memory_bytes=1 << 40)], ClusterLimits())
     assert parts == [Part(3, 8, 1 << 30), Part(1, 2, 1 << 40)]
 
 
 def test_a_flow_with_fewer_workers_than_shards_has_fewer_shards() -> None:
-    assert parts_of([spec(workers=8, shards=4)], ClusterLimits(workers=3)) == [Part(3, 3, 1 << 30)]
+    assert flow_parts([spec(workers=8, shards=4)], ClusterLimits(workers=3)) == [Part(3, 3, 1 << 30)]
     small = ClusterLimits(memory_bytes=2 * MIN_MEMORY)
-    assert parts_of([spec(workers=8, shards=4)], small) == [Part(2, 8, 2 * MIN_MEMORY)]
+    assert flow_parts([spec(workers=8, shards=4)], small) == [Part(2, 8, 2 * MIN_MEMORY)]
 
 
 def test_what_a_modest_flow_leaves_goes_to_the_others() -> None:
     wishes = [spec(workers=1), spec(workers=9), spec(workers=9)]
-    assert [part and part.workers for part in parts_of(wishes, ClusterLimits(workers=8))] == [1, 3, 4]
+    assert [part and part.workers for part in flow_parts(wishes, ClusterLimits(workers=8))] == [1, 3, 4]
 
 
 def test_a_flow_without_jobs_has_no_worker_where_they_are_scarce() -> None:
     specs = [spec("a", workers=4, shards=2), spec("b", workers=4)]
     scarce, plenty = ClusterLimits(workers=5), ClusterLimits(workers=8)
-    assert parts_of(specs, scarce, unread=["a:v1"]) == [Part(2, 0, 1 << 30), Part(1, 4, 1 << 30)]
-    assert parts_of(specs, ClusterLimits(workers=3), unread=["a:v1"])[1] == Part(1, 3, 1 << 30)
-    assert parts_of(specs, plenty, unread=["a:v1"]) == [Part(2, 4, 1 << 30), Part(1, 4, 1 << 30)]
+    assert flow_parts(specs, scarce, unread=["a:v1"]) == [Part(2, 0, 1 << 30), Part(1, 4, 1 << 30)]
+    assert flow_parts(specs, ClusterLimits(workers=3), unread=["a:v1"])[1] == Part(1, 3, 1 << 30)
+    assert flow_parts(specs, plenty, unread=["a:v1"]) == [Part(2, 4, 1 << 30), Part(1, 4, 1 << 30)]
 
 
 def test_shards_of_all_flows_share_the_ports_at_which_workers_call() -> None:
     specs = [spec("a", workers=8, shards=3), spec("b", workers=8, shards=1)]
     few = ClusterLimits(shards=3)
-    assert [part and part.shards for part in parts_of(specs, few)] == [2, 1]
-    assert [part and part.shards for part in parts_of([specs[0]], few)] == [3]
-    assert [part and part.shards for part in parts_of([specs[0], specs[0]], few, unread=["a:v1"])] == [1, 1]
+    assert [part and part.shards for part in flow_parts(specs, few)] == [2, 1]
+    assert [part and part.shards for part in flow_parts([specs[0]], few)] == [3]
+    assert [part and part.shards for part in flow_parts([specs[0], specs[0]], few, unread=["a:v1"])] == [1, 1]
     assert few.flows == 3
 
 
 def test_a_flow_for_which_nothing_is_left_does_not_run() -> None:
     limits = ClusterLimits(workers=2)
     assert limits.flows == 2
-    assert parts_of([spec(), spec(), spec()], limits)[0] is None
+    assert flow_parts([spec(), spec(), spec()], limits)[0] is None
     assert ClusterLimits(workers=9, memory_bytes=3 * MIN_MEMORY).flows == 3
     assert ClusterLimits().flows is None
 

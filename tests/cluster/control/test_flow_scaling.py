@@ -10,7 +10,7 @@ import pytest
 
 from torch_dpflow.cluster.control.flow_registry import EndedJobs
 from torch_dpflow.cluster.control.flow_scaling import LINGER_S, FlowScaling
-from torch_dpflow.cluster.control.placement import launches_of, parts_of
+from torch_dpflow.cluster.control.placement import flow_parts, launches_of
 from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits, ClusterLimits, FlowSpec, Part
 from torch_dpflow.cluster.messages.node import ProcessView
 
@@ -63,7 +63,7 @@ def test_workers_go_after_the_last_job_and_linger_until_their_shard_knows() -> N
 
 def test_a_flow_without_workers_keeps_its_shards() -> None:
     flow = spec(workers=4, shards=2)
-    assert parts_of([flow], ClusterLimits(workers=16), targets=[0]) == [Part(2, 0, 1 << 30)]
+    assert flow_parts([flow], ClusterLimits(workers=16), targets=[0]) == [Part(2, 0, 1 << 30)]
     launches = launches_of(flow, Part(2, 0, 1 << 30), [], lingering=3)
     assert [one.role for one in launches] == ["router", "shard", "worker", "shard", "worker", "worker"]
     assert [one.role for one in launches_of(flow, Part(2, 0, 1 << 30), [])] == ["router", "shard", "shard"]

@@ -10,7 +10,7 @@ from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.messages.remote_worker import WorkerHeartbeat
 from torch_dpflow.loader.batch_planner import InFlightLimit
 from torch_dpflow.remote.fleet.content import BATCH_WORKERS
-from torch_dpflow.remote.fleet.worker_states import LOST_S, FleetWorker, parts_of
+from torch_dpflow.remote.fleet.worker_states import LOST_S, FleetWorker, split_identity
 
 LEAST, MOST = BATCH_WORKERS.min_window, BATCH_WORKERS.max_window
 
@@ -109,4 +109,4 @@ def test_batches_in_flight_keep_within_their_bytes_and_never_run_out(
 @pytest.mark.parametrize("identity", [b"", b"1/2/3", b"1/2//line", b"1/2/3/other", b"1/2/3/4/line"])
 def test_connections_that_are_none_of_a_worker(identity: bytes) -> None:
     with pytest.raises(MessageError):
-        parts_of(identity)
+        split_identity(identity)

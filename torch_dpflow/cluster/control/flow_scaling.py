@@ -15,7 +15,7 @@ import msgspec
 
 from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds, FlowCounts, JobCounts
 from torch_dpflow.cluster.control.flow_registry import EndedJobs
-from torch_dpflow.cluster.control.placement import max_min, parts_of, spread
+from torch_dpflow.cluster.control.placement import flow_parts, max_min, spread
 from torch_dpflow.cluster.control.shard_scaling import ShardCounts, Shards, ShardScaler
 from torch_dpflow.cluster.messages.coordinator import (
     MAX_SHARDS,
@@ -90,7 +90,7 @@ class FlowScaling:
     def parts(self, running: Mapping[str, FlowSpec], hosts: int, unread: Collection[str]) -> dict[str, Part | None]:
         """Return the part of the cluster of each running flow; None if nothing is left for it.
 
-        hosts: how many hosts run shards. unread: as of `parts_of`.
+        hosts: how many hosts run shards. unread: as of `flow_parts`.
         """
         shards, targets = [*map(self.shards, running.values())], None
         if self._autoscale is not None:
@@ -100,7 +100,7 @@ class FlowScaling:
             # A shard without a worker could not load the samples of its keys.
             targets = [workers and max(workers, many, hosts) for workers, many in zip(targets, shards)]
         specs = [msgspec.structs.replace(spec, shards=many) for spec, many in zip(running.values(), shards)]
-        parts = parts_of(specs, self._limits, unread=unread, targets=targets)
+        parts = flow_parts(specs, self._limits, unread=unread, targets=targets)
         return {instance: part and spread(part, hosts) for instance, part in zip(running, parts)}
 
     def observe(

@@ -268,7 +268,7 @@ def _divide(total: int, parts: int) -> list[int]:
     return [(place + 1) * total // parts - place * total // parts for place in range(parts)]
 
 
-def parts_of(
+def flow_parts(
     specs: Sequence[FlowSpec],
     limits: ClusterLimits,
     *,

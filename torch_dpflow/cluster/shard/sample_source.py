@@ -22,7 +22,7 @@ from torch_dpflow.lookahead import announce_order, takes_orders
 from torch_dpflow.remote.shipping.content_pack import pack, unpack
 from torch_dpflow.remote.shipping.own_check import Beginning, guard_script
 from torch_dpflow.remote.shipping.own_state import OwnState
-from torch_dpflow.workers.batches import failure
+from torch_dpflow.workers.batches import wrapped_failure
 from torch_dpflow.workers.process_control import keep_freed_memory
 from torch_dpflow.workers.script_settings import ScriptSettings
 
@@ -141,7 +141,7 @@ class SampleSource:
             self._dataset, self.keeps_layout = assignment.dataset, assignment.keeps_layout
             self._tells = takes_orders(self._dataset.cacheable)
         except Exception:
-            self._broken = failure(worker)
+            self._broken = wrapped_failure(worker)
 
     def announce(self, payloads: Sequence[memoryview]) -> None:
         """Announce tasks that follow the earlier ones to the dataset, if it accepts announcements."""
@@ -172,7 +172,7 @@ class SampleSource:
         except Exception as error:
             if dataset.stand_in is not None:
                 return FAILED, dataset.stand_in(task.key, error)
-            return FAILED, failure(self._worker, dataset=dataset.cacheable)
+            return FAILED, wrapped_failure(self._worker, dataset=dataset.cacheable)
 
 
 def _unpack(packed: IO[bytes]) -> SampleAssignment:

@@ -317,7 +317,7 @@ def _find_culprit(obj: Any, error: Exception, path: str, dump: Callable[[Any], o
     above: set[int] = set()
     for _ in range(_MAX_DEPTH):
         above.add(id(obj))
-        for step, part in parts_of(obj):
+        for step, part in children_of(obj):
             trials += 1
             if trials > _MAX_TRIALS:
                 return path, obj, error
@@ -340,7 +340,7 @@ def _failure_of(obj: Any, dump: Callable[[Any], object]) -> Exception | None:
     return None
 
 
-def parts_of(obj: Any) -> Iterator[tuple[str, Any]]:
+def children_of(obj: Any) -> Iterator[tuple[str, Any]]:
     """Yield the parts of an object, each with the suffix that names it, as `.field` or `[0]`."""
     if isinstance(obj, dict):
         yield from ((f"[{key!r}]", value) for key, value in obj.items())

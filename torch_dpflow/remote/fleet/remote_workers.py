@@ -43,7 +43,7 @@ from torch_dpflow.remote.fleet.worker_states import (
     StartWorker,
     StopWorker,
     WorkerState,
-    parts_of,
+    split_identity,
 )
 from torch_dpflow.remote.launchers.contract import Ended, PlatformSource, RemotePlatform, prefix_of
 from torch_dpflow.workers.platform import Handle
@@ -194,7 +194,7 @@ class RemoteWorkers:
 
         If the message is refused, the worker has ended, which its platform reports, or is ended after `SUSPECT_S`.
         """
-        worker, is_sent = self._fleet.by_user(parts_of(peer)[0]), self.listener.send(peer, frames)
+        worker, is_sent = self._fleet.by_user(split_identity(peer)[0]), self.listener.send(peer, frames)
         if worker is None or not worker.is_working:
             return is_sent
         worker.sent += 1
@@ -236,7 +236,7 @@ class RemoteWorkers:
     def on_message(self, peer: bytes, frames: list[memoryview]) -> None:
         """Handle a message of a worker."""
         try:
-            user, nonce, kind = parts_of(peer)
+            user, nonce, kind = split_identity(peer)
             worker = self._fleet.by_user(user)
             if worker is None:
                 self._send(peer, WorkerRefused("it is not expected any more"))

@@ -177,7 +177,7 @@ class FleetWorker:
         return window if not self.window - 2 < window < self.window else self.window
 
 
-def parts_of(peer: bytes) -> tuple[str, bytes, bytes]:
+def split_identity(peer: bytes) -> tuple[str, bytes, bytes]:
     """Split an identity into user, nonce of the process, and which of its two connections it is."""
     parts = peer.split(b"/")
     if len(parts) != 4 or parts[3] not in (LINE, WORK) or not parts[2]:

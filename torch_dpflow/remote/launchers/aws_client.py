@@ -112,7 +112,7 @@ class AwsClient:
         except (PlatformError, OptionError):
             raise
         except Exception as error:
-            translated = failure(what, error)
+            translated = aws_error(what, error)
             if isinstance(translated, DeniedError):
                 with self._lock:
                     self._client = None
@@ -133,7 +133,7 @@ class AwsClient:
             return self._client
 
 
-def failure(what: str, error: Exception) -> PlatformError | OptionError:
+def aws_error(what: str, error: Exception) -> PlatformError | OptionError:
     """Translate an error of boto3. An unknown kind leaves open whether anything was done."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "ClientError" in kinds:

@@ -48,8 +48,8 @@ from torch_dpflow.remote.launchers.ray_cluster import (
     amount,
     check_address,
     connect,
-    failure,
     nodes_of,
+    ray_error,
 )
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
@@ -315,7 +315,7 @@ class RayLauncher:
         except from_ray.ActorAlreadyExistsError:
             return None
         except Exception as error:
-            lost = failure(f"{name} cannot be started", error)
+            lost = ray_error(f"{name} cannot be started", error)
             if not isinstance(lost, AnswerLostError):
                 raise lost from error
             return self._find(name, lost)
@@ -338,7 +338,7 @@ class RayLauncher:
                 self._has_fit = True
                 return
             except Exception as error:
-                refusal = failure(f"{name} cannot be started", error)
+                refusal = ray_error(f"{name} cannot be started", error)
         elif not self._has_fit and (misfit := self._capacity.misfit()):
             refusal = RejectedError(f"{name} has no room in Ray: {misfit}")
         elif kind := self._capacity.lacking():
@@ -394,4 +394,4 @@ def _translated(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise failure(what, error) from error
+        raise ray_error(what, error) from error

@@ -167,7 +167,7 @@ def _no_connection(where: str, error: Exception) -> PlatformError:
             f"no Ray cluster answers {where}: start one with `ray start --head`, name one by RAY_ADDRESS, or call "
             f"ray.init() before ({_line_of(error)})"
         )
-    return failure(f"the Ray cluster {where} cannot be used", error)  # another version, or no address
+    return ray_error(f"the Ray cluster {where} cannot be used", error)  # another version, or no address
 
 
 def _probe(address: str) -> None:
@@ -181,7 +181,7 @@ def _split(address: str) -> tuple[str, str]:
     return host, port
 
 
-def failure(what: str, error: Exception) -> PlatformError:
+def ray_error(what: str, error: Exception) -> PlatformError:
     """Translate an error of Ray. An unknown kind leaves open whether anything was done."""
     from ray import exceptions
 

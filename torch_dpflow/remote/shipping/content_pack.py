@@ -25,7 +25,7 @@ import torch
 
 from torch_dpflow.errors import MessageError, OptionError
 from torch_dpflow.ipc.serialization import SCRIPT
-from torch_dpflow.ipc.serialization.pickling import explain_loading, parts_of
+from torch_dpflow.ipc.serialization.pickling import children_of, explain_loading
 from torch_dpflow.remote.shipping.modules import module_of
 from torch_dpflow.remote.shipping.reducers import (
     in_its_module,
@@ -293,7 +293,7 @@ def _too_large(spec: Any, limit: int) -> OptionError:
     named = [(name, getattr(spec, name)) for name in _PARTS]
     path, obj, whole = first = _largest(named, _MAX_COUNTED_BYTES)
     for _ in range(_MAX_DEPTH):
-        inner = _largest(islice(parts_of(obj), _MAX_PARTS), whole)
+        inner = _largest(islice(children_of(obj), _MAX_PARTS), whole)
         if inner.nbytes <= whole // 2:
             break
         path, obj, whole = path + inner.path, inner.obj, inner.nbytes
