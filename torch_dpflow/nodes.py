@@ -120,7 +120,7 @@ class Mapper(DPFlowNode[T]):
     each item has one result. Workers stay from epoch to epoch.
 
     The state is the source's before the oldest item without a delivered result, and which later ones were delivered.
-    So no item is lost or repeated, whatever was in flight, also with another number of workers or another platform.
+    So no item is lost or repeated, whatever was in flight, also with a different number of workers or another platform.
 
     Random numbers in `fn` are seeded by item, as those of a map-style dataset by batch: they are the same for any
     number of workers, after a crash and after a resume. (With `num_workers=0` they are the process's own.)
@@ -241,9 +241,9 @@ class StreamReader:
             self._snapshots.popleft()
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any] | Unsaved:
-        """Return the source's state after so many items of this epoch; None: after all that were drawn.
+        """Return the source's state after `consumed` items of this epoch; None: after all items that were drawn.
 
-        `Unsaved` if the source's `state_dict` failed, so that the loader's error names the source.
+        Return `Unsaved` if the source's `state_dict` failed, so that the loader's error names the source.
         """
         self._begin()
         consumed = self._drawn if consumed is None else consumed

@@ -40,7 +40,7 @@ def count(places: Places) -> int:
 
 
 def share(length: int, replicas: int, *, drop_last: bool) -> int:
-    """Return how many of `length` places each rank gets; without `drop_last` an uneven rest is filled up."""
+    """Return how many of `length` places each rank gets; without `drop_last` shares are filled up to be equal."""
     return length // replicas if drop_last else -(-length // replicas)
 
 
@@ -98,9 +98,9 @@ def describe_numbers(numbers: NDArray[np.integer[Any]]) -> str:
 
 
 class RankPart:
-    """The places of one rank, as by DistributedSampler: every `replicas`-th from the `rank`-th on.
+    """The places of one rank, as by DistributedSampler: every `replicas`-th, starting at the `rank`-th.
 
-    An uneven rest is filled up with the first places, or dropped. A slice of it is `Places`.
+    A remainder is filled up with the first places, or dropped. A slice of it is `Places`.
     """
 
     def __init__(self, places: Places, rank: int, replicas: int, *, drop_last: bool) -> None:
@@ -121,7 +121,7 @@ class RankPart:
         return found
 
     def items(self, read: Callable[[Places], list[T]], start: int) -> Iterator[T]:
-        """Yield what `read` returns for the places from the `start`-th on."""
+        """Yield what `read` returns for each place, starting at the `start`-th."""
         for first in range(start, len(self), _CHUNK):
             yield from read(self[first : first + _CHUNK])
 
@@ -192,7 +192,7 @@ class RankPosition:
     ) -> RankPosition:
         """Return the position of `replicas` ranks after what `as_dict` has described.
 
-        What is left is dealt again if the number of ranks is another one, or if ranks were out of step.
+        What is left is dealt again if the number of ranks differs, or if ranks were out of step.
 
         Args:
             state: that of one rank, if all have read as many samples; else a list of those of all ranks of one run,

@@ -129,7 +129,7 @@ def _bits(key: NDArray[np.uint32], place: int) -> np.random.MT19937:
 
 
 def advance(generator: torch.Generator, draws: int) -> None:
-    """Advance a torch generator of the processor by so many numbers of 32 bits: in 3 ns each, without an array."""
+    """Advance a torch generator of the processor by this many numbers of 32 bits: in 3 ns each, without an array."""
     if not draws:
         return
     bits = bits_of(generator)

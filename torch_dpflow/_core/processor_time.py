@@ -8,7 +8,7 @@ from contextlib import suppress
 _TICKS_S = 1 / os.sysconf("SC_CLK_TCK")
 #: Workers that run or wait for a processor for a smaller share of the time wait for storage.
 MIN_PROCESSOR_SHARE = 0.5
-#: Processors are the limit if workers need such a share of them, or wait so long for each second on one.
+#: Processors are the limit if workers need such a share of them, or wait this long for each second on one.
 FULL_SHARE, QUEUED_SHARE = 0.8, 0.5
 
 
@@ -26,7 +26,7 @@ def taken_by(pid: int) -> tuple[float, float]:
 
 
 def are_processors_short(cpu_s: float, queued_s: float, watched_s: float, *, workers: int, processors: int) -> bool:
-    """Return whether processors limit workers that ran and waited for one so long while they were watched.
+    """Return whether processors limit the workers, by how long they ran and waited for one while they were watched.
 
     Args:
         cpu_s, queued_s: of all workers together, seconds.

@@ -84,7 +84,7 @@ class StageClock:
         return times if times.counts or times.hand_over_s or times.collate_s else None
 
     def add_sample(self, seconds: float, read_s: float, decode_s: float) -> None:
-        """Add a sample that took so long, and these stages of it."""
+        """Add a sample that took this long, and these stages of it."""
         self._add(seconds, read_s, decode_s, 1)
 
     def hand_over(self, seconds: float) -> None:

@@ -143,7 +143,7 @@ def _time(seconds: float) -> str:
 
 
 def bucket_of(seconds: float) -> int:
-    """Return the bucket of a sample that took so long."""
+    """Return the bucket of a sample that took this long."""
     if _MIN_S < seconds < _MAX_S:
         return int(math.log2(seconds) * PER_DOUBLING + _OFFSET)
     return 0 if seconds <= _MIN_S else BUCKETS - 1

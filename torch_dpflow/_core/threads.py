@@ -111,7 +111,7 @@ class AwaitedThread(threading.Thread):
     """A daemon thread that a finalizer may wait for.
 
     The garbage collector may run while this thread holds `threading`'s own lock. A thread takes that lock to end, so
-    `join()` in a finalizer could wait for ever.
+    `join()` in a finalizer could wait forever.
     """
 
     def __init__(self, target: Callable[[], None], name: str) -> None:

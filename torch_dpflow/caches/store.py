@@ -253,7 +253,7 @@ class SampleStore:
             loaded = self._load([keys[k] for k in own], [running.pop(k) for k in own], lambda: load(own))
             for place, sample in zip(own, loaded):
                 found[place] = sample
-        # After its own loads, so that two readers of each other's loads do not wait for ever.
+        # After its own loads, so that two readers of each other's loads do not wait forever.
         for place, future in running.items():
             found[place] = self._wait(keys[place], future, partial(_load_one, load, place))
         return found

@@ -243,7 +243,7 @@ def list_(as_json: bool, address: PoolAddress) -> None:
 
 @pool.command()
 @click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True)
-@click.option("--count", type=click.IntRange(min=1), help="End after so many tables; without it, by Ctrl-C.")
+@click.option("--count", type=click.IntRange(min=1), help="End after this many tables; without it, by Ctrl-C.")
 @json_option
 @_at_pool
 def top(interval_s: float, count: int | None, as_json: bool, address: PoolAddress) -> None:

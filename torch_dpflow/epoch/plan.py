@@ -152,7 +152,7 @@ class Plan:
         return [*self.held, *settled]
 
     def skip(self, batches: int) -> None:
-        """Draw and drop so many batches. Raises StateError if the epoch is shorter."""
+        """Draw and drop this many batches. Raises StateError if the epoch is shorter."""
         self._is_begun = True
         for skipped in range(batches):
             try:
@@ -317,7 +317,7 @@ def replay(
 
 
 def _after(samples: int, sampler: Any) -> _Iterated:
-    """Draw and drop so many samples; return the iteration of the rest. Raises StateError if there are fewer."""
+    """Draw and drop this many samples; return the iteration of the rest. Raises StateError if there are fewer."""
     length = length_or_none(sampler)
     if is_drawn_here(sampler) and length is not None and samples <= length:
         return _Iterated(indices_of(sampler, samples))

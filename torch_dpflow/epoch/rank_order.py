@@ -132,7 +132,7 @@ def end_of(state: LoaderState, index_sampler: Any, ranks: Ranks | None) -> int |
 
 
 def end_after(state: LoaderState, index_sampler: Any, left: int | None) -> int | None:
-    """Return the position at the end of a resumed epoch of which so many samples are left; None if unknown."""
+    """Return the position at the end of a resumed epoch of which this many samples are left; None if unknown."""
     if left is None:
         return None
     if type(index_sampler) is not BatchSampler:

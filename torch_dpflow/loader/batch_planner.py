@@ -284,7 +284,7 @@ class BatchPlanner:
 def fit_streams(progress: EpochProgress, workers: int, *, own_stream: bool) -> None:
     """Make the epoch's progress have one stream for each worker, or none.
 
-    Streams of another number of workers cannot continue: they are dropped, with a warning.
+    Streams of a different number of workers cannot continue: they are dropped, with a warning.
     """
     if len(progress.streams) == workers:
         return

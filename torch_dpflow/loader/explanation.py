@@ -13,7 +13,7 @@ from torch_dpflow.cluster.monitoring.page_figures import limit_of
 if TYPE_CHECKING:
     from torch_dpflow.metrics import LoaderStats
 
-#: An explanation needs so many batches, without the first ones of epochs, and so many seconds.
+#: An explanation needs this many batches, without the first ones of epochs, and this many seconds.
 MIN_BATCHES, MIN_S = 10, 0.2
 #: A training loop that waits for a smaller share of the time is not limited by loading.
 MAX_WAIT_SHARE = 0.05

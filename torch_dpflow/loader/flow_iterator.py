@@ -262,7 +262,7 @@ class FlowPlanner:
     Args:
         progress: of the epoch.
         ahead: batches that are drawn beyond those that were taken.
-        settled: how many batches are fixed now, so that so many as `settled_ahead` of them may be drawn ahead.
+        settled: how many batches are fixed now, so that as many as `settled_ahead` of them may be drawn ahead.
         batched: whether the sampler returns batches, and not single keys.
     """
 

@@ -72,7 +72,7 @@ def _joined_streams(states: Sequence[LoaderState], rank: int, workers: int) -> L
 
 
 def _is_of_other_ranks(state: LoaderState, dataset: Any) -> bool:
-    """Return whether another number of ranks has divided the shards, so that each worker needs all positions."""
+    """Return whether a different number of ranks has divided the shards, so that each worker needs all positions."""
     if not isinstance(dataset, ShardedIterableDataset):
         return False
     kept = [stream.dataset["dataset"] for stream in state.streams if stream.dataset is not None]

@@ -66,7 +66,7 @@ class DPFlowDataLoader(DataLoader[T]):
     - Random augmentation does not depend on the number of workers, a crash or a resume (see `LoaderOptions.seeding`;
       not with `num_workers=0`, which draws from the process's generators).
     - `state_dict()` and `load_state_dict()` save and restore the position, also in another process and with another
-      number of workers or ranks, or in another batch size.
+      number of workers or ranks, or at another batch size.
     - `stats()` returns how long the training loop waited; `explain()` returns the cause, and what to change.
 
     Not thread-safe: iterate, save and load in one thread. A forked child can iterate the loader again.
@@ -167,7 +167,7 @@ class DPFlowDataLoader(DataLoader[T]):
         """Return the number of batches of an epoch; while a loaded state is pending or read, of the epoch it resumes.
 
         That counts the batches before the state too. So programs that count batches from a saved step read the rest of
-        an epoch that was begun with another number of ranks or another batch size.
+        an epoch that was begun with a different number of ranks or batch size.
 
         Raises:
             TypeError: it is not known, as of an iterable dataset without a length, or of an epoch of a flow that other
@@ -179,7 +179,7 @@ class DPFlowDataLoader(DataLoader[T]):
             return super().__len__()
         if end < 0:
             raise OptionTypeError(
-                "the epoch was begun with another number of ranks or another batch size, and the flow's router decides "
+                "the epoch was begun with a different number of ranks or batch size, and the flow's router decides "
                 "its order, so the number of its batches is not known: read until the iterator ends"
             )
         return end
@@ -249,7 +249,7 @@ class DPFlowDataLoader(DataLoader[T]):
         its own state if it has one, else it skips what was delivered. A dataset or sampler that cannot restore its own
         state raises at the next `iter`.
 
-        A map-style dataset may be read in another batch size, and by another number of ranks: with torch's
+        A map-style dataset may be read at another batch size, and by a different number of ranks: with torch's
         DistributedSampler or a `DynaGCSSampler`, what is left of the epoch is dealt to the new ranks.
 
         Args:

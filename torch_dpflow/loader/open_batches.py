@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch_dpflow.ipc.messages.headers import BATCH, FAILURE, Frame, PayloadTable
 from torch_dpflow.workers.batch_pieces import UNDIVIDED, BatchPiece, OpenedBatch, part_of
 
-#: A piece takes about so long, seconds; a batch has at most so many for each worker.
+#: A piece takes about this long, seconds; a batch has at most this many for each worker.
 PIECE_S, PIECES_EACH = 0.025, 4
 
 

@@ -207,7 +207,7 @@ class PrivateShard:
         return self._owner == os.getpid()
 
     def totals(self) -> Counters:
-        """Return the scheduler's counts since the start, which go on."""
+        """Return the scheduler's counts since the start. They continue to grow."""
         return self._scheduler.counters
 
     def elsewhere(self) -> tuple[int, str]:

@@ -28,7 +28,7 @@ from torch_dpflow.log import LOADER
 VARIABLE = "DPFLOW_TRACE"
 #: Bytes of a file at most: about 500,000 events.
 MAX_BYTES = 64 << 20
-#: Events are written once there are so many of them, or the oldest is so old, seconds.
+#: Events are written once there are this many of them, or the oldest is this old, seconds.
 MAX_EVENTS, MAX_AGE_S = 1000, 1.0
 #: The track of the training loop; worker `n` has track `n + 1`.
 TRAINING = 0

@@ -104,7 +104,7 @@ class WorkerProcesses:
         workers: the number of workers.
 
     Raises:
-        DescriptorLimitError: the limit of open files is too low for so many workers.
+        DescriptorLimitError: the limit of open files is too low for this many workers.
     """
 
     def __init__(self, platform: Platform, spec: LoadSpec, workers: int) -> None:

@@ -33,7 +33,7 @@ from torch_dpflow.pool.transport.segments import PoolSegment
 #: A tensor; a numpy array for dtypes that torch does not have (text, big-endian numbers).
 Rows: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
 _Numbers: TypeAlias = npt.NDArray[np.int64]
-#: Lends memory of so many bytes; None if it has none.
+#: Lends memory of this many bytes; None if it has none.
 Lend: TypeAlias = Callable[[int], "npt.NDArray[np.uint8] | None"]
 
 

@@ -110,7 +110,7 @@ class ConfirmAhead(msgspec.Struct, frozen=True, tag=True):
 
 
 class AheadOpened(msgspec.Struct, frozen=True, tag=True):
-    """Number of the memory that a dataset's records are read ahead into."""
+    """Number of the memory into which a dataset's records are read ahead."""
 
     memory: int
 

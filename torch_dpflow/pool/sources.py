@@ -194,7 +194,7 @@ class RecordPaths:
         self._digests = digests[self._order]
 
     def number(self, path: str) -> int:
-        """Return the number of the record at this path. Reads its metadata again, so no digest is trusted.
+        """Return the number of the record with this path. Reads its metadata, as two paths can have one digest.
 
         Raises ObjectMissingError if there is none, OptionError if several records have it.
         """

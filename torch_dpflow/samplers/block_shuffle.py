@@ -32,8 +32,8 @@ class BlockShuffleSampler(DynaGCSSampler):
     Blocks are drawn in random order and divided among the ranks. A rank reads `window` of them at a time, their rows
     shuffled together, so a reader needs memory for that many blocks. A larger window comes closer to a full shuffle.
 
-    Ranks, `set_epoch`, states and resuming with another number of ranks are as with `DynaGCSSampler`. For the rest of
-    an epoch that another number of ranks began, each rank reads rows of more blocks at a time.
+    Ranks, `set_epoch`, states and resuming with a different number of ranks are as with `DynaGCSSampler`. In an epoch
+    that a different number of ranks began, each rank reads rows of more blocks at a time.
 
     Args:
         dataset: has `blocks`, as `TableDataset` has.

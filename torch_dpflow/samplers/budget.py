@@ -27,8 +27,8 @@ class BudgetBatchSampler(EpochSampler[list[int]]):
 
     All ranks have equally many batches. At each step they read neighbours in the epoch's batches by length, so no rank
     waits for another. Which samples meet in a batch, and in which order steps come, depends on seed and epoch; the
-    number of batches is the same in every epoch. If an epoch is continued by another number of ranks, its rest keeps
-    the steps of those that began it, so the ranks' batches differ more until the next epoch.
+    number of batches is the same in every epoch. If a different number of ranks continues an epoch, its remaining
+    steps are those of the ranks that began it, so the ranks' batches differ more until the next epoch.
 
     Without ranks every iteration is a new epoch; with ranks only `set_epoch` begins another.
 

@@ -17,7 +17,7 @@ from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, c
 MAX_JOBS = 256
 #: Bits of a word of masks in an array.
 _WORD_BITS = 64
-#: Up to so many cells are searched in plain Python, because a call of numpy costs as much.
+#: Up to this many cells are searched in plain Python, because a call of numpy costs as much.
 _FEW_CELLS = 64
 #: A sample's cell and its slot there. Valid until the next sample of the cell is taken.
 CellSlot: TypeAlias = tuple[int, int]

@@ -10,7 +10,7 @@ from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, c
 LISTED = 1
 #: Above this many residents per eviction a search pays for several evictions at once.
 _RESIDENTS_PER_VICTIM = 16
-#: Among at least so many residents, the oldest loads, a search selects victims: one of all of a large cache, of 10
+#: Among at least this many residents, the oldest loads, a search selects victims: one of all of a large cache, of 10
 #: million samples, would delay a draw by seconds.
 _SEARCHED = 1 << 20
 #: Loads of one piece of the log.

@@ -107,7 +107,7 @@ class Iteration:
 
 
 class EpochSampler(Sampler[T]):
-    """Sampler of an epoch of so many items, of which each rank gets every `num_replicas`-th.
+    """Sampler of an epoch of this many items, of which each rank gets every `num_replicas`-th.
 
     Without ranks every iteration is a new epoch, as RandomSampler's. With ranks only `set_epoch` begins another one, as
     DistributedSampler's.
@@ -170,7 +170,7 @@ class EpochSampler(Sampler[T]):
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Restore a position: the next iteration yields the rest of its epoch, or a whole one if nothing is left.
 
-        With another number of ranks, what is left of the epoch is dealt to them. It is evened out once more.
+        With a different number of ranks, what is left of the epoch is dealt to them. It is evened out once more.
 
         Args:
             state: of any rank, if all have read as much; else a list of the states of all ranks, in order.

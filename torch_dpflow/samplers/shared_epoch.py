@@ -72,7 +72,7 @@ def bitmap(samples: CompactArray, size: int) -> bytes | None:
 
 #: Residents that are compared for each one to follow. More would find more that few jobs need, but take longer.
 _CHOICE = 4
-#: The search for a class that is short among the latest residents covers up to so many times as many.
+#: The search for a class that is short among the latest residents covers up to this many times as many.
 _DEPTH = 4
 
 
@@ -127,7 +127,7 @@ class SharedEpoch:
         return order
 
     def next_unread(self, most: int) -> CompactArray:
-        """Return the first of `unread`, at most so many; the cost does not grow with the epoch."""
+        """Return the first of `unread`, at most this many; the cost does not grow with the epoch."""
         if self._sequence is None:
             return self._next_of(0, most)
         labels = self._sequence[self._drawn : self._drawn + most]
@@ -138,7 +138,7 @@ class SharedEpoch:
         return order
 
     def _next_of(self, number: int, most: int) -> CompactArray:
-        """Return the first unread samples of a class, at most so many."""
+        """Return the first unread samples of a class, at most this many."""
         start, end = int(self._next_leads[number]), int(self._ends[number])
         found = [self._pile[:0]]
         while most > 0 and start < end:
@@ -247,7 +247,7 @@ class SharedEpoch:
         """Take samples from one range of the pile for each of these classes; lower `quota` by their number."""
         starts = self._next_leads[classes]
         ahead = self._ends[classes] - starts
-        # If the read samples are spread evenly, so many places contain the quota; and some more.
+        # If the read samples are spread evenly, this many places contain the quota; and some more.
         expected = quota[classes] * ahead // self._unread[classes]
         lengths = np.minimum(ahead, expected + expected // 8 + 16)
         places = _ranges(starts, lengths)

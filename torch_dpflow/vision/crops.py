@@ -26,14 +26,14 @@ Range: TypeAlias = tuple[float, float]
 #: Top, left, height and width, in pixels.
 Box: TypeAlias = tuple[int, int, int, int]
 
-#: Returns memory of so many bytes, or None.
+#: Returns memory of this many bytes, or None.
 Lend: TypeAlias = "Callable[[int], Pixels | None]"
 
 #: torchvision's defaults.
 SCALE: Range = (0.08, 1.0)
 RATIO: Range = (3 / 4, 4 / 3)
-#: An image is decoded smaller if the crop even then has so many times the output's pixels along both sides. With less,
-#: the decoder's averages over squares would be visible.
+#: An image is decoded smaller if even then the crop has this many times the pixels of the output along both sides. With
+#: fewer, the decoder's averages over squares would be visible.
 _GAP = 2
 _TRIES = 10
 #: Images whose files are in memory at a time.

@@ -48,7 +48,7 @@ class EncodedImage(Protocol):
     unevenness: int | None
 
     def rows_to_decode(self, rows: int) -> int:
-        """Return how many rows `pixels` returns for so many needed rows."""
+        """Return how many rows `pixels` returns for this many needed rows."""
 
     def pixels(self, rows: int | None = None, *, reduce: int = 1, out: Pixels | None = None) -> Pixels:
         """Decode to RGB of shape (height, width, 3), writable. Raises the errors of Pillow for a broken file.

@@ -32,7 +32,7 @@ from torch_dpflow.ipc.messages.headers import BATCH, OPENED, UNFIT, Frame, Paylo
 from torch_dpflow.ipc.serialization.codec import decode, encode_in
 from torch_dpflow.ipc.serialization.pickling import is_plain
 
-#: A batch is opened once its first rows have taken so long, if the rest takes about `REST_S` or longer, seconds. A
+#: A batch is opened once its first rows have taken this long, if the rest takes about `REST_S` or longer, seconds. A
 #: piece costs all processes together about 0.3 ms of processor time.
 OPEN_S, REST_S = 0.01, 0.1
 

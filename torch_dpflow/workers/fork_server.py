@@ -29,7 +29,7 @@ from torch_dpflow.workers.process_control import FORK_SERVER_NAME, FORK_SERVER_U
 GUARD = "torch_dpflow.workers.fork_server_guard"
 #: How often a start that is not over is looked at, and when it is first logged, seconds.
 POLL_S, NOTICE_S = 0.25, 10.0
-#: The time limit of the start doubles with each start that has failed, so many times at most.
+#: The time limit of the start doubles with each start that has failed, this many times at most.
 MAX_DOUBLINGS = 4
 #: How long to wait for the end of a killed fork server, seconds. One that waits for a network disk does not end.
 KILLED_S = 1.0

@@ -17,7 +17,7 @@ from torch_dpflow.lookahead import Lookahead
 _FIRST_GUESS = 1 << 16
 #: The share of the capacity that a cache can count on; running loads take the rest.
 _KEPT_SHARE = 0.9
-#: At least so many reads are reported to a policy in one call.
+#: At least this many reads are reported to a policy in one call.
 _MANY_KEYS = 8
 #: Weight of the latest sample in the expected size.
 _SIZE_WEIGHT = 0.1

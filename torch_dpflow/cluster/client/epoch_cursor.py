@@ -8,7 +8,7 @@ instead of `done` while its order follows from seed and epoch: always with the s
 - `together`: samples that all ranks had when each had as many as this one, by the router's answer.
 - `earlier`: samples that had been read when the rest was dealt to the present ranks.
 
-A run with as many ranks resumes each rank from its own `done`. With another number of ranks, or from the states of
+A run with as many ranks resumes each rank from its own `done`. With a different number of ranks, or from the states of
 ranks that were out of step, the samples that were read become `earlier`, and the rest is dealt again. The samples that
 were read are `together` of one state where the ranks were in step, else `done` of the states of all ranks.
 """
@@ -47,7 +47,7 @@ class EpochCursor:
         self.marks: Marks = np.zeros(-(-job.size // 8), np.uint8)
         #: The samples that had been read when the rest was dealt to the present ranks; None: all were dealt.
         self.earlier: Marks | None = None
-        #: A position, and the samples that all ranks have once each has as many; None: not known.
+        #: A position, and the samples that all ranks together have read there; None: not known.
         self.together: tuple[int, Marks] | None = None
         #: How many of the epoch's first samples follow from seed and epoch.
         self.in_order = 0
@@ -286,7 +286,7 @@ def _saved(parts: Any, epoch: Any, size: int) -> list[_Saved]:
 
 @lru_cache(maxsize=1)
 def _first_of_order(size: int, seed: int, position: int, digest: str) -> Marks:
-    """Return the marks of the first samples of an order. Raises StateError if their digest is another one."""
+    """Return the marks of the first samples of an order. Raises StateError if their digest differs."""
     read = np.zeros(size, np.bool_)
     read[epoch_order(size, seed)[:position]] = True
     marks = np.packbits(read)

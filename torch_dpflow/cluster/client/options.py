@@ -267,5 +267,5 @@ class Failover:
 
     #: Finds the cluster that the job's address names now; None if it names none.
     find: Callable[[], Cluster | None]
-    #: Registers the job's flow with a cluster within so many seconds; False if another cluster has replaced that one.
+    #: Registers the job's flow with a cluster within this many seconds; False if another cluster has replaced that one.
     register: Callable[[Cluster, float], bool]

@@ -168,7 +168,7 @@ class RouterLink:
         return 0 if self._epoch is None else self._epoch.in_order
 
     def read_by_all(self, epoch: int, position: int) -> Marks | None:
-        """Return the samples that all ranks have once each has `position` samples of its part; None if not known.
+        """Return the samples that all ranks together have when each has `position` of its part; None if not known.
 
         Takes no lock, as another thread may hold it while it waits for other ranks. Waits at most READ_BY_ALL_S.
         """

@@ -23,7 +23,7 @@ from torch_dpflow.ipc.messages.fields import MAX_SAMPLES
 from torch_dpflow.ipc.messages.payload_groups import split_payloads
 from torch_dpflow.ipc.rpc import PendingCall, RpcClient
 
-#: A call to a shard fetches so many samples, of several batches if these are small or divided among many shards.
+#: A call to a shard fetches this many samples, of several batches if these are small or divided among many shards.
 FETCHED_TOGETHER = 32
 #: Of small samples a call fetches up to MAX_TOGETHER, in at most TOGETHER_BYTES: a call costs job and shard as much as
 #: 30 small samples.
@@ -292,7 +292,7 @@ def _leave(clients: Sequence[RpcClient], job: JobId) -> None:
 
 
 def batches_ahead(samples: int, *, at_most: int) -> int:
-    """Return how many batches of so many samples to request ahead: one, or as many as shards take."""
+    """Return how many batches of this many samples to request ahead: one, or as many as shards take."""
     return max(1, min(at_most, MAX_WANTS // max(1, samples)))
 
 

@@ -189,7 +189,7 @@ class SharedJob:
         """Return which samples of the epoch have been delivered. O(size / 8).
 
         For one rank of several, the router also reports what all ranks have at this rank's position. So the state of
-        one rank is enough to resume with another number of ranks if they are in step.
+        one rank is enough to resume with a different number of ranks if they are in step.
         """
         if self._reader is not None:
             self._reader.note_delivered()
@@ -242,7 +242,7 @@ class SharedJob:
         marks = self._router.read_by_all(cursor.epoch, cursor.position)
         if marks is None:
             text = (
-                "flow %r, job %r: the router does not know what all ranks have read by now; with another number of "
+                "flow %r, job %r: the router does not know what all ranks have read by now; with a different number of "
                 "ranks, this state resumes together with those of all ranks only"
             )
             LOADER.warning(text, self._job.flow, self._job.name)

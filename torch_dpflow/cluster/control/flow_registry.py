@@ -36,7 +36,7 @@ from torch_dpflow.ipc.messages.fields import UnknownFlowError
 
 #: Maximum number of flows of a cluster, each version counted.
 MAX_FLOWS = 4096
-#: A flow that no job has used for so long may be stopped in favour of another, seconds.
+#: A flow that no job has used for this long may be stopped in favour of another, seconds.
 UNREAD_S = LEASE_S
 #: How long the services of a flow may take to start, seconds.
 STARTING_S = 2 * START_S

@@ -90,7 +90,7 @@ class JointOrder:
     def drawn(self, most: int | None = None) -> IndexArray:
         """Return the samples of the newest epoch that were drawn since it was begun here, in order, each once.
 
-        most: return the last ones, at most so many; None: all.
+        most: return the last ones, at most this many; None: all.
         """
         if not self._epochs:
             return _NOTHING

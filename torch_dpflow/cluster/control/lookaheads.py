@@ -23,7 +23,7 @@ from torch_dpflow.samplers.indices import IndexArray, compact
 #: `FIRST_HORIZON`, and each lookahead doubles it: a million for each of several jobs at once would delay their first
 #: batches by a second.
 MAX_WHOLE, HORIZON, FIRST_HORIZON = 1 << 22, 1 << 20, 1 << 17
-#: The next lookahead is requested once half of the certain samples are, if there are so many.
+#: The next lookahead is requested once half of the certain samples are, if there are this many.
 _MANY_CERTAIN = 1 << 16
 
 

@@ -23,11 +23,11 @@ from torch_dpflow.cluster.messages.node import Launch, ProcessView
 LEASE_S = 2 * clocks.LEASE_S
 #: The pause before a process that ended at once is restarted, first and longest, seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
-#: A process that has run for so long did not end at once, seconds. As long as the longest pause: no process is started
+#: A process that has run for this long did not end at once, seconds. Equal to the longest pause: no process is started
 #: more often than that, and one that is killed from outside is restarted without a pause.
 STABLE_S = 2.0
 #: Time limit of the first heartbeat, seconds, from the start or the latest sign that the process runs: it imports. It
-#: doubles with each start in a row that exceeds it, so many times at most.
+#: doubles with each start in a row that exceeds it, this many times at most.
 START_S, MAX_DOUBLINGS = clocks.START_S, 3
 #: Longest time for which a starting worker delays the next ones, seconds.
 START_PACE_S = 10.0

@@ -232,7 +232,7 @@ class DrawSamples(Body):
 
 
 class ReadByAll(Body):
-    """To a router: request the samples of an epoch that all ranks have once each has as many of its part.
+    """To a router: request the samples of an epoch that all ranks together have when each has `position` of its part.
 
     Answered with a frame of one bit for each sample, or with none if that is not known.
     """

@@ -26,8 +26,8 @@ from torch_dpflow.workers.batches import wrapped_failure
 from torch_dpflow.workers.process_control import keep_freed_memory
 from torch_dpflow.workers.script_settings import ScriptSettings
 
-#: Samples that another worker has taken over are given up so many samples later: by then it has announced them, so they
-#: are read from storage once.
+#: A worker drops samples that another worker has taken over after this many more samples. By then the other worker has
+#: announced them, so they are read from storage once.
 STOLEN = 16
 
 

@@ -41,7 +41,7 @@ LOOK_S = 0.03
 #: How long a worker that cannot watch its shard's process is idle before it repeats its handshake, as its shard may
 #: have been replaced, seconds.
 IDLE_S = 10.0
-#: A worker whose handshakes have not been answered for so long ends, seconds: its shard may listen elsewhere by now,
+#: A worker whose handshakes have not been answered for this long ends, seconds: its shard may listen elsewhere by now,
 #: and the worker that is started in its place locates it.
 SILENCE_S = 120.0
 

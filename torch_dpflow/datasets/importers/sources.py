@@ -27,7 +27,7 @@ Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 #: Objects of one pattern or list.
 MAX_FILES = 1_000_000
-#: From so many named objects of one directory on, one listing is cheaper than a request for each.
+#: From this many named objects of one directory, one listing is cheaper than a request for each.
 _WORTH_A_LISTING = 32
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _NESTED = re.compile(r"\{[^{}]*\{[^{}]*\}[^{}]*\}")

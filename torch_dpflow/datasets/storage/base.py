@@ -160,7 +160,7 @@ class ReadOptions:
     longest_backoff_s: float = 10.0
     #: Reads that overlap in one process.
     concurrency: int = 16
-    #: Ranges of one object with at most so many bytes between them are read as one.
+    #: Ranges of one object with at most this many bytes between them are read as one.
     merge_gap: int = 64 * 1024
     #: Bytes above which an object or range is refused, so that no storage can fill the memory.
     longest: int = 1 << 30

@@ -114,7 +114,7 @@ class Headroom:
 
 
 def check_memory(name: str, size: int) -> None:
-    """Raise OptionError if this process can never allocate so many bytes."""
+    """Raise OptionError if this process can never allocate this many bytes."""
     headroom = Headroom()
     total = headroom.total()
     if size > total and (_known_total() or headroom.is_limited):

@@ -26,7 +26,7 @@ from torch_dpflow.pool.transport.data_frames import DATA_CONNECTION
 #: Unauthenticated connections: their maximum number, the time each may take, and the age at which the oldest is closed
 #: if there are that many, seconds. Meanwhile others wait in the kernel.
 MAX_UNAUTHENTICATED, HANDSHAKE_TIMEOUT_S, MIN_HANDSHAKE_S = 1024, 2.0, 0.25
-#: Share of the process's descriptors that these may take: one in so many.
+#: Share of the process's descriptors that these may take: one in this many.
 _DESCRIPTOR_SHARE = 4
 #: Maximum number of authenticated connections of each kind.
 MAX_CONNECTIONS = 4096

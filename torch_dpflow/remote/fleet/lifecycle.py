@@ -59,8 +59,8 @@ READY_S = 600.0
 ROTATE, LAST = (0.80, 0.95), 0.97
 #: How much earlier rotation may begin, since so many are replaced one after the other; fraction of a lifetime.
 MAX_LEAD = 0.6
-#: After so many workers in a row that never connected while none ever has, or that are unfit for one reason, the fleet
-#: fails. They do not count by the target: after each failure the pause before the next start grows.
+#: The fleet fails after this many workers in a row that never connected while none ever has, or that are unfit for one
+#: reason. They do not count by the target: after each failure the pause before the next start grows.
 MAX_FALSE_STARTS = 1 + FALSE_STARTS
 MAX_REASONS = 64
 

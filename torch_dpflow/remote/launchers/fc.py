@@ -161,7 +161,7 @@ MAX_RUN_S, MARGIN_S = 86400.0, 60.0
 START_S = (30.0, 300.0)
 #: How often to check all workers, seconds: each is a call.
 SWEEP_S = 30.0
-#: From so many workers on they are looked up by a list.
+#: From this many workers they are looked up by a list.
 MANY = 8
 #: States of a task that has not ended, in their order.
 _LIVE = ("Enqueued", "Dequeued", "Running", "Retrying", "Stopping")

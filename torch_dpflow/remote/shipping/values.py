@@ -47,7 +47,7 @@ _CONTAINERS = frozenset((list, tuple, dict))
 _CHANGED = frozenset((list, dict, bytearray))
 #: Plain values that are not.
 _UNCHANGED = ATOMS - {bytearray}
-#: From so many elements on a container is digested as a whole.
+#: From this many elements a container is digested as a whole.
 _MIN_BULK = 17
 #: Levels of containers within each other that are digested as a whole; pickle recurses.
 _MAX_LEVELS = 4
@@ -132,7 +132,7 @@ class Bulk:
         self._kept: dict[int, tuple[Any, bytes | None]] = {}
 
     def of(self, obj: Any) -> bytes | None:
-        """Return the digest of a container of plain values; None if it holds others, or one of them twice."""
+        """Return the digest of a container of plain values; None if it holds other values, or a container twice."""
         if len(obj) < _MIN_BULK:
             return _plain_bytes(obj)
         if id(obj) not in self._kept:
@@ -193,7 +193,7 @@ class _PlainPickler(pickle.Pickler):
 
 
 def _plain_bytes(obj: Any) -> bytes | None:
-    """Return the digest of a container of plain values; None if it holds others, or one of them twice."""
+    """Return the digest of a container of plain values; None if it holds other values, or a container twice."""
     if (numbers := _numbers(obj)) is not None:
         return digest(numbers)
     if not _is_plain(obj) or (type(obj) is not list and len(obj) > _PIECE):

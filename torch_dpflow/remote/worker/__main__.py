@@ -15,4 +15,4 @@ if __name__ == "__main__":
     sys.stderr.flush()
     os._exit(
         code
-    )  # torch takes a second to leave an interpreter, and the process that waits for the end would wait so long
+    )  # torch takes a second to leave an interpreter, and the process that waits for the end would wait this long

@@ -320,7 +320,7 @@ class WorkerViews:
 
 #: Weight of the latest task in the moving average.
 _WEIGHT = 0.1
-#: A worker counts as stuck at a task that takes so many times the average.
+#: A worker counts as stuck at a task that takes this many times the average.
 _STUCK_FACTOR = 4.0
 
 
