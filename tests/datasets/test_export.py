@@ -403,7 +403,7 @@ def test_an_export_does_not_mix_with_others(local_store: DatasetStore, tmp_path:
         with pytest.raises(OptionError, match="has another export of 'train'"):
             export(one, tmp_path / "out", format="webdataset", **options)
     (tmp_path / "out" / "train-000007.tar").write_bytes(b"")
-    with pytest.raises(OptionError, match=r"has train-000007.tar beside the export"):
+    with pytest.raises(OptionError, match=r"has train-000007.tar next to the export"):
         export(stored, tmp_path / "out", format="webdataset")
     (tmp_path / "out" / "train-000007.tar").unlink()
     assert contents(tmp_path / "out") == before

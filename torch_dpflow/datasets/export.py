@@ -287,7 +287,7 @@ class ExportTarget:
                 f"directory, or remove those files and {path}"
             )
         if not present <= {*names}:
-            raise OptionError(f"{url} has {min(present - {*names})} beside the export; remove it")
+            raise OptionError(f"{url} has {min(present - {*names})} next to the export; remove it")
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file. If the first one fails, nothing of the export stays."""

@@ -88,7 +88,7 @@ class DatasetRef:
         if not isinstance(self.id, str) or not all(isinstance(part, str | None) for part in parts[1:]):
             raise OptionTypeError(f"the parts of a dataset's name are strings, not {parts!r}")
         if self.variant is not None and self.version is None:
-            raise OptionError(f"variant={self.variant!r} of {self.id!r} needs a version beside it")
+            raise OptionError(f"variant={self.variant!r} of {self.id!r} needs a version too")
         found = _REFERENCE.fullmatch(str(self))
         if found is None or found.group("id", "version", "variant") != parts:
             given = repr(str(self)) if found is None else ", ".join(repr(part) for part in parts if part is not None)

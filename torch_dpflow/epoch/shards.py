@@ -49,7 +49,7 @@ class ShardedIterableDataset(IterableDataset[Any]):
 
     @abstractmethod
     def read_shard(self, number: int, start: int) -> Iterator[Any]:
-        """Yield the samples of a shard from sample `start` on, in an order that is always the same in an epoch."""
+        """Yield the samples of a shard, starting at sample `start`, in an order that is always the same in an epoch."""
 
     def __iter__(self) -> Iterator[Any]:
         self._read, self._loaded = dict(self._loaded or {}), None

@@ -113,7 +113,7 @@ def _if_too_little(seen: Observed) -> _Verdict | None:
     left = MIN_BATCHES - (seen.stats.batches - seen.stats.epochs)
     if left <= 0 and seen.iterating_s >= MIN_S:
         return None
-    needed = f"{MIN_BATCHES} batches beside the first of each epoch, and {MIN_S:g} s of reading, are needed"
+    needed = f"{MIN_BATCHES} batches without the first of each epoch, and {MIN_S:g} s of reading, are needed"
     return (
         "",
         f"Limit: not known, too little was read: {needed}.",

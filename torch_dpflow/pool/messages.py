@@ -190,7 +190,7 @@ class CountReads(msgspec.Struct, frozen=True, tag=True):
 
 
 class ListDatasets(msgspec.Struct, frozen=True, tag=True):
-    """List datasets from this number on; answered by CachedDatasetList."""
+    """List datasets, starting at this number; answered by CachedDatasetList."""
 
     first: int = 0
 

@@ -71,7 +71,7 @@ def test_a_module_that_is_not_where_the_cluster_runs_is_told_of_with_what_to_do(
 
     kind, text = in_fork(load)
     assert kind == FAILED
-    assert "No module named 'nowhere_at_all': what the script and the modules beside it define travels" in text
+    assert "No module named 'nowhere_at_all': what the script and the modules next to it define is sent" in text
 
 
 def test_a_task_that_its_flow_cannot_have_is_told_of_as_such() -> None:

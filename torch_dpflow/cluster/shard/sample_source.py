@@ -180,7 +180,7 @@ def _unpack(packed: IO[bytes]) -> SampleAssignment:
         assignment: SampleAssignment = unpack(packed)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{error}: what the script and the modules beside it define travels to a flow's workers; install the rest "
+            f"{error}: what the script and the modules next to it define is sent to a flow's workers; install the rest "
             "where the cluster runs",
             name=error.name,
         ) from error

@@ -1,4 +1,4 @@
-"""The contract of an importer: it yields the samples of a source one by one, from any position on."""
+"""The contract of an importer: it yields the samples of a source one by one, starting at any position."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Importer(Protocol):
         """Prepare to append to samples with this `info`. Called before `items`."""
 
     def items(self, start: int = 0) -> Iterator[Item]:
-        """Yield the samples from number `start` on. Memory must not grow with their number.
+        """Yield the samples, starting at number `start`. Memory must not grow with their number.
 
         Raises:
             SourceError: the source does not have the expected layout.

@@ -245,7 +245,7 @@ class SpeechImporter:
             if (dot + ending).lower() not in self._endings:
                 continue
             if stem not in words:
-                raise SourceError(f"{self.root}/{folder}/{child.name} has no line in a *{_TRANSCRIPT} beside it")
+                raise SourceError(f"{self.root}/{folder}/{child.name} has no line in a *{_TRANSCRIPT} next to it")
             meta = {
                 "utterance": stem,
                 "speaker": self._files.label(speaker),

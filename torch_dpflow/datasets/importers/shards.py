@@ -169,7 +169,7 @@ class ShardImporter:
         return {}
 
     def scan(self, file: SourceFile, data: ForwardReader) -> Iterator[Item]:
-        """Yield the samples of one object, from its first on.
+        """Yield the samples of one object, starting at its first.
 
         Raises:
             SourceError: it is damaged, cut short, or of another format.
@@ -190,7 +190,7 @@ class ShardImporter:
         return chain.from_iterable(items for _, items in self.scanned(range(first, len(self.files.files))))
 
     def items_at(self, path: str, offset: int | None) -> Iterator[Item] | None:
-        """Yield the samples from that one on which begins at `offset` of `path`; none if there is no such sample.
+        """Yield the samples, starting at the one that begins at `offset` of `path`; none if there is no such sample.
 
         An import that was killed scans the object with its last sample again, and none before. None: a place does not
         say which sample it was, as the source names the object twice, or samples are copied.

@@ -30,7 +30,7 @@ _NUMBERS = frozenset((int, float, bool, type(None)))
 _BEGIN = pickle.PROTO + b"\x05"
 #: What comes before and after the instructions of an item.
 _LIST_OF_ONE = pickle.EMPTY_LIST, pickle.APPEND
-#: From this many bytes in a row on, numpy's strided copy is at least as fast as torch's, and takes fewer steps.
+#: For this many bytes in a row, numpy's strided copy is at least as fast as torch's, and takes fewer steps.
 _ROW_BYTES = 16
 
 
