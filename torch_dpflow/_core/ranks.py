@@ -25,9 +25,7 @@ def own_rank(num_replicas: int | None, rank: int | None, ranks: Any = None) -> t
     """
     if ranks is not None:
         if num_replicas is not None or rank is not None:
-            raise OptionError(
-                f"num_replicas={num_replicas} and rank={rank}: with ranks=, both come from it; leave them out"
-            )
+            raise OptionError(f"num_replicas={num_replicas} and rank={rank}: both come from ranks=; leave them out")
         return *_rank_in(ranks), True
     is_distributed = (dist.is_available() and dist.is_initialized()) or num_replicas is not None
     if num_replicas is None:
