@@ -42,7 +42,7 @@ class Reconciler:
         )
 
     def start(self, observe: Callable[[list[ProcessView]], None], desired: Callable[[], list[Launch]]) -> None:
-        """Start the threads. To be called once.
+        """Start the threads. Call once.
 
         observe: called with the running processes. desired: returns the processes to run. Both run in the server's
             thread.
@@ -72,7 +72,7 @@ IDLE_POLL_S, LOADING_POLL_S = 0.5, 0.02
 
 
 def run(service: ServiceSpec) -> None:
-    """Run a coordinator: the role of a node's process."""
+    """Main function of a process that runs a coordinator."""
     arguments = msgpack_decoder(CoordinatorArguments).decode(service.arguments)
     server = RpcServer(service.listen(arguments.address))
     nodes: list[JoinedNodes] = []

@@ -94,7 +94,7 @@ class JoinedNodes:
             server.register(name, getattr(self, f"_on_{name}"), body_type=body)
 
     def use(self, coordinator: NodesCoordinator) -> None:
-        """Connect it with a coordinator. To be called once, before the server serves."""
+        """Connect it with a coordinator. Call once, before the server serves."""
         self._coordinator = coordinator
 
     @property

@@ -143,7 +143,7 @@ class CoordinatorLink:
         )
 
     def start(self, node: Node) -> bool:
-        """Join and start the thread, or else stop the node. Return whether it has joined. To be called once."""
+        """Join and start the thread, or else stop the node. Return whether it has joined. Call once."""
         self._node = node
         if self.leaves:
             node.stop()

@@ -164,7 +164,7 @@ class PlatformNodes:
 
 
 def run(service: ServiceSpec) -> None:
-    """Run the provisioner of nodes: the role of a node's process."""
+    """Main function of a process that runs a provisioner of nodes."""
     heartbeats = HeartbeatSender(service, "")
     nodes = PlatformNodes(service, cast(NodePlatform, service.platform))
     while True:

@@ -65,7 +65,7 @@ class ClusterObserver:
 
 
 def run(service: ServiceSpec) -> None:
-    """Run the page: the role of a node's process."""
+    """Main function of a process that serves the page."""
     from torch_dpflow.cluster.monitoring.page_server import PageServer  # needs an extra
 
     place = msgpack_decoder(PagePlace).decode(service.arguments)

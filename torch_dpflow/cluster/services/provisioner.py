@@ -307,7 +307,7 @@ class Provisioner:
 
 
 def run(service: ServiceSpec) -> None:
-    """Run a provisioner: the role of a node's process."""
+    """Main function of a process that runs a provisioner."""
     assert service.place.worker_platform is not None
     assert service.platform is not None
     server = RpcServer(service.listen(service.place.provisioner_address), options=ServerOptions(shared_bytes=0))

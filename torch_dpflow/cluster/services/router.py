@@ -425,7 +425,7 @@ class Router:
 
 
 def run(service: ServiceSpec) -> None:
-    """Run a router: the role of a node's process."""
+    """Main function of a process that runs a router."""
     decoder = msgpack_decoder(RouterSettings)
     spec = msgpack_decoder(FlowSpec).decode(service.arguments)
     server = RpcServer(service.listen())

@@ -310,7 +310,7 @@ class WriteBehindStore:
         self.failure: Exception | None = None
 
     def load(self, meanwhile: Callable[[], None]) -> None:
-        """Read everything from the store once it can be used. To be called once, before all other methods.
+        """Read everything from the store once it can be used. Call once, before all other methods.
 
         meanwhile: called repeatedly until then; should wait briefly.
         """

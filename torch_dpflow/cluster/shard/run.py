@@ -151,7 +151,7 @@ class WorkerWatch:
         self._thread.wake()
 
     def watch(self, shard: SampleShard) -> None:
-        """Start the thread. To be called once."""
+        """Start the thread. Call once."""
         self._shard = shard
         self._thread.start()
 
@@ -181,7 +181,7 @@ class WorkerWatch:
 
 
 def run(service: ServiceSpec) -> None:
-    """Run a shard: the role of a node's process."""
+    """Main function of a process that runs a shard."""
     if service.place.worker_platform is not None:
         _run_with_platform(service, service.place.worker_platform)
         return

@@ -174,7 +174,7 @@ def _processor_time() -> dict[str, float]:
 
 
 def run(service: ServiceSpec) -> None:
-    """Run a worker until it ends: the role of a node's process."""
+    """Main function of a process that runs a worker until it ends."""
     arguments = msgpack_decoder(WorkerArguments).decode(service.arguments)
     heartbeats = HeartbeatSender(service, "", figures=_processor_time, stuck_s=float("inf"))
     address = locate(service.place, arguments.shard)
