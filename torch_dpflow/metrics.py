@@ -66,7 +66,8 @@ class LoaderStats:
     def since(self, before: LoaderStats) -> LoaderStats:
         """Return the counters of the time between an earlier snapshot of the same loader and this one.
 
-        What is no count, such as `limited_by`, is as in this snapshot. `stall_share` is of the time in between.
+        Values that are not counts, such as `limited_by`, are those of this snapshot. `stall_share` is of the time in
+        between.
 
         Raises:
             OptionError: `before` is of another loader, or later.

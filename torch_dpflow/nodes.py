@@ -43,7 +43,7 @@ class DPFlowNode(BaseNode[T]):  # type: ignore[misc]
     The state is the loader's, as of the latest batch that `next()` returned. A state that was taken at the end of an
     epoch restores that end; the `reset()` after it begins the following epoch.
 
-    `next()`, `reset()` and `get_state()` exclude each other, as a `Prefetcher` calls them from a thread of its own.
+    `next()`, `reset()` and `get_state()` exclude each other, as a `Prefetcher` calls them from a separate thread.
 
     Args:
         loader: the loader, which nothing else iterates meanwhile.
@@ -119,7 +119,8 @@ class Mapper(DPFlowNode[T]):
     Idle workers take over waiting items of busy ones. A worker that dies is replaced and its items are mapped again;
     each item has one result. Workers stay from epoch to epoch.
 
-    The state is the source's before the oldest item without a delivered result, and which later ones were delivered.
+    The state holds the source's state before the oldest item whose result was not delivered, and which later items
+    were delivered.
     So no item is lost or repeated, whatever was in flight, also with a different number of workers or another platform.
 
     Random numbers in `fn` are seeded by item, as those of a map-style dataset by batch: they are the same for any
@@ -132,8 +133,8 @@ class Mapper(DPFlowNode[T]):
         num_workers: processes that call `fn`; 0 calls it in this process.
         platform: where workers run, if not on this host: "processes", or a platform of `torch_dpflow.remote`.
         in_order: return results in the order of the source; else as they arrive.
-        prefetch_factor: items in flight per worker; None: 2, and of items that are read and mapped quickly as many as
-            take 0.06 s: at most 128 per worker, and 64 MiB together. Quick items are sent in groups.
+        prefetch_factor: items in flight per worker. None: 2, or more if items are quick: as many as are read and mapped
+            in 0.06 s, at most 128 per worker, and 64 MiB together. Quick items are sent in groups.
         snapshot_frequency: items between two states that are requested from the source, for a source whose state is
             large. The items after a snapshot are read again when resuming, but not mapped again.
         multiprocessing_context: how workers of this host start, as in torch's loader.

@@ -34,9 +34,9 @@ class LoaderOptions:
         seeding: how torch, random and numpy are seeded in a worker. "batch" seeds them before each batch from (base
             seed, epoch, batch): random augmentation is the same for any number of workers and after a crash, and an
             idle worker may take over a batch. "sample" seeds them before each sample from (base seed, epoch, batch,
-            place in the batch), and as "batch" before `collate_fn`: as repeatable, and several workers may load one
-            batch although its samples draw. Datasets with `__getitems__` are seeded by batch. "worker" uses torch's
-            stream and round-robin assignment: batches equal torch's bit for bit, and no work is
+            place in the batch), and as "batch" before `collate_fn`. This is equally repeatable, and several workers may
+            load one batch even if its samples draw random numbers. Datasets with `__getitems__` are seeded by batch.
+            "worker" uses torch's stream and round-robin assignment: batches equal torch's bit for bit, and no work is
             stolen. (If persistent workers begin another epoch before the end of one, their streams continue behind the
             last delivered batch; torch's continue behind the last prefetched one.) "auto" is "worker" with a
             `worker_init_fn`, an iterable dataset or one with a state, else "batch".
@@ -46,9 +46,9 @@ class LoaderOptions:
         restart_limit: how many times in a row workers are replaced without a batch in between, before the loader
             raises WorkerStartError. None: 8, and before the first batch at most the number of workers plus two.
         poison_limit: after how many ended workers a batch raises PoisonTaskError.
-        task_timeout_s: limit of a worker's time for one batch, for its rows of one, or for its start, seconds; None:
-            no limit, as with torch. A worker above it is killed and replaced, which counts for `poison_limit`. torch's
-            `timeout` instead limits how long the training loop waits for a batch.
+        task_timeout_s: how long a worker may take for one batch, for its part of a batch, or for its start, seconds;
+            None: no limit, as with torch. A worker that takes longer is killed and replaced, which counts for
+            `poison_limit`. torch's `timeout` instead limits how long the training loop waits for a batch.
         shared_memory: bytes of shared memory that each worker may fill; 0 sends every batch through the socket;
             None allows a quarter of the machine's memory, divided among the workers.
         listen: with `platform=`, where to listen for workers: "tcp://HOST:PORT", port 0 for a free one. Workers must

@@ -109,7 +109,7 @@ PACKAGE = ROOT / "torch_dpflow"
 #: Words that the project does not use for programs, or that readers stumble over.
 AVOIDED = re.compile(
     r"\b(whoever|nobody|somebody|(is|are) told|has come|knocks?|strangers?|parcels?|anew|patience)\b"
-    r"|\b(in any case|says so|another number of|for ever)\b|\bsome (?=[0-9])"
+    r"|\b(in any case|says so|another number of|for ever|with as many (ranks|workers)(?! as))\b|\bsome (?=[0-9])"
     r"|\bas ever\b(?! \w+ed\b)|\b(MOST|LEAST)_[A-Z]"
 )
 #: Names of other libraries, of variables of the environment, and of examples.

@@ -195,8 +195,8 @@ class RankPosition:
         What is left is dealt again if the number of ranks differs, or if ranks were out of step.
 
         Args:
-            state: that of one rank, if all have read as many samples; else a list of those of all ranks of one run,
-                in any order.
+            state: the state of one rank, if all ranks have read the same number of samples; else a list of the states
+                of all ranks of one run, in any order.
             length: samples of the epoch.
 
         Raises:
@@ -242,5 +242,5 @@ def _check_ranks(states: Sequence[dict[str, Any]]) -> None:
     if sizes != [len(states)] or ranks != list(range(len(states))):
         raise StateError(
             f"{len(states)} states of ranks {ranks} of {sizes}: give one state of each rank of one run; or, "
-            "if all ranks have read as many samples, the state of one rank, not in a list"
+            "if all ranks have read the same number of samples, the state of one rank, not in a list"
         )

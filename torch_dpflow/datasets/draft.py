@@ -45,7 +45,7 @@ class Draft:
         store: the store to publish it in.
         dataset_id: "namespace/name".
         version: a version that is not published.
-        parent: a published version that this one continues: it has all of its samples and those added.
+        parent: a published version that this one continues: its samples come first, then the added ones.
         description: a line or two for display.
 
     Raises:
@@ -152,7 +152,7 @@ class Draft:
         Raises:
             PublishedError: another process has published it.
             OptionError: nothing was added, the import of a variant has not ended or was discarded meanwhile, or
-                there is a variant that an earlier run or another one has added and this one has not.
+                another run, earlier or at the same time, has added a variant that this one has not.
             DatasetNotFoundError: the parent was deleted meanwhile.
         """
         self._check_unpublished()

@@ -52,16 +52,16 @@ def open_dataset(
 ) -> OpenedDataset | TableDataset:
     """Open data where it is, as a map-style dataset that is read in any order. No sample is copied.
 
-    The index, which says where each sample is, is built when a source is first opened. Each object has a part of it, by
-    name, size, and ETag or time of change; a new object, or one that was written again, is read alone. Processes that
-    open the same source share the work. Objects whose storage reports neither ETag nor time of change are indexed at
-    each opening.
+    The index, which says where each sample is, is built when a source is first opened. The index has one part per
+    object, identified by name, size, and ETag or time of change. Only new and rewritten objects are read again.
+    Processes that open the same source share the work. Objects whose storage reports neither ETag nor time of change
+    are indexed at each opening.
 
     Args:
         source: a path or URL of an object or a directory; `{000..146}` and `{a,b}` are expanded, `*`, `?` and `[…]`
             match names. Or a list of these, in which an object that is named twice is read twice. A local path that
-            exists, and a `pathlib.Path`, is no pattern. Or the name of a stored dataset, such as "core/pets:v1:train".
-        format: one of `FORMATS`; None: found by names, or else by first bytes.
+            exists and a `pathlib.Path` are no patterns. Or the name of a stored dataset, such as "core/pets:v1:train".
+        format: one of `FORMATS`; None: detected by names, or else by the first bytes.
         split: which of the splits to read if the directory has several, such as "train"; by names of files, or of
             directories.
         decode: None: values are bytes. "pil", "rgb", "torch": images become RGB images of Pillow, uint8 arrays of

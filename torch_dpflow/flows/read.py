@@ -299,8 +299,8 @@ def random_split(
         seed: determines the parts.
 
     Raises:
-        OptionError: they do not add up; as many flows as lengths are needed; the flows read different
-            samples.
+        OptionError: the lengths do not add up; there are more or fewer flows than lengths; the flows read
+            different samples.
         OptionTypeError: a length is no number, a flow was not prepared to be read, the seed is no whole number.
     """
     shares = _checked_lengths(lengths)
@@ -374,8 +374,8 @@ class LocalDataLoadFlowReader:
             `MappedDataset.set_epoch`. None: they draw from the process's generators, as a loader seeds them.
         storage_options: fsspec's options for the data; None: the store's options.
         read_options: timeouts, retries and concurrency of reads.
-        check: compare samples with their checksums, if the dataset has them; None: only samples from storage, as a
-            pool has compared its own; False: no samples.
+        check: True compares all samples with their checksums, if the dataset has them. None compares only samples
+            from storage, because a pool has compared its samples already. False compares none.
         pool: the pool to read from, as for `PooledDataset`: "auto" or an address. None: storage, and "auto" for
             datasets named pool://...
 

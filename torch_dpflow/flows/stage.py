@@ -22,7 +22,7 @@ from torch_dpflow.lookahead import Order, announce_order
 
 @runtime_checkable
 class MapTransform(Protocol):
-    """Selects the function's argument from a sample. Must pickle if the stage has to."""
+    """Selects the function's argument from a sample. Must be picklable if the stage must."""
 
     def process_arg(self, arg: Any) -> Any:
         """Return the function's argument, from the sample `arg`."""

@@ -59,12 +59,12 @@ def export_dataset(
 ) -> Exported:
     """Write all samples of a map-style dataset, each once and in order, as files that other libraries read.
 
-    Worker processes read the samples; this process writes. The files do not depend on the number of workers. They are
-    equal in every run if the dataset is; its random numbers are seeded by the number of the sample. Each file appears
-    whole or not at all. One file and what workers have loaded ahead are in memory.
+    Worker processes read the samples; this process writes. The files do not depend on the number of workers. Random
+    numbers of the dataset are seeded by the sample's number, so all runs over the same dataset write the same files.
+    Each file appears whole or not at all. One file and what workers have loaded ahead are in memory.
 
     Args:
-        dataset: a sample is (bytes, mapping of annotations), or what `encode` makes one of.
+        dataset: its samples are (bytes, mapping of annotations), or `encode` converts them to that.
         target: the directory, also a URL.
         format, main, file_size, row_group_size, annotations, options: as of `torch_dpflow.datasets.export.export`.
         encode: a function of a sample that returns (bytes, mapping of annotations). Workers call it.

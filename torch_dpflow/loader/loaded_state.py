@@ -48,7 +48,7 @@ def _of_all_ranks(state: LoaderState) -> LoaderState:
     if isinstance(replicas, int) and replicas > 1 and not state.fresh and (state.position or state.ahead):
         raise StateError(
             f"a list has the states of all ranks, and one state of {replicas} ranks is given; give all {replicas}. If "
-            "all ranks had read as many batches, give the state of one rank itself, not in a list"
+            "all ranks had read the same number of batches, give the state of one rank itself, not in a list"
         )
     return state
 
@@ -115,7 +115,7 @@ def _joined(states: Sequence[LoaderState], rank: int) -> LoaderState:
     if any(state.ahead for state in states):
         raise StateError(
             "the states have batches that were delivered out of order (in_order=False), and each rank has its own; "
-            "load the state of each rank into that rank, with as many ranks"
+            "load the state of each rank into that rank, with the same number of ranks"
         )
     if not any(state.position for state in states):
         return own
@@ -224,7 +224,8 @@ def _epochs_of(states: Sequence[LoaderState]) -> list[Any]:
 
 
 _RANKED = (
-    "use torch's DistributedSampler itself, or a DynaGCSSampler, or resume with as many ranks, each with its own state"
+    "use torch's DistributedSampler itself, or a DynaGCSSampler, or resume with the same number of ranks, each with "
+    "its own state"
 )
 
 
@@ -312,7 +313,7 @@ def _check_size(state: LoaderState, mine: dict[str, Any], resized: list[str], ra
     if state.ahead and (resized or state.made_of.get(RANK) not in (None, rank)):
         raise StateError(
             "the state has batches that were delivered out of order (in_order=False), so that the samples before it "
-            "are not the first ones of its rank; resume it in the same rank, with as many ranks and the same batch_size"
+            "are not its rank's first ones; resume it in the same rank, with the same batch_size and number of ranks"
         )
     if not state.position:
         return
@@ -340,7 +341,7 @@ def _check_workers(loader: Any, state: LoaderState) -> None:
         raise StateError(
             f"the state is of a loader with {len(state.streams)} workers, this one has {loader.num_workers}; each "
             "worker reads a share of an iterable dataset, or keeps the state of its own copy of the dataset, so "
-            "resume with as many, or begin an epoch anew; a ShardedIterableDataset resumes with any number"
+            "resume with the same number, or begin a new epoch; a ShardedIterableDataset resumes with any number"
         )
 
 

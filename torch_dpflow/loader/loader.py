@@ -62,7 +62,7 @@ class DPFlowDataLoader(DataLoader[T]):
     raises the same errors. In addition:
 
     - A worker that dies is replaced and its batches are loaded again; the training loop goes on.
-    - Idle workers take over tasks of busy ones, so one slow sample does not delay the rest.
+    - Idle workers take over tasks of busy ones, so one slow sample does not delay the others.
     - Random augmentation does not depend on the number of workers, a crash or a resume (see `LoaderOptions.seeding`;
       not with `num_workers=0`, which draws from the process's generators).
     - `state_dict()` and `load_state_dict()` save and restore the position, also in another process and with another
@@ -71,7 +71,7 @@ class DPFlowDataLoader(DataLoader[T]):
 
     Not thread-safe: iterate, save and load in one thread. A forked child can iterate the loader again.
 
-    With `flow`, jobs that read the same data share one loading of it: the workers of a cluster (`dpflow up`) load each
+    With `flow`, jobs that read the same data share the loading: the workers of a cluster (`dpflow up`) load each
     sample once for all jobs, and this process collates batches. See `JobOptions`.
 
     Args:
@@ -216,9 +216,9 @@ class DPFlowDataLoader(DataLoader[T]):
         dict. O(1): no index and no sample is read, except that the first state of an epoch reads the indices of a
         `Subset` or of a sampler. Valid at any time: before the first batch, after any, after the last.
 
-        It holds the state of the loader's `generator`, but of the process's generators only the states that this epoch
-        was drawn from. So the rest of the epoch is always exact. Later epochs are exact if a `generator` was given, or
-        if the training script restores torch's random state.
+        It holds the state of the loader's `generator`. Of the process's generators it holds only the states from which
+        this epoch was drawn. The remaining epoch is therefore always exact. Later epochs are exact if a `generator` was
+        given, or if the training script restores torch's random state.
 
         Raises:
             StateError: the `state_dict` of the dataset or sampler failed; or the workers are threads.
@@ -253,14 +253,15 @@ class DPFlowDataLoader(DataLoader[T]):
         DistributedSampler or a `DynaGCSSampler`, what is left of the epoch is dealt to the new ranks.
 
         Args:
-            state_dict: what `state_dict()` returned in this rank. Or, if all ranks have read as many batches, in any of
-                them: one state cannot show that the others were out of step, and samples are lost or repeated then. Or
-                a list of the states of all ranks, in any order. Each rank of an iterable dataset takes its own of them.
+            state_dict: what `state_dict()` returned in this rank; or a list of the states of all ranks, in any order,
+                of which a rank of an iterable dataset uses its own. If all ranks have read the same number of batches,
+                the state of any rank is enough. Otherwise a single state would lose or repeat samples, which it
+                cannot show.
 
         Raises:
             StateError: the state is invalid or damaged; it was taken with other data, another part of it, another
                 sampler or another shared flow; ranks are missing in a list; what is left cannot be divided again; the
-                epoch now ends at another batch than a `len()` has said that was read before; or the workers are
+                epoch now ends at a different batch than a `len()` returned before; or the workers are
                 threads. Nothing is changed then. What a dataset or sampler refuses is raised by the next `iter`.
         """
         self._check_workers()

@@ -90,7 +90,7 @@ class PooledDataset(DatasetReader):
         address: directory of the pool's socket, or tcp://HOST:PORT of a server on another host; "auto" for what
             `DPFLOW_POOL` names, or else this user's on this host.
         connection: connection file with the keys for a server on another host; None for `DPFLOW_POOL_CONNECTION`.
-        trust_network: receive samples from another host without TLS, if its server was started so too.
+        trust_network: receive samples from another host without TLS, if its server was also started with this option.
         silence_s: after this long without an answer, or an expected sample, samples are read from storage, seconds.
         copy: False returns the pool's memory itself on this host, and receive buffers for large samples of other hosts:
             read-only `memoryview` objects that stay valid while referenced, for decoders that accept them, such as

@@ -21,9 +21,9 @@ from torch_dpflow.samplers.indices import CompactArray, IndexArray, compact
 class BudgetBatchSampler(EpochSampler[list[int]]):
     """Batches of samples of similar length, each of which costs at most a budget: tokens, frames, pixels.
 
-    A batch costs its number of samples times its longest one, as padding makes them equal. The lengths of a batch
-    mostly differ by at most the factor `1 + spread`, so at most the share `spread / (1 + spread)` of it is padding, and
-    about half of that on average.
+    A batch costs its number of samples times the length of its longest sample, as padding makes lengths equal. The
+    lengths of a batch mostly differ by at most the factor `1 + spread`, so at most the share `spread / (1 + spread)` of
+    it is padding, and about half of that on average.
 
     All ranks have equally many batches. At each step they read neighbours in the epoch's batches by length, so no rank
     waits for another. Which samples meet in a batch, and in which order steps come, depends on seed and epoch; the
@@ -35,8 +35,8 @@ class BudgetBatchSampler(EpochSampler[list[int]]):
     Args:
         lengths: of all samples, in any unit: numbers above 0, in a sequence, array or tensor.
         budget: highest cost of a batch, in the same unit.
-        spread: by how much lengths of one batch may differ, as a share of the shortest. Less means less padding, and
-            fewer batches in which a sample may be.
+        spread: by how much lengths of one batch may differ, as a share of the shortest. A smaller value means less
+            padding, and less random batches.
         num_replicas: number of ranks; by default torch.distributed's, if it is initialised, else 1.
         rank: this rank; by default torch.distributed's, if it is initialised, else 0.
         ranks: a 1-D DeviceMesh, such as `mesh["dp"]`, or a process group to take both from.

@@ -170,10 +170,10 @@ class EpochSampler(Sampler[T]):
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Restore a position: the next iteration yields the rest of its epoch, or a whole one if nothing is left.
 
-        With a different number of ranks, what is left of the epoch is dealt to them. It is evened out once more.
+        With a different number of ranks, the remaining samples are divided among them, padded or cut again.
 
         Args:
-            state: of any rank, if all have read as much; else a list of the states of all ranks, in order.
+            state: that of any rank, if all ranks have read the same number; else a list of all ranks' states, in order.
 
         Raises:
             StateError: the state is damaged, of other arguments than these, or ranks are missing.

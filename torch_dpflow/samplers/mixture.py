@@ -35,8 +35,8 @@ class MixtureSampler(EpochSampler[int]):
     number of samples of a source among the first n of the phase, of all ranks together, differs from n times its share
     by at most 1 - 1 / (2k - 2) (Tijdeman 1980). So in a window of any length within a phase it differs by less than 2.
 
-    Each source is read in epochs of its own: all its samples in an order by seed, source and source epoch, then the
-    next epoch. The run's epochs of `samples` continue each other.
+    Each source is read in separate epochs: all its samples in an order that depends on seed, source and source epoch,
+    then the next epoch. An epoch of the run, of `samples` samples, continues where the previous one ended.
 
     A position is three numbers and is restored at once, however deep in the run: at most 65,536 turns are computed,
     0.1 s, for each phase that the run has reached, and one permutation of each source. Memory is that of the

@@ -8,9 +8,9 @@ instead of `done` while its order follows from seed and epoch: always with the s
 - `together`: samples that all ranks had when each had as many as this one, by the router's answer.
 - `earlier`: samples that had been read when the rest was dealt to the present ranks.
 
-A run with as many ranks resumes each rank from its own `done`. With a different number of ranks, or from the states of
-ranks that were out of step, the samples that were read become `earlier`, and the rest is dealt again. The samples that
-were read are `together` of one state where the ranks were in step, else `done` of the states of all ranks.
+A run with the same number of ranks resumes each rank from its own `done`. With a different number of ranks, or from the
+states of ranks that were out of step, the samples that were read become `earlier`, and the rest is dealt again. The
+samples that were read are `together` of one state where the ranks were in step, else `done` of the states of all ranks.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class JobOptions:
     Args:
         name: the job's name; None: a random one. No other running job may have it. The name of a job that died is free
             at once for a job of the same host, and after 15 s for one of another. All ranks of one job have the same
-            name. A loader that is iterated again during an iteration is a job of its own, with "~2" and so on appended
+            name. A loader that is iterated again during an iteration is a separate job, with "~2" and so on appended
             to the name.
         shards: (flow) shard processes, whose threads serve the samples. None: as many as the rate needs, while workers,
             memory and processors of the hosts allow more.
@@ -77,8 +77,8 @@ class JobOptions:
         policy: (flow) cache policy, or "none". None: that of the `ALSDCache`, else "alsd".
         strategy: (flow) how the jobs' orders are coordinated: "shared-log" (DynaGCS), "joader", "coordl", or another
             of `torch_dpflow.samplers.STRATEGIES`.
-        cache_samples: (flow) how many samples the caches hold, for the strategy; 0: as many as fit into
-            `memory_bytes` by the size of the latest, and a tenth of all before the first is loaded.
+        cache_samples: (flow) how many samples the strategy assumes that the caches hold. 0: `memory_bytes` divided by
+            the size of the latest sample, or a tenth of all samples before the first is loaded.
         repeatable: (flow) whether loading a sample twice gives the same, so that it may be cached. None: True if the
             dataset is an `ALSDCache`; if that has a `transform`, its input is cached, and a worker runs the transform
             for each job and epoch.

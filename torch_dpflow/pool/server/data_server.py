@@ -83,11 +83,11 @@ class DataServer:
     Args:
         memory_bytes: limit of samples in memory.
         address: directory of its socket; "auto" as for clients.
-        idle_s: how long an implicit dataset stays that no process reads, seconds; the leader's value counts.
+        idle_s: how long a dataset that was not preloaded stays when no process reads it, seconds. The leader decides.
         ahead_bytes: additional memory for reading ahead what does not fit; None for an eighth of `memory_bytes`, up to
             `MAX_AHEAD_BYTES`.
         listen: address at which other hosts reach it; None if they do not.
-        join: address of the leader of a pool to join; None to lead a pool of its own.
+        join: address of the leader of a pool to join; None to lead a new pool.
 
     Raises OptionError if a value is not allowed, another server has this address, the directory is open to other
     users, or there are no keys for other hosts.

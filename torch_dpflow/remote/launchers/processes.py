@@ -245,7 +245,8 @@ LOOK_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """`platform="processes"`: for trials and tests of what only other hosts need; slower than forked workers.
+    """`platform="processes"`: processes of this host, treated as remote workers. For trials and tests; slower than
+    forked workers.
 
     Args:
         python: the interpreter of workers; empty: this one, with this one's module path.

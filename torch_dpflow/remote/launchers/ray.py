@@ -85,7 +85,7 @@ class Ray:
             autoscaler the loader fails after this time if no node can hold an actor.
 
     Raises:
-        OptionError: a value is out of range, or the address is one of Ray Client (`ray://`), or none.
+        OptionError: a value is out of range, or the address is one of Ray Client (`ray://`), or not an address.
         OptionTypeError: a value is of another type.
     """
 
