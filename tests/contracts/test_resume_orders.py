@@ -141,3 +141,76 @@ def test_what_drop_last_drops_is_no_epoch(OurLoader: Any, kind: str, ranks: dict
         resumed = make()
         resumed.load_state_dict(state)
         assert [batches_of(resumed) for _ in due] == due
+
+
+class InPlace(Sampler[int]):
+    """Shuffles its list again and again, as many scripts do: an order depends on the orders before."""
+
+    def __init__(self) -> None:
+        self.order = list(range(SIZE))
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.order)
+        return iter(self.order)
+
+
+class Hidden(Shuffled):
+    """Its generator is where the loader does not look."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.held = [random.Random(3)]
+
+    def __iter__(self) -> Iterator[int]:
+        self.rng = self.held[0]
+        order = [*super().__iter__()]
+        self.rng = None
+        return iter(order)
+
+
+class Drawing(Sampler[int]):
+    """Draws each index from the process's generator, when it is read."""
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(SIZE))
+        while left:
+            yield left.pop(random.randrange(len(left)))
+
+
+class Bucketed(InPlace):
+    """A batch sampler with batches of several types."""
+
+    def __iter__(self) -> Iterator[Any]:
+        order = [*super().__iter__()]
+        yield tuple(order[:2])
+        yield np.array(order[2:7])
+        yield order[7:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_workers"), [(InPlace, 0), (InPlace, 1), (Hidden, 0), (Drawing, 0), (Bucketed, 0), (Bucketed, 1)]
+)
+def test_a_sampler_that_draws_other_samples_again_is_refused(OurLoader: Any, kind: Any, num_workers: int) -> None:
+    def make(batch_size: int | None = 3) -> Any:
+        how = {"batch_sampler": kind()} if kind is Bucketed else {"batch_size": batch_size, "sampler": kind()}
+        return OurLoader(Indices(SIZE), num_workers=num_workers, **how)
+
+    def state_after(epoch: int) -> Any:
+        seed_everything(7)
+        loader = make()
+        for _ in range(epoch):
+            batches_of(loader)
+        for _ in zip(range(2), loader):
+            random.random()  # as of a training loop
+        return loader.state_dict()
+
+    for batch_size in (3,) if kind is Bucketed else (3, 2):  # counted in samples
+        resumed = make(batch_size)
+        resumed.load_state_dict(state_after(1))
+        with pytest.raises(StateError, match=f"the {kind.__name__} has drawn other samples again"):
+            iter(resumed)
+        assert sorted(itertools.chain(*batches_of(resumed))) == list(range(SIZE)), "the state is dropped"
+        if kind is not Drawing:  # in the first epoch nothing was kept
+            again = make(batch_size)
+            again.load_state_dict(state_after(0))
+            assert len([*itertools.chain(*batches_of(again))]) in (SIZE - 6, SIZE - 7)

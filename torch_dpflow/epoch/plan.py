@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from torch_dpflow._core.checks import length_or_none, working
+from torch_dpflow.epoch.checksum import READ, extended
 from torch_dpflow.epoch.index_order import batches_of, indices_of, is_drawn_at_start, is_drawn_here
 from torch_dpflow.epoch.own_state import (
     Unsaved,
@@ -28,6 +29,8 @@ from torch_dpflow.epoch.rng import Generator, is_own_generator, preserved_rng, r
 from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
 from torch_dpflow.errors import StateError
 
+#: Samples that are drawn again at once.
+_CHUNK = 4096
 #: The outcome of a batch that was taken.
 TAKEN: Any = object()
 
@@ -76,6 +79,7 @@ class Plan:
         position: the batches that were drawn before this plan began.
         ended_at: the epoch's length, if the sampler is known to have ended.
         end: the position at the end of a resumed epoch, if known.
+        checksum: of the indices before this plan began; None: of an order that needs none, or of other keys.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Plan:
         position: int = 0,
         ended_at: int | None = None,
         end: int | None = None,
+        checksum: int | None = None,
     ) -> None:
         self._batches = _Iterated(batches)
         self.end = end
@@ -98,6 +103,7 @@ class Plan:
         self.drawn = position
         self._is_begun = False
         self._snapshots: dict[int, Any] = {}
+        self._checksums = {position: checksum}
         #: A batch that was prefetched from the sampler and not drawn.
         self.held: list[Any] = []
         #: Whether Control-C interrupted the sampler, which ends a generator as its last batch does.
@@ -117,6 +123,9 @@ class Plan:
         if not self.held:
             raise StopIteration
         self._snapshot(self.drawn + 1)
+        if (checksum := self._checksums[self.drawn]) is not None:
+            checksum = extended(checksum, self.held[0])
+        self._checksums[self.drawn + 1] = checksum
         return self.drawn, self.held[0]
 
     def prefetch_one(self) -> None:
@@ -154,15 +163,21 @@ class Plan:
     def skip(self, batches: int) -> None:
         """Draw and drop this many batches. Raises StateError if the epoch is shorter."""
         self._is_begun = True
+        checksum = self._checksums[self.drawn]
         for skipped in range(batches):
             try:
-                next(iter(self._batches))
+                checksum = extended(checksum, next(iter(self._batches)))
             except StopIteration:
                 raise StateError(
                     f"the state is at batch {batches}, but this epoch has {skipped}: the sampler or the data set "
                     "is not the one that the state was taken with"
                 ) from None
         self.drawn += batches
+        self._checksums = {self.drawn: checksum}
+
+    def checksum(self, position: int) -> int | None:
+        """Return the checksum of the indices before `position`, which is not forgotten; None if it is not known."""
+        return self._checksums[position]
 
     def sampler_state(self, position: int, samples: int, length: int | None) -> Any:
         """Return the sampler's own state after the batches before `position`, which have `samples` samples.
@@ -187,9 +202,10 @@ class Plan:
         return opened(self._snapshots[position])
 
     def forget(self, position: int) -> None:
-        """Drop the sampler's states before the batch at `position`, the oldest that is not delivered."""
-        while self._snapshots and (oldest := next(iter(self._snapshots))) < position:
-            del self._snapshots[oldest]
+        """Drop what belongs to batches before the one at `position`, the oldest that is not delivered."""
+        for kept in (self._snapshots, self._checksums):
+            while kept and (oldest := next(iter(kept))) < position:
+                del kept[oldest]
 
     def _snapshot(self, position: int) -> None:
         if not self._by_count and (self._sampler is not None or self._iterator is not None):
@@ -231,7 +247,7 @@ def new_plan(batches: Iterator[Any], index_sampler: Any, sampler: Any) -> Plan:
         batches = part.begun(index_sampler)
     elif part is None and is_drawn_here(inner_sampler(index_sampler, sampler)):
         batches = batches_of(index_sampler)  # `batches` is torch's iteration, which has drawn nothing yet
-    return Plan(batches, sampler=part)
+    return Plan(batches, sampler=part, checksum=None if part is not None or is_drawn_at_start(index_sampler) else 0)
 
 
 def return_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Iterator[Any]:
@@ -301,34 +317,55 @@ def replay(
         restore_rng(state.draw_rng)
     if type(index_sampler) is BatchSampler and state.kind == "map" and state.position:
         # By samples, because the batches before may have had another size.
-        rest = _after(state.samples, index_sampler.sampler)
+        rest, checksum = _after(state.samples, index_sampler.sampler)
+        _check_same(state, checksum, index_sampler.sampler)
         if state.ended:
             deque(rest, maxlen=0)  # what `drop_last` drops, and the draws at the end
             return Plan(iter(()), position=state.position, ended_at=state.position)
         left = length_or_none(index_sampler.sampler)
         end = end_after(state, index_sampler, None if left is None else left - state.samples)
         part = stateful_part(index_sampler, sampler)
-        plan = Plan(regrouped(index_sampler, rest), sampler=part, position=state.position, end=end)
+        batches = regrouped(index_sampler, rest)
+        plan = Plan(batches, sampler=part, position=state.position, end=end, checksum=checksum)
     else:
         plan = new_plan(batches, index_sampler, sampler)
         plan.skip(state.position)
+        _check_same(state, plan.checksum(state.position), index_sampler)
     plan.prefetch_one()
     return plan
 
 
-def _after(samples: int, sampler: Any) -> _Iterated:
-    """Draw and drop this many samples; return the iteration of the rest. Raises StateError if there are fewer."""
+def _after(samples: int, sampler: Any) -> tuple[_Iterated, int | None]:
+    """Draw and drop this many samples; return the iteration of the rest, and the checksum of what was dropped.
+
+    Raises StateError if there are fewer.
+    """
     length = length_or_none(sampler)
     if is_drawn_here(sampler) and length is not None and samples <= length:
-        return _Iterated(indices_of(sampler, samples))
-    indices = iter(sampler)
-    dropped = sum(1 for _ in islice(indices, samples))
+        return _Iterated(indices_of(sampler, samples)), None
+    indices, dropped = iter(sampler), 0
+    checksum = None if is_drawn_at_start(sampler) else 0
+    while chunk := [*islice(indices, min(_CHUNK, samples - dropped))]:
+        dropped += len(chunk)
+        checksum = extended(checksum, chunk)
     if dropped < samples:
         raise StateError(
             f"the state is at sample {samples}, but this epoch has {dropped}: the sampler or the data set is not the "
             "one that the state was taken with"
         )
-    return _Iterated(indices)
+    return _Iterated(indices), checksum
+
+
+def _check_same(state: LoaderState, checksum: int | None, sampler: Any) -> None:
+    """Raise StateError if the indices that were drawn again are not those before the state."""
+    was = state.made_of.get(READ)
+    if None not in (was, checksum) and was != checksum:
+        raise StateError(
+            f"the {type(sampler).__name__} has drawn other samples again than were read before the state, so that the "
+            "rest cannot be known: its order depends on what it keeps between epochs, or on random numbers that are "
+            "drawn during the epoch. Give it state_dict() and load_state_dict(), or draw its order at its beginning "
+            "from a generator that it holds or from the epoch of set_epoch(); or begin the epoch again"
+        )
 
 
 def _resume_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Plan:

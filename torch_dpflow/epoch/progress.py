@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler
 from torch_dpflow._core.checks import length_or_none, working
 from torch_dpflow._core.ranks import Ranks, named_ranks, nested_samplers, process_ranks, ranks_of
 from torch_dpflow._core.torch_private import DatasetKind
+from torch_dpflow.epoch.checksum import READ
 from torch_dpflow.epoch.index_order import is_drawn_at_start
 from torch_dpflow.epoch.own_state import Unsaved, ended, opened
 from torch_dpflow.epoch.part import drawing_of, part_of_dataset, part_of_sampler
@@ -366,7 +367,7 @@ class EpochProgress:
             sampler=sampler,
             ended=self.plan.ended_at == self.position or self._shape.ends_at(self.position, self.plan.end),
             length=length,
-            made_of=self._shape.parts(),
+            made_of=self._shape.parts() | {READ: self.plan.checksum(self.position)},
             streams=self._streams_now(held),
             due=list(self.due),
             next_worker=self.next_worker,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from torch_dpflow._core.dealing import RankPosition
+from torch_dpflow.epoch.checksum import READ
 from torch_dpflow.epoch.progress import COUNTED, EPOCH, RANK, SIZES, LoaderShape, epoch_setter
 from torch_dpflow.epoch.rank_order import end_of
 from torch_dpflow.epoch.shards import ShardedIterableDataset, is_of_shards, merged_shards
@@ -163,7 +164,7 @@ def with_seed_of(state: LoaderState, rank: int) -> LoaderState:
     if state.base_seed is None or is_own:
         return state
     drawn = np.random.SeedSequence([state.base_seed % (1 << 64), rank]).generate_state(1, np.uint64)[0]
-    return replace(state, base_seed=int(drawn) >> 1, made_of=state.made_of | {RANK: rank})
+    return replace(state, base_seed=int(drawn) >> 1, made_of=state.made_of | {RANK: rank, READ: None})
 
 
 def as_own(state: LoaderState, loader: Any) -> LoaderState:
@@ -195,7 +196,7 @@ def _check_alike(states: Sequence[LoaderState]) -> None:
     compared: dict[str, list[Any]] = {
         "epoch": _epochs_of(states),
         "epoch's length": [state.length for state in states],
-        "loaders": [state.made_of | {RANK: None, EPOCH: None} for state in states],
+        "loaders": [state.made_of | {RANK: None, EPOCH: None, READ: None} for state in states],
     }
     for name, values in compared.items():
         if any(value != values[0] for value in values):
