@@ -14,6 +14,7 @@ from typing import Any
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow._core.threads import StopSignal
 from torch_dpflow.cluster.client.collate import LATER, ReadyBatch, ReadyBatches, Received, build_batch
+from torch_dpflow.cluster.client.options import JobOptions
 from torch_dpflow.cluster.client.shard_link import (
     EpochDraw,
     Fetch,
@@ -22,6 +23,7 @@ from torch_dpflow.cluster.client.shard_link import (
     batches_ahead,
     batches_together,
 )
+from torch_dpflow.cluster.messages.shard import POISON_LIMIT
 from torch_dpflow.epoch.plan import TAKEN
 from torch_dpflow.errors import (
     DPFlowError,
@@ -39,25 +41,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
 LOOK_S, POLL_S = 0.1, 0.001
 #: How long `close` waits for running calls before it interrupts them, and between two interrupts, seconds.
 CLOSE_S, AGAIN_S = 0.7, 0.05
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pipeline:
-    """How far ahead an epoch is read (thesis 3.4.2: P_L and P_R).
-
-    Args:
-        ready: batches that are collated ahead of need; as many more are fetched at a time, or two calls of small ones.
-        requested: batches that are requested from shards ahead of need; more than `ready`.
-        budget_bytes: maximum bytes of fetched batches; one batch alone may be larger.
-        reconnect_timeout_s: how long the cluster may be unreachable, seconds.
-        loading_s: how much longer samples may take while the cluster answers, seconds.
-    """
-
-    ready: int
-    requested: int
-    budget_bytes: int
-    reconnect_timeout_s: float
-    loading_s: float
 
 
 @dataclass(slots=True)
@@ -95,6 +78,8 @@ class EpochReader:
         delivered: called with the number of each delivered batch, its keys, and the number of samples delivered by
             then; twice after an interrupt.
         meter: counts batches, and the time that the training loop waits for them.
+        options: how far ahead the epoch is read, and how long samples are awaited. As many batches as are ready are
+            fetched at a time besides, or two calls of small ones.
         closed: set to end the epoch early.
         await_plan: waits until the plan may continue after `LATER`, at most for the given seconds.
     """
@@ -108,7 +93,7 @@ class EpochReader:
         collate: Callable[[list[Any]], Any],
         delivered: Callable[[int, list[int], int], None],
         meter: LoaderMeter,
-        pipeline: Pipeline,
+        options: JobOptions,
         closed: StopSignal,
         await_plan: Callable[[float], object] | None = None,
     ) -> None:
@@ -120,10 +105,10 @@ class EpochReader:
         self._delivered = delivered
         self._meter = meter
         meter.begin_epoch()
-        self._pipeline = pipeline
+        self._options = options
         self._closed = closed
         self._await_plan = await_plan or closed.wait
-        self._ready = ReadyBatches(pipeline.ready, closed)
+        self._ready = ReadyBatches(options.ready, closed)
         #: Batches read from the plan, taken by the training loop, and counted; and collated samples.
         self._planned = self._given = self._counted = self._samples = 0
         #: The error that ended the epoch early.
@@ -278,9 +263,9 @@ class EpochReader:
         """Request coming batches, several at a time; return whether any batch is left to deliver or may follow."""
         wanted: list[Wanted] = []
         # Each message wakes a shard, which costs more than the message itself while workers keep the processor busy.
-        together = min(self._pipeline.requested // 4, self._pipeline.requested - self._pipeline.ready)
+        together = min(self._options.requested // 4, self._options.requested - self._options.ready)
         together = max(together, self._batches_together())
-        most, size = self._pipeline.requested, len(self._requested[-1].wanted) if self._requested else 0
+        most, size = self._options.requested, len(self._requested[-1].wanted) if self._requested else 0
         begins = len(self._requested) <= most - max(1, together)
         while begins and not self._exhausted and len(self._requested) < batches_ahead(size, at_most=most):
             keys = next(self._plan, None)
@@ -300,9 +285,9 @@ class EpochReader:
         """Begin to fetch the oldest batches, as many as the budget allows, and request the others."""
         together = self._batches_together()
         # Two calls if a call has several batches: the shard works at one while the batches of the other are collated.
-        most = max(self._pipeline.ready, 2 * together if together > 1 else 1)
+        most = max(self._options.ready, 2 * together if together > 1 else 1)
         if self._mean_bytes:
-            most = max(1, min(most, int(self._pipeline.budget_bytes / self._mean_bytes)))
+            most = max(1, min(most, int(self._options.budget_bytes / self._mean_bytes)))
         together = min(together, most)
         waiting = [*itertools.islice(self._requested, self._fetching, most)]
         if len(waiting) < together and self._fetching and not self._exhausted:
@@ -321,7 +306,7 @@ class EpochReader:
             return 1
         samples = max(1, len(self._requested[0].wanted))
         each, nbytes = samples / self._links.shards, self._mean_bytes / samples
-        return batches_together(each, nbytes, self._mean_wait_s, at_most=self._pipeline.requested // 2)
+        return batches_together(each, nbytes, self._mean_wait_s, at_most=self._options.requested // 2)
 
     def _complete(self, batch: _Batch) -> _Batch:
         """Wait for every sample of a batch, and fetch lost ones again."""
@@ -383,12 +368,12 @@ class EpochReader:
 
         since: when the last sample arrived.
         """
-        outages, pipeline = self._router.outages, self._pipeline
+        outages, options = self._router.outages, self._options
         batch.faults += isinstance(error, RemoteCallError) and error.kind is ErrorKind.INTERNAL
         kind = outages.on_error(error, batch.faults)
-        # Lost workers load nothing, however long a sample may take.
-        loading_s = 0.0 if kind is ErrorKind.LOST else pipeline.loading_s
-        deadline = pipeline.reconnect_timeout_s + min(since + loading_s, max(since, outages.answered_at))
+        # POISON_LIMIT workers try a sample that hangs before it fails. Lost workers load nothing, whatever its limit.
+        loading_s = 0.0 if kind is ErrorKind.LOST else POISON_LIMIT * (options.task_timeout_s or 0.0)
+        deadline = options.reconnect_timeout_s + min(since + loading_s, max(since, outages.answered_at))
         if time.monotonic() >= deadline:
             raise outages.deadline_error(error) from error
         match kind:

@@ -56,12 +56,15 @@ class JobDataset:
     dataset: TwoStageDataset
     #: Whether loading a sample twice gives the same.
     repeatable: bool
-    #: Whether the dataset has a per-draw stage, whose output is not cached.
-    staged: bool
     #: The cache that the dataset was wrapped in; the flow's own pool replaces it.
     cache: ALSDCache | None
     #: By place in the job's dataset, the sample of the flow; None: the same number.
     places: IndexArray | None = None
+
+    @property
+    def staged(self) -> bool:
+        """Whether the dataset has a per-draw stage, whose output is not cached."""
+        return self.dataset.per_draw is not None
 
 
 def split_stages(dataset: Any, options: JobOptions) -> JobDataset:
@@ -78,23 +81,13 @@ def split_stages(dataset: Any, options: JobOptions) -> JobDataset:
     elif not isinstance(dataset, TwoStageDataset):
         whole, places = without_subset(dataset)
         return JobDataset(
-            dataset=TwoStageDataset(whole),
-            repeatable=bool(options.repeatable),
-            staged=False,
-            cache=None,
-            places=places,
+            dataset=TwoStageDataset(whole), repeatable=bool(options.repeatable), cache=None, places=places
         )
     if dataset.per_draw is not None and options.repeatable is not None:
         # By the user's option all of it is repeatable, or nothing is: both stages become one.
         dataset = TwoStageDataset(replace(dataset, stand_in=None), stand_in=dataset.stand_in)
     repeatable = dataset.per_draw is None and (cache is not None if options.repeatable is None else options.repeatable)
-    return JobDataset(
-        dataset=dataset,
-        repeatable=repeatable,
-        staged=dataset.per_draw is not None,
-        cache=cache,
-        places=places,
-    )
+    return JobDataset(dataset=dataset, repeatable=repeatable, cache=cache, places=places)
 
 
 def without_subset(dataset: Any) -> tuple[Any, IndexArray | None]:

@@ -19,14 +19,13 @@ from torch_dpflow._core.stage_times import StageTimes, total_of
 from torch_dpflow._core.threads import PeriodicCall, StopSignal
 from torch_dpflow.cluster.client.collate import LATER, PlanFeed, collate_function
 from torch_dpflow.cluster.client.epoch_cursor import EpochCursor
-from torch_dpflow.cluster.client.epoch_reader import CLOSE_S, EpochReader, Pipeline, end_calls
+from torch_dpflow.cluster.client.epoch_reader import CLOSE_S, EpochReader, end_calls
 from torch_dpflow.cluster.client.flow_registration import FlowContent
 from torch_dpflow.cluster.client.options import Failover, JobDescription, JobOptions
 from torch_dpflow.cluster.client.router_link import RouterLink
 from torch_dpflow.cluster.client.shard_link import EpochDraw, ShardLinks
 from torch_dpflow.cluster.messages.coordinator import Cost
 from torch_dpflow.cluster.messages.router import JobFigures
-from torch_dpflow.cluster.messages.shard import POISON_LIMIT
 from torch_dpflow.cluster.monitoring.cluster_figures import Sharing, sharing_of
 from torch_dpflow.cluster.security.connection_file import Cluster
 from torch_dpflow.errors import (
@@ -271,7 +270,7 @@ class SharedJob:
         passed: Callable[[int, int], None] | None = None,
         await_plan: Callable[[float], object] | None = None,
     ) -> EpochReader:
-        options, seed = self._options, self._job.seed if draw_seed is None else draw_seed
+        seed = self._job.seed if draw_seed is None else draw_seed
         cursor, before = self._cursor, self._cursor.position
 
         def note(number: int, keys: list[int], end: int) -> None:
@@ -286,14 +285,7 @@ class SharedJob:
             collate=self._collate,
             delivered=note,
             meter=self._meter,
-            pipeline=Pipeline(
-                ready=options.ready,
-                requested=options.requested,
-                budget_bytes=options.budget_bytes,
-                reconnect_timeout_s=options.reconnect_timeout_s,
-                # POISON_LIMIT workers try a sample that hangs before it fails.
-                loading_s=POISON_LIMIT * (options.task_timeout_s or 0.0),
-            ),
+            options=self._options,
             closed=closed,
             await_plan=await_plan,
         )

@@ -376,8 +376,9 @@ class Router:
         now = self._clock()
         # By then the ranks of an earlier router have joined this one and reported what they have.
         alone = now - self._began >= JOB_LEASE_S
-        self._draws += 1
+        left = self._group.remaining(reader.job)
         indices = order.draw(reader.rank, draw.epoch, draw.position, draw.count, now, alone=alone)
+        self._draws += self._group.remaining(reader.job) != left  # not a draw that runs again
         in_order = self._group.in_order(reader.job) if job.shares.replicas == 1 else 0
         return Result(in_order, [indices.tobytes()])
 
