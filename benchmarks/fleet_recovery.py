@@ -42,7 +42,7 @@ from torch_dpflow.cluster.messages.provisioner import (
 from torch_dpflow.cluster.messages.router import DrawSamples, EpochPlace, JobId, Join, Joined, StartEpoch
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.ipc.rpc import ClientOptions, RpcClient
-from torch_dpflow.remote.launchers.contract import WorkerName
+from torch_dpflow.remote.launchers.contract import prefix_of
 
 #: Samples of a flow whose router resumes up to a thousand jobs: each takes 9 bytes for each of them.
 SMALL = 100_000
@@ -59,7 +59,7 @@ def provisioner(count: int, calls: int) -> Figures:
 
     It is killed, and whole again once the shard has attached with all of them.
     """
-    names = [str(WorkerName(CLUSTER, GROUP, number, number + 1)) for number in range(count)]
+    names = [f"{prefix_of(CLUSTER, GROUP)}{number}-{number + 1}" for number in range(count)]
     with ExitStack() as stack:
         service = Service("provisioner", count, stack)
         client = service.client()

@@ -18,12 +18,12 @@ from tests.contracts.processes import TIMEOUT_S
 from tests.new_process import Interpreter
 from torch_dpflow.cli.main import root
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
-from torch_dpflow.remote.launchers.contract import WorkerName
+from torch_dpflow.remote.launchers.contract import prefix_of
 from torch_dpflow.remote.launchers.processes import SubprocessLauncher
 
 #: Not that of another test which runs beside this one.
 CLUSTER = f"{os.getpid():08x}"
-NAME = str(WorkerName(CLUSTER, "0123456789", 0, 1))
+NAME = f"{prefix_of(CLUSTER, '0123456789')}0-1"
 
 
 def dpflow(*arguments: str) -> Result:

@@ -29,7 +29,6 @@ from torch_dpflow.remote.launchers.contract import (
     Launcher,
     Outcome,
     RemotePlatform,
-    WorkerName,
     prefix_of,
 )
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
@@ -46,7 +45,7 @@ _incarnation = time.time_ns() // 1000
 
 
 def name_of(number: int) -> str:
-    return str(WorkerName(CLUSTER, GROUP, number, _incarnation))
+    return f"{prefix_of(CLUSTER, GROUP)}{number}-{_incarnation}"
 
 
 class LauncherContract:

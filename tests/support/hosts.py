@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Launcher, WorkerName
+from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Launcher
 from torch_dpflow.remote.launchers.processes import SubprocessLauncher
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 
@@ -295,7 +295,7 @@ class HostsLauncher(SubprocessLauncher):
         self._prefixes = prefixes
 
     def _command_of(self, name: str) -> tuple[str, ...]:
-        return (*self._prefixes[WorkerName.parse(name).number % len(self._prefixes)], *self._command)
+        return (*self._prefixes[int(name.split("-")[3]) % len(self._prefixes)], *self._command)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from torch_dpflow.cli.common import json_option, to_json
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.errors import OptionError, PlatformError
 from torch_dpflow.ipc.messages.remote_worker import RemoteWorkerView
-from torch_dpflow.remote.launchers.contract import WorkerName, prefix_of
+from torch_dpflow.remote.launchers.contract import cluster_of, prefix_of
 from torch_dpflow.remote.launchers.registry import resolve
 
 if TYPE_CHECKING:
@@ -123,12 +123,12 @@ def _remote_workers(launcher: Launcher, cluster: str | None = None) -> dict[str,
             "killed process has left end by themselves after half a minute"
         )
     found = launcher.list("dpf-" if cluster is None else prefix_of(cluster))
-    return {name: found[name] for name in sorted(found) if WorkerName.is_one(name)}
+    return {name: found[name] for name in sorted(found) if cluster_of(name)}
 
 
 def _count(platform: str, names: Iterable[str]) -> None:
     """Print the number of workers of each cluster."""
-    counts = Counter(WorkerName.parse(name).cluster for name in names)
+    counts = Counter(filter(None, map(cluster_of, names)))
     for cluster, count in sorted(counts.items()):
         click.echo(f"{count} of cluster {cluster}", err=True)
     if not counts:

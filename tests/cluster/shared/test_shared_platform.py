@@ -29,7 +29,7 @@ from torch_dpflow.cluster.client.open_job import SharedJob
 from torch_dpflow.cluster.messages.coordinator import FlowView, Scale
 from torch_dpflow.cluster.services.local_cluster import ClusterOptions
 from torch_dpflow.errors import OptionError, PoisonTaskError, WorkerStartError
-from torch_dpflow.remote.launchers.contract import WorkerName
+from torch_dpflow.remote.launchers.contract import cluster_of
 from torch_dpflow.remote.launchers.processes import NAME_VARIABLE
 
 Join = Callable[..., SharedJob]
@@ -79,9 +79,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandedClust
 def member_pids(cluster: CommandedCluster, flow: str = "") -> list[int]:
     """Of all members that the cluster's shards have asked for, and whatever has been left of them."""
     names = {view["name"] for shard, views in members(cluster).items() if flow in shard for view in views}
-    clusters = {WorkerName.parse(name).cluster for name in names}
-    found = [(name, pid) for name, pid in found_members() if WorkerName.is_one(name)]  # others may have retitled theirs
-    return [pid for name, pid in found if name in names or WorkerName.parse(name).cluster in clusters]
+    clusters = {cluster_of(name) for name in names}
+    found = [(name, pid) for name, pid in found_members() if cluster_of(name)]  # others may have retitled theirs
+    return [pid for name, pid in found if name in names or cluster_of(name) in clusters]
 
 
 def found_members() -> list[tuple[str, int]]:

@@ -47,7 +47,7 @@ from torch_dpflow.errors import (
     UnavailableError,
 )
 from torch_dpflow.remote import Ray
-from torch_dpflow.remote.launchers.contract import Launcher, WorkerName
+from torch_dpflow.remote.launchers.contract import Launcher, prefix_of
 from torch_dpflow.remote.launchers.ray import RayLauncher
 
 #: So that several fit on any machine.
@@ -183,7 +183,7 @@ def test_a_start_without_room_says_what_the_cluster_has(ray: Any, listener: sock
             launcher.start(name_of(number), launch_spec_to(listener), deadline_s=PATIENCE_S)
     assert "takes 2: cpus=1 or more nodes" in str(raised.value)
     launcher.stop(name_of(3), None)
-    stranger = str(WorkerName(CLUSTER, "f" * 10, 7, 1))
+    stranger = f"{prefix_of(CLUSTER, 'f' * 10)}7-1"
     for name, told in ((name_of(2), "2 of 3 actors"), (stranger, "0 of 1 actors")):
         with pytest.raises(QuotaError, match=told):  # of those that its own fleet wants now
             launcher.start(name, launch_spec_to(listener), deadline_s=PATIENCE_S)

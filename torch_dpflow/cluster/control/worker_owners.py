@@ -18,7 +18,7 @@ from torch_dpflow.cluster.messages.provisioner import MAX_EVENTS, MAX_OWNED
 from torch_dpflow.errors import RejectedError, ThrottledError, UnavailableError, UsageError
 from torch_dpflow.ipc.messages.fields import StaleShardError
 from torch_dpflow.ipc.rpc.leases import Expiry
-from torch_dpflow.remote.launchers.contract import Ended, Outcome, Refused, WorkerName
+from torch_dpflow.remote.launchers.contract import Ended, Outcome, Refused, cluster_of
 
 #: Silence after which a shard has lost its workers, seconds: they have ended, as it does not answer them.
 SILENT_S = START_S / 2
@@ -155,7 +155,7 @@ class WorkerOwners:
         return mine
 
     def _check(self, name: str, shard: str) -> None:
-        if not name.startswith(self._prefix) or not WorkerName.is_one(name):
+        if not name.startswith(self._prefix) or cluster_of(name) is None:
             raise UsageError(f"{name!r:.80} is no member of this cluster, whose names begin with {self._prefix!r}")
         if isinstance(owner := self._members.get(name, shard), str) and owner != shard:
             raise UsageError(f"{name} is a member of {owner!r}, and not of {shard!r}")

@@ -98,7 +98,6 @@ class ShardWorkers:
         self._shard = Shard(listener, self._scheduler, self, clock=clock, start_timeout_s=task_timeout_s)
         self._window = WINDOW
         #: The intended number of workers; part of the answer to a handshake.
-        #: The intended number of workers.
         self.expected = workers
         #: Distinguishes this shard from earlier and later ones, for workers.
         self._id = secrets.token_bytes(SHARD_ID_BYTES)

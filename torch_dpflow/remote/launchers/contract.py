@@ -232,46 +232,21 @@ class NodePlatform(PlatformSpec, Protocol):
         """
 
 
-_NAME = re.compile(r"dpf-([0-9a-f]{8})-([0-9a-f]{10})-(0|[1-9][0-9]{0,5})-(0|[1-9][0-9]{0,17})", re.ASCII)
+#: The name of a worker, never reused, as incarnations only rise: the 8 hexadecimal digits of its cluster and the 10 of
+#: its fleet, its place in the fleet, and which of the fleet's workers it is. A DNS label, so that it can be that of a
+#: pod, an actor or a task.
+_NAME = re.compile(r"dpf-([0-9a-f]{8})-[0-9a-f]{10}-(?:0|[1-9][0-9]{0,5})-(?:0|[1-9][0-9]{0,17})", re.ASCII)
 
 
-@dataclass(frozen=True)
-class WorkerName:
-    """Name of one worker, never reused: incarnations only rise. `str` gives the text, `parse` reads it.
+def cluster_of(name: str) -> str | None:
+    """Return the cluster of a worker, by its name; None if no worker has such a name."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else match[1]
 
-    A DNS label, so that it serves as the name of a pod, an actor or a task and as a client's token.
 
-    Args:
-        cluster: of the worker: 8 digits, hexadecimal.
-        group: its fleet in the cluster: 10 digits, hexadecimal.
-        number: its place in the fleet, below a million.
-        incarnation: counts the fleet's workers.
-
-    Raises:
-        OptionError: a part is not valid.
-    """
-
-    cluster: str
-    group: str
-    number: int
-    incarnation: int
-
-    def __post_init__(self) -> None:
-        _match(str(self))
-
-    def __str__(self) -> str:
-        return f"{prefix_of(self.cluster, self.group)}{self.number}-{self.incarnation}"
-
-    @classmethod
-    def parse(cls, text: str) -> WorkerName:
-        """Read a name. Raises OptionError for anything else."""
-        cluster, group, number, incarnation = _match(text).groups()
-        return cls(cluster, group, int(number), int(incarnation))
-
-    @staticmethod
-    def is_one(text: str) -> bool:
-        """Return whether a text is a name."""
-        return _NAME.fullmatch(text) is not None
+def prefix_of(cluster: str, group: str = "") -> str:
+    """Return the common prefix of the names of a cluster's workers, or of one of its fleets."""
+    return f"dpf-{cluster}-{group}-" if group else f"dpf-{cluster}-"
 
 
 def require(library: str, needs: str, extra: str) -> None:
@@ -299,21 +274,6 @@ def seconds_of(text: Any) -> float:
 def line_of(text: object) -> str:
     """Return the text of an error on one line."""
     return " ".join(str(text).split())[:600]
-
-
-def prefix_of(cluster: str, group: str = "") -> str:
-    """Return the common prefix of the names of a cluster's workers, or of one of its fleets."""
-    return f"dpf-{cluster}-{group}-" if group else f"dpf-{cluster}-"
-
-
-def _match(text: str) -> re.Match[str]:
-    match = _NAME.fullmatch(text)
-    if match is None:
-        raise OptionError(
-            f"{text!r:.120} is no name of a worker; give dpf-CLUSTER-GROUP-NUMBER-INCARNATION, where CLUSTER has 8 and "
-            "GROUP 10 hexadecimal digits, NUMBER at most 6 digits and INCARNATION at most 18"
-        )
-    return match
 
 
 #: The time over which a rate is an average, seconds.
