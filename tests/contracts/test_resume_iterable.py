@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import IterableDataset
 
 from tests.loader_cases import StatefulStream, Stream, Uneven, seed_everything
 from tests.new_process import in_fork
@@ -122,3 +126,49 @@ def test_between_epochs_the_number_of_workers_may_change(OurLoader: Any) -> None
     again = OurLoader(Stream(SIZE), batch_size=3, num_workers=3)
     again.load_state_dict(begun.state_dict())
     assert sorted(number for batch in plain(again) for number in batch) == list(range(SIZE))
+
+
+class ShuffledFiles(IterableDataset[int]):
+    """Shuffles when it is iterated, or at its first sample, and has no state."""
+
+    def __init__(self, *, at_iter: bool) -> None:
+        self.at_iter = at_iter
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._order()) if self.at_iter else self._later()
+
+    def _later(self) -> Iterator[int]:
+        yield from self._order()
+
+    def _order(self) -> list[int]:
+        order = torch.randperm(SIZE).tolist()
+        random.shuffle(order)
+        return order
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("at_iter", [True, False])
+@pytest.mark.parametrize("draws", [0, 1])
+def test_a_dataset_that_shuffles_itself_is_read_again_in_its_order(
+    OurLoader: Any, num_workers: int, at_iter: bool, draws: int
+) -> None:
+    """draws: of the training loop, between the beginning and the first batch."""
+
+    def make() -> Any:
+        return OurLoader(ShuffledFiles(at_iter=at_iter), batch_size=3, num_workers=num_workers)
+
+    seed_everything(7)
+    saved = make()
+    states, epochs = [], []
+    for _ in range(2):
+        iterator = iter(saved)
+        torch.rand(draws)
+        next(iterator)
+        states.append(saved.state_dict())
+        epochs.append(plain(iterator))
+    for seed in (7, 999):
+        for state, rest in zip(states, epochs):
+            seed_everything(seed)
+            resumed = make()
+            resumed.load_state_dict(state)
+            assert plain(resumed) == rest

@@ -227,6 +227,10 @@ class EpochProgress:
         self.await_streams: weakref.WeakMethod[Callable[[], None]] | None = None
         #: The process's generators at the first draw, if they had been used since the opening.
         self.draw_rng: RngState | None = at.draw_rng
+        #: Of a resumed iterable dataset: the process's generators after the opening, and the names of those that stay
+        #: where reading again leaves them.
+        self.opened_rng: RngState | None = None
+        self.unchanged: set[str] = set()
         #: The seed of a data pipe's shuffling.
         self.shared_seed: int | None = None
         #: Whether the dataset was restored to its state at the end of the epoch before.
@@ -260,8 +264,11 @@ class EpochProgress:
         held = sampler_generators(index_sampler, sampler, generator)
         before = [(one, encode_generator(one)) for one in ([] if generator is None else [generator]) + held]
         unchanged, now = unchanged_generators(state.plan_rng or {}, state.began), capture_rng()
+        opened_rng: RngState | None = None
 
         def on_opened() -> None:
+            nonlocal opened_rng
+            opened_rng = capture_rng() if state.kind == "iterable" else None
             # Without workers the first batch draws the order. If none was requested before the state was saved, and
             # the script has restored the generators of that time, they draw it now.
             if not (state.position or state.ahead) and tuple(state.opening) == OPENING_ALONE:
@@ -286,7 +293,9 @@ class EpochProgress:
             generators=GeneratorStates(state.plan_rng, state.plan_generator, state.plan_sampler_generators),
             began=state.began,
         )
-        return cls(shape, start, plan, generator=generator, streams=state.streams, resumed=state)
+        progress = cls(shape, start, plan, generator=generator, streams=state.streams, resumed=state)
+        progress.opened_rng, progress.unchanged = opened_rng, unchanged
+        return progress
 
     def was_delivered(self, position: int) -> bool:
         """Return whether the batch at this position was delivered."""

@@ -15,7 +15,7 @@ from torch_dpflow._core.torch_private import DatasetKind, pin_memory
 from torch_dpflow.epoch.own_state import Stream, at_rest, copied, has_state, return_dataset
 from torch_dpflow.epoch.plan import TAKEN, Plan, PlannedBatch, samples_in
 from torch_dpflow.epoch.progress import OPENING_ALONE
-from torch_dpflow.epoch.rng import EPOCH_HERE, capture_rng, preserved_rng
+from torch_dpflow.epoch.rng import EPOCH_HERE, capture_rng, preserved_rng, preserved_rng_except, restore_rng
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.errors import WorkerError
 from torch_dpflow.loader.batch_planner import DeliveringIterator, interrupted_draw, next_undelivered
@@ -159,15 +159,23 @@ class SingleProcessIterator(DeliveringIterator):
         batch_size = loader.batch_size if self._auto_collation else None
         if not stream.delivered and stream.dataset is None:
             return Stream(self._dataset, torchs, state=None, skip=0, batch_size=batch_size)
-        with preserved_rng():
-            return Stream(
-                self._dataset,
-                torchs,
-                state=stream.dataset,
-                skip=stream.delivered,
-                failed=stream.failed,
-                batch_size=batch_size,
-            )
+        if stream.dataset is not None:
+            with preserved_rng():
+                return Stream(self._dataset, torchs, state=stream.dataset, skip=0, batch_size=batch_size)
+        progress = self._progress
+        assert progress.opened_rng is not None
+
+        def begun() -> Any:
+            fetcher = torchs()
+            if progress.draw_rng is not None:
+                restore_rng(progress.draw_rng)
+            return fetcher
+
+        with preserved_rng_except(progress.unchanged):
+            # The dataset may shuffle when it is first read.
+            restore_rng(progress.opened_rng)
+            delivered, failed = stream.delivered, stream.failed
+            return Stream(self._dataset, begun, state=None, skip=delivered, failed=failed, batch_size=batch_size)
 
     def _dataset_state(self) -> Callable[[], Any] | None:
         """Return a function that returns the dataset's own state; None if it has none."""
