@@ -223,13 +223,15 @@ class BatchPlanner:
     Args:
         progress: of the epoch.
         rotation: chooses the worker of a batch; None if any worker may load any.
-        in_flight: the batches in flight.
+        in_flight: the batches in flight, for the rotation.
     """
 
-    def __init__(self, progress: EpochProgress, rotation: Rotation | None, in_flight: InFlight) -> None:
+    def __init__(
+        self, progress: EpochProgress, rotation: Rotation | None = None, in_flight: InFlight | None = None
+    ) -> None:
         self._progress = progress
         self._rotation = rotation
-        self._in_flight = in_flight
+        self._in_flight = in_flight or InFlight(in_order=True)
         #: The workers of the next batches, where a resumed state names them.
         self._scheduled = list(progress.due)
         #: The batch that was drawn and not submitted yet.
@@ -264,8 +266,8 @@ class BatchPlanner:
 
     def submitted(self) -> None:
         """Record that the drawn batch was submitted to the workers."""
-        self.drawn = None
-        self.planned += 1
+        # No call in between: Control-C comes before both or after them.
+        self.drawn, self.planned = None, self.planned + 1
 
     def end_stream(self, worker: int) -> None:
         """Record that this worker's stream has ended. Idempotent."""

@@ -20,7 +20,7 @@ from torch_dpflow.epoch.progress import OPENING_ALONE, EpochProgress, LoaderShap
 from torch_dpflow.epoch.rng import generator_state, restore_generator
 from torch_dpflow.epoch.state import LoaderState, held_ahead
 from torch_dpflow.errors import StateError
-from torch_dpflow.loader.batch_planner import DeliveringIterator, interrupted_draw, next_undelivered
+from torch_dpflow.loader.batch_planner import BatchPlanner, DeliveringIterator, interrupted_draw
 from torch_dpflow.loader.flow_job import RoutedOrder, job_of, routed_order
 from torch_dpflow.loader.iteration_start import LoaderView, Pin, begin, flat_keys
 from torch_dpflow.loader.runtime import LoaderRuntime
@@ -269,10 +269,9 @@ class FlowPlanner:
     def __init__(
         self, progress: EpochProgress, *, ahead: int, batched: bool, settled: int = 0, settled_ahead: int = 0
     ) -> None:
-        self._progress = progress
+        self._plan, self._planner = progress.plan, BatchPlanner(progress)
         self._ahead, self._settled, self._settled_ahead = ahead, settled, settled_ahead
         self._batched = batched
-        self._drawn = 0
         self._has_ended = False
         self.feed = PlanFeed()
         #: By number, the position in the plan of each batch that was drawn and not delivered.
@@ -288,30 +287,21 @@ class FlowPlanner:
         self._draw(taken, self._ahead)
 
     def _draw(self, taken: int, ahead: int) -> None:
-        plan, goal = self._progress.plan, max(taken + ahead, min(taken + self._settled_ahead, self._settled))
-        while self._drawn < goal and not self._has_ended:
-            if plan.is_torn:  # what was drawn before is delivered
-                self._end()
+        goal = max(taken + ahead, min(taken + self._settled_ahead, self._settled))
+        while (number := self._planner.planned) < goal and not self._has_ended:
+            batch = None if self._plan.is_torn else self._planner.draw()
+            if batch is None:  # what was drawn before is delivered
+                self._has_ended = True
+                self.feed.end()
                 return
-            try:
-                position, index = next_undelivered(plan, self._progress)
-            except StopIteration:
-                self._end()
-                return
-            number = self._drawn
-            self.positions[number] = position
-            self.feed.put(number, self._keys(index))
-            # No call before all of this is assigned: Control-C comes before it or after it.
-            self._drawn, plan.drawn, plan.held = number + 1, position + 1, []
+            self.positions[number] = batch.position
+            self.feed.put(number, self._keys(batch.index))
+            self._planner.submitted()
 
     def check_end(self) -> None:
         """Raise WorkerError if Control-C ended the epoch early."""
-        if self._progress.plan.is_torn:
+        if self._plan.is_torn:
             raise interrupted_draw()
-
-    def _end(self) -> None:
-        self._has_ended = True
-        self.feed.end()
 
     def _keys(self, index: Any) -> list[Any]:
         if not self._batched:
@@ -320,5 +310,5 @@ class FlowPlanner:
             return list(index)
         except KeyboardInterrupt:
             if iter(index) is index:  # what was read of it is lost
-                self._progress.plan.is_torn = True
+                self._plan.is_torn = True
             raise
