@@ -178,7 +178,7 @@ def _table(
         raise OptionError(
             f"{given} is a table, which has no {unknown}; give read_options=, and in settings= columns and memory"
         )
-    return kind(source, decode=None if decode is None else decoder_of(decode), **how)
+    return kind(source, decode=decoder_of(decode), **how)
 
 
 def _check_apart(files: SourceFiles, index_dir: str | os.PathLike[str] | None) -> None:

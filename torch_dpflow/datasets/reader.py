@@ -75,24 +75,22 @@ class OpenedDataset(DatasetReader):
         self._copies = stored.importer in COPYING
         self._decode = decoder_of(decode)
 
-    def __getitem__(self, index: int) -> Any:
-        return self.read(index)
-
     def _planned(self, place: Place) -> Plan | DPFlowError:
         plan = super()._planned(place)
         if isinstance(plan, DPFlowError) or PARTS not in plan[1]:
             return plan
-        span, fields, _ = plan
+        span, fields, parts = plan
         try:
-            places = fields[PARTS].items()
-            parts = {name: ByteRange(span.url, at, at + size, state=span.state) for name, (at, size) in places}
-            return span, fields, parts
+            for name, (at, size) in fields[PARTS].items():
+                parts[name] = ByteRange(span.url, at, at + size, state=span.state)
+            return plan
         except (AttributeError, TypeError, ValueError) as error:
             return DamagedStoreError(f"{span}: {PARTS}={fields[PARTS]!r:.200} are no parts: {error}")
 
     def _sample(self, plan: Plan, content: bytes, parts: Mapping[str, bytes]) -> Any:
         try:
             with stage("decode"):
-                return self._decode(self._view(content, plan[1], parts))
+                sample = self._view(content, plan[1], parts)
+                return sample if self._decode is None else self._decode(sample)
         except SourceError as error:
             return SourceError(f"{plan[0]}: {error}")

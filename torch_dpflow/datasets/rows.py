@@ -22,7 +22,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import accumulate, islice
+from itertools import accumulate, islice, repeat
 from typing import IO
 
 import numpy as np
@@ -257,7 +257,7 @@ class Rows:
 
     def places(self, numbers: Sequence[int], *, is_checked: bool = True) -> list[Place | DPFlowError]:
         """Return range and annotations of each sample, or its error. `is_checked`: with checksums and states."""
-        found = [self._place(number, is_checked) for number in numbers]
+        found = [*map(self._place, numbers, repeat(is_checked))]
         if None not in found:
             return found  # type: ignore[return-value]
         parts = {bisect_right(self._firsts, number) - 1 for number, place in zip(numbers, found) if place is None}

@@ -120,9 +120,6 @@ class SampleReader:
     def __len__(self) -> int:
         return len(self.stored)
 
-    def __getitem__(self, index: int) -> Sample:
-        return self.read(index)
-
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
         """Return the samples of a batch, in order. `on_error` decides about those that cannot be read."""
         samples: list[Sample] = []
@@ -152,36 +149,36 @@ class SampleReader:
             raise sample
         return sample
 
+    __getitem__ = read
+
     def read_each(self, indices: Sequence[int]) -> list[Sample | DPFlowError]:
         """Return each sample, or its error. Raises IndexError."""
         numbers = self._wrapped(indices)
-        places = self._rows.places(numbers, is_checked=self._check is not False)
-        plans = [place if isinstance(place, DPFlowError) else self._planned(place) for place in places]
-        wanted = [(number, plan) for number, plan in zip(numbers, plans) if not isinstance(plan, DPFlowError)]
-        spans = [part for _, plan in wanted for part in plan[2].values()]
-        if self._through is None:  # in one call, so that neighbouring ranges become one request
-            with stage("read"):
-                read = self._data.view_each if self._copies else self._data.read_each
-                contents = read([*(plan[0] for _, plan in wanted), *spans])
-            found: Sequence[tuple[_Content, bool]] = [(content, False) for content in contents[: len(wanted)]]
-            rest = iter(contents[len(wanted) :])
-        else:
-            with stage("read"):
-                found = self._from_source(self._through, [(number, plan[0]) for number, plan in wanted])
-                rest = iter(self._data.read_each(spans) if spans else ())
-        finished = iter([self._finished(plan, *one, dict(zip(plan[2], rest))) for (_, plan), one in zip(wanted, found)])
-        return [plan if isinstance(plan, DPFlowError) else next(finished) for plan in plans]
-
-    def _from_source(
-        self, through: Through, wanted: Sequence[tuple[int, ByteRange]]
-    ) -> list[tuple[bytes | DPFlowError, bool]]:
-        """Return the bytes of these samples, or the error of each, and whether they need no further check."""
-        found = through.read([number for number, _ in wanted], [length_of(span) for _, span in wanted])
-        missing = [span for content, (_, span) in zip(found, wanted) if content is None]
-        rest = iter(self._data.read_each(missing) if missing else ())
-        # The source has compared them with their checksums when they came from storage.
-        is_checked = not self._check
-        return [(next(rest), False) if content is None else (content, is_checked) for content in found]
+        samples: list[Any] = []
+        plans: dict[int, Plan] = {}
+        for position, place in enumerate(self._rows.places(numbers, is_checked=self._check is not False)):
+            plan = place if isinstance(place, DPFlowError) else self._planned(place)
+            samples.append(plan)
+            if not isinstance(plan, DPFlowError):
+                plans[position] = plan
+        spans, near = [], {}
+        with stage("read"):
+            if self._through is not None and plans:
+                lengths = [length_of(plan[0]) for plan in plans.values()]
+                near = dict(zip(plans, self._through.read([numbers[position] for position in plans], lengths)))
+            for position, plan in plans.items():
+                if near.get(position) is None:
+                    spans.append(plan[0])
+                spans.extend(plan[2].values())
+            # In one call, so that neighbouring ranges become one request.
+            contents = iter(self._data.read_each(spans, views=self._copies) if spans else ())
+        for position, plan in plans.items():
+            held = near.get(position)
+            # A source has compared samples with their checksums when they came from storage.
+            is_checked = held is not None and not self._check
+            content = next(contents) if held is None else held
+            samples[position] = self._finished(plan, content, is_checked, dict(zip(plan[2], contents)))
+        return samples
 
     def _planned(self, place: Place) -> Plan | DPFlowError:
         """Return what to read for a sample, or its error."""
@@ -204,7 +201,8 @@ class SampleReader:
                 error = kind(f"{text}; it was replaced or cut short: restore it, or publish a new version")
             elif span.checksum is not None and not is_checked and not matches(content, span.checksum):
                 error = ChecksumError(f"{span}: the bytes do not match {span.checksum}; the object was altered")
-        error = error or next((part for part in parts.values() if isinstance(part, DPFlowError)), None)
+        for part in parts.values():
+            error = error or (part if isinstance(part, DPFlowError) else None)
         if error is not None:
             return self.stored.lost(span, error) if isinstance(self.stored, Index) else error
         return self._sample(plan, content, parts)  # type: ignore[arg-type]
@@ -232,12 +230,13 @@ class SampleReader:
         self._metadata.close()
 
     def _wrapped(self, indices: Sequence[int]) -> list[int]:
-        count = len(self.stored)
-        numbers = [operator.index(index) for index in indices]
-        for number in numbers:
+        count, numbers = len(self.stored), []
+        for index in indices:
+            number = operator.index(index)
             if not -count <= number < count:
                 raise IndexError(f"sample {number} is out of range; {self.stored.ref} has {count} samples")
-        return [number % count for number in numbers]
+            numbers.append(number % count)
+        return numbers
 
     def _prepare(self) -> None:
         self._skips = PerProcess(list[str])

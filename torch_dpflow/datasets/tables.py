@@ -297,7 +297,7 @@ class _OpenedTable:
         if is_parquet(file) if is_local else file.state is not None and is_settled(file.state):
             key = json.dumps(["block", file.url, file.size, file.state, group, columns, schema and str(schema)])
         if self._disk is not None and key is not None:
-            kept = self._disk.map(key)
+            kept = self._disk.get(key, is_mapped=True)
             if kept is not None:
                 return pyarrow_with_formats().ipc.open_stream(kept).read_all()
         decoded = self._files[_is_mapped(file)](file).read(group, columns)

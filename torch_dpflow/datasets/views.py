@@ -45,7 +45,10 @@ def _webdataset(content: bytes, fields: dict[str, Any], parts: Mapping[str, byte
     """Return the key and every member's bytes by ending, as webdataset does."""
     sample: dict[str, Any] = {KEY: fields.pop(KEY), fields.pop(MAIN): content}
     fields.pop(PARTS, None)
-    return {**sample, **{ending: text.encode() for ending, text in fields.items()}, **parts}
+    for ending, text in fields.items():
+        sample[ending] = text.encode()
+    sample.update(parts)
+    return sample
 
 
 def _image_folder(content: bytes, fields: dict[str, Any], parts: Mapping[str, bytes]) -> dict[str, Any]:
@@ -74,10 +77,10 @@ def _litdata(
 _VIEWS: dict[str, View] = {"webdataset": _webdataset, "imagefolder": _image_folder, "tfrecord": _example}
 
 
-def decoder_of(decode: Decode | None) -> Callable[[dict[str, Any]], Any]:
-    """Return the function that decodes a sample's dict. Raises OptionError for a name that is not allowed."""
+def decoder_of(decode: Decode | None) -> Callable[[dict[str, Any]], Any] | None:
+    """Return the function that decodes a sample's dict, if any. Raises OptionError for a name that is not allowed."""
     if decode is None:
-        return _as_it_is
+        return None
     if callable(decode):
         is_for_images = str(getattr(type(decode), "__module__", "")).startswith("torchvision.")
         return partial(_transformed, decode) if is_for_images else decode
@@ -85,10 +88,6 @@ def decoder_of(decode: Decode | None) -> Callable[[dict[str, Any]], Any]:
         names = ", ".join(get_args(get_args(Decode)[0]))
         raise OptionError(f"decode={decode!r}: give one of {names}, a function of a sample's dict, or None")
     return Decoder(decode)
-
-
-def _as_it_is(sample: dict[str, Any]) -> dict[str, Any]:
-    return sample
 
 
 def _transformed(transform: Callable[[Any], Any], sample: dict[str, Any]) -> Any:

@@ -16,7 +16,8 @@ from tests.datasets.storage.servers import BUCKET
 from tests.support.oss_server import OSSServer, StoredObject
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.batch_reads import Overlap
-from torch_dpflow.errors import ObjectMissingError, TruncatedObjectError
+from torch_dpflow.datasets.storage.states import ObjectState
+from torch_dpflow.errors import ObjectMissingError, OptionError, TruncatedObjectError
 
 COUNT = 24
 
@@ -63,6 +64,21 @@ def test_a_batch_of_nothing_is_nothing(server: OSSServer, reader: ObjectReader) 
 def test_the_first_error_is_raised(reader: ObjectReader) -> None:
     with pytest.raises(ObjectMissingError, match="/77"):
         reader.read_many(wholes(1, 77, 2, 88))
+
+
+@pytest.mark.parametrize(
+    "bad", ["gopher://x/y", "oss://bucket-without-key", "blockcache::oss://bucket/x", "oss://a b/x"]
+)
+def test_a_range_without_a_storage_costs_its_neighbours_nothing(reader: ObjectReader, bad: str) -> None:
+    for views in (False, True):
+        found = reader.read_each([ByteRange(url(4)), ByteRange(bad), ByteRange(url(5))], views=views)
+        assert (found[0], found[2]) == (b"\4" * 3000, b"\5" * 3000)
+        assert isinstance(found[1], OptionError)
+    looks = reader.look_each([ByteRange(url(4)), ByteRange(bad)])
+    assert isinstance(looks[0], ObjectState)
+    assert isinstance(looks[1], OptionError)
+    (alone,) = reader.read_each([ByteRange(bad)])
+    assert (type(alone), str(alone)) == (type(found[1]), str(found[1]))
 
 
 def test_neighbouring_ranges_are_one_request(server: OSSServer, reader: ObjectReader) -> None:
@@ -145,20 +161,19 @@ def test_what_a_task_raises_reaches_the_caller() -> None:
 
     for failing in range(4):
         overlap = Overlap(4)
-        tasks = [lambda fails=number == failing: task(fails) for number in range(4)]
         with pytest.raises(ZeroDivisionError):
-            overlap.run(tasks, is_remote=True)
+            overlap.run(task, [number == failing for number in range(4)], is_remote=True)
         overlap.close()
 
 
 def test_fast_local_reads_need_no_threads(tmp_path: Path) -> None:
     started: list[str] = []
 
-    def task() -> None:
+    def task(number: int) -> None:
         started.append(threading.current_thread().name)
 
     overlap = Overlap(8)
-    overlap.run([task] * 20, is_remote=False)
+    overlap.run(task, range(20), is_remote=False)
     assert set(started) == {threading.current_thread().name}
 
 
@@ -168,7 +183,7 @@ def test_a_local_read_that_was_interrupted_starts_no_threads() -> None:
     clock = itertools.accumulate(itertools.chain.from_iterable((0.0, second) for second in seconds))
     overlap = Overlap(8, clock=lambda: next(clock))
     for _ in seconds:
-        overlap.run([lambda: ran_in.add(threading.get_ident())] * 20, is_remote=False)
+        overlap.run(lambda number: ran_in.add(threading.get_ident()), range(20), is_remote=False)
     assert ran_in == {threading.get_ident()}
 
 
@@ -176,7 +191,7 @@ def test_slow_local_reads_get_threads() -> None:
     together = threading.Barrier(2)
     first = True
 
-    def task() -> None:
+    def task(number: int) -> None:
         nonlocal first
         if first:
             first = False
@@ -185,7 +200,7 @@ def test_slow_local_reads_get_threads() -> None:
             together.wait(150)  # passes only when two threads are here
 
     overlap = Overlap(2)
-    overlap.run([task] * 3, is_remote=False)
+    overlap.run(task, range(3), is_remote=False)
     overlap.close()
 
 
@@ -196,9 +211,14 @@ def test_views_of_neighbours_in_a_local_file_are_of_one_read(tmp_path: Path, mon
     spans = [ByteRange(f"{tmp_path}/shard", first, first + each) for first in range(0, len(content), each)]
     reads: list[int] = []
     pread = os.pread
-    monkeypatch.setattr(os, "pread", lambda *given: reads.append(given[1]) or pread(*given))
+
+    def counted(descriptor: int, length: int, offset: int) -> bytes:
+        reads.append(length)
+        return pread(descriptor, length, offset)
+
+    monkeypatch.setattr(os, "pread", counted)
     with ObjectReader() as reader:
-        views, viewing = reader.view_each(spans), len(reads)
+        views, viewing = reader.read_each(spans, views=True), len(reads)
         copies = reader.read_each(spans)
     assert [bytes(view) for view in views if not isinstance(view, Exception)] == copies
     assert copies == [content[first : first + each] for first in range(0, len(content), each)]
@@ -208,5 +228,5 @@ def test_views_of_neighbours_in_a_local_file_are_of_one_read(tmp_path: Path, mon
 
 def test_views_of_a_server_are_bytes(server: OSSServer, reader: ObjectReader) -> None:
     spans = [ByteRange(url(3), 100, 200), ByteRange(url(3), 200, 250)]
-    assert reader.view_each(spans) == reader.read_each(spans) == [b"\3" * 100, b"\3" * 50]
-    assert isinstance(reader.view_each([*spans, ByteRange(url(3), 2900, 3100)])[2], TruncatedObjectError)
+    assert reader.read_each(spans, views=True) == reader.read_each(spans) == [b"\3" * 100, b"\3" * 50]
+    assert isinstance(reader.read_each([*spans, ByteRange(url(3), 2900, 3100)], views=True)[2], TruncatedObjectError)

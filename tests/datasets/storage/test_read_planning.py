@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from torch_dpflow.datasets.storage import ByteRange, ReadOptions, failures
 from torch_dpflow.datasets.storage.batch_reads import plan_reads
-from torch_dpflow.datasets.storage.failures import fetch_with_retries
+from torch_dpflow.datasets.storage.failures import with_retries
 from torch_dpflow.errors import (
     ChecksumError,
     ObjectMissingError,
@@ -33,7 +34,7 @@ SPANS = st.builds(
 
 @given(wanted=st.lists(SPANS, max_size=12), gap=st.integers(0, 50))
 def test_every_range_is_answered_with_its_bytes(wanted: list[ByteRange], gap: int) -> None:
-    reads = plan_reads(wanted, node=node_of, merge_gap=gap)
+    reads = plan_reads(dict(enumerate(wanted)), node=node_of, merge_gap=gap)
     answered = sorted(position for read in reads for position in read.positions)
     assert answered == list(range(len(wanted)))
     for read in reads:
@@ -45,7 +46,7 @@ def test_every_range_is_answered_with_its_bytes(wanted: list[ByteRange], gap: in
 
 @given(wanted=st.lists(SPANS, max_size=12), gap=st.integers(0, 50))
 def test_what_is_left_apart_is_further_apart_than_the_gap(wanted: list[ByteRange], gap: int) -> None:
-    reads = [read.span for read in plan_reads(wanted, node=node_of, merge_gap=gap)]
+    reads = [read.span for read in plan_reads(dict(enumerate(wanted)), node=node_of, merge_gap=gap)]
     for one, other in itertools.combinations(sorted(reads, key=lambda span: (span.url, span.start)), 2):
         if one.url == other.url and one.stop is not None and other.stop is not None:
             assert other.start > one.stop + gap
@@ -53,15 +54,15 @@ def test_what_is_left_apart_is_further_apart_than_the_gap(wanted: list[ByteRange
 
 def test_nodes_take_turns_and_each_keeps_its_order() -> None:
     wanted = [ByteRange(name) for name in ("a/1", "a/2", "a/3", "b/1", "b/2", "c/1")]
-    reads = plan_reads(wanted, node=node_of, merge_gap=0)
+    reads = plan_reads(dict(enumerate(wanted)), node=node_of, merge_gap=0)
     assert [read.span.url for read in reads] == ["a/1", "b/1", "c/1", "a/2", "b/2", "a/3"]
 
 
 def test_merged_ranges_stay_below_their_limit() -> None:
     wanted = [ByteRange("a/1", start << 20, (start + 1) << 20) for start in range(20)]
-    reads = plan_reads(wanted, node=node_of, merge_gap=0)
+    reads = plan_reads(dict(enumerate(wanted)), node=node_of, merge_gap=0)
     assert [read.span.length for read in reads] == [8 << 20, 8 << 20, 4 << 20]
-    reads = plan_reads(wanted, node=node_of, merge_gap=0, max_merged=1 << 20)
+    reads = plan_reads(dict(enumerate(wanted)), node=node_of, merge_gap=0, max_merged=1 << 20)
     assert [read.span for read in reads] == wanted
 
 
@@ -89,7 +90,8 @@ class Failing:
 
     def read(self, **options: float) -> bytes:
         limits = ReadOptions(**options)  # type: ignore[arg-type]
-        return fetch_with_retries(self, ByteRange("x"), limits, sleep=self.sleep, clock=lambda: self.time)  # type: ignore[arg-type]
+        attempt = partial(self.fetch, ByteRange("x"))
+        return with_retries(attempt, limits, is_remote=self.is_remote, sleep=self.sleep, clock=lambda: self.time)
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)

@@ -186,4 +186,4 @@ def test_a_role_that_cannot_be_renewed_is_a_failure_that_may_pass(
     role.is_broken = True
     _let_time_pass(monkeypatch)
     with pytest.raises(StorageUnavailableError, match=r"s3://data/x.*could not be renewed"):
-        reader._opened.get().storage("s3://data/x").fetch(ByteRange("s3://data/x"), float("inf"))
+        reader._opened.get().place("s3://data/x").storage.fetch(ByteRange("s3://data/x"), float("inf"))

@@ -20,6 +20,7 @@ from tests.later import Later
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.credentials import Credentials
 from torch_dpflow.datasets.storage.file_systems import FsspecStorage, fsspec_options
+from torch_dpflow.datasets.storage.http_storage import ErrorResponse, HttpStorage
 from torch_dpflow.datasets.storage.object_reader import open_storage
 from torch_dpflow.datasets.storage.object_stores import OSSService, S3Service, needs_vendor
 from torch_dpflow.errors import MissingExtraError, OptionError, OptionTypeError, StorageError
@@ -127,6 +128,18 @@ def test_a_bucket_in_another_region_is_followed_there(redirects: bool) -> None:
 def test_without_an_endpoint_another_region_is_another_host() -> None:
     service = S3Service(OPTIONS | {"region": "cn-north-1"})
     assert service.origin("s3://data/x").host == "data.s3.cn-north-1.amazonaws.com.cn"
+
+
+def test_a_bucket_in_another_region_keeps_its_name_in_the_disk_cache() -> None:
+    """Otherwise each process would read again what an earlier one has kept after it was sent to the other region."""
+    service = S3Service(OPTIONS)
+    storage = HttpStorage(service, ReadOptions())
+    before = storage.node("s3://data/x")
+    refusal = ErrorResponse(301, "Moved", {"x-amz-bucket-region": "eu-north-1"}, b"")
+    followed = service.follow("s3://data/x", service.request("s3://data/x"), refusal)
+    assert followed is not None
+    assert followed.origin.host == "data.s3.eu-north-1.amazonaws.com"
+    assert storage.node("s3://data/x") == before == "data.s3.us-east-1.amazonaws.com"
 
 
 POINT = "arn:aws:s3:us-west-2:123456789012:accesspoint/mine"

@@ -58,7 +58,7 @@ def reader(request: pytest.FixtureRequest, server: OSSServer, impatient: ReadOpt
     with ObjectReader(options, options=impatient if waits else PATIENT) as reader:
         yield reader
         if request.param == "ossfs":
-            reader._opened.get().storage(URL)._files._session.session.close()  # type: ignore[attr-defined]
+            reader._opened.get().place(URL).storage._files._session.session.close()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("fault", KINDS)

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import TypeVar
 
 from torch_dpflow.datasets.storage.base import ByteRange
+
+T = TypeVar("T")
 
 #: Maximum bytes of a merged range, as a lost connection must not cost much.
 MAX_MERGED = 8 << 20
@@ -34,7 +38,7 @@ _MAX_COUNTED_S = 0.0005
 
 @dataclass(frozen=True)
 class Read:
-    """One request, and the positions in `wanted` of the ranges that it covers."""
+    """One request, and the positions of the ranges that it covers."""
 
     span: ByteRange
     positions: list[int] = field(default_factory=list)
@@ -48,47 +52,43 @@ class Read:
 
 
 def plan_reads(
-    wanted: Sequence[ByteRange],
+    wanted: Mapping[int, ByteRange],
     *,
     node: Callable[[str], str],
     merge_gap: int,
     max_merged: int = MAX_MERGED,
 ) -> list[Read]:
-    """Return the requests for all of `wanted`, in the order in which to start them. Pure.
+    """Return the requests for all of `wanted`, by position, in the order in which to start them. Pure.
 
     Ranges of one object that are at most `merge_gap` bytes apart are merged into a request of up to `max_merged` bytes.
     Overlapping ones are always merged.
     """
-    by_object: dict[str, list[int]] = defaultdict(list)
-    for position, span in enumerate(wanted):
-        by_object[span.url].append(position)
-    by_node: dict[str, deque[Read]] = defaultdict(deque)
-    for url, positions in by_object.items():
-        by_node[node(url)].extend(_reads_of_object(wanted, positions, merge_gap, max_merged))
-    return _alternated(list(by_node.values()))
+    by_object: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for position, span in wanted.items():
+        by_object[span.url].append((span.start, position))
+    by_node: dict[str, list[Read]] = defaultdict(list)
+    for url, places in by_object.items():
+        by_node[node(url)] += _reads_of_object(wanted, places, merge_gap, max_merged)
+    return [read for turn in zip_longest(*by_node.values()) for read in turn if read is not None]
 
 
-def _reads_of_object(wanted: Sequence[ByteRange], positions: list[int], merge_gap: int, max_merged: int) -> list[Read]:
-    if len(positions) == 1:
-        return [Read(wanted[positions[0]], positions)]
-    reads: dict[ByteRange, Read] = {}
-    for position in positions:
-        if wanted[position].stop is None:
-            reads.setdefault(wanted[position], Read(wanted[position])).positions.append(position)
-    bounded = [position for position in positions if wanted[position].stop is not None]
-    return [*reads.values(), *_merged(wanted, bounded, merge_gap, max_merged)]
-
-
-def _merged(wanted: Sequence[ByteRange], positions: list[int], merge_gap: int, max_merged: int) -> list[Read]:
-    reads: list[Read] = []
-    for position in sorted(positions, key=lambda position: wanted[position].start):
+def _reads_of_object(
+    wanted: Mapping[int, ByteRange], places: list[tuple[int, int]], merge_gap: int, max_merged: int
+) -> list[Read]:
+    to_end: dict[ByteRange, Read] = {}
+    bounded: list[Read] = []
+    for _, position in sorted(places):
         span = wanted[position]
-        merged = _joined(reads[-1].span, span, merge_gap, max_merged) if reads else None
+        if span.stop is None:
+            to_end.setdefault(span, Read(span)).positions.append(position)
+            continue
+        merged = _joined(bounded[-1].span, span, merge_gap, max_merged) if bounded else None
         if merged is None:
-            reads.append(Read(span, [position]))
+            bounded.append(Read(span, [position]))
         else:
-            reads[-1] = Read(merged, [*reads[-1].positions, position])
-    return reads
+            bounded[-1].positions.append(position)
+            bounded[-1] = Read(merged, bounded[-1].positions)
+    return [*to_end.values(), *bounded]
 
 
 def _joined(one: ByteRange, other: ByteRange, merge_gap: int, max_merged: int) -> ByteRange | None:
@@ -101,14 +101,6 @@ def _joined(one: ByteRange, other: ByteRange, merge_gap: int, max_merged: int) -
     if (one.size, one.state) != (other.size, other.state):
         return None
     return ByteRange(one.url, one.start, stop, one.size, one.state)
-
-
-def _alternated(lists: list[deque[Read]]) -> list[Read]:
-    reads: list[Read] = []
-    while lists:
-        reads.extend(pending.popleft() for pending in lists)
-        lists = [pending for pending in lists if pending]
-    return reads
 
 
 class Overlap:
@@ -128,32 +120,32 @@ class Overlap:
         #: Mean seconds of recent reads of local files.
         self._pace_s = WORTH_A_THREAD_S
 
-    def run(self, tasks: Sequence[Callable[[], None]], *, is_remote: bool) -> None:
-        """Start `tasks` in their order, and return when all have ended.
+    def run(self, task: Callable[[T], None], items: Sequence[T], *, is_remote: bool) -> None:
+        """Start `task` for each item, in order, and return when all have ended.
 
         A task should raise nothing: one of the errors is raised here, and the others are lost.
         """
-        if len(tasks) < 2:
-            for task in tasks:
-                task()
+        waiting = deque(items)  # popping from it is atomic
+        if not is_remote and len(waiting) > 1:
+            begun = self._clock()
+            task(waiting.popleft())
+            taken_s = min(self._clock() - begun, _MAX_COUNTED_S)
+            self._pace_s += _LATEST_WEIGHT * (taken_s - self._pace_s)
+        pays = is_remote or self._pace_s > WORTH_A_THREAD_S
+        helpers = min(self._helpers, len(items) - 1) if pays else 0
+        if helpers < 1:
+            for item in waiting:
+                task(item)
             return
-        waiting = deque(tasks)  # popping from it is atomic
 
         def work() -> None:
             while waiting:
                 try:
-                    next_task = waiting.popleft()
+                    item = waiting.popleft()
                 except IndexError:
-                    return  # another thread took the last task
-                next_task()
+                    return  # another thread took the last item
+                task(item)
 
-        if not is_remote:
-            begun = self._clock()
-            waiting.popleft()()
-            taken_s = min(self._clock() - begun, _MAX_COUNTED_S)
-            self._pace_s += _LATEST_WEIGHT * (taken_s - self._pace_s)
-        pays = is_remote or self._pace_s > WORTH_A_THREAD_S
-        helpers = min(self._helpers, len(tasks) - 1) if pays else 0
         started = [self._threads().submit(work) for _ in range(helpers)]
         try:
             work()

@@ -28,14 +28,13 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, overload
 
 from torch_dpflow.log import DATASETS
 
-_Bytes = TypeVar("_Bytes", bytes, memoryview)
 #: Seconds after which an entry that was not read may be removed. Above the length of an epoch of large datasets.
 IDLE_S = 3 * 86400.0
 #: An entry's time of last use is updated if it is older, seconds, so that most hits write nothing.
@@ -103,18 +102,17 @@ class DiskCache:
             with suppress(OSError):
                 self.usage()  # filled by a version that counted otherwise
 
-    def get(self, key: str) -> bytes | None:
-        """Return the bytes of an entry; None if there is none, or it cannot be read. A damaged entry is removed."""
-        return self._found(key, _read)
+    @overload
+    def get(self, key: str) -> bytes | None: ...
 
-    def map(self, key: str) -> memoryview | None:
-        """Return the bytes of an entry as `get` does, but mapped: processes share their memory.
+    @overload
+    def get(self, key: str, *, is_mapped: Literal[True]) -> memoryview | None: ...
 
-        They are compared with the checksum once, here.
+    def get(self, key: str, *, is_mapped: bool = False) -> bytes | memoryview | None:
+        """Return the bytes of an entry; None if there is none, or it cannot be read. A damaged entry is removed.
+
+        is_mapped: mapped instead of read: processes share their memory. They are compared with the checksum once, here.
         """
-        return self._found(key, _mapped)
-
-    def _found(self, key: str, read: Callable[[int, int, int], _Bytes]) -> _Bytes | None:
         if not self._is_usable:
             return None
         digest = hashlib.sha256(key.encode()).digest()
@@ -126,7 +124,9 @@ class DiskCache:
         try:
             found = os.fstat(descriptor)
             length = max(found.st_size - _FOOTER.size, 0)
-            data = read(descriptor, length, 0)
+            data = _mapped(descriptor, length) if is_mapped else os.pread(descriptor, length, 0)
+            while len(data) < length and (more := os.pread(descriptor, length - len(data), len(data))):
+                data = b"".join([data, more])  # a call reads 2 GiB at most
             footer = os.pread(descriptor, _FOOTER.size, length)
         except OSError as error:
             self._warn(error)
@@ -142,7 +142,7 @@ class DiskCache:
                 os.utime(path)
         return data
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         """Add an entry if there is room for it. Never raises an OSError."""
         if not self._is_usable or time.monotonic() < self._paused_until:
             return
@@ -150,10 +150,9 @@ class DiskCache:
         path = self._path(digest)
         size = _on_disk(len(data) + _FOOTER.size)
         try:
-            self._make()
             if os.path.exists(path):
                 return
-            if not (self._reserve(digest, size) or (self._free_idle(size) and self._reserve(digest, size))):
+            if not (self._count(digest[0], size) or (self._free_idle(size) and self._count(digest[0], size))):
                 self._pause(_PAUSE_WHEN_FULL_S)
                 return
             is_new = False
@@ -182,7 +181,7 @@ class DiskCache:
                     entries, total = entries + 1, total + _on_disk(found.st_size)
                     last_use = max(found.st_mtime, last_use or 0.0)
                 if counts is not None:
-                    counts.set(number, total - before)
+                    _set_count(counts, number, total - before)
         free = os.statvfs(self.directory)
         idle = None if last_use is None else max(0.0, time.time() - last_use)
         return CacheUsage(self.directory, entries, total, idle, free.f_bavail * free.f_frsize)
@@ -226,34 +225,36 @@ class DiskCache:
         name = digest.hex()
         return f"{self._root}/{name[:2]}/{name[2:]}"
 
-    def _reserve(self, digest: bytes, size: int) -> bool:
-        """Add `size` to the count of the entry's directory if the limit allows it."""
-        if self._limit is None:
-            found = os.statvfs(self.directory)
-            if found.f_bavail * found.f_frsize - size < _MIN_FREE * found.f_blocks * found.f_frsize:
-                return False
-        return self._count(digest[0], size)
-
     def _count(self, number: int, change: int) -> bool:
-        """Change the count of a directory. Return False if the sum would exceed the limit, or its lock is held."""
+        """Change the count of a directory. Return False if the limit forbids it, or the lock of the counts is held."""
         with self._counted() as counts:
             if counts is None:
                 return False
-            before = counts.get()
-            if change > 0 and self._limit is not None and sum(before) + change > self._limit:
+            before = _counts_in(counts)
+            if change > 0 and not self._allows(sum(before), change):
                 return False
-            counts.set(number, max(0, before[number] + change))
+            _set_count(counts, number, max(0, before[number] + change))
             return True
 
+    def _allows(self, total: int, change: int) -> bool:
+        """Return whether the limit allows `change` more bytes than the entries have."""
+        if self._limit is not None:
+            return total + change <= self._limit
+        found = os.statvfs(self.directory)
+        return found.f_bavail * found.f_frsize - change >= _MIN_FREE * found.f_blocks * found.f_frsize
+
     @contextmanager
-    def _counted(self) -> Iterator[_DirectoryBytes | None]:
-        """Hold the lock of the counts. Yields None if it cannot be had in time, as its holder may be frozen."""
+    def _counted(self) -> Iterator[int | None]:
+        """Hold the lock of the counts, and yield their file. None: it cannot be had in time; its holder may be frozen.
+
+        Makes the directories if they are missing.
+        """
         self._make()
         with self._counting:
             descriptor = os.open(self._counts, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 if _lock(descriptor):
-                    yield _DirectoryBytes(descriptor)
+                    yield descriptor
                 else:
                     self._pause(_PAUSE_WHEN_LOCKED_S)
                     yield None
@@ -283,8 +284,8 @@ class DiskCache:
                     os.unlink(path)
                 else:
                     kept += _on_disk(found.st_size)
-            freed = counts.get()[number] - kept
-            counts.set(number, kept)
+            freed = _counts_in(counts)[number] - kept
+            _set_count(counts, number, kept)
         if freed <= 0:
             self._searched[number] = now
         return freed >= size
@@ -316,18 +317,13 @@ class DiskCache:
             DATASETS.warning("the disk cache %s: %s. Samples are read from storage instead.", self.directory, str(why))
 
 
-class _DirectoryBytes:
-    """The bytes of the entries of each directory, in a file whose lock is held."""
+def _counts_in(descriptor: int) -> Sequence[int]:
+    """Return the bytes of the entries of each directory, from the file of counts."""
+    return _COUNTS.unpack(os.pread(descriptor, _COUNTS.size, 0).ljust(_COUNTS.size, b"\0"))
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
 
-    def get(self) -> Sequence[int]:
-        data = os.pread(self._descriptor, _COUNTS.size, 0)
-        return _COUNTS.unpack(data.ljust(_COUNTS.size, b"\0"))
-
-    def set(self, number: int, total: int) -> None:
-        os.pwrite(self._descriptor, total.to_bytes(8, "little"), 8 * number)
+def _set_count(descriptor: int, number: int, total: int) -> None:
+    os.pwrite(descriptor, total.to_bytes(8, "little"), 8 * number)
 
 
 def _lock(descriptor: int) -> bool:
@@ -344,7 +340,7 @@ def _lock(descriptor: int) -> bool:
             return True
 
 
-def _mapped(descriptor: int, length: int, offset: int) -> memoryview:
+def _mapped(descriptor: int, length: int) -> memoryview:
     if not length:
         return memoryview(b"")
     return memoryview(mmap.mmap(descriptor, length, prot=mmap.PROT_READ))
@@ -358,15 +354,7 @@ def _on_disk(size: int) -> int:
     return -(-size // _BLOCK) * _BLOCK
 
 
-def _read(descriptor: int, length: int, offset: int) -> bytes:
-    """Read `length` bytes; fewer at the end of the file. A single call returns 2 GiB at most."""
-    data = os.pread(descriptor, length, offset)
-    if len(data) == length or not data:
-        return data
-    return data + _read(descriptor, length - len(data), offset + len(data))
-
-
-def _write(path: str, data: bytes, footer: bytes) -> bool:
+def _write(path: str, data: bytes | memoryview, footer: bytes) -> bool:
     """Write an entry. Return False if another process has just written it."""
     directory = os.path.dirname(path)
     os.makedirs(directory, mode=0o700, exist_ok=True)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from torch_dpflow._core.backoff import Backoff
-from torch_dpflow.datasets.storage.base import MAX_WAIT_S, WRITTEN_AGAIN, ByteRange, ReadOptions, Storage
+from torch_dpflow.datasets.storage.base import MAX_WAIT_S, WRITTEN_AGAIN, ByteRange, ReadOptions
 from torch_dpflow.datasets.storage.credentials import left_out_hint
 from torch_dpflow.datasets.storage.http_connection import MalformedResponseError
 from torch_dpflow.errors import (
@@ -167,27 +167,6 @@ _REPORT_AFTER_S = 5.0
 _REPORT_AGAIN_S = 30.0
 
 
-def fetch_with_retries(
-    storage: Storage,
-    span: ByteRange,
-    options: ReadOptions,
-    *,
-    deadline: float = math.inf,
-    sleep: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
-) -> bytes:
-    """Read `span` with `with_retries`."""
-    if not storage.is_remote:  # one attempt, without what counts several
-        return storage.fetch(span, deadline)
-    return with_retries(
-        lambda deadline: storage.fetch(span, deadline),
-        options,
-        deadline=deadline,
-        sleep=sleep,
-        clock=clock,
-    )
-
-
 def with_retries(
     attempt: Callable[[float], T],
     options: ReadOptions,
@@ -205,6 +184,8 @@ def with_retries(
     Raises the last attempt's StorageError, with the number of attempts in its message. If it is a timeout, as at the
     deadline, the message also has the last other error.
     """
+    if not is_remote:
+        return attempt(deadline)
     begun = clock()
     deadline = min(deadline, begun + options.deadline_s)
     backoff: Backoff | None = None
@@ -214,7 +195,7 @@ def with_retries(
             return attempt(deadline)
         except StorageError as failure:
             error = failure
-            allowed = max_attempts(error) if is_remote else 1
+            allowed = max_attempts(error)
             if allowed == 1:
                 raise
             if options.attempts is not None:

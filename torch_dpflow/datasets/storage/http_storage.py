@@ -25,7 +25,7 @@ import msgspec
 from torch_dpflow.datasets.storage.base import MAX_WAIT_S, ByteRange, ReadOptions
 from torch_dpflow.datasets.storage.credentials import Credentials
 from torch_dpflow.datasets.storage.failures import error_of_status, storage_error
-from torch_dpflow.datasets.storage.http_connection import MAX_IDLE, Connections, KeepAliveConnection, Response
+from torch_dpflow.datasets.storage.http_connection import MAX_IDLE, Connections, Response
 from torch_dpflow.datasets.storage.proxies import Origin
 from torch_dpflow.datasets.storage.states import ObjectState, conditions, is_state_of_fields, state_of_fields
 from torch_dpflow.errors import DPFlowError, StorageError, StorageUnavailableError, TruncatedObjectError
@@ -117,7 +117,7 @@ class Service(Protocol):
     checks_encoding: bool
 
     def origin(self, url: str) -> Origin:
-        """Return the server to connect to."""
+        """Return the server of an object: the same one, also after `follow` has led to another."""
 
     def request(self, url: str) -> GetRequest:
         """Return a signed request for the whole object, valid for some minutes. Raises AccessDeniedError."""
@@ -200,16 +200,6 @@ class HttpStorage:
         except BaseException:
             connection.close()
             raise
-        return self._receive(request, span, connection, response, take)
-
-    def _receive(
-        self,
-        request: GetRequest,
-        span: ByteRange,
-        connection: KeepAliveConnection,
-        response: Response,
-        take: _Take[T],
-    ) -> T | ErrorResponse:
         is_reusable = False
         try:
             if response.status in _WITH_OBJECT:
@@ -231,8 +221,28 @@ class HttpStorage:
         return found
 
     def _content(self, response: Response, span: ByteRange) -> bytes:
-        data = _read_object(response, span, self._options.longest)
-        _check_frames(response, span, data)
+        """Read exactly the bytes of `span` from a response with status 200 or 206.
+
+        Raises:
+            TruncatedObjectError: the object is shorter than the range, or than its known size.
+            ChecksumError: it is longer than its known size.
+            StorageError: the response is longer than `ReadOptions.longest`, or the object has frames of its upload.
+            StorageUnavailableError: the response has another range.
+            StorageUnavailableError, http.client.IncompleteRead: the connection ended before the body did.
+        """
+        longest = self._options.longest
+        if response.status == 206:
+            data = _read_range(response, span, longest)
+        elif span.is_whole:
+            span.check_size(response.left)
+            data = _read_body(response, span, longest)
+            _check_end(response, span, len(data))
+            span.check_size(len(data))
+        else:
+            span.check_size(response.left)
+            data = _cut_out(response, span, longest)
+        if "content-encoding" in response.fields:
+            _check_frames(response, span, data)
         return data
 
     def node(self, url: str) -> str:
@@ -295,29 +305,6 @@ def _check_frames(response: Response, span: ByteRange, data: bytes) -> None:
             f"{span}: its Content-Encoding is {_UPLOADED!r}, and the server {'has' if has_frames else 'may have'} "
             "stored the frames of the upload with the bytes; upload it again without this encoding, or remove the field"
         )
-
-
-def _read_object(response: Response, span: ByteRange, longest: int) -> bytes:
-    """Read exactly the bytes of `span` from a response with status 200 or 206.
-
-    Raises:
-        TruncatedObjectError: the object is shorter than the range, or than its known size.
-        ChecksumError: it is longer than its known size.
-        StorageError: the response is longer than `longest`.
-        StorageUnavailableError: the response has another range.
-        StorageUnavailableError, http.client.IncompleteRead: the connection ended before the body did.
-    """
-    if response.status == 206:
-        return _read_range(response, span, longest)
-    if span.size is not None:
-        span.check_size(response.left)
-    if span.is_whole:
-        data = _read_body(response, span, longest)
-        _check_end(response, span, len(data))
-        if span.size is not None:
-            span.check_size(len(data))
-        return data
-    return _cut_out(response, span, longest)
 
 
 def _read_range(response: Response, span: ByteRange, longest: int) -> bytes:

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, overload
 
 from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.datasets.storage.base import (
@@ -28,7 +28,7 @@ from torch_dpflow.datasets.storage.batch_reads import (
 )
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
 from torch_dpflow.datasets.storage.disk_cache import DiskCache
-from torch_dpflow.datasets.storage.failures import fetch_with_retries, with_retries
+from torch_dpflow.datasets.storage.failures import with_retries
 from torch_dpflow.datasets.storage.file_systems import FsspecStorage
 from torch_dpflow.datasets.storage.http_storage import HttpStorage, Service
 from torch_dpflow.datasets.storage.local import LocalStorage
@@ -47,6 +47,8 @@ from torch_dpflow.log import DATASETS
 
 #: Errors of merged ranges that each of the ranges would have too.
 _FAIL_ALIKE = (AccessDeniedError, ObjectMissingError, StorageTimeoutError, StorageUnavailableError)
+#: URLs of which a process remembers where they are read.
+_MAX_PLACES = 4096
 
 
 class ObjectReader:
@@ -75,7 +77,7 @@ class ObjectReader:
         Raises:
             StorageError: a subclass for the cause; the message names the object. Transient failures have been retried.
         """
-        return self._read(ByteRange(url, start, stop))
+        return self.read_many([ByteRange(url, start, stop)])[0]
 
     def read_many(self, spans: Sequence[ByteRange]) -> list[bytes]:
         """Return the bytes of every range, in their order. The reads overlap. Raises the first StorageError."""
@@ -85,40 +87,21 @@ class ObjectReader:
                 raise result
         return results  # type: ignore[return-value]
 
-    def read_each(self, spans: Sequence[ByteRange]) -> list[bytes | DPFlowError]:
+    @overload
+    def read_each(self, spans: Sequence[ByteRange]) -> list[bytes | DPFlowError]: ...
+
+    @overload
+    def read_each(self, spans: Sequence[ByteRange], *, views: bool) -> list[bytes | memoryview | DPFlowError]: ...
+
+    def read_each(self, spans: Sequence[ByteRange], *, views: bool = False) -> Any:
         """Return the bytes of every range, or its error. The reads overlap.
 
         If no read of the batch succeeds for `deadline_s`, the reads that have not begun fail too.
+
+        Args:
+            views: for callers that copy: ranges of local files can be views of one read, which they keep.
         """
-        return self._read_each(spans, views=False)  # type: ignore[return-value]
-
-    def view_each(self, spans: Sequence[ByteRange]) -> Sequence[bytes | memoryview | DPFlowError]:
-        """As `read_each`, for callers that copy: ranges of a local file can be views of one read, which they keep."""
-        return self._read_each(spans, views=True)
-
-    def _read_each(self, spans: Sequence[ByteRange], *, views: bool) -> Sequence[bytes | memoryview | DPFlowError]:
-        if len(spans) == 1:
-            return [self._result(spans[0])]
-        opened = self._opened.get()
-        results: list[bytes | memoryview | DPFlowError] = [b""] * len(spans)
-        wanted = [position for position, span in enumerate(spans) if span.start != span.stop]
-        wanted = self._take_cached(opened, spans, wanted, results)
-        is_remote = any(opened.storage(url).is_remote for url in {spans[position].url for position in wanted})
-        views = views and not is_remote
-        reads = plan_reads(
-            [spans[position] for position in wanted],
-            node=opened.node,
-            merge_gap=self.options.merge_gap if is_remote else min(self.options.merge_gap, LOCAL_MERGE_GAP),
-            max_merged=MAX_MERGED if is_remote else MAX_VIEWED_LOCALLY if views else MAX_MERGED_LOCALLY,
-        )
-        limit = BatchDeadline(self.options.deadline_s)
-
-        def store(read: Read) -> None:
-            targets = [(wanted[n], spans[wanted[n]]) for n in read.positions]
-            self._store(opened, read, targets, results, limit, views=views)
-
-        opened.overlap.run([partial(store, read) for read in reads], is_remote=is_remote)
-        return results
+        return _Batch(self._opened.get(), spans, self.options).read(views)
 
     def look_each(self, spans: Sequence[ByteRange]) -> list[ObjectState | DPFlowError]:
         """Return size and state of the object of each range, or the error of its request. The requests overlap.
@@ -128,17 +111,16 @@ class ObjectReader:
         opened = self._opened.get()
         results: list[ObjectState | DPFlowError] = [ObjectState(None, None)] * len(spans)
 
-        def look(position: int, span: ByteRange) -> None:
+        def look(position: int) -> None:
             try:
-                storage = opened.storage(span.url)
-                results[position] = with_retries(
-                    lambda deadline: storage.look(span, deadline), self.options, is_remote=storage.is_remote
-                )
+                storage = opened.place(spans[position].url).storage
+                attempt = partial(storage.look, spans[position])
+                results[position] = with_retries(attempt, self.options, is_remote=storage.is_remote)
             except DPFlowError as error:
                 results[position] = error
 
-        is_remote = any(file_system_of(span.url) not in ("file", "local") for span in spans)
-        opened.overlap.run([partial(look, *one) for one in enumerate(spans)], is_remote=is_remote)
+        is_remote = any("://" in span.url and not span.url.startswith(("file:", "local:")) for span in spans)
+        opened.overlap.run(look, range(len(spans)), is_remote=is_remote)
         return results
 
     @property
@@ -149,88 +131,9 @@ class ObjectReader:
     def keep(self, span: ByteRange, data: bytes) -> None:
         """Put the bytes of a range into the disk cache, after they were read as a part of another one."""
         opened = self._opened.get()
-        opened.keep(opened.cache_key(span), span, data)
-
-    def _read(self, span: ByteRange) -> bytes:
-        if span.start == span.stop:
-            return b""
-        opened = self._opened.get()
-        if opened.cache is None:
-            return fetch_with_retries(opened.storage(span.url), span, self.options)
-        key = opened.cache_key(span)
-        cached = opened.cached(key)
-        if cached is not None:
-            return cached
-        data = fetch_with_retries(opened.storage(span.url), span, self.options)
-        opened.keep(key, span, data)
-        return data
-
-    def _result(self, span: ByteRange) -> bytes | DPFlowError:
-        try:
-            return self._read(span)
-        except DPFlowError as error:
-            return error
-
-    def _take_cached(
-        self,
-        opened: _Opened,
-        spans: Sequence[ByteRange],
-        wanted: list[int],
-        results: list[bytes | memoryview | DPFlowError],
-    ) -> list[int]:
-        """Store what the disk cache has in `results`, and return the positions that it does not have."""
-        if opened.cache is None:
-            return wanted
-        missing: list[int] = []
-
-        def look(position: int) -> None:
-            cached = opened.cached(opened.cache_key(spans[position]))
-            if cached is None:
-                missing.append(position)
-            else:
-                results[position] = cached
-
-        opened.overlap.run([partial(look, position) for position in wanted], is_remote=False)
-        return sorted(missing)
-
-    def _store(
-        self,
-        opened: _Opened,
-        read: Read,
-        targets: Sequence[tuple[int, ByteRange]],
-        results: list[bytes | memoryview | DPFlowError],
-        limit: BatchDeadline,
-        *,
-        views: bool,
-    ) -> None:
-        """Store the parts of one read in `results`. If merged ranges fail, read each by itself."""
-        try:
-            data: bytes | memoryview = self._fetch(opened, read.span, limit)
-        except DPFlowError as error:
-            if len(targets) == 1 or isinstance(error, _FAIL_ALIKE):
-                for position, _ in targets:
-                    results[position] = error
-                return
-            for position, span in targets:
-                self._store(opened, Read(span), [(position, span)], results, limit, views=views)
-            return
-        if views and len(targets) > 1:
-            data = memoryview(data)
-        for position, span in targets:
-            results[position] = content = read.cut(span, data)
-            if opened.cache is not None and isinstance(content, bytes):
-                opened.keep(opened.cache_key(span), span, content)
-
-    def _fetch(self, opened: _Opened, span: ByteRange, limit: BatchDeadline) -> bytes:
-        storage = opened.storage(span.url)
-        if storage.is_remote and limit.has_passed:
-            raise StorageTimeoutError(
-                f"{span}: the storage returned nothing of this batch within deadline_s={self.options.deadline_s:g}, "
-                "so the rest of it was not requested"
-            )
-        data = fetch_with_retries(storage, span, self.options, deadline=limit.deadline)
-        limit.renew()
-        return data
+        key = opened.place(span.url).cache_key(span)
+        if key is not None:
+            opened.keep(key, span, data)
 
     def close(self) -> None:
         """Close this process's connections and end its threads. The reader may be used again."""
@@ -255,6 +158,22 @@ def _rebuild(storage_options: Mapping[str, Any], options: ReadOptions) -> Object
     return ObjectReader(storage_options, options=options)
 
 
+class _Place(NamedTuple):
+    """Where the object of a URL is read, and how its ranges are named in the disk cache."""
+
+    storage: Storage
+    node: str
+    #: The begin of the names; None if the ranges are not kept there
+    cache_name: str | None
+
+    def cache_key(self, span: ByteRange) -> str | None:
+        """Return the name of a range in the disk cache; None if it is not kept there."""
+        identity = span.checksum or span.state
+        if self.cache_name is None or identity is None:
+            return None
+        return f"{self.cache_name}\n{span.start}\n{span.stop}\n{identity}"
+
+
 class _Opened:
     """The storages and threads of one process."""
 
@@ -262,10 +181,23 @@ class _Opened:
         self._storage_options = storage_options
         self._options = options
         self._storages: dict[str, Storage] = {}
+        self._places: dict[str, _Place] = {}
         self.overlap = Overlap(options.concurrency)
         self.cache = disk_cache(options)
 
-    def storage(self, url: str) -> Storage:
+    def place(self, url: str) -> _Place:
+        """Return where an object is read. Raises as `open_storage`."""
+        place = self._places.get(url)
+        if place is None:
+            storage = self._storage(url)
+            node, is_kept = storage.node(url), self.cache is not None and storage.is_remote
+            place = _Place(storage, node, f"{node}\n{stored_url(url)}" if is_kept else None)
+            if len(self._places) >= _MAX_PLACES:
+                self._places.clear()
+            self._places[url] = place
+        return place
+
+    def _storage(self, url: str) -> Storage:
         address = file_system_of(url)
         if "@" in url:
             clean, login = split_login(url)
@@ -280,34 +212,102 @@ class _Opened:
             check_url(url)  # before connecting; later URLs are checked by their storages
             return self._storages.setdefault(address, open_storage(address, self._storage_options, self._options))
 
-    def node(self, url: str) -> str:
-        return self.storage(url).node(url)
-
-    def cache_key(self, span: ByteRange) -> str | None:
-        """Return the name of a range in the disk cache; None if it is not kept there."""
-        identity = span.checksum or span.state
-        if self.cache is None or identity is None:
-            return None
-        storage = self.storage(span.url)
-        if not storage.is_remote:
-            return None
-        return "\n".join([storage.node(span.url), stored_url(span.url), str(span.start), str(span.stop), identity])
-
-    def cached(self, key: str | None) -> bytes | None:
-        return None if self.cache is None or key is None else self.cache.get(key)
-
-    def keep(self, key: str | None, span: ByteRange, data: bytes) -> None:
+    def keep(self, key: str, span: ByteRange, data: bytes | memoryview) -> None:
         """Put bytes from the storage into the disk cache if they match their checksum, or have a settled state."""
-        if self.cache is None or key is None:
-            return
         is_fixed = is_settled(span.state or "") if span.checksum is None else matches(data, span.checksum)
-        if is_fixed:
+        if is_fixed and self.cache is not None:
             self.cache.put(key, data)
 
     def close(self) -> None:
         self.overlap.close()
         for storage in self._storages.values():
             storage.close()
+
+
+class _Batch:
+    """Reads of ranges that overlap. It is used once."""
+
+    def __init__(self, opened: _Opened, spans: Sequence[ByteRange], options: ReadOptions) -> None:
+        self._opened = opened
+        self._spans = spans
+        self._options = options
+        self._views = False
+        self._results: list[bytes | memoryview | DPFlowError] = [b""] * len(spans)
+        #: Of the ranges that have not been found yet, by position.
+        self._places: dict[int, _Place] = {}
+        #: Under which they are kept in the disk cache.
+        self._keys: dict[int, str] = {}
+
+    def read(self, views: bool) -> list[bytes | memoryview | DPFlowError]:
+        """Return the bytes of every range, or its error, see `ObjectReader.read_each`."""
+        spans, places, opened = self._spans, self._places, self._opened
+        for position, span in enumerate(spans):
+            if span.start != span.stop:
+                try:
+                    places[position] = opened.place(span.url)
+                except DPFlowError as error:
+                    self._results[position] = error
+        if opened.cache is not None:
+            opened.overlap.run(self._take_cached, [*places], is_remote=False)
+        if not places:
+            return self._results
+        is_remote = False
+        for place in places.values():
+            is_remote = is_remote or place.storage.is_remote
+        if len(places) < 2:
+            reads = [Read(spans[position], [position]) for position in places]
+        else:
+            self._views = views and not is_remote
+            reads = plan_reads(
+                {position: spans[position] for position in places},
+                node=lambda url: opened.place(url).node,
+                merge_gap=self._options.merge_gap if is_remote else min(self._options.merge_gap, LOCAL_MERGE_GAP),
+                max_merged=MAX_MERGED if is_remote else MAX_VIEWED_LOCALLY if self._views else MAX_MERGED_LOCALLY,
+            )
+        self._limit = BatchDeadline(self._options.deadline_s)
+        opened.overlap.run(self._fetch, reads, is_remote=is_remote)
+        return self._results
+
+    def _take_cached(self, position: int) -> None:
+        key = self._places[position].cache_key(self._spans[position])
+        if key is None or self._opened.cache is None:
+            return
+        found = self._opened.cache.get(key)
+        if found is None:
+            self._keys[position] = key
+        else:
+            self._results[position] = found
+            del self._places[position]
+
+    def _fetch(self, read: Read) -> None:
+        """Store the parts of one read. If merged ranges fail, read each by itself."""
+        storage = self._places[read.positions[0]].storage
+        try:
+            if storage.is_remote and self._limit.has_passed:
+                raise StorageTimeoutError(
+                    f"{read.span}: the storage returned nothing of this batch within "
+                    f"deadline_s={self._options.deadline_s:g}, so the rest of it was not requested"
+                )
+            data: bytes | memoryview = with_retries(
+                partial(storage.fetch, read.span),
+                self._options,
+                is_remote=storage.is_remote,
+                deadline=self._limit.deadline,
+            )
+            self._limit.renew()
+        except DPFlowError as error:
+            for position in read.positions:
+                if len(read.positions) == 1 or isinstance(error, _FAIL_ALIKE):
+                    self._results[position] = error
+                else:
+                    self._fetch(Read(self._spans[position], [position]))
+            return
+        if self._views and len(read.positions) > 1:
+            data = memoryview(data)
+        for position in read.positions:
+            self._results[position] = content = read.cut(self._spans[position], data)
+            if position in self._keys:
+                self._opened.keep(self._keys[position], self._spans[position], content)
 
 
 def disk_cache(options: ReadOptions) -> DiskCache | None:

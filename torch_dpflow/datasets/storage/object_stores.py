@@ -283,8 +283,7 @@ class S3Service(_ObjectStore):
         return self._endpoints.needs_vendor
 
     def origin(self, url: str) -> Origin:
-        bucket = split_url(url)[0]
-        return self._endpoints.place(bucket, self._regions.get(bucket, self._region)).origin
+        return self._endpoints.place(split_url(url)[0], self._region).origin
 
     def request(self, url: str) -> GetRequest:
         bucket, key = split_url(url)
@@ -382,7 +381,7 @@ def sign_s3(host: str, path: str, region: str, credentials: Credentials, now: da
         headers["x-amz-security-token"] = credentials.token
     # The names are sorted already, and no value needs folding.
     names = ";".join(headers)
-    lines = "".join(f"{name}:{value}\n" for name, value in headers.items())
+    lines = "".join([f"{name}:{value}\n" for name, value in headers.items()])
     canonical = f"GET\n{path}\n\n{lines}\n{names}\n{_EMPTY_SHA256}"
     scope = (time[:8], region, "s3", "aws4_request")
     signature = _sign_v4("AWS4-HMAC-SHA256", "AWS4" + credentials.secret, scope, time, canonical)
@@ -414,7 +413,7 @@ def sign_oss_v4(bucket: str, key: str, region: str, credentials: Credentials, no
     headers = {"x-oss-content-sha256": "UNSIGNED-PAYLOAD", "x-oss-date": time}
     if credentials.token is not None:
         headers["x-oss-security-token"] = credentials.token
-    lines = "".join(f"{name}:{value}\n" for name, value in headers.items())
+    lines = "".join([f"{name}:{value}\n" for name, value in headers.items()])
     canonical = f"GET\n{encode_path(f'/{bucket}/{key}')}\n\n{lines}\n\nUNSIGNED-PAYLOAD"
     scope = (time[:8], region, "oss", "aliyun_v4_request")
     signature = _sign_v4("OSS4-HMAC-SHA256", "aliyun_v4" + credentials.secret, scope, time, canonical)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import urllib.request
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -24,6 +25,7 @@ class Origin(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
+    @functools.lru_cache(maxsize=1024)  # noqa: B019  # of a tuple
     def host_header(self) -> str:
         """The Host header of requests to this server."""
         default = f":{443 if self.is_tls else 80}"
