@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from tests.invariants import validate
 from torch_dpflow.cluster.cache.objects import Arrival, Cancel, Serve
 from torch_dpflow.errors import OptionError, UsageError
-from torch_dpflow.pool.planning.read_ahead import ReadAhead, ReadAheadInstruction, StorageRequest
-from torch_dpflow.pool.server.ahead import AccessPlan
+from torch_dpflow.pool.planning.read_ahead import KnownOrder, ReadAhead, ReadAheadInstruction, StorageRequest
 
 SIZE = 100
 
@@ -67,7 +66,7 @@ orders = st.integers(1, 60).flatmap(lambda count: st.permutations(range(count)))
 def test_what_fits_is_requested_whatever_the_order(order: list[int], k: int, room: int) -> None:
     machine = ReadAhead(capacity_bytes=room * SIZE, k=k, sample_bytes=SIZE)
     storage = Storage(machine)
-    storage.apply(machine.announce("a", order))
+    storage.apply(machine.announce("a", KnownOrder(order)))
     for position in range(len(order)):
         storage.land_all()
         storage.apply(machine.read("a", position))
@@ -104,7 +103,7 @@ def test_every_reader_gets_every_sample_in_any_order_of_events(seed: int, reader
     storage = Storage(machine, {key: chance.randint(0, 3 * SIZE) for key in range(12)})
     everybody = {f"reader {number}": Reader(chance.choices(range(12), k=12)) for number in range(readers)}
     for name, reader in everybody.items():
-        storage.apply(machine.announce(name, reader.order))
+        storage.apply(machine.announce(name, KnownOrder(reader.order)))
     while any(reader.position < 12 or reader.held for reader in everybody.values()):
         name, reader = chance.choice(list(everybody.items()))
         move = chance.random()
@@ -152,16 +151,15 @@ def test_an_order_that_grows_is_read_as_one_that_was_known(
     machine = ReadAhead(capacity_bytes=room * SIZE, k=k, sample_bytes=SIZE)
     storage = Storage(machine)
     names = [f"reader {number}" for number in range(readers)]
-    orders = {name: AccessPlan(name, 1, np.empty(0, np.int32)) for name in names}
+    orders = {name: KnownOrder([]) for name in names}
     for name in names:
-        storage.apply(machine.announce(name, orders[name].keys))
+        storage.apply(machine.announce(name, orders[name]))
     key, read = 0, Counter[int]()
     for _ in range(40):
         name = chance.choice(names)
         piece = np.arange(key, key + chance.randint(0, 5), dtype=np.int32)
         key += len(piece)
         order = orders[name]
-        order.extend(piece, 1)
         storage.apply(machine.extend(name, piece))
         for one in piece.tolist()[: max(0, len(piece) - (chance.random() < 0.3) * stolen)]:
             (position,) = order.positions(one)
@@ -170,7 +168,6 @@ def test_an_order_that_grows_is_read_as_one_that_was_known(
             for who, at, value in storage.take_served():
                 assert (who, at, value) == (name, position, f"sample {one}")
                 read[one] += 1
-            order.passed = position
             storage.apply(machine.pass_over(name, position))
             storage.apply(machine.consumed(name, [position]))
         storage.land_all()
@@ -185,18 +182,17 @@ def test_an_order_that_grows_is_read_as_one_that_was_known(
 def test_what_was_read_of_an_order_that_grows_is_forgotten() -> None:
     machine = ReadAhead(capacity_bytes=8 * SIZE, k=4, sample_bytes=SIZE)
     storage = Storage(machine)
-    order = AccessPlan("a", 1, np.empty(0, np.int32))
-    storage.apply(machine.announce("a", order.keys))
+    order = KnownOrder([])
+    storage.apply(machine.announce("a", order))
     for piece in np.split(np.arange(400, dtype=np.int32), 100):
-        order.extend(piece, 1)
         storage.apply(machine.extend("a", piece))
         for one in piece.tolist():
             assert order.positions(one) == [one]
             storage.apply(machine.read("a", one))
             storage.land_all()
             storage.apply(machine.consumed("a", [one]))
-            order.passed = one + 1
-        assert len(order.keys) <= 4
+            storage.apply(machine.pass_over("a", one + 1))
+        assert order.kept <= 4
         assert not machine.is_open("a", 0)
     assert set(storage.asked.values()) == {1}
     assert machine.used == 0
@@ -207,7 +203,7 @@ def test_readers_of_one_order_share_each_fetch() -> None:
     storage = Storage(machine)
     order = list(range(40))
     for name in ("a", "b"):
-        storage.apply(machine.announce(name, order))
+        storage.apply(machine.announce(name, KnownOrder(order)))
     for position in order:
         for name in ("a", "b"):
             storage.apply(machine.read(name, position))
@@ -219,7 +215,7 @@ def test_readers_of_one_order_share_each_fetch() -> None:
 def test_a_failed_sample_reaches_its_reader_as_its_error() -> None:
     machine = ReadAhead(capacity_bytes=SIZE, k=1, sample_bytes=SIZE)
     storage = Storage(machine)
-    storage.apply(machine.announce("a", [5]))
+    storage.apply(machine.announce("a", KnownOrder([5])))
     storage.apply(machine.read("a", 0))
     error = OSError("gone")
     storage.apply(machine.arrived([Arrival(storage.requests[0].loads[0].load, error, 0, keep=False)]))
@@ -230,7 +226,7 @@ def test_what_is_wrong_is_said() -> None:
     machine = ReadAhead(capacity_bytes=SIZE, k=1, sample_bytes=SIZE)
     with pytest.raises(UsageError, match="announced no order"):
         machine.read("a", 0)
-    machine.announce("a", [1, 2])
+    machine.announce("a", KnownOrder([1, 2]))
     with pytest.raises(UsageError, match="position 2 of an order of 2"):
         machine.read("a", 2)
     machine.read("a", 0)
@@ -244,7 +240,7 @@ def test_what_is_wrong_is_said() -> None:
 def test_what_is_passed_over_makes_room() -> None:
     machine = ReadAhead(capacity_bytes=4 * SIZE, k=2, sample_bytes=SIZE)
     storage = Storage(machine)
-    storage.apply(machine.announce("a", range(10)))
+    storage.apply(machine.announce("a", KnownOrder(range(10))))
     storage.land_all()
     assert set(storage.asked) == {0, 1, 2, 3}
     storage.apply(machine.read("a", 3))
@@ -258,8 +254,8 @@ def test_an_order_takes_little_memory() -> None:
     keys = np.random.default_rng(0).permutation(500_000).astype(np.int32)
     tracemalloc.start()
     machine = ReadAhead(capacity_bytes=100 * SIZE, k=4, sample_bytes=SIZE)
-    order = AccessPlan("connection", 8, keys)
-    machine.announce("a", order.keys)
+    order = KnownOrder(keys)
+    machine.announce("a", order)
     taken = tracemalloc.get_traced_memory()[0] + keys.nbytes
     tracemalloc.stop()
     assert taken < 8.2 * len(keys)

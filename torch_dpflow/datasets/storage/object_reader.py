@@ -101,7 +101,7 @@ class ObjectReader:
         Args:
             views: for callers that copy: ranges of local files can be views of one read, which they keep.
         """
-        return _Batch(self._opened.get(), spans, self.options).read(views)
+        return _ReadBatch(self._opened.get(), spans, self.options).read(views)
 
     def look_each(self, spans: Sequence[ByteRange]) -> list[ObjectState | DPFlowError]:
         """Return size and state of the object of each range, or the error of its request. The requests overlap.
@@ -158,7 +158,7 @@ def _rebuild(storage_options: Mapping[str, Any], options: ReadOptions) -> Object
     return ObjectReader(storage_options, options=options)
 
 
-class _Place(NamedTuple):
+class _ObjectPlace(NamedTuple):
     """Where the object of a URL is read, and how its ranges are named in the disk cache."""
 
     storage: Storage
@@ -181,17 +181,17 @@ class _Opened:
         self._storage_options = storage_options
         self._options = options
         self._storages: dict[str, Storage] = {}
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _ObjectPlace] = {}
         self.overlap = Overlap(options.concurrency)
         self.cache = disk_cache(options)
 
-    def place(self, url: str) -> _Place:
+    def place(self, url: str) -> _ObjectPlace:
         """Return where an object is read. Raises as `open_storage`."""
         place = self._places.get(url)
         if place is None:
             storage = self._storage(url)
             node, is_kept = storage.node(url), self.cache is not None and storage.is_remote
-            place = _Place(storage, node, f"{node}\n{stored_url(url)}" if is_kept else None)
+            place = _ObjectPlace(storage, node, f"{node}\n{stored_url(url)}" if is_kept else None)
             if len(self._places) >= _MAX_PLACES:
                 self._places.clear()
             self._places[url] = place
@@ -224,7 +224,7 @@ class _Opened:
             storage.close()
 
 
-class _Batch:
+class _ReadBatch:
     """Reads of ranges that overlap. It is used once."""
 
     def __init__(self, opened: _Opened, spans: Sequence[ByteRange], options: ReadOptions) -> None:
@@ -234,7 +234,7 @@ class _Batch:
         self._views = False
         self._results: list[bytes | memoryview | DPFlowError] = [b""] * len(spans)
         #: Of the ranges that have not been found yet, by position.
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, _ObjectPlace] = {}
         #: Under which they are kept in the disk cache.
         self._keys: dict[int, str] = {}
 

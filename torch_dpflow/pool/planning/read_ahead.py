@@ -25,7 +25,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -36,31 +36,50 @@ from torch_dpflow.cluster.cache.objects import Arrival, CacheInstruction, Cancel
 from torch_dpflow.cluster.cache.sample_cache import SampleCache
 from torch_dpflow.errors import UsageError
 
+_SIDES: tuple[Any, Any] = ("left", "right")
+
 
 class KnownOrder:
     """Order of one epoch; each position is taken once, and several later ones with it.
 
     `following` and `left_before` visit each position up to their last one that was not taken; in reading ahead those
-    are few. Takes 4 bytes per position.
+    are few. Takes 8 bytes per position.
 
     order: keys in reading order; not copied if it is an array of int32.
     """
 
     def __init__(self, order: npt.ArrayLike) -> None:
         self._order = np.asarray(order, np.int32)
+        self._by_key = np.argsort(self._order, kind="stable").astype(np.int32)
         #: All positions before `_nearest` were taken, and those in `_taken`.
         self._nearest = 0
-        #: Position of the first key that is kept.
-        self._first = 0
+        #: Position of the first key that is kept, and of the first one that may be read.
+        self._first = self.passed = 0
         self._taken: set[int] = set()
 
     def __len__(self) -> int:
         return self._first + len(self._order)
 
+    @property
+    def kept(self) -> int:
+        """Number of keys that are kept."""
+        return len(self._order)
+
+    def positions(self, key: int) -> list[int]:
+        """Return the positions at which a kept key is read."""
+        first, end = (int(np.searchsorted(self._order, key, side, sorter=self._by_key)) for side in _SIDES)
+        return [self._first + one for one in self._by_key[first:end].tolist()]
+
     def extend(self, keys: npt.NDArray[np.int32]) -> None:
-        """Append keys, and forget keys that were taken."""
-        self._order = np.concatenate([self._order[self._nearest - self._first :], keys])
-        self._first = self._nearest
+        """Append keys, and forget keys that were passed."""
+        self._order = np.concatenate([self._order[self.passed - self._first :], keys])
+        self._by_key = np.argsort(self._order, kind="stable").astype(np.int32)
+        self._first = self.passed
+
+    def pass_over(self, before: int) -> None:
+        """Take all positions before `before`, of which none may be read any more."""
+        self.passed = max(self.passed, min(before, len(self)))
+        self.take([one for one in range(self._nearest, self.passed) if not self.is_taken(one)])
 
     def key(self, position: int) -> int:
         """Return the key at a position that was not taken."""
@@ -162,12 +181,11 @@ class ReadAhead:
         """Return whether `reader` may read this position: it was not consumed. Raises UsageError."""
         return not self._reader(reader).order.is_taken(position) or self._cache.is_wanted(reader, position)
 
-    def announce(self, reader: str, order: npt.ArrayLike) -> list[ReadAheadInstruction]:
+    def announce(self, reader: str, order: KnownOrder) -> list[ReadAheadInstruction]:
         """Begin a reader's order, which replaces an earlier one."""
-        known = KnownOrder(order)
         out = self.leave(reader)
         self._cache.join(reader)
-        self._readers[reader] = _AheadReader(known)
+        self._readers[reader] = _AheadReader(order)
         return [*out, *self._fill(reader)]
 
     def extend(self, reader: str, keys: npt.NDArray[np.int32]) -> list[ReadAheadInstruction]:
@@ -204,11 +222,9 @@ class ReadAhead:
     def pass_over(self, reader: str, before: int) -> list[ReadAheadInstruction]:
         """Record that `reader` no longer needs any position before `before`, read or not."""
         state, passed = self._reader(reader), list[int]()
-        known, asked, nearest = state.order, state.asked, state.order.nearest()
-        if nearest is not None:
-            known.take([one for one in range(nearest, min(before, len(known))) if not known.is_taken(one)])
-        while asked and asked[0] < before:
-            passed.append(heappop(asked))
+        state.order.pass_over(before)
+        while state.asked and state.asked[0] < before:
+            passed.append(heappop(state.asked))
         return self.consumed(reader, passed) if passed else []
 
     def arrived(self, arrivals: Sequence[Arrival]) -> list[ReadAheadInstruction]:

@@ -16,7 +16,7 @@ from torch_dpflow.errors import DPFlowError
 from torch_dpflow.lookahead import Order
 from torch_dpflow.pool.messages import AnySource
 from torch_dpflow.pool.reader.lookup import PoolLookup, StripeOwners, log_fallback
-from torch_dpflow.pool.reader.server_memory import FIRST_PAUSE_S, MAX_PAUSE_S, AheadReader, LocalServer, RemoteMemory
+from torch_dpflow.pool.reader.server_memory import AheadReader, LocalServer, RemoteMemory, pauses
 from torch_dpflow.pool.server_messages import ServerInfo
 from torch_dpflow.pool.transport.address import PoolAddress
 from torch_dpflow.pool.transport.control_connection import PoolConnection
@@ -63,7 +63,7 @@ class PoolReader:
         #: Whether it was unloaded by a command: this process does not load it, but reads what others load.
         self._is_unloaded = False
         #: When the pool may be looked up again.
-        self._ask_at, self._pause_s = 0.0, FIRST_PAUSE_S
+        self._ask_at, self._backoff = 0.0, pauses()
         #: Samples read from memory, and others.
         self.hits = self.misses = 0
 
@@ -260,7 +260,7 @@ class PoolReader:
                 return
             self._is_unloaded = False
             table = self._lookup.table()
-            self._pause_s = FIRST_PAUSE_S
+            self._backoff.reset()
             is_settled = table is not None and table.is_placed
             self._ask_at = time.monotonic() + (_TABLE_S if is_settled else _PLANNING_S)
             if table is not None:
@@ -273,8 +273,7 @@ class PoolReader:
             yield
         except DPFlowError as error:
             self._lookup.close()
-            self._ask_at = time.monotonic() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+            self._ask_at = time.monotonic() + self._backoff.pause_s()
             log_fallback(f"{self._ref} is read from storage for now", error)
 
     def _take(self, table: StripeOwners) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.errors import DPFlowError, MessageError, PoolFullError, UsageError
 from torch_dpflow.log import DATASETS
 from torch_dpflow.pool.messages import (
@@ -43,10 +44,13 @@ from torch_dpflow.pool.transport.data_connection import WantedRecord
 from torch_dpflow.pool.transport.data_reader import DataReader
 from torch_dpflow.pool.transport.segments import PoolSegment, map_sealed, map_segment
 
-#: Pauses between attempts to connect, seconds; each failure doubles the pause.
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 #: How long an answer may wait for records on their way, seconds; at most half of `silence_s`.
 _ANSWER_S = 1.0
+
+
+def pauses() -> Backoff:
+    """Return the pauses between attempts to connect; whole ones, as a server that hangs costs `silence_s` each time."""
+    return Backoff(0.5, 30.0, draw=lambda: 1.0)
 
 
 class LocalServer:
@@ -72,7 +76,7 @@ class LocalServer:
         self._directory, self._identity = directory, identity
         self._per_stripe, self._silence_s = per_stripe, silence_s
         self._connection: PoolConnection | None = None
-        self._retry_at, self._pause_s = 0.0, FIRST_PAUSE_S
+        self._retry_at, self._backoff = 0.0, pauses()
         #: Number of the held dataset that `_mapped`, `_segments` and `_states` belong to; see `RecordStates`.
         self._held = 0
         #: Segments in the server's order, and by stripe.
@@ -182,7 +186,7 @@ class LocalServer:
         self._connection = PoolConnection(self._directory, silence_s=self._silence_s)
         self._leave_regions(0)
         self._map_more()
-        self._pause_s = FIRST_PAUSE_S
+        self._backoff.reset()
 
     def _leave_regions(self, held: int) -> None:
         """Begin with a new set of segments: forget states of records in earlier ones, and keep whole stripes."""
@@ -222,8 +226,7 @@ class LocalServer:
             return True
         except DPFlowError as error:
             self.disconnect()
-            self._retry_at = time.monotonic() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+            self._retry_at = time.monotonic() + self._backoff.pause_s()
             log_fallback(f"the pool server at {self._directory} is not used for now", error)
             return False
         except BaseException:  # after Control-C the answer would be taken for that of the next request

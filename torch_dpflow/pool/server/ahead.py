@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,13 +35,12 @@ from torch_dpflow.pool.messages import (
     AnnounceAccessPlan,
 )
 from torch_dpflow.pool.planning.block_allocator import BlockAllocator
-from torch_dpflow.pool.planning.read_ahead import ReadAhead, ReadAheadInstruction, StorageRequest
+from torch_dpflow.pool.planning.read_ahead import KnownOrder, ReadAhead, ReadAheadInstruction, StorageRequest
 from torch_dpflow.pool.server import start_thread
 from torch_dpflow.pool.sources import RecordReader
 from torch_dpflow.pool.transport.segments import sealed_memory
 
 Keys = npt.NDArray[np.int32]
-_SIDES: tuple[Any, Any] = ("left", "right")
 
 
 class AheadPlace:
@@ -56,38 +56,20 @@ class AheadPlace:
         self._free()
 
 
+@dataclass(eq=False, slots=True)
 class AccessPlan:
-    """One reader's order of the records that have no place in memory.
+    """One reader's order of the records that have no place in memory, and what it has been served."""
 
-    owner: the connection that announced it.
-    grows: whether more of the plan may follow.
-    """
-
-    def __init__(self, owner: str, spread: int, keys: Keys, *, grows: bool = False) -> None:
-        self.owner, self.spread, self.keys, self.grows = owner, spread, keys, grows
-        self._by_key = np.argsort(keys, kind="stable").astype(np.int32)
-        #: Position of the first of `keys`, and of the first one that may be read.
-        self._first = self.passed = 0
-        #: Served and not confirmed, by position: the place, or the error.
-        self.served: dict[int, AheadPlace | DPFlowError] = {}
-        #: Positions for which there is no room until others are confirmed.
-        self.refused: set[int] = set()
-
-    def positions(self, key: int) -> list[int]:
-        """Return the positions at which a record is read."""
-        first, end = (int(np.searchsorted(self.keys, key, side, sorter=self._by_key)) for side in _SIDES)
-        return [self._first + one for one in self._by_key[first:end].tolist()]
-
-    @property
-    def end(self) -> int:
-        """Position after the last one."""
-        return self._first + len(self.keys)
-
-    def extend(self, keys: Keys, spread: int) -> None:
-        """Append records, and forget those that were passed."""
-        self.keys = np.concatenate([self.keys[self.passed - self._first :], keys])
-        self._first, self.spread, self.grows = self.passed, spread, True
-        self._by_key = np.argsort(self.keys, kind="stable").astype(np.int32)
+    #: Connection that announced it.
+    owner: str
+    spread: int
+    order: KnownOrder
+    #: Whether more of the plan may follow.
+    grows: bool
+    #: Served and not confirmed, by position: the place, or the error.
+    served: dict[int, AheadPlace | DPFlowError] = field(default_factory=dict)
+    #: Positions for which there is no room until others are confirmed.
+    refused: set[int] = field(default_factory=set)
 
 
 #: Samples per storage request, and threads that make requests.
@@ -158,7 +140,7 @@ class AheadReading:
                     self._extend(part.plan, plan, keys, spread)
                 else:
                     grows = part.extends or not part.total
-                    self._begin(part.plan, AccessPlan(connection, spread, keys, grows=grows))
+                    self._begin(part.plan, AccessPlan(connection, spread, KnownOrder(keys), grows))
 
     def want(self, connection: str, name: str, records: Sequence[int], wait_s: float) -> AheadPlaces:
         """Return the places of records, once none is in transit, after `wait_s`, or if they do not all fit."""
@@ -257,7 +239,7 @@ class AheadReading:
         come = sum(map(len, parts))
         if part.first != come or not come + len(keys) <= part.total <= MAX_PLAN_RECORDS:
             raise UsageError(f"part {part.first} of an access plan of {part.total} records, of which {come} arrived")
-        others = [len(plan.keys) for name, plan in self._plans.items() if name != part.plan]
+        others = [plan.order.kept for name, plan in self._plans.items() if name != part.plan]
         others += [
             sum(map(len, of))
             for waiting in self._parts.values()
@@ -276,7 +258,7 @@ class AheadReading:
     def _begin(self, name: str, plan: AccessPlan) -> None:
         if name in self._plans:
             self._end(name)
-        self._apply(self._machine.announce(name, plan.keys))
+        self._apply(self._machine.announce(name, plan.order))
         self._plans[name] = plan
         for _ in range(FETCHERS - self._threads):
             try:
@@ -287,16 +269,15 @@ class AheadReading:
             self._threads += 1
 
     def _extend(self, name: str, plan: AccessPlan, keys: Keys, spread: int) -> None:
-        self._pass_over(name, plan, plan.end + len(keys) - MAX_UPCOMING)
-        plan.extend(keys, spread)
+        self._pass_over(name, plan, len(plan.order) + len(keys) - MAX_UPCOMING)
+        plan.spread, plan.grows = spread, True
         self._apply(self._machine.extend(name, keys))
         self._changed.notify_all()
 
     def _pass_over(self, name: str, plan: AccessPlan, before: int) -> None:
         """Drop all positions before `before`."""
-        plan.passed = max(plan.passed, min(before, plan.end))
-        self._apply(self._machine.pass_over(name, plan.passed))
-        for position in [one for one in plan.served if one < plan.passed]:
+        self._apply(self._machine.pass_over(name, before))
+        for position in [one for one in plan.served if one < plan.order.passed]:
             del plan.served[position]
 
     def _end(self, name: str) -> None:
@@ -308,7 +289,7 @@ class AheadReading:
         deadline = time.monotonic() + _ON_ITS_WAY_S
         while (plan := self._plans.get(name)) is not None and plan.grows:
             left = deadline - time.monotonic()
-            if all(map(plan.positions, records)) or not self._changed.wait(left):
+            if all(map(plan.order.positions, records)) or not self._changed.wait(left):
                 break
         return plan
 
@@ -316,11 +297,11 @@ class AheadReading:
         """Return the position of each record that was not consumed; drop positions too far behind."""
         found: dict[int, int] = {}
         for record in records:
-            where = (one for one in plan.positions(record) if self._machine.is_open(name, one))
+            where = (one for one in plan.order.positions(record) if self._machine.is_open(name, one))
             if (position := next(where, None)) is not None:
                 found[record] = position
         self._pass_over(name, plan, max(found.values(), default=0) + 1 - plan.spread)
-        return {record: position for record, position in found.items() if position >= plan.passed}
+        return {record: position for record, position in found.items() if position >= plan.order.passed}
 
     def _consume(self, name: str, plan: AccessPlan, positions: list[int]) -> None:
         for position in positions:
