@@ -159,3 +159,36 @@ def test_a_stateful_loader_is_ours_and_resumes_from_a_checkpoint(
     again = prepared()
     accelerator.load_state(str(tmp_path))
     assert_same(list(again), rest)
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+def test_every_position_of_one_of_two_processes_resumes(
+    OurLoader: Any, accelerator: Any, dispatch: bool, split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main process alone reads, ahead, for all; or each has a shard of the batches, and a generator within it."""
+    state = accelerate.PartialState()
+    monkeypatch.setattr(state, "num_processes", 2)
+
+    def prepared() -> Any:
+        return accelerate.data_loader.prepare_data_loader(
+            OurLoader(Indices(22), batch_size=4, shuffle=True),
+            num_processes=2,
+            process_index=0,
+            dispatch_batches=dispatch,
+            split_batches=split,
+            device=torch.device("cpu"),
+            put_on_device=True,
+        )
+
+    begun = prepared()
+    iterator, states, batches = iter(begun), [], []
+    for batch in iterator:
+        states.append(begun.state_dict())
+        batches.append(batch.tolist())
+    assert len(batches) == (6 if split else 3)
+    for position, saved in enumerate(states[:-1], 1):  # the last one is that of the next epoch
+        torch.manual_seed(99 + position)
+        again = prepared()
+        again.load_state_dict(saved)
+        assert [batch.tolist() for batch in again] == batches[position:]

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from torch_dpflow._core.checks import length_or_none, working
+from torch_dpflow._core.ranks import nested_samplers
 from torch_dpflow.epoch.checksum import READ, extended
 from torch_dpflow.epoch.index_order import batches_of, indices_of, is_drawn_at_start, is_drawn_here
 from torch_dpflow.epoch.own_state import (
@@ -410,16 +411,11 @@ def sampler_generators(index_sampler: Any, sampler: Any, generator: torch.Genera
     if stateful_part(index_sampler, sampler) is not None:
         return []
     found: list[Generator] = []
-    samplers = [index_sampler, sampler]
-    for part in samplers:
+    for part in nested_samplers(index_sampler, sampler):
         # Its `__dict__`, because other access may run code of the sampler's.
-        held = working(part, "__dict__", {})
-        for value in held.values():
+        for value in working(part, "__dict__", {}).values():
             if is_own_generator(value) and not any(value is other for other in [generator, *found]):
                 found.append(value)
-        inner = held.get("sampler")
-        if inner is not None and not any(inner is other for other in samplers):
-            samplers.append(inner)
     return found
 
 

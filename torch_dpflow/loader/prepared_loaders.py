@@ -102,9 +102,10 @@ def _amend_ray(ours: type[Any], module: ModuleType) -> None:
 
 def _amend_accelerate(ours: type[Any], module: ModuleType) -> None:
     names = vars(module)
-    if not {*_FUNCTIONS, "DataLoader", "DataLoaderAdapter"} <= names.keys():
+    if not {*_FUNCTIONS, "DataLoader", "DataLoaderAdapter", "DataLoaderDispatcher"} <= names.keys():
         return
     torchs, begin = names["DataLoader"], names["DataLoaderAdapter"].__init__
+    fetch = names["DataLoaderDispatcher"]._fetch_batches
 
     def make_loader(*args: Any, **kwargs: Any) -> Any:
         source = _PREPARED.get()
@@ -127,7 +128,17 @@ def _amend_accelerate(ours: type[Any], module: ModuleType) -> None:
         if isinstance(self.base_dataloader, ours):
             self.iteration = self.base_dataloader._runtime.pending.epoch
 
+    @functools.wraps(fetch)
+    def fetch_and_note(self: Any, iterator: Any) -> Any:
+        # The batches of all ranks that it fetches are those after the next ones that the loop gets.
+        state = self.base_dataloader.state_dict() if isinstance(self.base_dataloader, ours) else None
+        fetched = fetch(self, iterator)
+        if state is not None:
+            self.dl_state_dict = state
+        return fetched
+
     names["DataLoader"], names["DataLoaderAdapter"].__init__ = make_loader, begin_with_ours
+    names["DataLoaderDispatcher"]._fetch_batches = fetch_and_note
     names["DataLoaderAdapter"].load_state_dict = load_and_count
     for name in _FUNCTIONS:
         before = names[name]
