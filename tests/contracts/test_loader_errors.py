@@ -6,6 +6,7 @@ import builtins
 import os
 import re
 import sys
+import types
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from tests.loader_cases import WORKERS, Failing, Indices, Messaged, Samples, assert_same
-from torch_dpflow.errors import PoisonTaskError, WorkerError
+from torch_dpflow.errors import NotPicklableError, PoisonTaskError, WorkerError
 
 
 class TwoArguments(Exception):
@@ -329,6 +330,30 @@ def test_what_cannot_be_pickled_cannot_be_spawned(Loader: Any, part: str) -> Non
     for _ in range(2):
         with pytest.raises(AttributeError, match="pickle"):
             list(loader)
+
+
+#: What a cell of a notebook defines.
+CELL = """
+class Cell(list):
+    pass
+
+def collate(samples):
+    return samples
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("part", ["Cell", "collate"])
+def test_what_a_notebook_defines_cannot_be_spawned(
+    OurLoader: Any, monkeypatch: pytest.MonkeyPatch, method: str, part: str
+) -> None:
+    notebook = types.ModuleType("__main__")
+    exec(CELL, vars(notebook))
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    arguments = {"Cell": (notebook.Cell([1, 2]), None), "collate": ([1, 2], notebook.collate)}[part]
+    loader = OurLoader(arguments[0], num_workers=1, multiprocessing_context=method, collate_fn=arguments[1])
+    with pytest.raises(NotPicklableError, match=rf"{part} is defined in a notebook or an interactive session"):
+        next(iter(loader))
 
 
 def test_the_refusal_to_spawn_says_what_to_do(OurLoader: Any) -> None:

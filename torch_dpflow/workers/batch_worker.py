@@ -13,7 +13,9 @@ import faulthandler
 import os
 import pickle
 import signal
+import sys
 import time
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
@@ -167,6 +169,23 @@ def _as_they_lie(batch: tuple[torch.Tensor, ...] | list[torch.Tensor]) -> torch.
     return tensor_over(storage_over(block.memory), first.dtype, (len(batch), *first.shape))
 
 
+def _has_script() -> bool:
+    """Return whether `__main__` is a file or module, which multiprocessing then imports in a process that it starts."""
+    main = sys.modules["__main__"]
+    return getattr(main, "__file__", None) is not None or getattr(main.__spec__, "name", None) is not None
+
+
+class _WithoutScript(ForkingPickler):
+    """Refuses classes and functions of `__main__`, as another process cannot import it."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__":
+            raise pickle.PicklingError(
+                f"{obj.__qualname__} is defined in a notebook or an interactive session, which no process can import"
+            )
+        return NotImplemented
+
+
 class DeferredPickle:
     """Carries `value` to a process that multiprocessing starts, where `open` unpickles it.
 
@@ -186,7 +205,8 @@ class DeferredPickle:
 
     def __getstate__(self) -> bytes:
         # ForkingPickler, while a process is being started: locks and file descriptors can be pickled only then.
-        return bytes(ForkingPickler.dumps(self._value))
+        pickler = ForkingPickler if _has_script() else _WithoutScript
+        return bytes(pickler.dumps(self._value))
 
     def __setstate__(self, pickled: bytes) -> None:
         self._value, self._pickled = None, pickled
