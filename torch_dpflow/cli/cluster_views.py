@@ -47,7 +47,7 @@ def ask(coordinator: RpcClient, method: str, kind: Any, body: Any = None, *, dou
 
     A call is repeated if the coordinator starts or is overloaded.
 
-    doubt: for the message if it does not answer, as it may execute the call all the same.
+    doubt: added to the error of a coordinator that does not answer, as it may have executed the call.
     Raises UsageError if the call is refused, or the cluster does not answer.
     """
     deadline, backoff = time.monotonic() + READY_S, Backoff()

@@ -116,7 +116,7 @@ class AheadOpened(msgspec.Struct, frozen=True, tag=True):
 
 
 class AheadPlaces(msgspec.Struct, frozen=True, tag=True):
-    """Place of each record in that memory; the length may be `ON_ITS_WAY` or `IN_STORAGE_ONLY`."""
+    """Place of each record in the memory of `AheadOpened`; the length may be `ON_ITS_WAY` or `IN_STORAGE_ONLY`."""
 
     memory: int
     offsets: list[int]

@@ -42,7 +42,7 @@ class TaskWorker:
 
     Args:
         connection: to the shard; its identity begins with the worker's number.
-        shared_memory: most bytes of results in shared memory; 0: none.
+        shared_memory: maximum bytes of results in shared memory; 0: none.
         compress: for a shard on another host; None: results are sent unchanged.
     """
 

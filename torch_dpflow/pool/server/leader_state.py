@@ -294,9 +294,10 @@ class SharedStripes(NamedTuple):
 def find_base(
     known: KnownDataset, opened: OpenedSource, holdings: Holdings, allocator: StripeAllocator
 ) -> SharedStripes | None:
-    """Return what a dataset shares with an older version, if it then fits completely, or if it has to share.
+    """Return what a dataset shares with an older version; None: nothing.
 
-    Stored datasets share in a pool of one server only: elsewhere each version's stripes have owners of their own.
+    A stored dataset shares only if its other stripes fit as well, or if all of it is required; and only in a pool of
+    one server, as the stripes of each version have separate owners in other pools.
 
     Raises UsageError if the older version of a pushed array is not here, or of another form.
     """
