@@ -35,7 +35,7 @@ CONTRACTS = (
     "tests/ipc/serialization/test_sample_payload.py",
     "tests/ipc/serialization/test_plain_pickles.py",
 )
-TOOLS = ("pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "pillow")
+TOOLS = ("pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "pillow", "psutil", "tqdm")
 #: What the suite needs besides torch and torchvision.
 SUITE_NEEDS = ("./tools/torchvision_cpu_ops", "-c", "constraints.txt", "-e", ".[test]")
 #: Python says so, from 3.12 on, wherever a process with threads forks; torch's loader does that as well.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import fcntl
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,3 +63,36 @@ def test_what_this_machine_lacks_is_said_and_is_no_success(
     assert "no Python 2.0 here" in said
     assert "oldest: not tested: there is no Python 2.0" in said
     assert "newest: not tested" in said
+
+
+def imported_by(path: Path, seen: set[Path]) -> set[str]:
+    """The packages that a module of the tests imports at its beginning, and those that its helpers import so."""
+    if path in seen:
+        return set()
+    seen.add(path)
+    found = set()
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.Import):
+            names = [one.name for one in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{one.name}" for one in node.names)]
+        else:
+            continue
+        for name in names:
+            file = tool.ROOT.joinpath(*name.split(".")).with_suffix(".py")
+            found |= imported_by(file, seen) if file.is_file() and name.startswith("tests.") else {name.split(".")[0]}
+    return found
+
+
+def test_what_runs_at_both_ends_imports_what_is_installed_there() -> None:
+    roots = [tool.ROOT / "tests" / "conftest.py"]
+    for place in tool.CONTRACTS:
+        at = tool.ROOT / place
+        roots += [at] if at.is_file() else sorted(at.rglob("*.py"))
+    imported = set[str]().union(*(imported_by(root, set()) for root in roots)) - sys.stdlib_module_names
+    bounds, _ = tool._requirements()
+    installed = {re.split(r"[>=<]", one)[0].replace("-", "_") for one in (*tool.TOOLS, *bounds)}
+    modules = {"pillow": "PIL", "pyzmq": "zmq", "python_snappy": "snappy"}
+    here = {modules.get(one, one) for one in installed} | {"_pytest", "tests", "torch_dpflow"}
+    assert "hypothesis" in imported
+    assert imported - here == set()
