@@ -293,10 +293,10 @@ class _OpenedTable:
         file = self._table._files[number]
         columns, schema = self._table._columns, self._table._schema
         key = None
-        is_local = local_path_of(file) is not None
-        if is_parquet(file) if is_local else file.state is not None and is_settled(file.state):
-            key = json.dumps(["block", file.url, file.size, file.state, group, columns, schema and str(schema)])
-        if self._disk is not None and key is not None:
+        is_fixed = is_settled(file.state or "") if local_path_of(file) is None else is_parquet(file)
+        if self._disk is not None and is_fixed:
+            name = self._reader.name_of(file.url)
+            key = json.dumps(["block", name, file.size, file.state, group, columns, schema and str(schema)])
             kept = self._disk.get(key, is_mapped=True)
             if kept is not None:
                 return pyarrow_with_formats().ipc.open_stream(kept).read_all()

@@ -12,6 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from hypothesis import strategies as st
 
 from tests.datasets.samples_source import Numbered, numbers, publish
 from tests.datasets.storage.servers import BUCKET
+from tests.datasets.storage.web_server import WebServer, serve_ranges
 from tests.support.oss_server import OSSServer, StoredObject
 from torch_dpflow.cli.main import root
 from torch_dpflow.datasets import DatasetStore
@@ -175,6 +178,31 @@ def test_two_endpoints_with_equal_names_do_not_mix(directory: Path) -> None:
                 span = ByteRange(f"oss://{BUCKET}/x", checksum=checksum_of(content, "crc32"))
                 for _ in range(2):
                     assert reader.read_many([span]) == [content]
+
+
+def test_two_endpoints_of_a_vendors_client_with_equal_states_do_not_mix(directory: Path, s3_endpoint: str) -> None:
+    modified = datetime(2026, 1, 1, tzinfo=timezone.utc)
+    with OSSServer() as one, OSSServer() as other:
+        for server, content in ((one, b"of one"), (other, b"of two")):
+            server.buckets.create(BUCKET)
+            server.buckets.put(BUCKET, "x", StoredObject(data=content, content_type="binary", modified=modified))
+            options = {**server.storage_options(), "skip_instance_cache": True}
+            with ObjectReader(options, options=ReadOptions(cache_dir=directory)) as reader:
+                span = ByteRange(f"oss://{BUCKET}/x", state=formatdate(modified.timestamp(), usegmt=True))
+                try:
+                    assert [reader.read_many([span]) for _ in range(2)] == [[content]] * 2
+                finally:
+                    reader._opened.get().place(span.url).storage._files._session.session.close()  # type: ignore[attr-defined]
+    assert len(_entries(directory)) == 2
+
+
+def test_two_endpoints_of_one_host_with_equal_states_do_not_mix(directory: Path) -> None:
+    for content in (b"of one", b"of two"):
+        with WebServer(serve_ranges(content, ETag='"1"')) as web:
+            options = {"anon": True, "endpoint": web.url}
+            with ObjectReader(options, options=ReadOptions(cache_dir=directory)) as reader:
+                for span in (ByteRange("s3://data/x", 0, 6, state='"1"'), ByteRange("s3://data/x", state='"1"')):
+                    assert [reader.read_many([span]), reader.read_many([span, span])] == [[content], [content] * 2]
 
 
 def test_local_files_are_not_copied(tmp_path: Path, directory: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.datasets.storage.web_server import WebServer, serve_ranges
 from tests.new_process import interpreter
 from tests.support.oss_server import OSSServer, StoredObject
 from torch_dpflow import DPFlowDataLoader
@@ -431,6 +432,43 @@ def test_decoded_blocks_stay_on_the_disk(remote: Any, oss: OSSServer, tmp_path: 
     _put(oss, (tmp_path / "a.parquet").read_bytes()[::-1], age_s=500)
     with pytest.raises(SourceError):  # another object has entries of its own
         TableDataset(url, storage_options=options, read_options=read_options)
+
+
+def test_decoded_blocks_of_two_endpoints_do_not_mix(s3_endpoint: str, tmp_path: Path) -> None:
+    """Their objects have the same URL, size and time of change."""
+    modified = datetime.now(timezone.utc) - timedelta(seconds=1000)
+    with OSSServer() as one, OSSServer() as other:
+        for server, first in ((one, 0), (other, 1000)):
+            path = tmp_path / f"{first}.parquet"
+            pq.write_table(pa.table({"n": range(first, first + ROWS)}), path, compression="none", use_dictionary=False)
+            server.buckets.create("tables")
+            stored = StoredObject(data=path.read_bytes(), content_type="binary", modified=modified)
+            server.buckets.put("tables", "x/a.parquet", stored)
+            for _ in range(2):
+                table = TableDataset(
+                    "oss://tables/x",
+                    storage_options=server.storage_options(),
+                    read_options=ReadOptions(cache_dir=tmp_path / "cache"),
+                )
+                assert [row["n"] for row in table.__getitems__(range(ROWS))] == [*range(first, first + ROWS)]
+                table.close()
+            files = fsspec.filesystem("oss", **server.storage_options())
+            files._session.session.close()
+            type(files).clear_instance_cache()
+    assert (tmp_path / "0.parquet").stat().st_size == (tmp_path / "1000.parquet").stat().st_size
+    assert DiskCache(str(tmp_path / "cache")).usage().entries >= 2
+
+
+def test_decoded_blocks_are_found_under_a_renewed_signature(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", rows())
+    entries = []
+    with WebServer(serve_ranges((tmp_path / "a.parquet").read_bytes(), ETag='"1"')) as web:
+        for query in ("sv=1&sig=SECRET1&v=3", "sv=1&sig=SECRET2&v=3", "sv=1&sig=SECRET2&v=4"):
+            table = TableDataset(f"{web.url}/a.parquet?{query}", read_options=ReadOptions(cache_dir=tmp_path / "cache"))
+            assert table.__getitems__(range(ROWS)) == rows()
+            table.close()
+            entries.append(DiskCache(str(tmp_path / "cache")).usage().entries)
+    assert entries[0] == entries[1] == entries[2] / 2  # another query names another object
 
 
 def test_an_object_that_is_not_a_minute_old_is_not_kept(remote: Any, oss: OSSServer, tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ from torch_dpflow.errors import (
 )
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "oss": "oss", "http": "http", "https": "http"}
+#: Options that name a server, of all file systems.
+_SERVERS = ("endpoint", "endpoint_url", "account_name", "account_host", "host", "port")
 #: Schemes of file systems inside another storage.
 _ARCHIVES = frozenset({"zip", "tar", "libarchive", "dir"})
 #: scheme → (the vendor's name for the endpoint, the other one)
@@ -70,6 +72,8 @@ class FsspecStorage:
     def __init__(self, address: str, options: Mapping[str, Any], limits: ReadOptions) -> None:
         self._scheme = address.partition("://")[0]
         self._longest = limits.longest
+        nested = [value for value in options.values() if isinstance(value, Mapping)]
+        self._servers = [str(of[name]) for of in (options, *nested) for name in _SERVERS if of.get(name)]
         self._files = open_file_system(address, options, limits.deadline_s)[0]
 
     def fetch(self, span: ByteRange, deadline: float) -> bytes:
@@ -116,7 +120,7 @@ class FsspecStorage:
 
     def node(self, url: str) -> str:
         inner, outer = split_chain(url)
-        return outer or "/".join(inner.split("/", 3)[:3])
+        return " ".join([outer or "/".join(inner.split("/", 3)[:3]), *self._servers])
 
     def close(self) -> None:
         """Do nothing: connections belong to fsspec, which shares its file systems between callers."""

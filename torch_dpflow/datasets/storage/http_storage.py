@@ -246,7 +246,7 @@ class HttpStorage:
         return data
 
     def node(self, url: str) -> str:
-        return self._service.origin(url).host
+        return self._service.origin(url).host_header  # two servers of one host have different ports
 
     def close(self) -> None:
         self._connections.close()

@@ -123,6 +123,11 @@ class ObjectReader:
         opened.overlap.run(look, range(len(spans)), is_remote=is_remote)
         return results
 
+    def name_of(self, url: str) -> str:
+        """Return the name of an object in a cache: its server, and its URL without a signature."""
+        place = self._opened.get().place(url)
+        return place.cache_name or f"{place.node}\n{stored_url(url)}"
+
     @property
     def has_cache(self) -> bool:
         """Whether samples are kept on a disk."""
