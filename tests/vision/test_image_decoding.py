@@ -149,7 +149,7 @@ def others() -> dict[str, bytes]:
     image = photograph(40, 30)
     turned = Image.Exif()
     turned[0x0112] = 6
-    deep = Image.fromarray((np.arange(1200, dtype=np.uint16) * 50).reshape(30, 40))
+    deep = Image.fromarray((np.arange(1200, dtype=np.uint16) % 256).reshape(30, 40))
     palette = image.convert("P")
     return {
         "PNG": encode(image, "PNG"),
@@ -158,7 +158,7 @@ def others() -> dict[str, bytes]:
         "palette, one colour clear": encode(palette, "PNG", transparency=3),
         "alpha": encode(image.convert("RGBA"), "PNG"),
         "grey and alpha": encode(image.convert("LA"), "PNG"),
-        "16 bit": encode(deep, "PNG"),
+        "16 bit, values of 8": encode(deep, "PNG"),
         "one bit": encode(image.convert("1"), "PNG"),
         "CMYK": encode(image.convert("CMYK")),
         "turned by EXIF": encode(image, exif=turned),
@@ -176,6 +176,16 @@ def test_other_files_give_what_pillow_gives(decoder: str, tmp_path: Path) -> Non
             assert np.array_equal(load_rgb(source).permute(1, 2, 0).numpy(), by_pillow(data)), name
         crop = decode_center_crop(data, 20, 24)
         assert off(crop, transforms.CenterCrop(20)(transforms.Resize(24)(Image.fromarray(by_pillow(data))))) < 0.5
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(np.uint16, "PNG"), (np.int32, "TIFF"), (np.float32, "TIFF")])
+def test_values_that_pillow_would_clip_are_refused(decoder: str, dtype: Any, kind: str) -> None:
+    values = np.arange(1200) / (1200 if dtype is np.float32 else 1)
+    data = encode(Image.fromarray(values.astype(dtype).reshape(30, 40)), kind)
+    assert by_pillow(data).max() in (0, 255)  # clipped
+    for decode in (load_rgb, lambda source: decode_center_crop(source, 20, 24)):
+        with pytest.raises(ValueError, match=r"its values, 0 to .* do not fit the 8 bits of RGB"):
+            decode(data)
 
 
 def outcome(decode: Callable[[bytes], Any], data: bytes) -> Any:

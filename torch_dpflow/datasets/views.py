@@ -24,12 +24,22 @@ View = Callable[[bytes, dict[str, Any], Mapping[str, bytes]], dict[str, Any]]
 #: Importers whose views take a sample's bytes as a memoryview too, of which they copy values.
 COPYING = frozenset({"mds", "litdata"})
 
-_IMAGES = frozenset({"jpg", "jpeg", "png", "ppm", "pgm", "pbm", "bmp", "gif", "tif", "tiff", "webp", "image"})
-#: The first bytes of JPEG, PNG, GIF, TIFF, WebP and BMP files.
-_SIGNATURE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8|II\*\0|MM\0\*|RIFF.{4}WEBP|BM.{4}\0{4}", re.DOTALL)
+_IMAGES = re.compile(
+    "jpe?g?|jfif|png|p[pgbn]m|bmp|gif|tiff?|webp|avif|hei[cf]|jp[2x]|j2k|jxl|ico|tga|pcx|dds|sgi|qoi|svg|exr|hdr|psd|image"
+)
+#: The first bytes of JPEG, PNG, GIF, TIFF, WebP, BMP, JPEG 2000, JPEG XL, AVIF and HEIC files.
+_SIGNATURE = re.compile(
+    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8|II[*+]\0|MM\0[*+]|RIFF.{4}WEBP|BM.{4}\0{4}"
+    rb"|\0\0\0\x0c(jP  |JXL )\r\n\x87\n|.{4}ftyp(avi[fs]|hei[cfx]|mif1)",
+    re.DOTALL,
+)
 _NUMBERS = frozenset({"cls", "cls2", "class", "count", "index", "inx", "id"})
 _TEXTS = frozenset({"txt", "text", "transcript"})
 _JSON = frozenset({"json", "jsn"})
+#: Audio, video, and what webdataset decodes by unpickling or with further packages.
+_NOT_DECODED = re.compile(
+    "flac|wav|mp[34]|og[gv]|opus|m4[av]|aac|avi|mov|mkv|webm|mpe?g|pkl|pickle|pyd|pth?|mp|msg|msgpack|cbor|ten|tb"
+)
 
 
 def view_of(importer: str | None, info: Mapping[str, Any]) -> View:
@@ -108,14 +118,14 @@ def _kind_of(name: str) -> str:
 
 
 def _is_image(name: str, value: bytes) -> bool:
-    return _kind_of(name) in _IMAGES or _SIGNATURE.match(value) is not None
+    return (_IMAGES.fullmatch(_kind_of(name)) or _SIGNATURE.match(value)) is not None
 
 
 class Decoder:
     """Decodes the values of a sample by the ends of their names: images, numbers, texts, JSON and arrays of numpy.
 
-    Bytes under another name are decoded if they begin like an image, and left as they are if not. Nothing is
-    unpickled.
+    Audio, video, pickles and other encodings that it does not decode are an error by name. Bytes under another name,
+    such as `bin`, are decoded if they begin like an image, and left as they are if not. Nothing is unpickled.
 
     Args:
         images: "pil": RGB images of Pillow. "rgb": uint8 arrays of shape (height, width, 3). "torch": uint8 tensors of
@@ -138,7 +148,7 @@ class Decoder:
             return type(value)(self._decoded(name, one) for one in value)
         if isinstance(value, dict):
             if value.keys() == {"bytes", "path"}:  # an image of HuggingFace
-                return self._decoded(value["path"] or name, _embedded(name, value))
+                return self._embedded(name, value)
             return {inner: self._decoded(inner, one) for inner, one in value.items()}
         try:
             return self._bytes(name, value) if isinstance(value, bytes) else self._other(value)
@@ -146,6 +156,18 @@ class Decoder:
             raise
         except Exception as error:  # decoders raise whatever they like, Pillow also SyntaxError
             raise SourceError(f"{name!r} cannot be decoded: {type(error).__name__}: {error}") from error
+
+    def _embedded(self, name: str, value: Mapping[str, Any]) -> Any:
+        """Decode an image of HuggingFace. Raises SourceError if only its path is stored, or if it is none."""
+        if value["bytes"] is None:
+            raise SourceError(
+                f"{name!r} is stored as the path {value['path']!r}, and its bytes are not in the table; write the "
+                "table with embedded bytes, or give decode= a function that reads the path"
+            )
+        found = self._decoded(value["path"] or name, value["bytes"])
+        if isinstance(found, bytes):
+            raise SourceError(f"{name!r} cannot be decoded: its bytes begin like no image; give decode= a function")
+        return found
 
     def _bytes(self, name: str, value: bytes) -> Any:
         kind = _kind_of(name)
@@ -159,14 +181,21 @@ class Decoder:
             return json.loads(value)
         if kind == "npy":
             return np.load(io.BytesIO(value), allow_pickle=False)
+        if kind == "npz":
+            with np.load(io.BytesIO(value), allow_pickle=False) as arrays:
+                return dict(arrays)
+        if _NOT_DECODED.fullmatch(kind):
+            raise ValueError(f"decode={self._images!r} does not decode {kind}; give decode= a function that does")
         return value
 
     def _image(self, value: bytes) -> Any:
         if self._images == "pil":
             from PIL import Image
 
+            from torch_dpflow.vision.encoded import to_rgb
+
             with Image.open(io.BytesIO(value)) as image:
-                return image.convert("RGB")
+                return to_rgb(image)
         from torch_dpflow.vision import load_rgb
 
         tensor = load_rgb(value)
@@ -177,7 +206,9 @@ class Decoder:
         pillow = sys.modules.get("PIL.Image")
         if pillow is None or not isinstance(value, pillow.Image):
             return value
-        image = value.convert("RGB")
+        from torch_dpflow.vision.encoded import to_rgb
+
+        image = to_rgb(value)
         if self._images == "pil":
             return image
         pixels = np.array(image)
@@ -186,13 +217,3 @@ class Decoder:
         import torch
 
         return torch.from_numpy(pixels).permute(2, 0, 1)
-
-
-def _embedded(name: str, image: Mapping[str, Any]) -> bytes:
-    """Return the bytes of an image of HuggingFace. Raises SourceError if only its path is stored."""
-    if image["bytes"] is None:
-        raise SourceError(
-            f"{name!r} is stored as the path {image['path']!r}, and its bytes are not in the table; write the table "
-            "with embedded bytes, or give decode= a function that reads the path"
-        )
-    return image["bytes"]  # type: ignore[no-any-return]

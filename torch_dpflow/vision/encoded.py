@@ -111,6 +111,18 @@ def _read(path: str | os.PathLike[str]) -> bytearray:
         return bytearray(file.read())
 
 
+def to_rgb(image: Any) -> Any:
+    """Convert an image of Pillow to RGB. Raises ValueError for values beyond 8 bits, which Pillow would clip."""
+    found = image.convert("RGB")
+    if image.mode[0] in "IF" and not np.array_equal(np.asarray(image), np.asarray(found)[..., 0]):
+        low, high = image.getextrema()
+        raise ValueError(
+            f"its values, {low:g} to {high:g} (mode {image.mode}), do not fit the 8 bits of RGB; read it with a "
+            "function that scales them"
+        )
+    return found
+
+
 def load_rgb(source: Source) -> torch.Tensor:
     """Decode an image: uint8 RGB of shape (3, height, width). A `loader` for torchvision's ImageFolder.
 
@@ -123,6 +135,7 @@ def load_rgb(source: Source) -> torch.Tensor:
     Raises:
         OSError (with UnidentifiedImageError), SyntaxError, DecompressionBombError: from Pillow; the message names the
             file.
+        ValueError: the values of a grey image have more than 8 bits.
     """
     with stage("decode"):
         return torch.from_numpy(open_image(source).pixels()).permute(2, 0, 1)
@@ -196,7 +209,7 @@ class _PillowImage:
                     self.unevenness = unevenness([(across, down) for _, across, down, _ in layers])
             else:  # the size of some formats is known only after decoding
                 with self._image as image:
-                    self._image = image.convert("RGB")
+                    self._image = to_rgb(image)
             self.width, self.height = self._image.size
 
     def rows_to_decode(self, rows: int) -> int:

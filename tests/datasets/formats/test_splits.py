@@ -142,7 +142,8 @@ def test_splits_that_are_no_words(tmp_path: Path) -> None:
     [
         ["part-00000-0a1b-c000.snappy.parquet", "part-00001-0a1b-c000.snappy.parquet"],
         ["0000.parquet", "0001.parquet"],
-        ["data-00000-of-00003.arrow", "data-00002-of-00003.arrow"],
+        ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"],
+        ["data_1_of_2.tar", "data_2_of_2.tar"],
         ["latest.parquet", "contest.parquet", "devices.parquet"],
         ["train/00.parquet", "train/01.parquet"],
         ["a/train-00000-of-00001.parquet", "b/train-00000-of-00001.parquet"],
@@ -163,6 +164,16 @@ def test_a_split_that_was_written_twice_is_refused(names: list[str]) -> None:
     for split in (None, "train"):
         with pytest.raises(SourceError, match="two writes of 'train'"):
             files_of_split(names, split, "x")
+
+
+@pytest.mark.parametrize("ending", [".parquet", "-0a1b.arrow", ".tar", ""])
+def test_a_split_of_which_a_file_is_missing_is_refused(ending: str) -> None:
+    names = [f"train-{number:05}-of-00003{ending}" for number in range(3)]
+    for missing in names:
+        with pytest.raises(
+            SourceError, match=r"x has 2 of the 3 files of 'train'.*copy the missing ones, or give a list"
+        ):
+            files_of_split([name for name in names if name != missing], None, "x")
 
 
 @pytest.mark.parametrize("log", ["_delta_log", ".hoodie", ".hoodie_partition_metadata", "_spark_metadata"])

@@ -103,7 +103,43 @@ def test_images_that_are_stored_as_pixels_are_decoded_too(tmp_path: Path, mode: 
     assert torch.equal(found["torch"], torch.from_numpy(expected).permute(2, 0, 1))
 
 
-@pytest.mark.parametrize("format", ["JPEG", "PNG", "GIF", "TIFF", "WEBP", "BMP"])
+@pytest.mark.parametrize("decode", ["pil", "rgb", "torch"])
+def test_pixels_beyond_8_bits_are_refused(decode: Any) -> None:
+    file = io.BytesIO()
+    deep = PIL.fromarray(np.arange(1200, dtype=np.uint16).reshape(30, 40))
+    deep.save(file, "PNG")
+    for value in (file.getvalue(), deep):  # MDS and LitData also store pixels
+        with pytest.raises(
+            SourceError, match=r"'png' cannot be decoded: .*its values, 0 to 1199 \(mode I;16\), do not fit"
+        ):
+            Decoder(decode)({"png": value})
+
+
+@pytest.mark.parametrize("kind", ["flac", "mp4", "MP4", "x.mkv", "pkl", "pyd", "pth", "msgpack", "cbor", "ten"])
+def test_what_is_not_decoded_is_an_error_by_name(kind: str) -> None:
+    with pytest.raises(
+        SourceError, match=f"'{kind}' cannot be decoded: .*'torch' does not decode {kind.lower().rpartition('.')[2]}"
+    ):
+        Decoder("torch")({kind: b"..."})
+
+
+def test_arrays_of_an_npz_are_decoded_and_none_is_unpickled() -> None:
+    file, objects = io.BytesIO(), io.BytesIO()
+    np.savez(file, a=np.arange(3), b=np.ones((2, 1)))
+    np.savez(objects, a=np.array([None]))
+    found = Decoder("rgb")({"npz": file.getvalue()})["npz"]
+    assert {name: array.tolist() for name, array in found.items()} == {"a": [0, 1, 2], "b": [[1.0], [1.0]]}
+    with pytest.raises(SourceError, match=r"'npz' cannot be decoded: .*allow_pickle"):
+        Decoder("rgb")({"npz": objects.getvalue()})
+
+
+@pytest.mark.parametrize("value", [{"bytes": b"fLaC...", "path": "a.flac"}, {"bytes": b"fLaC...", "path": None}])
+def test_sounds_of_huggingface_are_an_error_by_name(value: dict[str, Any]) -> None:
+    with pytest.raises(SourceError, match=r"'(a\.flac|x)' cannot be decoded: .*give decode= a function"):
+        Decoder("torch")({"x": [value]})
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "GIF", "TIFF", "WEBP", "BMP", "AVIF", "JPEG2000"])
 def test_an_image_is_found_by_its_first_bytes_at_any_depth(format: str) -> None:
     file = io.BytesIO()
     PIL.fromarray(np.full((4, 6, 3), 80, np.uint8)).save(file, format)

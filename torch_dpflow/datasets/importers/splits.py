@@ -150,7 +150,7 @@ def files_of_split(paths: Sequence[str], split: str | None, where: str) -> list[
 
     Raises:
         OptionError: there is no such split, or it is not unique.
-        SourceError: there are several splits and none is chosen; or a split was written twice.
+        SourceError: there are several splits and none is chosen; or a split was written twice, or lacks a file.
     """
     by_split: dict[str | None, list[str]] = {}
     for path in paths:
@@ -224,17 +224,24 @@ def _shown(by_split: dict[str | None, list[str]]) -> str:
 
 
 def _check_written_once(paths: Sequence[str], where: str) -> None:
-    """Raise SourceError if files are of two writes of one split: of other totals, or with one number twice."""
+    """Raise SourceError if files are of two writes of one split, or if one is missing, by the totals in their names."""
     totals: dict[str, int] = {}
-    seen: set[tuple[str, int]] = set()
+    seen: dict[str, set[int]] = {}
     for path in paths:
         folder, _, name = path.rpartition("/")
         match = _OF.fullmatch(name)
         if match:
             written, number, total = f"{folder}/{match[1]}", int(match[2]), int(match[3])
-            if totals.setdefault(written, total) != total or (written, number) in seen:
+            numbers = seen.setdefault(written, set())
+            if totals.setdefault(written, total) != total or number in numbers:
                 raise SourceError(
                     f"{where} has files of two writes of {match[1]!r}: {path!r} repeats a number, or is of another "
                     "total than the others; remove the files of the earlier write, or give a list of files"
                 )
-            seen.add((written, number))
+            numbers.add(number)
+    for written, numbers in seen.items():
+        if len(numbers) < totals[written]:
+            raise SourceError(
+                f"{where} has {len(numbers)} of the {totals[written]} files of {written.removeprefix('/')!r}, by their "
+                "names; copy the missing ones, or give a list or pattern of files"
+            )
