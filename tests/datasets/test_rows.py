@@ -44,8 +44,10 @@ def a_sample(draw: Any) -> SampleMeta:
     return SampleMeta(path=path, offset=offset, length=length, checksum=checksum, revision=state, meta=meta)
 
 
-def rows_of(parts: Sequence[Sequence[SampleMeta]], data: bytes | None = None, load: Any = None) -> Rows:
-    encoded = [PartRows().add(part).encoded() for part in parts]
+def rows_of(
+    parts: Sequence[Sequence[SampleMeta]], data: bytes | None = None, load: Any = None, size: int | None = None
+) -> Rows:
+    encoded = [PartRows(size).add(part).encoded() for part in parts]
     content = b"".join(encoded) if data is None else data
     mapped = mmap.mmap(-1, max(1, len(content)))
     mapped[: len(content)] = content
@@ -53,21 +55,21 @@ def rows_of(parts: Sequence[Sequence[SampleMeta]], data: bytes | None = None, lo
     return Rows(mapped, firsts, [0, *accumulate(map(len, encoded))], "memory://root", {}, load)
 
 
-def place_of(sample: SampleMeta, *, is_checked: bool) -> tuple[ByteRange, bytes]:
-    state, checksum = (sample.revision, sample.checksum) if is_checked else (None, None)
+def place_of(sample: SampleMeta, size: int | None, *, is_checked: bool) -> tuple[ByteRange, bytes]:
+    state, checksum, size = (sample.revision, sample.checksum, size) if is_checked else (None, None, None)
     if sample.offset is None or sample.length is None:
         return ByteRange(sample.path, size=sample.length, state=state, checksum=checksum), bytes(sample.meta)
     stop = sample.offset + sample.length
-    return ByteRange(sample.path, sample.offset, stop, state=state, checksum=checksum), bytes(sample.meta)
+    return ByteRange(sample.path, sample.offset, stop, size, state, checksum), bytes(sample.meta)
 
 
-@given(st.lists(st.lists(a_sample(), max_size=4), min_size=1, max_size=5))
-def test_rows_give_back_samples(parts: list[list[SampleMeta]]) -> None:
-    rows = rows_of(parts)
+@given(st.lists(st.lists(a_sample(), max_size=4), min_size=1, max_size=5), st.none() | st.integers(0, 2**62))
+def test_rows_give_back_samples(parts: list[list[SampleMeta]], size: int | None) -> None:
+    rows = rows_of(parts, size=size)
     samples = [one for part in parts for one in part]
     for is_checked in (True, False):
         found = rows.places(range(len(samples)), is_checked=is_checked)
-        assert found == [place_of(one, is_checked=is_checked) for one in samples]
+        assert found == [place_of(one, size, is_checked=is_checked) for one in samples]
     assert rows.lengths().tolist() == [-1 if one.length is None else one.length for one in samples]
 
 

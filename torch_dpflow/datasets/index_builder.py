@@ -32,7 +32,7 @@ from torch_dpflow.datasets.writer import ProgressCallback
 from torch_dpflow.errors import DamagedStoreError, SourceError, StorageError
 
 #: The number of what importers write into an index. A release that writes something else builds indexes again.
-_INDEX = 3
+_INDEX = 4
 #: Begin of a part's file: number of samples, CRC-32 of the rows.
 _PART = struct.Struct("<QI")
 #: Samples that are described at a time, parts that are read at a time, and attempts to join parts.
@@ -126,7 +126,7 @@ class _Builder:
         samples = 0
         with closing(self._importer.scanned(wanted)) as scanned:
             for number, items in scanned:
-                keys[number], indexed = self._write_part(keys[number], items)
+                keys[number], indexed = self._write_part(keys[number], items, self._importer.size_of(number))
                 samples += indexed
                 report(samples)
         return [str(keys[number]) for number in range(len(keys))]
@@ -135,15 +135,19 @@ class _Builder:
         """Return whether another process has written a part meanwhile."""
         return key is not None and self._files.exists(f"parts/{self._folder}/{key}")
 
-    def _write_part(self, key: str | None, items: Iterator[Item]) -> tuple[str, int]:
-        """Write a part, named by its content if `key` is None. Returns its name and number of samples."""
+    def _write_part(self, key: str | None, items: Iterator[Item], size: int | None) -> tuple[str, int]:
+        """Write a part, named by its content if `key` is None. Returns its name and number of samples.
+
+        Args:
+            size: bytes of the object; None: not compared when samples are read.
+        """
         if key is None:
             held = list(items)
             items = iter(held)
             copied = [sha256_of(item.data) for item in held if item.data is not None]
             key = _digest([self._folder, copied]) if copied else None
         packs = ShardPacks(self._put, f"packs/{self._folder}/{key}", 0)
-        part = PartRows()
+        part = PartRows(size)
         while batch := list(islice(items, _BATCH)):
             part.add(self._describer.describe(batch, packs))
         packs.flush()

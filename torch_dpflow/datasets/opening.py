@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -146,6 +146,7 @@ def found_format(files: SourceFiles) -> str:
     found = [name for name, kind in kinds.items() if kind.finds(files)]
     found += ["table"] if are_tables(files.names) else []
     if not found and files.files:
+        _check_endings(files, [kind.names for kind in kinds.values() if hasattr(kind, "names")])
         head = files.head(next((number for number, name in enumerate(files.names) if "." not in name), 0))
         found = [name for name, kind in kinds.items() if hasattr(kind, "begins") and kind.begins(head)]
     if len(found) == 1:
@@ -155,6 +156,18 @@ def found_format(files: SourceFiles) -> str:
     what = f"may be {' or '.join(found)}" if found else "has no format that is known"
     names = ", ".join(files.names[:3]) if files.files else "no files"
     raise OptionError(f"{files.given} ({names}) {what}; give format=, one of {', '.join(FORMATS)}")
+
+
+def _check_endings(files: SourceFiles, formats: Sequence[re.Pattern[str]]) -> None:
+    """Raise OptionError if a list or pattern names files of a format by their endings, and others, such as backups."""
+    named = {name: any(one.fullmatch(name) for one in formats) for name in files.names}
+    known = next((name for name, is_known in named.items() if is_known and "." in name), None)
+    other = next((name for name, is_known in named.items() if not is_known), None)
+    if known is not None and other is not None and not files.is_directory:
+        raise OptionError(
+            f"{files.given} names {known!r}, and {other!r} with another ending, as backups and partial files have; "
+            "give a narrower pattern or list, or format="
+        )
 
 
 def _known_format(name: str) -> str:

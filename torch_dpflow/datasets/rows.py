@@ -5,7 +5,7 @@ are joined by appending them::
 
     rows      one of `_ROW` for each sample
     objects   one of `_OBJECT` for each object of the part
-    texts     checksum and annotations of each sample; path and state of each object
+    texts     checksum and annotations of each sample; path and state of each object, and after a line break its size
 
 Each row and object has a CRC-32 of itself and its texts, which is compared at each read, in 0.2 µs. So a part that is
 damaged, or not yet written in a sparse file, is noticed without a second record of what is there.
@@ -174,13 +174,13 @@ def _new_locks() -> list[threading.Lock]:
 #: Object, bytes of the annotations, offset and length (-1: None), bytes of the checksum, CRC, and where the texts begin
 #: in the part. The CRC covers the fields before it, and the texts.
 _ROW = struct.Struct("<IIqqIIQ")
-#: Bytes of path and state, CRC, and where the texts begin in the part.
+#: Bytes of path, and of state and size, CRC, and where the texts begin in the part.
 _OBJECT = struct.Struct("<IIIQ")
 _ROW_HEAD, _OBJECT_HEAD = struct.Struct("<IIqqI"), struct.Struct("<II")
 #: Bytes of a row, and of an object.
 ROW, OBJECT = _ROW.size, _OBJECT.size
 _LENGTHS = np.dtype({"names": ["length"], "formats": ["<i8"], "offsets": [16], "itemsize": ROW})
-#: Objects of which URL and state are kept decoded.
+#: Objects of which URL, state and size are kept decoded.
 _KEPT_OBJECTS = 4096
 
 #: The range of a sample, and its annotations, encoded.
@@ -188,9 +188,14 @@ Place = tuple[ByteRange, bytes]
 
 
 class PartRows:
-    """Encodes samples of a part, of which about 100 bytes each are in memory."""
+    """Encodes samples of a part, of which about 100 bytes each are in memory.
 
-    def __init__(self) -> None:
+    Args:
+        size: bytes of each object that samples are ranges of; None: unknown.
+    """
+
+    def __init__(self, size: int | None = None) -> None:
+        self._size = "" if size is None else f"\n{size}"
         self._rows = bytearray()
         self._texts = bytearray()
         self._objects: dict[tuple[str, str], int] = {}
@@ -201,7 +206,7 @@ class PartRows:
     def add(self, samples: Iterable[SampleMeta]) -> PartRows:
         """Append samples. Returns the part."""
         for one in samples:
-            named = self._objects.setdefault((one.path, one.revision or ""), len(self._objects))
+            named = self._objects.setdefault((one.path, (one.revision or "") + self._size), len(self._objects))
             checksum, meta = (one.checksum or "").encode(), bytes(one.meta)
             offset, length = (-1 if value is None else value for value in (one.offset, one.length))
             head = _ROW_HEAD.pack(named, len(meta), offset, length, len(checksum))
@@ -290,19 +295,19 @@ class Rows:
             return error
         if found is None:
             return None
-        url, state = found
+        url, state, size = found
         checksum = texts[:digits].decode() if digits else None
         if not is_checked:
-            checksum = state = None
+            checksum = state = size = None
         if offset < 0:
             return ByteRange(url, 0, None, None if length < 0 else length, state, checksum), texts[digits:]
-        return ByteRange(url, offset, offset + length, None, state, checksum), texts[digits:]
+        return ByteRange(url, offset, offset + length, size, state, checksum), texts[digits:]
 
 
 def _object(
     data: mmap.mmap, root: str, given_urls: Mapping[str, str], base: int, rows: int, number: int
-) -> tuple[str, str | None] | None:
-    """Return URL and state of an object of a part; None if they are damaged. Raises DamagedStoreError."""
+) -> tuple[str, str | None, int | None] | None:
+    """Return URL, state and size of an object of a part; None if they are damaged. Raises DamagedStoreError."""
     start = base + ROW * rows + OBJECT * number
     path_bytes, state_bytes, crc, at = _OBJECT.unpack_from(data, start)
     at += base
@@ -310,4 +315,5 @@ def _object(
     if zlib.crc32(data[start : start + _OBJECT_HEAD.size] + texts) != crc:
         return None
     url = url_below(root, texts[:path_bytes].decode())
-    return given_urls.get(url, url), texts[path_bytes:].decode() or None
+    state, _, size = texts[path_bytes:].decode().partition("\n")
+    return given_urls.get(url, url), state or None, int(size) if size else None

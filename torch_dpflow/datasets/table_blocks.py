@@ -21,6 +21,8 @@ from torch_dpflow.log import DATASETS
 _MAX_BETWEEN = 16 << 20
 #: Ends a stream: no further message.
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+#: Bytes between the last batch of a file and its footer, at most: an end of stream and padding.
+_MAX_END = 64
 #: At the end of an Arrow file: the length of its footer, and this.
 _MAGIC = b"ARROW1"
 #: At the end of a chunk of LitData that has rows: the length of an Arrow file, and this.
@@ -36,6 +38,7 @@ class ParquetBlocks:
 
     def __init__(self, file: SourceFile, reader: ObjectReader) -> None:
         self._file = file
+        self._reader = reader
         self._unread = _UnreadFile(file, reader)
         self._lock = threading.Lock()  # of Arrow's reader, which is not thread-safe
         path = local_path_of(file)
@@ -50,11 +53,9 @@ class ParquetBlocks:
 
     def counts(self) -> list[int]:
         """Return the rows of each block. Raises SourceError for files that were joined."""
-        path = local_path_of(self._file)
         with errors_of(self._file):
             metadata = self._parquet.metadata
-            if path is not None:
-                _check_begins_once(path, metadata, _end_of_pages(self._unread, metadata))
+            self._check_begins_once(metadata)
             return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
 
     def read(self, block: int, columns: list[str] | None) -> Any:
@@ -67,19 +68,15 @@ class ParquetBlocks:
         self._parquet.close()
         self._source.close()
 
+    def _check_begins_once(self, metadata: Any) -> None:
+        """Raise OSError if Parquet files were joined: the last footer lists only the pages of the last file.
 
-def _check_begins_once(path: str, metadata: Any, stop: int) -> None:
-    """Raise OSError if Parquet files were joined: the last footer lists only the pages of the last file.
-
-    Args:
-        stop: where pages end.
-    """
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(stop)
-        between = file.read(min(max(0, size - 8 - metadata.serialized_size - stop), _MAX_BETWEEN))
-    if b"PAR1PAR1" in between:
-        raise OSError("it goes on after the end of a first table; files were joined")
+        Most writers leave nothing between pages and footer, so that nothing is read.
+        """
+        start = _end_of_pages(self._unread, metadata)
+        stop = min(self._file.size - 8 - metadata.serialized_size, start + _MAX_BETWEEN)
+        if stop > start and b"PAR1PAR1" in self._reader.read_many([span_of(self._file, start, stop)])[0]:
+            raise OSError("it goes on after the end of a first table; files were joined")
 
 
 def _end_of_pages(unread: _UnreadFile, metadata: Any) -> int:
@@ -192,6 +189,9 @@ class RemoteArrowBlocks:
                 footer = self._read((end - length, end))[0]
             dictionaries, self._messages = (_messages_of(footer, number, end - length) for number in (2, 3))
             first = min([start for start, _, _ in [*dictionaries, *self._messages]], default=end - length)
+            last = max([sum(one) for one in [*dictionaries, *self._messages]], default=end - length)
+            if end - length - last > _MAX_END:
+                raise OSError("it goes on after the end of its batches; files were joined")
             spans = [(8, first), *((start, start + metadata + body) for start, metadata, body in dictionaries)]
             self._head = b"".join(self._read(*spans))
             self.schema = self._stream(b"").schema

@@ -358,13 +358,26 @@ def _joined(first: Any, others: Mapping[Any, SourceFile], file: SourceFile) -> A
         try:
             if {*schema.names} != {*first.names}:
                 raise ValueError("they have other columns")
-            joined = pyarrow.unify_schemas([joined, schema], promote_options="permissive")
+            before, joined = joined, pyarrow.unify_schemas([joined, schema], promote_options="permissive")
+            changed = [
+                name for one in (before, schema) for name in one.names if _loses(one.field(name), joined.field(name))
+            ]
+            if changed:
+                raise ValueError(f"{changed[0]!r} has no type for the values of both")
         except (pyarrow.ArrowException, ValueError) as error:
             raise SourceError(
                 f"{printable_url(other.url)} has the columns {_shown(schema)}, and {printable_url(file.url)} has "
                 f"{_shown(first)}; give files of one table ({error})"
             ) from error
     return joined if others else None
+
+
+def _loses(field: Any, joined: Any) -> bool:
+    """Return whether a joined column rounds decimals to floating point, or makes bytes of texts."""
+    types = pyarrow_with_formats().types
+    is_text = types.is_string(field.type) or types.is_large_string(field.type) or types.is_string_view(field.type)
+    becomes_bytes = types.is_binary(joined.type) or types.is_large_binary(joined.type)
+    return bool(types.is_decimal(field.type) and types.is_floating(joined.type)) or (is_text and becomes_bytes)
 
 
 def _shown(schema: Any) -> dict[str, str]:

@@ -54,6 +54,17 @@ def test_an_image_folder_with_the_name_of_a_pattern(tmp_path: Path) -> None:
     assert open_dataset(f"{tmp_path}/s[1]")[0] == expected
 
 
+def test_backups_are_not_read_with_what_they_are_copies_of(tmp_path: Path) -> None:
+    for name in ("t.tar", "t.tar~", "t.tar.crdownload", "#t.tar#", "_SUCCESS"):
+        write_tar(tmp_path / name, [("k.bin", name.encode())])
+    for source in (f"{tmp_path}/*", f"{tmp_path}/t.tar*", [tmp_path / "t.tar", tmp_path / "t.tar~"]):
+        with pytest.raises(OptionError, match=r"names 't\.tar', and '.*' with another ending, as backups"):
+            open_dataset(source)
+    assert len(open_dataset(f"{tmp_path}/t.tar*", format="webdataset")) == 3
+    dataset: Any = open_dataset(tmp_path)
+    assert [sample["bin"] for sample in dataset.__getitems__([*range(len(dataset))])] == [b"t.tar"]
+
+
 @pytest.mark.parametrize("inside", [".", "index", "cat/index"])
 def test_an_index_among_the_images_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str) -> None:
     folder = tmp_path / "pets"

@@ -38,7 +38,7 @@ def test_all_damaged_parts_are_written_in_one_opening(
         part.write_bytes(change(part.read_bytes())) if change else part.unlink()
     names: list[str] = []
     write = _Builder._write_part
-    monkeypatch.setattr(_Builder, "_write_part", lambda self, key, items: names.append(key) or write(self, key, items))
+    monkeypatch.setattr(_Builder, "_write_part", lambda self, key, *how: names.append(key) or write(self, key, *how))
     assert open_dataset(tmp_path / "data").__getitems__(range(48)) == samples
     assert sorted(names) == [part.name for part in parts[:count]]
 

@@ -264,6 +264,17 @@ def test_directories_of_splits_need_one(tmp_path: Path, format: str | None) -> N
     assert values(open_dataset(tmp_path, format=format, split="train")) == [10]
 
 
+def test_directories_next_to_shards(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tar(tmp_path / "0.tar", 10)
+    (tmp_path / "more").mkdir()
+    assert values(open_dataset(tmp_path)) == [10]
+    assert "its directories, such as 'more', are not read" in caplog.text
+    for folder in ("train", "val"):
+        (tmp_path / folder).mkdir()
+    with pytest.raises(SourceError, match="has the splits 'train', 'val', which are directories"):
+        open_dataset(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("folders", "splits"),
     [

@@ -28,7 +28,7 @@ from torch_dpflow.datasets.storage.states import (
     state_of_fields,
     state_of_file,
 )
-from torch_dpflow.errors import ChecksumError
+from torch_dpflow.errors import ChecksumError, TruncatedObjectError
 
 OLD, NEW = formatdate(1_700_000_000, usegmt=True), formatdate(1_700_000_001, usegmt=True)
 #: Headers of the object before and after, of servers that check no condition of a request.
@@ -38,6 +38,11 @@ SERVERS = {
     "date": ({"Last-Modified": OLD}, {"Last-Modified": NEW}),
     "weak and date": ({"ETag": 'W/"1"', "Last-Modified": OLD}, {"ETag": 'W/"1"', "Last-Modified": NEW}),
     "no longer any": ({"ETag": '"1"'}, {}),
+    "obsolete dates": (
+        {"Last-Modified": "Tuesday, 14-Nov-23 22:13:20 GMT"},
+        {"Last-Modified": "Tue Nov 14 22:13:21 2023"},
+    ),
+    "the tag of all objects": ({"ETag": '""', "Last-Modified": OLD}, {"ETag": '""', "Last-Modified": NEW}),
 }
 
 
@@ -110,6 +115,27 @@ def test_no_image_of_the_new_file_gets_a_label_of_the_old_one(
         assert [(sample["cls"], sample["jpg"][0]) for sample in again.__getitems__([0, 1])] == [(b"5", 5)] * 2
 
 
+@pytest.mark.parametrize("headers", [{}, {"ETag": '"1"'}, {"Last-Modified": OLD}])
+@pytest.mark.parametrize("has_ranges", [True, False])
+def test_a_response_of_another_size_is_of_another_object(
+    headers: dict[str, str], has_ranges: bool, tmp_path: Path, patient: ReadOptions
+) -> None:
+    web = _Web((headers, headers))
+    whole = tar(tmp_path / "made.tar", 3)
+    with web.server:
+        url = web.put(whole, 0)
+        with closing(open_dataset(url, index_dir=tmp_path / "index", read_options=patient)) as opened:
+            assert opened[0]["jpg"] == bytes([3]) * 600
+            for other in (tar(tmp_path / "made.tar", 5) + bytes(512), tar(tmp_path / "made.tar", 5)[:-512]):
+                web.answer = serve_ranges(other, **headers)
+                if not has_ranges:
+                    web.answer = lambda handler, body=other: reply(handler, 200, body, **headers)  # type: ignore[misc]
+                with pytest.raises(
+                    (ChecksumError, TruncatedObjectError), match=f"has {len(other)} bytes, .* {len(whole)};"
+                ):
+                    opened[0]
+
+
 @pytest.mark.parametrize("kind", ["strong", "weak and date", "date"])
 def test_the_disk_cache_keeps_what_was_checked_alone(kind: str, tmp_path: Path, patient: ReadOptions) -> None:
     (tmp_path / "cache").mkdir(mode=0o700)
@@ -148,7 +174,9 @@ def test_a_weak_etag_is_no_condition_and_names_no_entry_of_the_cache() -> None:
     assert not is_settled(formatdate(usegmt=True))
 
 
-_tags = st.one_of(st.none(), st.builds('{}"{}"'.format, st.sampled_from(["", "W/"]), st.text("abc", max_size=3)))
+_tags = st.one_of(
+    st.none(), st.builds('{}"{}"'.format, st.sampled_from(["", "W/"]), st.text("abc", min_size=1, max_size=3))
+)
 _dates = st.one_of(st.none(), st.integers(0, 2**31).map(lambda seconds: formatdate(seconds, usegmt=True)))
 _fields = st.builds(
     lambda tag, date: {name: value for name, value in (("etag", tag), ("last-modified", date)) if value is not None},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import io
 import os
 import pickle
@@ -238,8 +239,12 @@ def test_joined_files_are_refused(tmp_path: Path, write: Write, ending: str) -> 
         write(tmp_path / name, rows(50, first=first))
     joined = tmp_path / f"joined{ending}"
     joined.write_bytes((tmp_path / "one").read_bytes() + (tmp_path / "two").read_bytes())
-    with pytest.raises(SourceError, match=rf"joined{ending} cannot be read"):
-        TableDataset(joined)
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file(f"/joined/joined{ending}", joined.read_bytes())
+    for url in (joined, f"memory://joined/joined{ending}"):
+        with pytest.raises(SourceError, match=rf"joined{ending} (cannot be read|is no Arrow file with a footer)"):
+            TableDataset(url)
+    memory.rm("/joined", recursive=True)
 
 
 def test_a_mapped_file_that_is_changed_in_place_is_refused(tmp_path: Path) -> None:
@@ -319,6 +324,24 @@ def test_types_that_differ_between_files_are_joined(tmp_path: Path, ending: str)
     write("3", n=pa.array(["text"]), f=pa.array([1.0]), t=pa.array(["d"]))
     with pytest.raises(SourceError, match=rf"3.{ending} has the columns .*give files of one table"):
         TableDataset(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("exact", "other"),
+    [
+        (pa.array([decimal.Decimal("0.10000000000000000001")]), pa.array([0.5])),
+        (pa.array([decimal.Decimal("123456789.1")]), pa.array([0.5], pa.float32())),
+        (pa.array(["text"]), pa.array([b"\xff"])),
+        (pa.array(["text"], pa.large_string()), pa.array([b"\xff"])),
+    ],
+)
+def test_columns_that_no_type_holds_without_a_loss_are_refused(tmp_path: Path, exact: Any, other: Any) -> None:
+    for first, second in ((exact, other), (other, exact)):
+        pq.write_table(pa.table({"a": first}), tmp_path / "0.parquet")
+        pq.write_table(pa.table({"a": pa.nulls(1)}), tmp_path / "1.parquet")
+        pq.write_table(pa.table({"a": second}), tmp_path / "2.parquet")
+        with pytest.raises(SourceError, match=r"2.parquet has the columns .*'a' has no type for the values of both"):
+            TableDataset(tmp_path)
 
 
 _MANY = """

@@ -159,10 +159,20 @@ def test_names_with_spaces_and_hashes_are_escaped(plain: str, tmp_path: Path, re
 
 @pytest.mark.parametrize(
     "content_range",
-    ["bytes 0-99/102400", "bytes 100-198/102400", "bytes 100-299/102400", "100-199", "bytes 100-99/9", ""],
+    [
+        *("bytes 0-99/102400", "bytes 100-198/102400", "bytes 100-299/102400", "100-199", "bytes 100-99/9"),
+        *("", "bytes 100-199/150"),
+    ],
 )
 def test_another_range_than_was_asked_for_is_refused(web: WebServer, reader: ObjectReader, content_range: str) -> None:
     web.answer = lambda handler: reply(handler, 206, DATA[:100], content_range=content_range)
+    with pytest.raises(StorageError, match="another range"):
+        reader.read(f"{web.url}/x", 100, 200)
+
+
+def test_a_body_in_parts_is_no_range(web: WebServer, reader: ObjectReader) -> None:
+    how = {"content_range": "bytes 100-199/102400", "content_type": "multipart/byteranges; boundary=x"}
+    web.answer = lambda handler: reply(handler, 206, DATA[:100], **how)
     with pytest.raises(StorageError, match="another range"):
         reader.read(f"{web.url}/x", 100, 200)
 

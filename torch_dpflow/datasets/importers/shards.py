@@ -15,10 +15,12 @@ from typing import Any, ClassVar
 
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.sources import Source, SourceFile, SourceFiles, find_sources, is_changed
+from torch_dpflow.datasets.importers.splits import check_no_split_folders
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
 from torch_dpflow.datasets.storage.base import sha256_of
 from torch_dpflow.datasets.storage.urls import stored_url
 from torch_dpflow.errors import SourceError
+from torch_dpflow.log import DATASETS
 
 #: Objects that are scanned at a time.
 _SCANNERS = 8
@@ -131,7 +133,11 @@ class ShardImporter:
                 f"{files.given} has no files of {self.name}; give a directory with some, a pattern or a list"
             )
         if self.has_splits:
+            check_no_split_folders(self.files.folders, self.files.given)
             self.files = self.files.of_split(split)
+            folders = [name for name in self.files.folders if not name.startswith("_")]
+            if folders:
+                DATASETS.warning("%s: its directories, such as %r, are not read", files.given, folders[0])
         self._split = split
         #: Whether samples become an index of `open_dataset`, which names each object.
         self.is_in_place = False
@@ -163,6 +169,11 @@ class ShardImporter:
     def objects(self) -> list[tuple[Any, ...]]:
         """Return what identifies each object: state or None, path, size, and what an index says of it."""
         return [(file.state, self.files.path_of(file), file.size) for file in self.files.files]
+
+    def size_of(self, number: int) -> int | None:
+        """Return the bytes of an object; None if samples are copied, or if its state, of a local file, shows them."""
+        file = self.files.files[number]
+        return None if self.may_copy or file.url.startswith("file://") else file.size
 
     def settings(self) -> Mapping[str, Any]:
         """Return the settings that decide what the samples are."""

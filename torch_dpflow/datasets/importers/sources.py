@@ -188,6 +188,8 @@ def find_sources(
             raise OptionTypeError(f"source has {one!r:.80}: give paths or URLs")
         text, found = split_login(os.fspath(one))
         check_path("source", text)
+        if not text:
+            raise OptionError(f'source={source!r:.80} has an empty path; give "." for this directory')
         if text.startswith("pipe:"):
             raise OptionError(f"source={text!r}: commands are not run; give the URL that the command reads")
         login |= found
@@ -347,6 +349,8 @@ def _matching(pattern: str, options: Mapping[str, Any], read_options: ReadOption
     parts = (rest + pattern[first.start() :]).split("/")
     if "**" in parts:
         raise OptionError(f"{printable_url(pattern)!r} has '**', which is not supported; give '*' for each level")
+    if "[^" in pattern:  # a shell excludes these characters, and Python matches them
+        raise OptionError(f"{printable_url(pattern)!r} has '[^'; give '[!' to exclude characters")
     if base.endswith(":/"):
         raise OptionError(f"{printable_url(pattern)!r} has a pattern in its bucket or host; give its name")
     root = Files(base or ("/" if pattern.startswith("/") else "."), options, read_options)

@@ -46,6 +46,8 @@ _UPLOADED = "aws-chunked"
 _FRAME = re.compile(rb"[0-9a-fA-F]{1,15}(;chunk-signature=[0-9a-f]{64})?\r\n")
 _MAX_FRAME = 98
 _PAGES = frozenset({"text/html", "application/xhtml+xml"})
+#: The type of a body with several ranges, each with headers of its part.
+_IN_PARTS = frozenset({"multipart/byteranges"})
 #: Requests of one read: redirects, another region, other keys.
 _MAX_REQUESTS = 6
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
@@ -275,7 +277,7 @@ def _check_headers(response: Response, span: ByteRange) -> None:
             f"{span}: the server sent it in the encoding {response.fields['content-encoding'][:100]!r}, though none "
             "was requested; have it send the bytes as they are"
         )
-    media_type = response.fields.get("content-type", "").partition(";")[0].strip().lower()
+    media_type = _media_type(response)
     if media_type in _PAGES:
         expected = mimetypes.guess_type(urlsplit(span.url).path)[0] or ""
         if expected.startswith(("image/", "audio/", "video/")):
@@ -283,6 +285,10 @@ def _check_headers(response: Response, span: ByteRange) -> None:
                 f"{span}: the server sent a web page ({media_type}) where the name promises {expected}: often a login "
                 "or an error page with status 200; open the URL in a browser, or correct the server's Content-Type"
             )
+
+
+def _media_type(response: Response) -> str:
+    return response.fields.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def _encodings(response: Response) -> set[str]:
@@ -313,8 +319,8 @@ def _read_range(response: Response, span: ByteRange, longest: int) -> bytes:
     start, stop = (int(match[1]), int(match[2]) + 1) if match else (0, 0)
     total = span.size if match is None or match[3] == "*" else int(match[3])
     is_rest = stop == total
-    is_requested = stop <= span.stop if span.stop is not None else is_rest
-    if start != span.start or stop <= start or not is_requested:
+    is_requested = stop <= min(span.stop, total or stop) if span.stop is not None else is_rest
+    if start != span.start or stop <= start or not is_requested or _media_type(response) in _IN_PARTS:
         raise StorageUnavailableError(f"{span}: the server answered with another range: {header[:100]!r}")
     if match is not None and match[3] != "*":
         span.check_size(int(match[3]))

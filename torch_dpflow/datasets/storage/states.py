@@ -19,13 +19,15 @@ import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import datetime
+from datetime import datetime, timezone
 from email.utils import formatdate, parsedate_to_datetime
 from typing import Any, NamedTuple
 
 _TAG = '"[!#-~]*"'
 _DATE = "[A-Z][a-z]{2}, [0-9]{2} [A-Z][a-z]{2} [0-9]{4} [0-9]{2}:[0-9]{2}:[0-9]{2} GMT"
 #: The states of HTTP: tag and date.
+#: ETags that all objects of a server have.
+_EMPTY = frozenset({"", '""', 'W/""'})
 _OF_HTTP = re.compile(f"({_TAG}|W/{_TAG})? ?({_DATE})?")
 _LOCAL = "[0-9]+ [0-9]+ [0-9]+"
 STATE_PATTERN = f"^({_TAG}|W/{_TAG}|W/{_TAG} {_DATE}|{_DATE}|{_LOCAL}|[A-Za-z_]+=[ -~]{{1,200}})$"
@@ -121,7 +123,7 @@ def is_state_of_fields(state: str, fields: Mapping[str, str]) -> bool:
     return (
         bool(tag or date)
         and (not tag or tag == (None if found is None else _quoted(found)))
-        and (not date or date == fields.get("last-modified"))
+        and (not date or date == _date(fields.get("last-modified")))
     )
 
 
@@ -152,12 +154,23 @@ def is_settled(state: str) -> bool:
 
 
 def _of_http(tag: str | None, date: str | None) -> str | None:
-    tag = "" if tag is None else _quoted(tag)
-    date = date if date is not None and re.fullmatch(_DATE, date) else ""
+    tag = "" if tag is None or tag in _EMPTY else _quoted(tag)
+    date = _date(date)
     if re.fullmatch(_TAG, tag):
         return tag
     weak = tag if re.fullmatch(f"W/{_TAG}", tag) else ""
     return f"{weak} {date}".strip() or None
+
+
+def _date(text: str | None) -> str:
+    """Return a time of change as an HTTP date; "" if it is none. Two obsolete forms are allowed (RFC 9110, 5.6.7)."""
+    if text is None or re.fullmatch(_DATE, text):
+        return text or ""
+    try:
+        found = parsedate_to_datetime(text)
+        return formatdate((found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp(), usegmt=True)
+    except (ValueError, OverflowError):
+        return ""
 
 
 def _parts(state: str) -> tuple[str, str]:
