@@ -119,6 +119,16 @@ def test_synonyms_are_two_splits(labels: tuple[str, str]) -> None:
         assert folder_of_split([one for one in labels if one != label], label, files) is None
 
 
+def test_a_split_that_is_a_directory_and_files_is_refused(tmp_path: Path) -> None:
+    for name in ("train/0.parquet", "train-1.parquet", "test-0.parquet"):
+        parquet(tmp_path / name, 10)
+    (tmp_path / "train.csv").touch()
+    with pytest.raises(OptionError, match=r"split='train' may be the directory 'train', or 'train-1\.parquet'"):
+        open_dataset(tmp_path, split="train")
+    (tmp_path / "train-1.parquet").unlink()
+    assert values(open_dataset(tmp_path, split="train")) == [10]
+
+
 def test_a_synonym_of_one_split() -> None:
     files = ["dev-0.parquet", "valid-0.parquet", "eval-0.parquet"]
     assert files_of_split(files, "test", "x") == ["eval-0.parquet"]

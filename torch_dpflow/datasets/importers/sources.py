@@ -15,6 +15,7 @@ from torch_dpflow.datasets.importers.splits import (
     check_no_log_above,
     files_of_split,
     folder_of_split,
+    split_of,
 )
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.object_reader import warn_without_state
@@ -111,9 +112,19 @@ class SourceFiles:
         return self.of([by_name[name] for name in files_of_split(self.names, split, self.given)])
 
     def of_folder(self, split: str) -> SourceFiles | None:
-        """Return what is in the directory with a split's name; None if there is none."""
+        """Return what is in the directory with a split's name; None if there is none.
+
+        Raises OptionError if files next to it have its name and the ending of the files in it.
+        """
         folder = folder_of_split(self.folders, split, self.names) if self.is_directory else None
-        return None if folder is None else find_sources(f"{self.given}/{folder}", self.options, self.read_options)
+        if folder is None:
+            return None
+        found = find_sources(f"{self.given}/{folder}", self.options, self.read_options)
+        endings = {name.rpartition(".")[2] for name in found.names}
+        beside = [name for name in self.names if split_of(name) == folder and name.rpartition(".")[2] in endings]
+        if beside:
+            raise OptionError(f"split={split!r} may be the directory {folder!r}, or {beside[0]!r}; give one of them")
+        return found
 
     def of(self, files: Sequence[SourceFile]) -> SourceFiles:
         """Return a source with only these objects, of the same directory."""
@@ -316,7 +327,7 @@ def _named(texts: Sequence[str], options: Mapping[str, Any], read_options: ReadO
             # A name that the listing would join otherwise is another object.
             listed = {text: name for text in members if join_url(files.url, name := split_name(text)[1]) == text}
             single += [text for text in members if text not in listed]
-            present = {child.name: child for child in files.children() if not child.is_directory}
+            present = {child.name: child for child in files.children(hidden=True) if not child.is_directory}
             for text, name in listed.items():
                 if name not in present:
                     raise _missing(text)

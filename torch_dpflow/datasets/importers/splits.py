@@ -130,7 +130,7 @@ def folder_of_split(folders: Sequence[str], split: str, files: Iterable[str] = (
     Raises:
         OptionError: the name is a synonym of several splits.
     """
-    labels = dict.fromkeys([*folders, *(label for file in files if (label := _split_of(file)))])
+    labels = dict.fromkeys([*folders, *(label for file in files if (label := split_of(file)))])
     found = _named([*labels], split)
     if len(found) > 1 and not {*found}.isdisjoint(folders):
         raise OptionError(
@@ -154,7 +154,7 @@ def files_of_split(paths: Sequence[str], split: str | None, where: str) -> list[
     """
     by_split: dict[str | None, list[str]] = {}
     for path in paths:
-        by_split.setdefault(_split_of(path), []).append(path)
+        by_split.setdefault(split_of(path), []).append(path)
     if split is None:
         if len(by_split) > 1:
             raise SourceError(f"{where} has {_shown(by_split)}; give split=, or a list or pattern of files")
@@ -168,7 +168,7 @@ def files_of_split(paths: Sequence[str], split: str | None, where: str) -> list[
     return chosen
 
 
-def _split_of(path: str) -> str | None:
+def split_of(path: str) -> str | None:
     """Return the name of a file's split, such as "train" or "beans-train"; None if its path names none."""
     folder, _, name = path.rpartition("/")
     match = _OF.fullmatch(name)
