@@ -65,8 +65,9 @@ def open_dataset(
         split: which of the splits to read if the directory has several, such as "train"; by names of files, or of
             directories.
         decode: None: values are bytes. "pil", "rgb", "torch": images become RGB images of Pillow, uint8 arrays of
-            shape (height, width, 3), or uint8 tensors of shape (3, height, width); numbers, texts, JSON and npy
-            arrays are decoded too. A function is called with each sample's dict, and returns the sample.
+            shape (height, width, 3), or uint8 tensors of shape (3, height, width); numbers, texts, JSON, npy and npz
+            are decoded too, and audio, video, pickles and MessagePack are an error. A function is called with each
+            sample's dict, and returns the sample.
         store: the store of stored datasets, or its URL; None: `DPFLOW_STORE`.
         index_dir: a directory for indexes, also a URL; None: `DPFLOW_INDEX_DIR`, else `torch_dpflow/index` in the
             user's cache directory. Workers on other hosts have to be able to read it.
