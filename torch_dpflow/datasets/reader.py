@@ -81,8 +81,8 @@ class OpenedDataset(DatasetReader):
             return plan
         span, fields, parts = plan
         try:
-            for name, (at, size) in fields[PARTS].items():
-                parts[name] = ByteRange(span.url, at, at + size, state=span.state)
+            for name, (at, length) in fields[PARTS].items():
+                parts[name] = ByteRange(span.url, at, at + length, span.size, span.state)
             return plan
         except (AttributeError, TypeError, ValueError) as error:
             return DamagedStoreError(f"{span}: {PARTS}={fields[PARTS]!r:.200} are no parts: {error}")

@@ -51,7 +51,7 @@ def tar(path: Path, label: int) -> bytes:
     members = [
         (f"{number}.{ending}", content)
         for number in range(2)
-        for ending, content in (("cls", str(label).encode()), ("jpg", bytes([label]) * 600))
+        for ending, content in (("cls", str(label).encode()), ("jpg", bytes([label]) * 600), ("bin", bytes(600)))
     ]
     return write_tar(path, members).read_bytes()
 
@@ -125,7 +125,9 @@ def test_a_response_of_another_size_is_of_another_object(
     with web.server:
         url = web.put(whole, 0)
         with closing(open_dataset(url, index_dir=tmp_path / "index", read_options=patient)) as opened:
-            assert opened[0]["jpg"] == bytes([3]) * 600
+            web.server.requests.clear()
+            assert opened[0] == {"__key__": "0", "cls": b"3", "jpg": bytes([3]) * 600, "bin": bytes(600)}
+            assert len(web.server.requests) == 1
             for other in (tar(tmp_path / "made.tar", 5) + bytes(512), tar(tmp_path / "made.tar", 5)[:-512]):
                 web.answer = serve_ranges(other, **headers)
                 if not has_ranges:
