@@ -256,7 +256,7 @@ class Shard:
             self._malformed += 1
             if self._malformed <= MAX_MALFORMED_LOGGED:
                 TRANSPORT.warning("message from connection %r dropped: %s", _shown(peer), error)
-            self._reject(peer, _other_release(frames[0]) or str(error))
+            self._reject(peer, other_release(version_of(frames[0])) or str(error))
         except DescriptorLimitError as error:
             TRANSPORT.error("message from connection %r dropped: %s", _shown(peer), error)
 
@@ -388,14 +388,13 @@ class Shard:
             self._requester.failed(worker, UNREACHABLE)
 
 
-def _other_release(frame: memoryview) -> str:
-    """Return why the handshake of another release, which may have other fields, is refused; empty for this release."""
-    version = version_of(frame)
+def other_release(version: int) -> str:
+    """Return why a worker with another version of the protocol is refused; empty if it has this one."""
     if version == PROTOCOL_VERSION:
         return ""
     return (
-        f"the worker uses version {version} of the protocol, its shard version {PROTOCOL_VERSION}: install "
-        f"torch_dpflow {__version__}, the shard's release, where the worker runs"
+        f"it has version {version} of the protocol, and its shard {PROTOCOL_VERSION}: install torch_dpflow "
+        f"{__version__}, the shard's release, where workers run"
     )
 
 

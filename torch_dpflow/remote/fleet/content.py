@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch_dpflow._version import __version__
 from torch_dpflow.errors import MessageError
-from torch_dpflow.ipc.messages.headers import PROTOCOL_VERSION
 from torch_dpflow.ipc.messages.remote_worker import PIECE_BYTES
 from torch_dpflow.log import LOADER, SERVICE
 from torch_dpflow.remote.shipping.compatibility import missing_text, unfit, versions_here, warnings_of
@@ -69,16 +67,6 @@ class RemoteContent:
     def missing(self, modules: Sequence[str]) -> str:
         """Return why a worker without these modules cannot load it, and what to do."""
         return missing_text(name for name in modules if name.replace(".", "").isidentifier())
-
-
-def other_release(version: int) -> str:
-    """Return why a worker with another protocol version is rejected; empty if it has this one."""
-    if version == PROTOCOL_VERSION:
-        return ""
-    return (
-        f"it has version {version} of the protocol and this process {PROTOCOL_VERSION}: install torch_dpflow "
-        f"{__version__} where workers run"
-    )
 
 
 #: After how long to log how many workers have connected, if not all have, seconds.

@@ -26,7 +26,7 @@ from torch_dpflow.ipc.messages.remote_worker import (
 from torch_dpflow.ipc.transport import Frame
 from torch_dpflow.log import TRANSPORT
 from torch_dpflow.metrics import WorkerTime
-from torch_dpflow.remote.fleet.content import BATCH_WORKERS, RemoteContent, Shortage, WorkerKind, other_release
+from torch_dpflow.remote.fleet.content import BATCH_WORKERS, RemoteContent, Shortage, WorkerKind
 from torch_dpflow.remote.fleet.lifecycle import SUSPECT_S, Fleet
 from torch_dpflow.remote.fleet.worker_listener import WorkerListener
 from torch_dpflow.remote.fleet.worker_states import (
@@ -47,7 +47,7 @@ from torch_dpflow.remote.fleet.worker_states import (
 )
 from torch_dpflow.remote.launchers.contract import Ended, PlatformSource, RemotePlatform, prefix_of
 from torch_dpflow.workers.platform import Handle
-from torch_dpflow.workers.shard import Shard
+from torch_dpflow.workers.shard import Shard, other_release
 
 #: How often the platform is asked about all workers because connections have ended, at most, seconds.
 ASK_S = 2.0
