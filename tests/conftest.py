@@ -19,7 +19,7 @@ import torch
 import zmq
 from hypothesis import HealthCheck, settings
 
-from tests import huge_pages, missing_parts
+from tests import huge_pages, missing_parts, process_settings
 from tests.holdings import Holdings
 from tests.new_process import spawn_preloaded
 from tests.shared_cluster import TestCluster, wait
@@ -181,6 +181,28 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     if not request.node.stash.get(_PASSED, False):
         return  # the traceback of a failed test keeps its loaders alive
     _check_released(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_settings_of_module() -> Iterator[None]:
+    """Fixtures of a module leave the process's settings as they found them."""
+    before = process_settings.settings()
+    yield
+    _check_unchanged(before)
+
+
+@pytest.fixture(autouse=True)
+def no_settings(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that passes leaves the process's settings as it found them."""
+    before = process_settings.settings()
+    yield
+    if request.node.stash.get(_PASSED, False):
+        _check_unchanged(before)
+
+
+def _check_unchanged(before: dict[str, Any]) -> None:
+    changed = process_settings.changed(before)
+    assert not changed, "settings left to the next test:\n  " + "\n  ".join(changed)
 
 
 @pytest.fixture(scope="module")

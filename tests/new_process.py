@@ -19,14 +19,13 @@ from typing import Any
 import torch
 from torch._utils import ExceptionWrapper
 
+from tests.started_processes import MARK
 from torch_dpflow.remote.launchers.processes import NAME_VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 FORK = multiprocessing.get_context("fork")
 LIBC = ctypes.CDLL(None)
 PR_SET_CHILD_SUBREAPER = 36
-#: Environment variable of what a test starts: the test processes above it, each with the part of its run.
-MARK = "PYTEST_STARTED_BY"
 #: Variables that processes read of others, and the longest value of one, characters.
 SHOWN, MAX_SHOWN = (MARK, NAME_VARIABLE), 1000
 #: How variables begin that are read as a process starts.

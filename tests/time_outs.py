@@ -5,12 +5,10 @@ pytest-timeout alone raises wherever the process is: in a report this ends the w
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,7 +18,7 @@ from _pytest.outcomes import OutcomeException
 from _pytest.runner import call_and_report
 
 from tests.holdings import descendants
-from tests.new_process import MARK
+from tests.started_processes import MARK, end, end_after, started_by
 
 #: The time-out is repeated after so long, in the rest of the test and in its teardown; seconds.
 REPEATED_S = 30.0
@@ -43,6 +41,7 @@ class TimeOuts:
         self._before: set[int] = set()
         self._fired = False
         self._mark("")
+        end_after(os.getpid(), f"{self._process}.")
 
     def _mark(self, number: str) -> None:
         os.environ[MARK] = f"{self._above} {self._process}.{number}.".strip()
@@ -131,25 +130,3 @@ def may_raise(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def started_by(name: str) -> set[int]:
-    """Return the processes with a mark that begins with `name`. Detached ones are found too."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):
-                for variable in (entry / "environ").read_text(errors="replace").split("\0"):
-                    if variable.startswith(f"{MARK}=") and f" {name}" in variable.replace("=", " "):
-                        found.add(int(entry.name))
-    return found
-
-
-def end(pids: set[int]) -> None:
-    """Kill processes and wait until the children among them end. The code that started a child still reaps it."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-    for pid in pids:
-        with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)

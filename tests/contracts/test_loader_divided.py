@@ -142,9 +142,9 @@ def test_all_workers_load_one_batch() -> None:
 
 def test_rows_of_a_late_batch_do_not_begin_its_wait_again(opened: list[int]) -> None:
     rows = iter(loader(Samples(ROWS, at=lambda index: time.sleep(0.15)), 2, timeout=1, options=BY_SAMPLE))
-    with pytest.raises(LoaderTimeoutError, match="it waits for"):
-        next(rows)
-    assert opened
+    while not opened:  # on a busy machine, a first wait may end before the batch has begun
+        with pytest.raises(LoaderTimeoutError, match="it waits for"):
+            next(rows)
     (batch,) = patiently(rows)
     assert batch["label"].tolist() == [*range(ROWS)]
 

@@ -6,10 +6,11 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from tests.new_process import MARK, ROOT
-from tests.time_outs import started_by
+from tests.new_process import ROOT
+from tests.started_processes import MARK, end_after, started_by
 
 #: Each hangs somewhere else; every second test passes.
 TESTS = """
@@ -118,3 +119,16 @@ def test_a_time_out_fails_one_test(tmp_path: Path) -> None:
     assert outcomes == OUTCOMES, done.stdout
     assert re.search(r"\b4 failed, 5 passed, 3 errors\b", done.stdout), done.stdout
     assert not started_by(os.environ[MARK].split()[-1]), "processes of the tests still run"
+
+
+def test_what_a_killed_test_process_has_started_is_ended(eventually: Callable[..., None]) -> None:
+    name = f"{os.urandom(8).hex()}."
+    with subprocess.Popen(["sleep", "1000"]) as tests, subprocess.Popen(["sleep", "1000"]) as other:
+        started = {**os.environ, MARK: f"{os.environ[MARK]} {name}7."}
+        subprocess.run(["setsid", "--fork", "sleep", "1000"], env=started, check=True)
+        end_after(tests.pid, name)
+        assert len(started_by(name)) == 1, "it waits for the end of the process"
+        tests.kill()
+        eventually(lambda: not started_by(name), what="the end of what it started")
+        assert other.poll() is None
+        other.kill()

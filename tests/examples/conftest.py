@@ -13,11 +13,17 @@ tqdm.get_lock()
 tqdm.monitor_interval = 0
 
 
-@pytest.fixture(autouse=True)
 def torch_as_before() -> Iterator[None]:
     """Training sets process-wide switches of torch, as a script may and a test may not."""
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
-    yield
+    determinism = torch.get_deterministic_debug_mode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        yield
     torch.set_num_threads(threads)
     torch.backends.cudnn.benchmark = benchmark
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode(determinism)
+
+
+torch_as_before_test = pytest.fixture(autouse=True)(torch_as_before)
+torch_as_before_module = pytest.fixture(autouse=True, scope="module")(torch_as_before)

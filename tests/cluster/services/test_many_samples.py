@@ -283,7 +283,7 @@ def test_a_router_answers_heartbeats_while_a_job_with_a_part_joins(
         try:
             join = Join("part", spec.instance, 7, 0, 4, None, True)
             pending = client.begin("join", join, [part.tobytes()], reply_type=Joined)
-            assert joining.wait(timeout=20)
+            assert joining.wait(150)
             client.call("register_shard", RegisterShard(SHARD, 1, "ipc:///shard", "t", 9), reply_type=RangeAssignment)
             client.call("heartbeat", JobHeartbeat(first.id, None, True), reply_type=JobHeartbeatReply)
             for refused in (lambda: first.draw(0, 8), lambda: Job(client, spec, "other")):

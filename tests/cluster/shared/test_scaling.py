@@ -15,6 +15,7 @@ from tests.chaos.chaos_jobs import ChaosJob, Nursery
 from tests.cluster_command import CommandedCluster
 from tests.shared_cluster import wait
 from tests.shared_datasets import Numbers
+from tests.worker_cases import has_ended
 from torch_dpflow import ALSDCache, DPFlowDataLoader, JobOptions
 from torch_dpflow.cli.main import root
 from torch_dpflow.cluster.client.open_job import SharedJob
@@ -48,7 +49,8 @@ def dpflow(cluster: CommandedCluster, *arguments: str) -> Any:
 
 
 def processes(cluster: CommandedCluster, role: str) -> list[str]:
-    return [view.id for view in cluster.processes() if view.role == role]
+    """Ids of the processes of a role that run: a node lists a killed one until it has reaped it."""
+    return [view.id for view in cluster.processes() if view.role == role and not has_ended(view.pid)]
 
 
 def processes_of(cluster: CommandedCluster, flow: str, role: str) -> list[str]:
