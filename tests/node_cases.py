@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torchdata.nodes import BaseNode
 
+from torch_dpflow.nodes import Mapper
+
 
 class Counting(BaseNode[Any]):
     """Yields (epoch, number). Raises what `errors` has for a number, and continues after it."""
@@ -140,3 +142,29 @@ def check_contract(make: Callable[[], Any], size: int, *, restored: Callable[[],
     assert list(node) == []
     node.reset()
     assert list(node) == following, "the epoch after a restored end"
+
+
+def check_kills(platform: Any, size: int) -> None:
+    """A worker is killed, and later the mapper is left; another one goes on where it was."""
+    sign = -1  # of a closure, which pickle alone could not send
+
+    def with_process(item: tuple[int, int]) -> tuple[int, int, int]:
+        return item[0], sign * item[1], os.getpid()
+
+    got: list[Any] = []
+    state = None
+    pids = set()
+    for workers, last in ((2, size // 2), (1, size)):
+        node = Mapper(Counting(size), with_process, workers, platform=platform)
+        node.reset(state)
+        while len(got) < last:
+            *result, pid = next(node)
+            got.append(tuple(result))
+            pids.add(pid)
+            if len(got) == size // 6:
+                os.kill(pid, signal.SIGKILL)
+        state = node.state_dict()
+        node.shutdown()
+    assert got == [(0, -number) for number in range(size)]
+    assert os.getpid() not in pids
+    assert len(pids) >= 3

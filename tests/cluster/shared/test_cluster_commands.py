@@ -172,7 +172,7 @@ def test_down_ends_a_cluster_that_is_still_coming_up(tmp_path: Path, monkeypatch
     thread = threading.Thread(target=come_up, daemon=True)
     thread.start()
     assert run("down", "--address", address).exit_code == 0
-    thread.join(60)
+    thread.join(150)
     assert not thread.is_alive()
 
 

@@ -23,13 +23,10 @@ from tests.shared_datasets import SlowNumbers
 from tests.worker_cases import has_ended
 from torch_dpflow.cli.main import root
 from torch_dpflow.cluster.client.open_job import JobOptions
-from torch_dpflow.cluster.services.local_cluster import ClusterOptions
-from torch_dpflow.errors import OptionError
 from torch_dpflow.remote import Ray
 from torch_dpflow.remote.launchers.ray import RayLauncher
 
-pytestmark = needs_ray
-slow = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_ray]
 
 OPTIONS = JobOptions(reconnect_timeout_s=120.0, ready=1, requested=2)
 SIZE = 300
@@ -99,7 +96,6 @@ def is_within(pid: int, ancestors: dict[int, int]) -> bool:
     return bool({one.pid for one in psutil.Process(pid).parents()} & ancestors.keys())
 
 
-@slow
 def test_samples_go_in_one_hop_from_nodes_and_a_killed_one_is_replaced(
     up: Callable[[str], CommandedCluster], flow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +124,6 @@ def test_samples_go_in_one_hop_from_nodes_and_a_killed_one_is_replaced(
     assert "has ended on its platform" in cluster.log.read_text()
 
 
-@slow
 def test_nodes_are_replaced_on_other_nodes_of_ray(ray: Any, up: Callable[[str], CommandedCluster], flow: str) -> None:
     added = [add_node(ray, 1) for _ in range(2)]
     cluster = up("4")
@@ -151,7 +146,6 @@ def test_nodes_are_replaced_on_other_nodes_of_ray(ray: Any, up: Callable[[str], 
         ray.remove_node(node)
 
 
-@slow
 def test_a_frozen_node_is_ended_and_replaced(up: Callable[[str], CommandedCluster], flow: str) -> None:
     cluster = up("2")
     before = await_nodes(cluster, 2)
@@ -168,7 +162,6 @@ def test_a_frozen_node_is_ended_and_replaced(up: Callable[[str], CommandedCluste
     assert has_ended(frozen)
 
 
-@slow
 def test_an_epoch_outlives_the_provisioner_and_all_its_nodes(up: Callable[[str], CommandedCluster], flow: str) -> None:
     cluster = up("2")
     before = await_nodes(cluster, 2)
@@ -182,7 +175,6 @@ def test_an_epoch_outlives_the_provisioner_and_all_its_nodes(up: Callable[[str],
         assert sorted(seen + keys(batches)) == [*range(SIZE)]
 
 
-@slow
 def test_nodes_follow_the_number_of_workers(
     ray: Any, up: Callable[[str], CommandedCluster], flow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,7 +200,6 @@ def test_nodes_follow_the_number_of_workers(
     ray.remove_node(added)
 
 
-@slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_nodes_end_with_the_cluster(up: Callable[[str], CommandedCluster], number: signal.Signals) -> None:
     cluster = up("2")
@@ -219,7 +210,6 @@ def test_nodes_end_with_the_cluster(up: Callable[[str], CommandedCluster], numbe
     wait(lambda: all(map(has_ended, running)), what="the end of all processes of nodes")
 
 
-@slow
 def test_nodes_without_room_are_reported(up: Callable[[str], CommandedCluster], flow: str, monkeypatch: Any) -> None:
     monkeypatch.setenv("DPFLOW_PLATFORM_RAY_WAIT_S", "12")
     cluster = up("3")
@@ -234,7 +224,6 @@ def test_nodes_without_room_are_reported(up: Callable[[str], CommandedCluster], 
         assert sorted(keys(job.traverse(0))) == [*range(20)]
 
 
-@slow
 def test_why_no_node_can_be_started_is_reported(
     up: Callable[[str], CommandedCluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,10 +238,3 @@ def test_why_no_node_can_be_started_is_reported(
     assert "cannot be started: " in status()
     assert "/nowhere" in status()
     assert "no node runs on platform ray, next try in 30 s: " in cluster.log.read_text()
-
-
-def test_nodes_that_no_node_of_ray_can_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DPFLOW_PLATFORM_RAY_CPUS", "2")
-    told = "no node fits into the Ray cluster: it takes 2 CPUs, and no node of the cluster has more than 1 CPUs"
-    with pytest.raises(OptionError, match=told):
-        ClusterOptions(platform="ray", nodes="2")

@@ -58,7 +58,7 @@ def threads_of_jobs() -> list[str]:
 def await_leaving(cluster: TestCluster, flow: str) -> None:
     """Wait until the threads have ended and the job has left: its lease would last for longer."""
     wait(lambda: not threads_of_jobs(), what="the threads' end")
-    wait(lambda: not cluster.flows()[f"{flow}:v1"].jobs, within_s=30, what="the job's leaving")
+    wait(lambda: not cluster.flows()[f"{flow}:v1"].jobs, what="the job's leaving")
 
 
 def test_a_loader_collected_in_its_own_reading_thread_leaves(

@@ -75,8 +75,8 @@ def test_nothing_is_left_running_after_the_heads_death(
         keys([next(job.traverse(0))])
         services = [view.pid for view in cluster.processes()]
         os.kill(cluster.pid, signal.SIGKILL)
-        wait(lambda: all(map(has_ended, services)), within_s=20.0, what="the end of all services")
-        wait(lambda: not double.workers(), within_s=60.0, what="the end of all workers")
+        wait(lambda: all(map(has_ended, services)), what="the end of all services")
+        wait(lambda: not double.workers(), what="the end of all workers")
         if platform == "kubernetes":  # pods that have ended stay for whoever lists them next
             double.server.ahead_s = -3600.0
             listed(double, monkeypatch)

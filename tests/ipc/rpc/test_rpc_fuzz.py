@@ -61,7 +61,7 @@ def fiend(server: RpcServer) -> Iterator[Connection]:
     """A peer that has said Handshake, and may say anything now."""
     connection = connect(server.address)
     connection.send([encode(Handshake(PROTOCOL_VERSION, PayloadOffer(os.getpid())))])
-    assert connection.receive(20) is not None
+    assert connection.receive(150) is not None
     yield connection
     connection.close()
 
@@ -130,7 +130,7 @@ def test_payload_that_does_not_fit_its_packing_is_answered_as_an_error(
     server: RpcServer, fiend: Connection, packing: Packing, frames: list[bytes], open_client: OpenClient
 ) -> None:
     fiend.send([encode(Request(1, "echo", 10.0, EMPTY_BODY, packing)), *frames])
-    answer = fiend.receive(20)
+    answer = fiend.receive(150)
     assert answer is not None
     assert msgspec.msgpack.decode(answer[0])[:3] == [12, 1, ErrorKind.MALFORMED]
     still_serves(server, open_client)
@@ -149,7 +149,7 @@ def test_memory_stays_flat_under_nonsense(ipc_address: str, start_server: StartS
                 peer.send([content, bytes(20_000)])
             for call in range(20):
                 peer.send([encode(Request(call, "echo", 1.0)), bytes(10_000)])
-            peer.receive(20)
+            peer.receive(150)
             client.call("echo", number)
             peer.close()
 

@@ -73,7 +73,7 @@ def test_socket_that_a_killed_process_left_is_taken_over(tmp_path: Path) -> None
     listener = listen(f"ipc://{tmp_path}/socket")
     connection = connect(listener.address)
     connection.send([b"hello"])
-    assert listener.receive(20) is not None
+    assert listener.receive(150) is not None
     connection.close()
     listener.close()
 

@@ -25,14 +25,14 @@ def full(path: str) -> tuple[int, bool, int]:
     # What the test process has open comes on top.
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 65, hard))
     taken = 0
-    while (message := listener.receive(20.0 if not taken else 0.3)) is not None or os.path.exists(path):
+    while (message := listener.receive(150.0 if not taken else 0.3)) is not None or os.path.exists(path):
         if message is not None:
             taken += listener.send(*message)
     hidden = not os.path.exists(path)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     rest = 0
     while taken + rest < 120:
-        message = listener.receive(20.0)
+        message = listener.receive(150.0)
         if message is not None:
             rest += listener.send(*message)
     os.waitpid(child, 0)

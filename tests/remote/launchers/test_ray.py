@@ -438,6 +438,21 @@ def test_a_cluster_does_not_start_where_its_ray_does_not_answer(monkeypatch: pyt
         ClusterOptions(platform="ray")
 
 
+def test_nodes_that_no_node_of_ray_can_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPFLOW_PLATFORM_RAY_CPUS", str(CPUS + 1))
+    message = f"it takes {CPUS + 1} CPUs, and no node of the cluster has more than {CPUS} CPUs"
+    with pytest.raises(OptionError, match=f"no node fits into the Ray cluster: {message}"):
+        ClusterOptions(platform="ray", nodes="2")
+
+
+@pytest.mark.slow
+def test_a_mapper_goes_on_through_a_kill() -> None:
+    pytest.importorskip("torchdata.nodes", reason="torchdata is not installed")
+    from tests.node_cases import check_kills
+
+    check_kills(Ray(cpus=SHARE), 120)
+
+
 @pytest.mark.slow
 def test_trials_of_the_example_share_what_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
