@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import tempfile
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import util
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import zmq
@@ -75,7 +77,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     # How long a machine takes says nothing of the code: hypothesis would fail tests for it while others work.
-    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    # The same examples each time, but for `make test-slow`: else a run could fail for what another change has done.
+    settings.register_profile("untimed", untimed, derandomize=config.option.markexpr != "slow")
     settings.load_profile("untimed")
     # Other test processes work in /tmp too; in a directory of our own, whatever is left over is ours.
     shared = os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
@@ -110,11 +114,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place[item.nodeid.partition("::")[0]])
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     _keep()
     gc.enable()
     huge_pages.collapse()
     _send_without_copy()
+    session.stash[_SETTINGS] = process_settings.settings()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -124,6 +129,20 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     finally:
         if nextitem is None or nextitem.path != item.path:
             _keep()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """A file leaves the process's settings as it found them, whatever its tests and its fixtures set meanwhile."""
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        changed = process_settings.changed(item.session.stash[_SETTINGS])
+        item.session.stash[_SETTINGS] = process_settings.settings()
+        assert not changed, "settings left to the next file:\n  " + "\n  ".join(changed)
+    return result
+
+
+_SETTINGS = pytest.StashKey[dict[str, Any]]()
 
 
 def _keep() -> None:
@@ -183,26 +202,12 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     _check_released(before)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def no_settings_of_module() -> Iterator[None]:
-    """Fixtures of a module leave the process's settings as they found them."""
-    before = process_settings.settings()
-    yield
-    _check_unchanged(before)
-
-
 @pytest.fixture(autouse=True)
-def no_settings(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that passes leaves the process's settings as it found them."""
-    before = process_settings.settings()
-    yield
-    if request.node.stash.get(_PASSED, False):
-        _check_unchanged(before)
-
-
-def _check_unchanged(before: dict[str, Any]) -> None:
-    changed = process_settings.changed(before)
-    assert not changed, "settings left to the next test:\n  " + "\n  ".join(changed)
+def seeded() -> None:
+    """What a test draws depends neither on the tests before it nor on chance."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="module")

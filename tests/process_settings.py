@@ -1,4 +1,4 @@
-"""Settings of the process that a test could leave to the next: signals, environment, limits, torch's defaults."""
+"""Settings of the process that a test file could leave to the next: signals, environment, limits, torch's defaults."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def settings() -> dict[str, Any]:
     found |= {name: resource.getrlimit(getattr(resource, name)) for name in LIMITS}
     for name in LOGGERS:
         logger = logging.getLogger(name)
-        found[f"logger {name}"] = logger.level, logger.propagate, logger.disabled, tuple(logger.handlers)
+        handlers = [one for one in logger.handlers if not type(one).__module__.startswith("_pytest.")]
+        found[f"logger {name}"] = logger.level, logger.propagate, logger.disabled, handlers
     return found | {
         "wake-up descriptor": wakeup,
         "working directory": os.getcwd(),
