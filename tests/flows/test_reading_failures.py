@@ -49,7 +49,7 @@ IMPATIENT = ReadOptions(timeout_s=0.3, deadline_s=0.5, attempts=2, backoff_s=0.0
 LIMITED = ReadOptions(timeout_s=3.0, deadline_s=3.0, attempts=1)
 PATIENT = ReadOptions(timeout_s=60.0, deadline_s=60.0, attempts=3, backoff_s=0.01)
 HANGING = (Fault.HANG, Fault.TRICKLE)
-QUICK = JobOptions(idle_s=10.0, reconnect_timeout_s=60.0)
+QUICK = JobOptions(idle_s=10.0)
 
 
 @dataclass(frozen=True, kw_only=True)

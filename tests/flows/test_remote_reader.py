@@ -33,7 +33,7 @@ from torch_dpflow.datasets import DatasetStore
 from torch_dpflow.errors import OptionError, OptionTypeError, StageError, UsageError
 from torch_dpflow.flows import DataLoadFlow, LocalDataLoadFlowReader, RemoteDataLoadFlowReader, random_split
 
-QUICK = JobOptions(idle_s=3.0, reconnect_timeout_s=60.0)
+QUICK = JobOptions(idle_s=3.0)
 _names = itertools.count()
 
 
@@ -236,7 +236,7 @@ flow = DataLoadFlow("test/processes", 1).dataset("core/x", samples=[(n, n % 3) f
 flow.map_data("image", lambda number: torch.full((3, 2, 2), float(number)), cache="always")
 flow.map_data("normalize", v2.Normalize([0.5] * 3, [0.25] * 3), cache="always")
 flow.map_data("shift", lambda image, by=torch.ones(1): image + by, cache="always")
-job = JobOptions(idle_s=3.0, reconnect_timeout_s=60.0)
+job = JobOptions(idle_s=3.0)
 mapped = flow.prepare_read(RemoteDataLoadFlowReader(address=sys.argv[1], workers=1, job=job)).to_mapped()
 told = [(int(image[0, 0, 0]), label) for image, label in mapped.__getitems__(list(range(6)))]
 os.write(1, f"{told}\\n".encode())  # whole, beside the other's

@@ -55,7 +55,7 @@ def join(cluster: TestCluster) -> Iterator[Callable[..., SharedJob]]:
 
     def join(flow: str, dataset: Any, **given: Any) -> SharedJob:
         fields = {name: given.pop(name) for name in list(given) if name in JobOptions.__dataclass_fields__}
-        options = JobOptions(**{"idle_s": 3.0, "reconnect_timeout_s": 60.0, **fields})
+        options = JobOptions(**{"idle_s": 3.0, **fields})
         jobs.append(open_job(flow, dataset, address=cluster.address, options=options, **given))
         return jobs[-1]
 

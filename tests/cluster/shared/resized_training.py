@@ -28,7 +28,7 @@ def loader_of(given: dict[str, Any], **ranks: int) -> DPFlowDataLoader[Any]:
     kind: Any = {"DistributedSampler": DistributedSampler, "DynaGCSSampler": DynaGCSSampler}[given["sampler"]]
     flow: dict[str, Any] = {}
     if given["flow"]:
-        job = JobOptions(idle_s=3.0, reconnect_timeout_s=60.0, name=given["name"])
+        job = JobOptions(idle_s=3.0, name=given["name"])
         flow = {"flow": given["flow"], "address": given["address"], "job": job}
     return DPFlowDataLoader(
         dataset,

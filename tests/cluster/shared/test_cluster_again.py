@@ -28,7 +28,7 @@ from torch_dpflow.cluster.security.connection_file import (
 from torch_dpflow.errors import OptionError
 
 SECRET = "wJalrXUtnFEMI-bPxRfiCYEXAMPLEKEY"
-OPTIONS = JobOptions(reconnect_timeout_s=60.0, ready=1, requested=2)
+OPTIONS = JobOptions(ready=1, requested=2)
 
 
 def keys(batches: object) -> list[int]:

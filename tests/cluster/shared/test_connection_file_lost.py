@@ -46,7 +46,7 @@ def session(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TestClus
 def test_a_cluster_goes_on_without_its_connection_file_and_writes_it_again(session: TestCluster, flow: str) -> None:
     folder = Path(session.address).parent
     before = find_cluster(session.address)
-    options = JobOptions(idle_s=3.0, reconnect_timeout_s=60.0)
+    options = JobOptions(idle_s=3.0)
     with open_job(flow, Numbers(400), address=session.address, batch_size=4, options=options) as job:
         reading = job.traverse(0)
         keys = next(reading)[1].tolist()

@@ -49,14 +49,14 @@ def test_a_job_on_a_host_whose_clock_is_behind_takes_up_the_name_of_one_before(
     state = first.state()
     first.close()
     step(-600)
-    second = join(flow, Numbers(40), batch_size=4, name="training", reconnect_timeout_s=60.0)
+    second = join(flow, Numbers(40), batch_size=4, name="training")
     assert sorted(seen + keys(second.traverse(0, done=state))) == list(range(40))
 
 
 def test_a_clock_that_steps_back_while_a_router_comes_back_holds_up_nobody(
     cluster: TestCluster, join: Join_, flow: str, step: Callable[[float], None]
 ) -> None:
-    job = join(flow, Numbers(400), batch_size=4, reconnect_timeout_s=60.0)
+    job = join(flow, Numbers(400), batch_size=4)
     batches = job.traverse(0)
     seen = keys(islice(batches, 3))
     for _ in range(2):

@@ -224,7 +224,7 @@ def test_loaders_that_take_turns_share_a_cluster_with_room_for_fewer(flow: str, 
                 num_workers=1,
                 flow=f"{flow}/{part}",
                 address=cluster.address,
-                job=JobOptions(reconnect_timeout_s=60.0),
+                job=JobOptions(),
             )
             for part in ("train", "validation", "test")
         ]

@@ -46,7 +46,7 @@ class Reader:
         self.fast.set()
         self.batches = 0
         self.epochs: list[list[int]] = []
-        options = JobOptions(name=name, idle_s=3.0, reconnect_timeout_s=60.0)
+        options = JobOptions(name=name, idle_s=3.0)
         given: Any = {"batch_size": BATCH, "workers": 2, "seed": len(name)}
         self.job: SharedJob = open_job("free", Numbers(SAMPLES), address=cluster.address, options=options, **given)
         self.error: BaseException | None = None

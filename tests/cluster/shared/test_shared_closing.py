@@ -26,7 +26,7 @@ Make = Callable[..., DPFlowDataLoader[Any]]
 @pytest.fixture
 def make(cluster: TestCluster, flow: str) -> Make:
     def make(**arguments: Any) -> DPFlowDataLoader[Any]:
-        job = JobOptions(idle_s=60.0, reconnect_timeout_s=60.0)
+        job = JobOptions(idle_s=60.0)
         return DPFlowDataLoader(
             Numbers(60), batch_size=2, flow=flow, address=cluster.address, job=job, num_workers=2, **arguments
         )

@@ -25,7 +25,7 @@ def test_fast_jobs_one_after_the_other_hear_what_they_share(cluster: TestCluster
     dataset: Any = ALSDCache(Numbers(200), "64MiB") if keeps else Numbers(200)
 
     def make() -> DPFlowDataLoader[Any]:
-        options = JobOptions(idle_s=60.0, reconnect_timeout_s=60.0)
+        options = JobOptions(idle_s=60.0)
         return DPFlowDataLoader(
             dataset,
             batch_size=10,
@@ -84,7 +84,7 @@ def test_a_job_that_waits_hears_what_limits_its_flow(
         num_workers=1,
         flow=flow,
         address=cluster.address,
-        job=JobOptions(idle_s=3.0, reconnect_timeout_s=60.0),
+        job=JobOptions(idle_s=3.0),
     )
     assert "too little was read" in loader.explain().meaning
     for _ in loader:
@@ -113,7 +113,7 @@ def test_a_job_hears_what_its_flows_workers_have_taken_and_its_own_part(
             num_workers=1,
             flow=flow,
             address=cluster.address,
-            job=JobOptions(name=name, idle_s=3.0, reconnect_timeout_s=60.0),
+            job=JobOptions(name=name, idle_s=3.0),
         )
         for name in ("one", "other")
     ]

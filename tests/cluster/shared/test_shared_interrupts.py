@@ -21,7 +21,7 @@ SIZE = 400
 @pytest.fixture
 def make(cluster: TestCluster, flow: str) -> Iterator[Any]:
     def make(**arguments: Any) -> DPFlowDataLoader[Any]:
-        job = JobOptions(idle_s=3.0, reconnect_timeout_s=60.0)
+        job = JobOptions(idle_s=3.0)
         return DPFlowDataLoader(
             Numbers(SIZE),
             flow=flow,

@@ -22,7 +22,7 @@ from torch_dpflow import DPFlowDataLoader, JobOptions, LoaderOptions
 from torch_dpflow.errors import NotPicklableError, OptionError, OptionTypeError, StateError, UsageError
 
 Make = Callable[..., DPFlowDataLoader[Any]]
-QUICK = JobOptions(idle_s=3.0, reconnect_timeout_s=60.0)
+QUICK = JobOptions(idle_s=3.0)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def keys(batches: Any) -> list[int]:
 
 
 def test_batches_of_samples_that_all_kill_are_given_up_one_by_one(join: Join, flow: str) -> None:
-    batches = join(flow, AllDeadly(64), batch_size=16, reconnect_timeout_s=60.0).traverse(0)
+    batches = join(flow, AllDeadly(64), batch_size=16).traverse(0)
     for _ in range(2):
         with pytest.raises(PoisonTaskError, match=r"sample \d+: .*took down 3 workers"):
             next(batches)

@@ -25,7 +25,7 @@ Make = Callable[..., DPFlowDataLoader[Any]]
 def make(cluster: TestCluster, flow: str) -> Make:
     def make(**given: Any) -> DPFlowDataLoader[Any]:
         size = {} if "batch_sampler" in given else {"batch_size": 4}
-        options = JobOptions(name=f"{flow}/run", idle_s=3.0, reconnect_timeout_s=60.0)
+        options = JobOptions(name=f"{flow}/run", idle_s=3.0)
         arguments = {"dataset": Numbers(SIZE), "num_workers": 1, "flow": flow, "address": cluster.address}
         return DPFlowDataLoader(**arguments | {"job": options} | size | given)
 
@@ -114,7 +114,7 @@ for attempt, members in enumerate([[0, 1], [2, 1, 0], [1, 2]]):
     if loader is None or given["is_new"]:
         loader = DPFlowDataLoader(dataset, batch_size=4, sampler=sampler, num_workers=1, flow=given["flow"],
                                   address=given["address"],
-                                  job=JobOptions(name=given["name"], idle_s=3.0, reconnect_timeout_s=60.0))
+                                  job=JobOptions(name=given["name"], idle_s=3.0))
     else:
         vars(loader.batch_sampler)["sampler"] = vars(loader)["sampler"] = sampler
     batches = iter(loader)
@@ -168,7 +168,7 @@ for kind, make in SAMPLERS.items():
     sampler = make(2, mesh["dp"].get_local_rank())
     size = {} if "batch_sampler" in sampler else {"batch_size": 4}
     loader = DPFlowDataLoader(Numbers(given["size"]), num_workers=1, flow=given["flow"], address=given["address"],
-                              job=JobOptions(idle_s=3.0, reconnect_timeout_s=60.0), **size, **sampler)
+                              job=JobOptions(idle_s=3.0), **size, **sampler)
     state = given["states"].get(kind)
     try:
         if state is not None:

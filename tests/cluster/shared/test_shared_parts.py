@@ -33,7 +33,7 @@ def dataset(tmp_path: Path) -> Numbers:
 @pytest.fixture
 def loader(cluster: TestCluster, flow: str) -> Callable[..., DPFlowDataLoader[Any]]:
     def loader(part: Any, **given: Any) -> DPFlowDataLoader[Any]:
-        options = JobOptions(idle_s=3.0, reconnect_timeout_s=60.0, memory_bytes=MEMORY, **given.pop("options", {}))
+        options = JobOptions(idle_s=3.0, memory_bytes=MEMORY, **given.pop("options", {}))
         defaults: dict[str, Any] = {
             "batch_size": 4,
             "num_workers": 2,
@@ -140,9 +140,7 @@ def test_parts_of_a_flow_are_ordered_by_its_router(cluster: TestCluster, flow: s
     described = DataLoadFlow(flow, 1)
     described.dataset("core/numbers", "v1", "train", samples=dataset)
     described.map_target("label", int, cache="always")
-    reader = RemoteDataLoadFlowReader(
-        address=cluster.address, workers=1, job=JobOptions(idle_s=3.0, reconnect_timeout_s=60.0), seed=3
-    )
+    reader = RemoteDataLoadFlowReader(address=cluster.address, workers=1, job=JobOptions(idle_s=3.0), seed=3)
     read = described.prepare_read(reader)
     training, validation = random_split(read, [50, 10])
     for part in (training, validation):

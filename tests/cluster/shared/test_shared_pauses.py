@@ -22,7 +22,7 @@ ORDERS = pytest.mark.parametrize(
 @pytest.fixture
 def open_loader(cluster: TestCluster, flow: str) -> Any:
     def opened(**order: Any) -> Any:
-        options = JobOptions(memory_bytes=ROOM, idle_s=3.0, reconnect_timeout_s=60.0)
+        options = JobOptions(memory_bytes=ROOM, idle_s=3.0)
         given: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "address": cluster.address}
         return DPFlowDataLoader(Numbers(SIZE, width=WIDTH), flow=flow, job=options, **given, **order)
 

@@ -37,7 +37,7 @@ dataset, epochs = Numbers(given["size"]), []
 for kind in (DistributedSampler, DynaGCSSampler):
     sampler = kind(dataset, seed=3)
     loader = DPFlowDataLoader(dataset, batch_size=8, sampler=sampler, num_workers=2, flow=given["flow"],
-                              address=given["address"], job=JobOptions(idle_s=3.0, reconnect_timeout_s=60.0))
+                              address=given["address"], job=JobOptions(idle_s=3.0))
     for epoch in range(2):
         sampler.set_epoch(epoch)
         epochs.append([int(key) for _, labels in loader for key in labels])
@@ -76,7 +76,7 @@ for number, make in enumerate(makes):
     def epochs(loader):
         torch.manual_seed(7)
         return [[[keys.tolist(), drawn.tolist()] for keys, drawn in loader] for _ in range(2)]
-    job = JobOptions(idle_s=3.0, reconnect_timeout_s=60.0, name="peers" if number % 2 else None)
+    job = JobOptions(idle_s=3.0, name="peers" if number % 2 else None)
     ours = epochs(DPFlowDataLoader(dataset, batch_size=8, num_workers=2, flow=given["flow"],
                                    address=given["address"], job=job, **make()))
     plain = DataLoader([(key, torch.zeros(())) for key in range(given["size"])], batch_size=8, **make())
@@ -110,7 +110,7 @@ mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 dataset, read = Numbers(given["size"]), []
 for sampler in (DynaGCSSampler(dataset, ranks=mesh["dp"], seed=3), MixtureSampler([10, 14], [5, 7], ranks=mesh["dp"])):
     loader = DPFlowDataLoader(dataset, batch_size=4, sampler=sampler, num_workers=2, flow=given["flow"],
-                              address=given["address"], job=JobOptions(idle_s=3.0, reconnect_timeout_s=60.0))
+                              address=given["address"], job=JobOptions(idle_s=3.0))
     for epoch in range(2):
         sampler.set_epoch(epoch)
         read.append([int(key) for _, labels in loader for key in labels])
@@ -395,7 +395,7 @@ def test_a_loader_of_one_rank_goes_on_from_its_state(cluster: TestCluster, flow:
             num_workers=2,
             flow=flow,
             address=cluster.address,
-            job=JobOptions(idle_s=3.0, reconnect_timeout_s=60.0),
+            job=JobOptions(idle_s=3.0),
         )
 
     loader = make()
@@ -419,7 +419,7 @@ def test_iterations_of_a_sampler_without_ranks_are_epochs(cluster: TestCluster, 
         num_workers=2,
         flow=flow,
         address=cluster.address,
-        job=JobOptions(idle_s=3.0, reconnect_timeout_s=60.0),
+        job=JobOptions(idle_s=3.0),
     )
     expected = DynaGCSSampler(range(10, 40), seed=2)
     assert [keys(loader) for _ in range(3)] == [list(expected) for _ in range(3)]
@@ -436,7 +436,7 @@ def test_ranks_of_one_name_whose_order_the_sampler_keeps_read_side_by_side(clust
             num_workers=1,
             flow=flow,
             address=cluster.address,
-            job=JobOptions(name=f"{flow}/ranks", idle_s=3.0, reconnect_timeout_s=60.0),
+            job=JobOptions(name=f"{flow}/ranks", idle_s=3.0),
         )
         for sampler in samplers
     ]

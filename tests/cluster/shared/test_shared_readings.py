@@ -24,7 +24,7 @@ def make(cluster: TestCluster, flow: str) -> Any:
     """A loader over this test's flow."""
 
     def make(name: str | None = None, **arguments: Any) -> DPFlowDataLoader[Any]:
-        job = JobOptions(idle_s=3.0, reconnect_timeout_s=60.0, name=name)
+        job = JobOptions(idle_s=3.0, name=name)
         given = {"dataset": Numbers(40), "batch_size": 4, "num_workers": 2, **arguments}
         return DPFlowDataLoader(flow=flow, address=cluster.address, job=job, **given)
 

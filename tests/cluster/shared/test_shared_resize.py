@@ -136,7 +136,7 @@ def test_loaders_of_ranks_resume_with_other_ranks_batches_and_workers(
                 num_workers=workers,
                 flow=flow,
                 address=cluster.address,
-                job=JobOptions(name=f"{flow}/{run}", idle_s=3.0, reconnect_timeout_s=60.0),
+                job=JobOptions(name=f"{flow}/{run}", idle_s=3.0),
             )
             for rank in range(count)
         ]

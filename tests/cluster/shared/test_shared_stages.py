@@ -106,7 +106,7 @@ def test_a_loader_that_goes_on_from_its_state_draws_what_it_would_have(
             generator=torch.Generator().manual_seed(3),
             flow=flow,
             address=cluster.address,
-            job=JobOptions(idle_s=3.0, reconnect_timeout_s=60.0),
+            job=JobOptions(idle_s=3.0),
         )
 
     whole = make()

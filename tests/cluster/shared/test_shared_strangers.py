@@ -32,7 +32,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluster]:
 def test_a_job_with_the_connection_file_reads_over_tcp_and_finds_a_service_again(
     cluster: TestCluster, flow: str
 ) -> None:
-    options = JobOptions(idle_s=3.0, reconnect_timeout_s=60.0)
+    options = JobOptions(idle_s=3.0)
     with open_job(flow, Numbers(400), address=cluster.address, batch_size=10, options=options) as job:
         assert find_cluster(cluster.address).address.startswith("tcp://127.0.0.1:")
         reading = job.traverse(0)

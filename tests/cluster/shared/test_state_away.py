@@ -28,7 +28,7 @@ from torch_dpflow.cluster.security.connection_file import find_cluster
 from torch_dpflow.cluster.services.state_store import open_store
 from torch_dpflow.errors import DeadlineError, DPFlowError, RemoteCallError
 
-OPTIONS = JobOptions(reconnect_timeout_s=60.0, ready=1, requested=2)
+OPTIONS = JobOptions(ready=1, requested=2)
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,7 @@ def test_what_was_acknowledged_outlives_the_coordinator(tmp_path: Path) -> None:
         content = b"nothing that would be loaded"
         digest = hashlib.sha256(content).hexdigest()
         spec = FlowSpec(name="f", version=1, size=8, content=digest, fingerprint={})
-        register(find_cluster(cluster.address), spec, content, reconnect_timeout_s=60)
+        register(find_cluster(cluster.address), spec, content, reconnect_timeout_s=120.0)
         with closing(open_store(str(state))) as store:
             wait(lambda: store.find("flow/"), what="the flow in the store")
         for method, body in (("scale", Scale("f", 3, 5)), ("delete", "f:v1")):

@@ -32,7 +32,7 @@ def keys(batches: object) -> list[int]:
 
 @pytest.mark.parametrize("role", ["router", "shard-000", "coordinator"])
 def test_a_service_whose_port_is_taken_listens_elsewhere(cluster: TestCluster, flow: str, role: str) -> None:
-    options = JobOptions(reconnect_timeout_s=60.0, ready=1, requested=2, idle_s=3.0)
+    options = JobOptions(ready=1, requested=2, idle_s=3.0)
     with open_job(flow, Numbers(400), address=cluster.address, batch_size=4, options=options) as job:
         batches = job.traverse(0)
         seen = keys(islice(batches, 3))

@@ -27,7 +27,7 @@ dist.init_process_group(given["backend"], store=store, rank=int(os.environ["RANK
 attempt, epochs = os.environ["TORCHELASTIC_RESTART_COUNT"], []
 sampler = DistributedSampler(Numbers(given["size"]), seed=3)
 loader = DPFlowDataLoader(sampler.dataset, batch_size=4, sampler=sampler, num_workers=2, flow=given["flow"],
-                          address=given["address"], job=JobOptions(idle_s=3.0, reconnect_timeout_s=60.0))
+                          address=given["address"], job=JobOptions(idle_s=3.0))
 for epoch in range(given["epochs"]):
     sampler.set_epoch(epoch)
     epochs.append([])

@@ -53,7 +53,7 @@ def test_shuffled_and_resumed_in_mid_epoch_with_other_workers(tmp_path: Path, sa
 
 
 def test_through_a_flow_on_a_cluster(tmp_path: Path, samples: Samples, common_cluster: TestCluster) -> None:
-    job = JobOptions(idle_s=3.0, reconnect_timeout_s=60.0)
+    job = JobOptions(idle_s=3.0)
     dataset = open_dataset(tmp_path / "data")
     loader = DPFlowDataLoader(
         dataset,
