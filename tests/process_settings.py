@@ -51,7 +51,7 @@ def settings() -> dict[str, Any]:
         "umask": Path("/proc/self/status").read_bytes().partition(b"\nUmask:")[2].partition(b"\n")[0],
         "locale": locale.setlocale(locale.LC_ALL),
         "tempfile.tempdir": tempfile.tempdir,
-        "sys.path": tuple(sys.path),
+        "sys.path": [folder for folder in sys.path if not folder.endswith("/ray/thirdparty_files")],
         "__main__": sys.modules["__main__"],
         "excepthooks": (sys.excepthook, threading.excepthook, sys.unraisablehook),
         "switch interval": sys.getswitchinterval(),

@@ -86,9 +86,9 @@ def test_two_jobs_read_on_while_shards_go_from_one_to_three_to_two(
         )
 
     def has_shards(count: int) -> bool:
-        assert len(processes(cluster, "worker")) <= 3
-        (flow,) = dpflow(cluster, "top", "--count", "1")["flows"]
-        if not flow["shards"] == len(processes(cluster, "shard")) == count:
+        assert len(processes_of(cluster, "scaled:v1", "worker")) <= 3
+        (flow,) = (one for one in dpflow(cluster, "top", "--count", "1")["flows"] if one["flow"] == "scaled:v1")
+        if not flow["shards"] == len(processes_of(cluster, "scaled:v1", "shard")) == count:
             return False
         generations.append(flow["generation"])
         return generations[-1] > generations[-2]

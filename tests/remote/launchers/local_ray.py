@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +21,9 @@ needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not inst
 #: A node's memory for Ray's objects: the least that it takes.
 STORE = 80 * 2**20
 
+#: Environment variables that Ray sets in its driver.
+OF_RAY = ("RAY_AUTH_MODE", "RAY_CLIENT_MODE", "PYTHONBREAKPOINT")
+
 #: How the processes are called that run workers, in their command lines.
 MEMBER = "torch_dpflow.remote.launchers.ray_cluster"
 
@@ -35,6 +39,10 @@ def ray_of(start: Callable[[Any, str], str]) -> Iterator[Any]:
         patch.setenv("RAY_AUTH_TOKEN", "t" * 40)  # else one is written to the home directory
         patch.setenv("RAY_worker_niceness", "0")  # else 15: what Ray runs waits for all other tests
         patch.delenv("RAY_ADDRESS", raising=False)
+        for name in OF_RAY:
+            patch.setenv(name, "")
+            patch.delenv(name)
+        patch.setattr(sys, "excepthook", sys.excepthook)
         import ray
 
         before = signal.getsignal(signal.SIGTERM)
