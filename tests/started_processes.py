@@ -43,7 +43,8 @@ def end(pids: set[int]) -> None:
 def end_after(pid: int, name: str) -> None:
     """Have a detached process end what is marked with `name` once the process `pid` ends, however it does."""
     command = ["setsid", "--fork", sys.executable, "-S", __file__, str(pid), name]
-    subprocess.run(command, env={"PATH": os.environ["PATH"]}, stdin=subprocess.DEVNULL, check=True)
+    none = subprocess.DEVNULL
+    subprocess.run(command, env={"PATH": os.environ["PATH"]}, stdin=none, stdout=none, stderr=none, check=True)
 
 
 if __name__ == "__main__":
