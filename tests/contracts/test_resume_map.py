@@ -14,12 +14,13 @@ from tests.loader_cases import (
     Augmented,
     Counted,
     EagerSampler,
+    Gated,
     Indices,
     StatefulSampler,
     global_rng,
     seed_everything,
 )
-from tests.new_process import in_fork
+from tests.new_process import FORK, in_fork
 from torch_dpflow.options import LoaderOptions
 
 SIZE = 14
@@ -321,6 +322,26 @@ def test_out_of_order_delivery_goes_on_with_what_is_missing(OurLoader: Any, pers
         rest = [int(index) for batch in again for index in batch]
         assert sorted(seen + rest) == list(range(60))
         assert sorted(int(index) for batch in again for index in batch) == list(range(60))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_delivered_ahead_of_the_first_one_are_left_out(OurLoader: Any, num_workers: int) -> None:
+    gate = FORK.Event()
+
+    def loader(num_workers: int) -> Any:
+        return OurLoader(Gated(8, {0: gate}), batch_size=None, num_workers=num_workers, in_order=False)
+
+    begun = loader(2)
+    iterator = iter(begun)
+    ahead = [next(iterator) for _ in range(3)]
+    state = begun.state_dict()
+    gate.set()
+    again, rest = loader(num_workers), []
+    again.load_state_dict(state)
+    for index in again:
+        rest.append(index)
+        again.state_dict()
+    assert sorted([*ahead, *rest]) == [*range(8)]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -204,6 +204,7 @@ class Plan:
 
     def forget(self, position: int) -> None:
         """Drop what belongs to batches before the one at `position`, the oldest that is not delivered."""
+        position = min(position, self.drawn)  # a resumed epoch may not have drawn again what was delivered ahead
         for kept in (self._snapshots, self._checksums):
             while kept and (oldest := next(iter(kept))) < position:
                 del kept[oldest]
