@@ -119,6 +119,28 @@ def test_pieces_come_from_several_and_through_the_death_of_the_coordinator(clust
             client.call("content", ContentRequest(digest, 0))
 
 
+def test_a_content_that_one_flow_has_announced_and_not_taken_is_stored_for_another(
+    cluster: TestCluster, flow: str
+) -> None:
+    taken, announced = os.urandom(100), os.urandom(100)
+    with cluster.coordinator() as client:
+
+        def store(content: bytes) -> str:
+            digest = hashlib.sha256(content).hexdigest()
+            assert client.call("store", ContentPiece(digest, 0, 100), [content], reply_type=int).body == 100
+            return digest
+
+        registered(client, f"{flow}/one", taken)
+        store(taken)
+        digest = registered(client, f"{flow}/other", announced)
+        again = FlowSpec(name=f"{flow}/one", version=1, size=10, content=digest, fingerprint={})
+        assert client.call("register", again, reply_type=bool).body is True
+        store(announced)
+        assert client.call("content", ContentRequest(digest, 0), reply_type=int).body == 100
+        for name in ("one", "other"):
+            client.call("delete", f"{flow}/{name}:v1")
+
+
 def test_what_came_is_kept_whole_and_under_its_own_digest_only(tmp_path: Path) -> None:
     content = os.urandom(1000)
     digest = hashlib.sha256(content).hexdigest()

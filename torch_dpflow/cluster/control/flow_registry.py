@@ -197,12 +197,9 @@ class FlowRegistry:
             del current.announced[next(iter(current.announced))]
         return []
 
-    def flow_of_content(self, content: str) -> Flow | None:
-        """Return the flow for which a job has announced this content."""
-        for flow in self._flows.values():
-            if flow.spec.content == content or content in flow.announced:
-                return flow
-        return None
+    def flows_of_content(self, content: str) -> list[Flow]:
+        """Return the flows for which jobs have announced this content."""
+        return [flow for flow in self._flows.values() if flow.spec.content == content or content in flow.announced]
 
     def accept_content(self, flow: Flow, content: str) -> list[FlowInstruction]:
         """Accept an announced content, the first that is uploaded, as the flow's.

@@ -302,9 +302,9 @@ class Coordinator:
     def _on_store(self, call: IncomingCall) -> Result | Later:
         piece: ContentPiece = call.body
         check_piece(piece, call.frames)
-        flow = self._registry.flow_of_content(piece.digest)
-        if flow is None or self._is_stored(flow):
-            return Result(None if flow is None else piece.size)
+        flows = self._registry.flows_of_content(piece.digest)
+        if all(map(self._is_stored, flows)):  # one flow can have another content that was stored first
+            return Result(piece.size if flows else None)
 
         def done(held: int) -> None:
             if held < piece.size:
@@ -317,15 +317,16 @@ class Coordinator:
 
     def _finish_store(self, call: IncomingCall, piece: ContentPiece) -> None:
         """Accept a content that was received completely."""
-        flow = self._registry.flow_of_content(piece.digest)
+        flows = self._registry.flows_of_content(piece.digest)
         try:
-            if flow is not None and (flow.spec.content == piece.digest or not self._is_stored(flow)):
-                self._apply(self._registry.accept_content(flow, piece.digest))
+            for flow in flows:
+                if flow.spec.content == piece.digest or not self._is_stored(flow):
+                    self._apply(self._registry.accept_content(flow, piece.digest))
         except DPFlowError as error:
             call.fail(error)
             return
         self._drop_content(piece.digest)  # unless a flow uses it now
-        call.answer(None if flow is None else piece.size)
+        call.answer(piece.size if flows else None)
 
     def _on_content(self, call: IncomingCall) -> Later:
         self._contents.run(call, lambda files: files.read(call.body), lambda read: call.answer(read[0], [read[1]]))
