@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import sqlite3
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -173,7 +174,10 @@ except StateError as error:
     assert not (tmp_path / "connection").exists()
 
 
-def test_a_second_cluster_does_not_share_the_store(cluster: TestCluster, redis: RedisServer, tmp_path: Path) -> None:
+def test_a_second_cluster_does_not_share_the_store(
+    cluster: TestCluster, redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the command looks for modules in the working directory, too
     arguments = ["up", "--state", redis.url, "--address", str(tmp_path / "connection")]
     refused = CliRunner().invoke(root, arguments, env={"COLUMNS": "300"})
     assert refused.exit_code == 1
