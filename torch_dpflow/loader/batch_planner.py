@@ -231,7 +231,7 @@ class BatchPlanner:
     ) -> None:
         self._progress = progress
         self._rotation = rotation
-        self._in_flight = in_flight or InFlight(in_order=True)
+        self._in_flight = InFlight(in_order=True) if in_flight is None else in_flight  # an empty one is false
         #: The workers of the next batches, where a resumed state names them.
         self._scheduled = list(progress.due)
         #: The batch that was drawn and not submitted yet.
