@@ -44,7 +44,7 @@ class FileFormat(Protocol):
     """Makes the bytes of files of one format."""
 
     def observe(self, number: int, fields: Mapping[str, Any]) -> None:
-        """Take notice of a sample's fields. Called for all samples, before the first file.
+        """Observe a sample's fields. Called for all samples, before the first file.
 
         Args:
             fields: the annotations; of a sample from WebDataset the key, and the other members: text, or empty bytes
@@ -54,10 +54,10 @@ class FileFormat(Protocol):
         """
 
     def begin(self, first: ExportSample) -> None:
-        """Take notice of the first sample of all. Raises SourceError if the format cannot hold the annotations."""
+        """Observe the first sample. Raises SourceError if the format cannot hold the annotations."""
 
     def difference(self) -> str:
-        """Return what has another layout than at `begin`, after further samples were observed; empty if nothing has."""
+        """Return what differs from the layout at `begin`, after further samples were observed; empty for nothing."""
 
     def name(self, variant: str, number: int, count: int) -> str:
         """Return the name of file `number`, from 0."""

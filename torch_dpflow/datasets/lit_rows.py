@@ -21,7 +21,7 @@ class LitRows(TableDataset):
         how: see `TableDataset`.
 
     Raises:
-        SourceError: a chunk has a different number of rows than the index says; and as `TableDataset`.
+        SourceError: a chunk has a different number of rows than the index says; and the errors of `TableDataset`.
     """
 
     def __init__(self, dataset: LitDataImporter, **how: Any) -> None:

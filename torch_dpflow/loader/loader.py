@@ -61,7 +61,7 @@ class DPFlowDataLoader(DataLoader[T]):
     It takes torch's arguments with torch's meaning, yields the same batches in the same order for the same seed, and
     raises the same errors. In addition:
 
-    - A worker that dies is replaced and its batches are loaded again; the training loop goes on.
+    - A worker that dies is replaced and its batches are loaded again; the training loop continues.
     - Idle workers take over tasks of busy ones, so one slow sample does not delay the others.
     - Random augmentation does not depend on the number of workers, a crash or a resume (see `LoaderOptions.seeding`;
       not with `num_workers=0`, which draws from the process's generators).

@@ -149,7 +149,7 @@ class PackedImporter(ShardImporter):
 class MDSImporter(PackedImporter):
     """Reads a directory of MosaicML Streaming (MDS) in place.
 
-    A sample is a dict of its columns' values, as MDS gives it, but that encoded images are bytes. Columns of pickles
+    A sample is a dict of its columns' values, as MDS gives it, except that encoded images are bytes. Columns of pickles
     are refused.
     """
 
@@ -181,8 +181,8 @@ class MDSImporter(PackedImporter):
 class LitDataImporter(PackedImporter):
     """Reads a directory of LitData in place.
 
-    A sample is what LitData gives, but that encoded images are bytes. Refused are pickles, encrypted chunks, chunks for
-    another loader than `PyTreeLoader`, and chunks of frames of zstd. Rows in Arrow's format are read by `LitRows`.
+    A sample is what LitData gives, except that encoded images are bytes. Refused are pickles, encrypted chunks, chunks
+    for another loader than `PyTreeLoader`, and chunks of frames of zstd. Rows in Arrow's format are read by `LitRows`.
     """
 
     name = "litdata"

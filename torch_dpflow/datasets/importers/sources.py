@@ -96,7 +96,7 @@ class SourceFiles:
         return self.of([file for file, name in zip(self.files, self.names, strict=True) if names.fullmatch(name)])
 
     def of_split(self, split: str | None) -> SourceFiles:
-        """Return the objects of one split of a directory; of named or matched ones all.
+        """Return the objects of one split of a directory; all objects if they were named or matched.
 
         Raises:
             OptionError: there is no such split.
@@ -139,7 +139,7 @@ class SourceFiles:
         )
 
     def given_urls(self) -> dict[str, str]:
-        """Return the URLs of objects by their names in metadata, if these are others: see `stored_url`."""
+        """Return the URLs of objects by their names in metadata, if the names differ: see `stored_url`."""
         found: dict[str, str] = {}
         for file in self.files:
             name = stored_url(file.url)

@@ -125,7 +125,8 @@ def folder_of_split(folders: Sequence[str], split: str, files: Iterable[str] = (
     Args:
         folders: the directories in one directory.
         split: as for `files_of_split`.
-        files: the files in that directory. Of them a split's exact name comes before the synonym of a directory.
+        files: the files in that directory. A file with the split's exact name takes precedence over a directory with a
+            synonym.
 
     Raises:
         OptionError: the name is a synonym of several splits.

@@ -187,7 +187,7 @@ class DiskCache:
         return CacheUsage(self.directory, entries, total, idle, free.f_bavail * free.f_frsize)
 
     def clear(self) -> None:
-        """Remove all entries. Processes that use the cache go on, and fill it again.
+        """Remove all entries. Processes that use the cache continue, and fill it again.
 
         Raises:
             OSError: the directory cannot be written.

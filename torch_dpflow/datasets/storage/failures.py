@@ -124,7 +124,7 @@ def is_transient(error: StorageError) -> bool:
 def max_attempts(error: StorageError) -> float:
     """Return how often to try a read that failed with `error`: infinity if it is transient, 1 for most others.
 
-    A wrong length may come from a cut response, or from one server of many, so such a read is tried some times.
+    A wrong length may come from a cut response, or from one server of many, so such a read is tried a few times.
     """
     if is_transient(error):
         return math.inf

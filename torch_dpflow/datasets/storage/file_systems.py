@@ -63,8 +63,8 @@ _COMPRESSIONS = {
 class FsspecStorage:
     """Reads through the fsspec file system of `address`, which gets `options`.
 
-    Size and state of an object are looked up after its bytes were read, by another request: only then they are of these
-    bytes, or of later ones.
+    The size and state of an object are requested after its bytes were read. If the object was replaced in between, they
+    are those of the new object, which shows as an error. If they were requested first, it would not show.
     """
 
     is_remote = True

@@ -143,9 +143,9 @@ def is_local(state: str) -> bool:
 
 
 def is_settled(state: str) -> bool:
-    """Return whether no later state of an object can be the same text.
+    """Return whether every later state of the object will be a different text.
 
-    A time of change has a resolution of a second, and an object may be written twice in one.
+    A time of change has a resolution of a second, so an object that is written twice within a second keeps it.
     """
     tag, date = _parts(state)
     if tag[:1] == '"':
