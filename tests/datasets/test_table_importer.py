@@ -244,7 +244,7 @@ def test_a_table_that_is_not_understood_is_refused(tmp_path: Path, name: str, co
     ],
 )
 def test_rows_that_a_quote_joins_are_refused(tmp_path: Path, name: str, content: str, row: str) -> None:
-    told = rf"line \d or after: a cell in quotes contains what looks like a row of its own: '{row}'.*write the table as"
+    told = rf"line \d or after: a cell in quotes contains what looks like a separate row: '{row}'.*write the table as"
     with pytest.raises(SourceError, match=told):
         _items(tmp_path / name, content)
 

@@ -47,7 +47,7 @@ class Unsaved:
             ) from cause
         except Exception as cause:
             raise StateError(
-                f"the position cannot be saved: {self.part} has a state_dict() of its own, and it failed "
+                f"the position cannot be saved: the state_dict() of {self.part} failed "
                 f"({self._failure.exc_type.__name__}); let it take no arguments and return what can be pickled, or "
                 "give the dataset or sampler none, so that the loader skips what was delivered"
             ) from cause

@@ -19,9 +19,9 @@ from torch_dpflow.errors import StateError
 
 
 def read_states(given: Any, rank: int, workers: int, dataset: Any) -> LoaderState:
-    """Return the state of one rank, or the joined states of all ranks, as that of this rank with these workers.
+    """Return the state with which this rank resumes: the given one, or the given ones of all ranks, joined.
 
-    Raises StateError: a state is damaged, or they are not of one position, or not of all ranks.
+    Raises StateError: a state is damaged, or the states are of different epochs, or not of all ranks.
     """
     if not isinstance(given, list | tuple):
         return _as_read_by(LoaderState.from_dict(given), workers, dataset)
@@ -394,7 +394,7 @@ def _routed_rank(state: LoaderState) -> tuple[int, int]:
         return 0, 1
     if not (isinstance(rank, list | tuple) and len(rank) == 2 and all(type(one) is int for one in rank)):
         raise StateError(
-            f"one of the states has no rank of its own ({rank!r:.80}); give states that ranks saved, not joined ones"
+            f"one of the states is not that of one rank ({rank!r:.80}); give states that ranks saved, not joined ones"
         )
     return rank[0], rank[1]
 

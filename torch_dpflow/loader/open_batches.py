@@ -45,7 +45,7 @@ class OpenBatches:
 
     Args:
         workers: the number of workers.
-        submit: has tasks loaded that are (task, payload), before all batches at later positions.
+        submit: has (task, payload) pairs loaded, before all batches at later positions.
         cancel: cancels tasks.
         deliver: called with a batch's task, kind, value and size in bytes.
     """

@@ -119,7 +119,7 @@ class LoaderRuntime:
         return LoaderRuntime, (self.epoch,)
 
     def end_of_epoch(self) -> int | None:
-        """Return the number of the batch at which the epoch ends that was loaded; None if none is, or it is over."""
+        """Return the number of the batch at which a resumed epoch ends; None if no epoch is resumed, or it is over."""
         is_over = self.pending is None and (self.progress is None or self.progress.finished)
         return None if is_over else self.resumed_end
 

@@ -44,7 +44,7 @@ _MAX_TEXT = 300
 def watch(loader: Any, address: str | None) -> None:
     """Show this loader at HOST:PORT, or at the address in `DPFLOW_WATCH`, unless in a worker. Raises as `check_page`.
 
-    LOCAL_RANK is added to the port, so that the processes of one training have ports of their own. If another process
+    LOCAL_RANK is added to the port, so that each process of a training run has a separate port. If another process
     has the address, a warning is logged and the loader is not shown.
     """
     if get_worker_info() is not None:

@@ -196,7 +196,7 @@ def test_a_worker_without_keys_is_told_that_they_were_not_sent(monkeypatch: pyte
     for text in in_fork(errors):
         assert "no credentials were found" in text
         assert "storage_options ['key', 'secret'] of the training process were not sent to this worker" in text
-        assert "give it keys of its own" in text
+        assert "give it separate keys" in text
         assert SECRET not in text
     with pytest.raises(StorageError) as caught:
         ObjectReader({"endpoint": "http://127.0.0.1:9"}).read("s3://bucket/object")

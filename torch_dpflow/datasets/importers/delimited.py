@@ -53,7 +53,7 @@ class DelimitedRows:
                 raise self._unreadable(f"it has {len(cells)} cells, and the header {len(self.header)}")
             if self._path is not None and (row := self._row_inside(cells, self._path)) is not None:
                 raise self._unreadable(
-                    f"a cell in quotes contains what looks like a row of its own: {row!r:.80}. If a text begins with a "
+                    f"a cell in quotes contains what looks like a separate row: {row!r:.80}. If a text begins with a "
                     'quote, double that and quote the cell, as in """so"" he said"; if the lines are one text, write '
                     "the table as Parquet"
                 )
@@ -118,4 +118,4 @@ def check_names(names: Collection[str], table: str) -> None:
     """Raise SourceError for a column name that occurs twice in the table, which errors call `table`."""
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
-        raise SourceError(f"{table} has several columns of the name {twice}; give each a name of its own")
+        raise SourceError(f"{table} has several columns of the name {twice}; give each a different name")

@@ -257,7 +257,7 @@ def left_out_hint() -> str:
         return ""
     return (
         f"; storage_options {sorted(_left_out)} of the training process were not sent to this worker, as keys never "
-        "are: give it keys of its own, by a role of its machine or function, the environment (AWS_ACCESS_KEY_ID, "
+        "are: give it separate keys, by a role of its machine or function, the environment (AWS_ACCESS_KEY_ID, "
         "OSS_ACCESS_KEY_ID and so on) or the vendor's files"
     )
 

@@ -248,8 +248,8 @@ def _refuse(name: str, current: _Holder, renewed: float, rival: int, now: float)
     if renewed > asked + LEAVING_S:
         del current.rivals[rival]
         raise UsageError(
-            f"job {name!r} is being read by another process; give this one a name of its own, as in "
-            "JobOptions(name=...), or none. Jobs with names of their own have orders of their own; processes that are "
+            f"job {name!r} is being read by another process; give this one a different name by "
+            "JobOptions(name=...), or none. Jobs with different names read different orders; processes that are "
             "to read the same batches need a sampler with a seeded generator, or torch.distributed"
         )
     raise NameBusyError(

@@ -58,7 +58,7 @@ def resolve(platform: str | PlatformSpec) -> PlatformSpec:
     if not parts <= {*dir(platform)}:
         raise OptionTypeError(
             f"platform={platform!r} is of type {type(platform).__name__}; give one of {sorted(_KNOWN)}, or an object "
-            "of torch_dpflow.remote with settings of its own"
+            "of torch_dpflow.remote"
         )
     for name in _EXPERIMENTAL:
         if _KNOWN[name] == (type(platform).__module__, type(platform).__name__):

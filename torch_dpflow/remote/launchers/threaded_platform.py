@@ -121,7 +121,7 @@ class ThreadedPlatform:
             if self._closed:
                 raise OptionError(f"{name} cannot be started: its platform is closed")
             if name in self._workers:
-                raise OptionError(f"{name} cannot be started again: give each worker a name of its own")
+                raise OptionError(f"{name} cannot be started again: give each worker a different name")
             self._workers[name] = _Requested(name, launch_spec)
             self._queue[name] = None
             self._changed.notify_all()
