@@ -23,10 +23,13 @@ from torch_dpflow.datasets.annotations import encode_annotations
 from torch_dpflow.datasets.describing import Describer, ShardPacks
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.datasets.importers.shards import ShardImporter
 from torch_dpflow.datasets.index import HEAD, KIND, Description, Index, joined_path, local_path
 from torch_dpflow.datasets.rows import PartRows, index_directory, map_file, written
+from torch_dpflow.datasets.storage import ObjectReader
 from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, sha256_of
 from torch_dpflow.datasets.storage.local import UNFINISHED
+from torch_dpflow.datasets.storage.states import is_tag
 from torch_dpflow.datasets.storage.urls import printable_url, stored_url
 from torch_dpflow.datasets.writer import ProgressCallback
 from torch_dpflow.errors import DamagedStoreError, SourceError, StorageError
@@ -94,11 +97,12 @@ class _Builder:
         self._importer = importer
         self._name, settings = importer.name, dict(importer.settings())
         self._root = stored_url(importer.root or "")
-        given = [_INDEX, self._name, self._root, settings, checksum]
+        objects = importer.objects()
+        given = [_INDEX, self._name, self._root, settings, checksum, *_servers(importer, [one[0] for one in objects])]
         self._folder = _digest(given)
         self._describer = Describer(importer, dataset_url=files.url, data=self._root, checksum=checksum)
         #: Names of the parts by number; None for objects without a state.
-        self._keys = [None if one[0] is None else _digest([self._folder, one]) for one in importer.objects()]
+        self._keys = [None if one[0] is None else _digest([self._folder, one]) for one in objects]
         #: Name of the index; None if an object has no state.
         self.name = None if None in self._keys else _digest([*given, self._keys])
         self._given = given
@@ -227,6 +231,17 @@ class _Builder:
 
 def _digest(value: Any) -> str:
     return sha256_of(json.dumps(value, sort_keys=True, default=str).encode(errors="surrogatepass"))[:32]
+
+
+def _servers(importer: Any, states: Sequence[str | None]) -> list[str]:
+    """Return the server of objects whose states are no ETags: objects of equal names on another one are others."""
+    if not isinstance(importer, ShardImporter) or all(state is not None and is_tag(state) for state in states):
+        return []  # an index of a folder says no more than the names
+    url = importer.files.files[0].url
+    if url.startswith("file://"):
+        return []
+    with ObjectReader(importer.options) as reader:
+        return [reader.node_of(url)]
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from torch_dpflow.datasets.storage.credentials import options_to_pickle
 from torch_dpflow.datasets.storage.local import local_path
 from torch_dpflow.datasets.storage.object_reader import disk_cache
 from torch_dpflow.datasets.storage.states import is_settled
-from torch_dpflow.datasets.storage.urls import printable_url
+from torch_dpflow.datasets.storage.urls import printable_url, stored_url
 from torch_dpflow.datasets.table_blocks import (
     ArrowBlocks,
     ParquetBlocks,
@@ -295,8 +295,8 @@ class _OpenedTable:
         key = None
         is_fixed = is_settled(file.state or "") if local_path_of(file) is None else is_parquet(file)
         if self._disk is not None and is_fixed:
-            name = self._reader.name_of(file.url)
-            key = json.dumps(["block", name, file.size, file.state, group, columns, schema and str(schema)])
+            name = [self._reader.node_of(file.url), stored_url(file.url), file.size, file.state]
+            key = json.dumps(["block", *name, group, columns, schema and str(schema)])
             kept = self._disk.get(key, is_mapped=True)
             if kept is not None:
                 return pyarrow_with_formats().ipc.open_stream(kept).read_all()

@@ -9,6 +9,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.datasets.storage.ftp_server import FTPServer
 from tests.datasets.storage.servers import BUCKET, S3_KEYS, s3_client
 from tests.datasets.storage.web_server import WebServer, serve_ranges
 from tests.later import Later
+from tests.support.oss_server import OSSServer, StoredObject
 from torch_dpflow.datasets import open_dataset
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.sources import find_sources
@@ -118,6 +120,26 @@ def test_an_object_replaced_by_one_of_the_same_size(
     assert anew[4]["mask.png"] == bytes(300)
     opened.close()
     anew.close()
+
+
+def test_an_index_is_of_one_endpoint(tmp_path: Path) -> None:
+    """Names, sizes and times of change are equal, so the index of one would have wrong labels for the other."""
+    modified = datetime(2026, 1, 1, tzinfo=timezone.utc)
+    with OSSServer() as one, OSSServer() as other:
+        for server, names in ((one, ["cat", "dog"]), (other, ["dog", "cat"])):
+            members = [(f"{name}.bin", name.encode() * 10) for name in names]
+            data = write_tar(tmp_path / "0.tar", members).read_bytes()
+            server.buckets.create("mirror")
+            server.buckets.put("mirror", "x/0.tar", StoredObject(data=data, content_type="binary", modified=modified))
+            options = server.storage_options()
+            with closing(
+                open_dataset("oss://mirror/x", index_dir=tmp_path / "index", storage_options=options)
+            ) as dataset:
+                assert [dataset[0], dataset[1]] == [{"__key__": name, "bin": name.encode() * 10} for name in names]
+            files = fsspec.filesystem("oss", **options)
+            files._session.session.close()
+            type(files).clear_instance_cache()
+    assert len([*(tmp_path / "index" / "joined").iterdir()]) == 2
 
 
 def test_a_missing_object_is_named(tmp_path: Path, options: dict[str, Any], put: Callable[[str, bytes], None]) -> None:

@@ -123,10 +123,9 @@ class ObjectReader:
         opened.overlap.run(look, range(len(spans)), is_remote=is_remote)
         return results
 
-    def name_of(self, url: str) -> str:
-        """Return the name of an object in a cache: its server, and its URL without a signature."""
-        place = self._opened.get().place(url)
-        return place.cache_name or f"{place.node}\n{stored_url(url)}"
+    def node_of(self, url: str) -> str:
+        """Return the server of an object. Objects of several endpoints may have one URL."""
+        return self._opened.get().place(url).node
 
     @property
     def has_cache(self) -> bool:

@@ -142,15 +142,18 @@ def is_local(state: str) -> bool:
     return re.fullmatch(_LOCAL, state) is not None
 
 
+def is_tag(state: str) -> bool:
+    """Return whether a state is a strong ETag, which no other object of this URL and size has, on any server."""
+    return _parts(state)[0][:1] == '"'
+
+
 def is_settled(state: str) -> bool:
     """Return whether every later state of the object will be a different text.
 
     A time of change has a resolution of a second, so an object that is written twice within a second keeps it.
     """
-    tag, date = _parts(state)
-    if tag[:1] == '"':
-        return True
-    return bool(date) and time.time() - parsedate_to_datetime(date).timestamp() > _SETTLED_S
+    date = _parts(state)[1]
+    return is_tag(state) or (bool(date) and time.time() - parsedate_to_datetime(date).timestamp() > _SETTLED_S)
 
 
 def _of_http(tag: str | None, date: str | None) -> str | None:
