@@ -64,6 +64,27 @@ def test_rows_come_from_memory_also_without_the_file(tmp_path: Path, client: Dat
     client.unload(source)
 
 
+def test_arrays_of_two_endpoints_are_one_only_by_their_etag() -> None:
+    """Their URLs, sizes and times of change may be equal."""
+
+    def identities(state: str) -> set[bytes]:
+        given: list[dict[str, Any]] = [
+            {},
+            {"endpoint": "http://one"},
+            {"endpoint": "http://other", "key": "x"},
+            {"endpoint": "http://other", "key": "y"},
+            {"client_kwargs": {"endpoint_url": "http://third"}},
+        ]
+        sources = [
+            ArraySource(ref="x", url="s3://data/x.npy", options=options, dtype="<f4", shape=[4], stamp=f"144 {state}")
+            for options in given
+        ]
+        return {*map(array_identity, sources)}
+
+    assert len(identities("Thu, 01 Jan 2026 00:00:00 GMT")) == 4
+    assert len(identities('"0123"')) == 1
+
+
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     records=st.integers(1, 40),

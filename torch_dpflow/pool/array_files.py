@@ -14,7 +14,8 @@ import numpy as np
 from torch_dpflow._core.checks import check_name
 from torch_dpflow._core.lazy import imported
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
-from torch_dpflow.datasets.storage.file_systems import open_file_system, path_of
+from torch_dpflow.datasets.storage.file_systems import open_file_system, path_of, servers_of
+from torch_dpflow.datasets.storage.states import is_tag
 from torch_dpflow.datasets.storage.urls import file_system_of, without_login
 from torch_dpflow.errors import (
     ChecksumError,
@@ -183,7 +184,8 @@ def array_ref(url: str | os.PathLike[str], path: str = "") -> str:
 
 def array_identity(source: ArraySource) -> bytes:
     """Return an array's identity: its location, size, time of change or ETag, dtype and shape."""
-    where = [source.url or source.ref, source.path]
+    servers = [] if is_tag(source.stamp.partition(" ")[2]) else servers_of(source.options)
+    where = [source.url or source.ref, source.path, *servers]
     facts = {"where": where, "stamp": source.stamp, "dtype": source.dtype, "shape": source.shape}
     return identity("array", facts)
 

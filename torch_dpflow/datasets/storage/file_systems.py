@@ -72,8 +72,7 @@ class FsspecStorage:
     def __init__(self, address: str, options: Mapping[str, Any], limits: ReadOptions) -> None:
         self._scheme = address.partition("://")[0]
         self._longest = limits.longest
-        nested = [value for value in options.values() if isinstance(value, Mapping)]
-        self._servers = [str(of[name]) for of in (options, *nested) for name in _SERVERS if of.get(name)]
+        self._servers = servers_of(options)
         self._files = open_file_system(address, options, limits.deadline_s)[0]
 
     def fetch(self, span: ByteRange, deadline: float) -> bytes:
@@ -206,6 +205,12 @@ def _options_of_chain(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
         own["tar"] = {**({"compression": compression} if compression else {}), **own.get("tar", {})}
     last = {name: value for name, value in options.items() if name not in schemes}
     return {**own, schemes[-1]: {**fsspec_options(schemes[-1], last), **own.get(schemes[-1], {})}}
+
+
+def servers_of(options: Mapping[str, Any]) -> list[str]:
+    """Return what options say of servers: objects of several servers may have one URL."""
+    nested = [value for value in options.values() if isinstance(value, Mapping)]
+    return [str(of[name]) for of in (options, *nested) for name in _SERVERS if of.get(name)]
 
 
 def endpoint_of(scheme: str, options: Mapping[str, Any]) -> Any:

@@ -146,8 +146,8 @@ class HttpStorage:
         self._connections = Connections(service.tls, max(MAX_IDLE, options.concurrency))
 
     def fetch(self, span: ByteRange, deadline: float) -> bytes:
-        if span.length is not None and span.length > self._options.longest:
-            raise StorageError(f"{span}: {span.length} bytes are above the limit of {self._options.longest}")
+        if (length := span.length or 0) > self._options.longest:
+            raise StorageError(f"{span}: {length} bytes are above the limit of {self._options.longest}")
         found = self._get(span, deadline, self._content)
         if isinstance(found, ErrorResponse):
             raise found.error(span)

@@ -79,7 +79,8 @@ class Endpoint(NamedTuple):
     origin: Origin
     prefix: str = ""
 
-    def of_bucket(self, bucket: str, *, is_virtual: bool) -> Endpoint:
+    @functools.lru_cache(maxsize=1024)  # noqa: B019  # of a tuple
+    def of_bucket(self, bucket: str, is_virtual: bool) -> Endpoint:
         """Return the endpoint of a bucket: its own host if `is_virtual` and its name allows that, else a path."""
         origin, prefix = self
         if is_virtual and _is_host_name(bucket, is_tls=origin.is_tls):
@@ -106,6 +107,10 @@ def parse_endpoint(endpoint: str, scheme: str = "https") -> Endpoint:
     return Endpoint(Origin(is_tls, host, port or (443 if is_tls else 80)), unquote(parts.path).rstrip("/"))
 
 
+#: Endpoints of regions.
+_of_aws = functools.lru_cache(maxsize=64)(parse_endpoint)
+
+
 def _is_host_name(bucket: str, *, is_tls: bool) -> bool:
     """Whether a bucket may be part of a host's name. With TLS it may have no dot, which no certificate covers."""
     labels = bucket.split(".")
@@ -124,11 +129,12 @@ def is_address(host: str) -> bool:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return bucket and key of a URL such as `oss://bucket/some/key`. Raises OptionError if one is missing."""
-    # ossfs puts a slash before the bucket.
-    bucket, _, key = url.partition("://")[2].lstrip("/").partition("/")
+    """Return bucket and key of a URL such as `oss://bucket/some/key`. Raises OptionError if one is missing or wrong."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, key = rest.lstrip("/").partition("/")  # ossfs puts a slash before the bucket
     if not bucket or not key:
         raise OptionError(f"{url}: give a bucket and a key, as in oss://bucket/folder/name.jpg")
+    check_url(f"{scheme}://{bucket}")
     return bucket, key
 
 
@@ -169,18 +175,12 @@ class S3Endpoints:
         self._is_virtual = style == "virtual" or (style == "auto" and given is None)
         #: Whether these settings are of servers that only botocore can name.
         self.needs_vendor = bool(switches) or (given is None and not _USUAL_REGION.fullmatch(region))
-        self._places: dict[tuple[str, str], Endpoint] = {}
 
     def place(self, bucket: str, region: str) -> Endpoint:
-        """Return the address of `bucket`, assuming that it is in `region`. Raises OptionError for a malformed one."""
-        try:
-            return self._places[bucket, region]
-        except KeyError:
-            check_url(f"s3://{bucket}")
-            suffix = ".cn" if region.startswith("cn-") else ""
-            endpoint = self._endpoint or parse_endpoint(f"s3.{region}.amazonaws.com{suffix}", self._scheme)
-            place = endpoint.of_bucket(bucket, is_virtual=self._is_virtual)
-            return self._places.setdefault((bucket, region), place)
+        """Return the address of `bucket`, assuming that it is in `region`."""
+        suffix = ".cn" if region.startswith("cn-") else ""
+        endpoint = self._endpoint or _of_aws(f"s3.{region}.amazonaws.com{suffix}", self._scheme)
+        return endpoint.of_bucket(bucket, self._is_virtual)
 
 
 def _configured_endpoint(profile: Mapping[str, Any]) -> str | None:
@@ -330,7 +330,6 @@ class OSSService(_ObjectStore):
         self._region = options.get("region") or os.environ.get("OSS_REGION") or settings.get("region")
         self._is_cname = _switch(options, "cname", False)
         self._is_virtual = not is_address(self._endpoint.origin.host)
-        self._endpoints: dict[str, Endpoint] = {}
 
     def origin(self, url: str) -> Origin:
         return self._endpoint_of(split_url(url)[0]).origin
@@ -350,14 +349,7 @@ class OSSService(_ObjectStore):
         return GetRequest(origin, path, headers, credentials)
 
     def _endpoint_of(self, bucket: str) -> Endpoint:
-        if self._is_cname:
-            return self._endpoint
-        found = self._endpoints.get(bucket)
-        if found is None:
-            check_url(f"oss://{bucket}")
-            found = self._endpoint.of_bucket(bucket, is_virtual=self._is_virtual)
-            self._endpoints[bucket] = found
-        return found
+        return self._endpoint if self._is_cname else self._endpoint.of_bucket(bucket, self._is_virtual)
 
 
 def _switch(options: Mapping[str, Any], name: str, default: bool) -> bool:
