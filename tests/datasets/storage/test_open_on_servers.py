@@ -7,10 +7,12 @@ import itertools
 import json
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import datetime, timezone
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import fsspec
@@ -99,6 +101,31 @@ def test_building_the_index_fills_the_disk_cache(
     reads_nothing = OpenedDataset(index, storage_options=options, read_options=reading)
     assert reads_nothing.__getitems__(range(20)) == samples_of(0, 10) + samples_of(10, 10)
     reads_nothing.close()
+
+
+def test_a_sample_in_the_disk_cache_passes_few_functions(
+    tmp_path: Path, options: dict[str, Any], put: Callable[[str, bytes], None]
+) -> None:
+    key = f"walk-{next(_names)}/0.tar"
+    put(key, shard(tmp_path, 0))
+    reading = ReadOptions(cache_dir=tmp_path / "cache", concurrency=1)  # all in this thread
+    how: dict[str, Any] = {"storage_options": options, "index_dir": tmp_path / "index", "read_options": reading}
+    dataset: Any = open_dataset(f"s3://{BUCKET}/{key}", **how)
+    expected, passed = dataset[3], list[str]()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_globals.get("__name__", "").startswith("torch_dpflow."):
+            passed.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        found = dataset[3]
+    finally:
+        sys.setprofile(None)
+    dataset.close()
+    assert found == expected
+    assert passed.count("cache_key") == 2  # of both members
+    assert len(passed) <= 40
 
 
 def test_an_object_replaced_by_one_of_the_same_size(
