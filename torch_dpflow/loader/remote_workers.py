@@ -21,8 +21,7 @@ from torch_dpflow.options import LoaderOptions
 from torch_dpflow.remote.fleet.content import BATCH_WORKERS, RemoteContent
 from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
 from torch_dpflow.remote.launchers.registry import resolve
-from torch_dpflow.remote.shipping.code_bundle import make_bundle
-from torch_dpflow.remote.shipping.content_identity import state_of
+from torch_dpflow.remote.shipping.content_identity import own_content
 from torch_dpflow.remote.shipping.content_pack import pack_load_spec
 from torch_dpflow.remote.shipping.own_check import Beginning
 from torch_dpflow.workers.batches import LoadSpec
@@ -42,12 +41,11 @@ def workers_of(
     platform = resolve(loader.platform)
     code = options.code if platform.sends_code or options.code != "auto" else None
     parts = {"dataset": spec.dataset, "collate_fn": spec.collate_fn, "worker_init_fn": spec.worker_init_fn}
-    state = state_of(parts, code)
+    files, state = own_content(parts, code)
     packed = pack_load_spec(spec, before=Beginning(spec.settings, state), replaced=state.replaced())
-    bundle = make_bundle(packed, code)
     remote = RemoteWorkers(
         platform,
-        RemoteContent(packed, b"" if bundle is None else bundle.data),
+        RemoteContent(packed, files),
         spec.num_workers,
         listen_at=listen_address(platform, options),
         least=options.min_workers,

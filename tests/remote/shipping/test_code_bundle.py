@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import pickle
@@ -15,7 +14,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,8 +26,10 @@ from torch_dpflow.errors import (
     OptionTypeError,
     UsageError,
 )
+from torch_dpflow.options import LoaderOptions
 from torch_dpflow.remote.shipping import code_bundle
-from torch_dpflow.remote.shipping.code_bundle import CodeBundle, install_bundle, make_bundle
+from torch_dpflow.remote.shipping.code_bundle import install_bundle
+from torch_dpflow.remote.shipping.content_identity import own_content
 
 PROJECT = {
     "shop/__init__.py": "",
@@ -86,20 +86,18 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             del sys.modules[name]
 
 
-def pickled_data() -> bytes:
+def shop_data() -> Any:
     from shop.data import Data  # type: ignore[import-not-found]
 
-    return pickle.dumps(Data())
+    return Data()
 
 
-def made(pickled: bytes, code: Any = "auto") -> CodeBundle:
-    bundle = make_bundle(pickled, code)
-    assert bundle is not None
-    return bundle
+def made(obj: Any, code: Any = "auto") -> bytes:
+    return own_content({"dataset": obj}, code)[0]
 
 
-def names(bundle: CodeBundle) -> list[str]:
-    return zipfile.ZipFile(io.BytesIO(bundle.data)).namelist()
+def names(archive: bytes) -> list[str]:
+    return zipfile.ZipFile(io.BytesIO(archive)).namelist()
 
 
 READ = """
@@ -113,11 +111,11 @@ print([data[index] for index in range(len(data))], sys.modules["shop.data"].__fi
 
 
 def test_another_interpreter_loads_a_dataset_of_the_users_packages(project: Path, tmp_path: Path) -> None:
-    pickled = pickled_data()
-    bundle = made(pickled)
-    assert names(bundle) == SENT
-    (tmp_path / "bundle").write_bytes(bundle.data)
-    (tmp_path / "pickle").write_bytes(pickled)
+    data = shop_data()
+    archive = made(data)
+    assert names(archive) == SENT
+    (tmp_path / "bundle").write_bytes(archive)
+    (tmp_path / "pickle").write_bytes(pickle.dumps(data))
     (tmp_path / "elsewhere").mkdir()
     done = subprocess.run(
         [sys.executable, "-I", "-c", READ, *(tmp_path / name for name in ("bundle", "code", "pickle"))],
@@ -133,34 +131,32 @@ def test_another_interpreter_loads_a_dataset_of_the_users_packages(project: Path
 def test_equal_code_makes_equal_bundles_wherever_and_whenever_it_lies(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pickled = pickled_data()
-    first = made(pickled)
-    assert first.digest == hashlib.sha256(first.data).hexdigest()
+    data = shop_data()
+    first = made(data)
     for path in project.rglob("*.py"):
         os.utime(path, (1e9, 1e9))
-    assert made(pickled) == first
+    assert made(data) == first
     shutil.copytree(project, tmp_path / "copy")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "copy"), *(one for one in sys.path if one != str(project))])
     for name in [name for name in sys.modules if name.partition(".")[0] in ("shop", "bundle_helpers", "bundle_second")]:
         del sys.modules[name]
-    assert made(pickled) == first
+    assert made(shop_data()) == first
 
 
-def test_installed_modules_and_this_package_are_not_sent() -> None:
+def test_installed_modules_and_this_package_are_not_sent(project: Path) -> None:
     import numpy as np
     import torch
 
     from torch_dpflow import ALSDCache
 
-    assert make_bundle(pickle.dumps([np.arange(2), torch.ones(1), Path("x"), ALSDCache]), "auto") is None
-    assert make_bundle(pickle.dumps([write]), None) is None
-    assert "tests/remote/shipping/test_code_bundle.py" in names(made(pickle.dumps(write)))
+    assert made([np.arange(2), torch.ones(1), Path("x"), ALSDCache]) == b""
+    assert made(shop_data(), None) == b""
 
 
 def test_code_that_travels_by_value_takes_along_what_it_imports_when_it_is_called(project: Path) -> None:
     scope: dict[str, Any] = {"__name__": "__main__"}
     exec("def load(index):\n    import bundle_late\n    return bundle_late.TEN", scope)
-    assert names(made(cloudpickle.dumps(scope["load"]))) == ["bundle_late.py"]
+    assert names(made(scope["load"])) == ["bundle_late.py"]
 
 
 def test_paths_are_added_where_they_can_be_imported_or_found(
@@ -176,7 +172,7 @@ def test_paths_are_added_where_they_can_be_imported_or_found(
         },
     )
     monkeypatch.chdir(tmp_path)
-    bundle = made(pickle.dumps(1), ["src/apart_lib", "config.yaml", "project/shop/notes.txt"])
+    bundle = made(1, ["src/apart_lib", "config.yaml", "project/shop/notes.txt"])
     assert names(bundle) == [
         "apart_lib/__init__.py",
         "apart_lib/table.json",
@@ -185,7 +181,7 @@ def test_paths_are_added_where_they_can_be_imported_or_found(
         "shop/notes.txt",
     ]
     (tmp_path / "src/apart_lib/again").symlink_to(tmp_path / "src/apart_lib")
-    assert make_bundle(pickle.dumps(1), ["src/apart_lib"]) is not None  # and comes to an end
+    assert made(1, ["src/apart_lib"])  # and comes to an end
 
 
 @pytest.mark.parametrize(
@@ -198,7 +194,7 @@ def test_paths_are_added_where_they_can_be_imported_or_found(
 )
 def test_code_that_cannot_be_meant(code: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        make_bundle(pickle.dumps(1), code)
+        made(1, LoaderOptions(code=code).code)
 
 
 def test_too_much_code_says_what_is_large_and_what_to_do(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,14 +202,14 @@ def test_too_much_code_says_what_is_large_and_what_to_do(project: Path, monkeypa
     with pytest.raises(
         OptionError, match=r"shop 17\.8 MB.* largest: shop/vocabulary.py 17\.8 MB.*LoaderOptions\(code=None\)"
     ):
-        make_bundle(pickled_data(), "auto")
+        made(shop_data())
     (project / "shop/vocabulary.py").unlink()
     monkeypatch.setattr(code_bundle, "MAX_FILES", 3)
     with pytest.raises(OptionError, match=r"in 4 files"):
-        make_bundle(pickled_data(), "auto")
+        made(shop_data())
     monkeypatch.setattr(code_bundle, "_MAX_ENTRIES", 3)
     with pytest.raises(OptionError, match="keep data out of packages"):
-        make_bundle(pickled_data(), "auto")
+        made(shop_data())
 
 
 NAMES = st.lists(
@@ -277,7 +273,7 @@ def test_a_bundle_is_installed_once_and_privately(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    data = made(cloudpickle.dumps("x"), [str(project / "bundle_late.py")]).data
+    data = made("x", [str(project / "bundle_late.py")])
     target = install_bundle(data, tmp_path / "in")
     assert install_bundle(data, tmp_path / "in") == target
     assert sys.path.count(str(target)) == 1
@@ -289,16 +285,16 @@ def test_a_bundle_is_installed_once_and_privately(
 
 
 def test_a_module_that_is_loaded_already_cannot_be_replaced(project: Path, tmp_path: Path) -> None:
-    bundle = made(pickled_data())
+    archive = made(shop_data())
     with pytest.raises(LifetimeError, match=r"'bundle_helpers' .* has imported .*/bundle_helpers.py by that") as caught:
-        install_bundle(bundle.data, tmp_path / "in")
+        install_bundle(archive, tmp_path / "in")
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), DPFlowError)
 
 
 def test_data_whose_name_begins_as_a_loaded_module_is_installed(tmp_path: Path) -> None:
     root = write(tmp_path / "data", {"logging.yaml": "a: 1", "random.csv": "1", "numbers.txt": "", "json/a.csv": ""})
     (tmp_path / "in").mkdir(mode=0o700)
-    at = install_bundle(made(b"N.", [str(path) for path in root.iterdir()]).data, tmp_path / "in")
+    at = install_bundle(made(None, [str(path) for path in root.iterdir()]), tmp_path / "in")
     try:
         assert [path.name for path in sorted(at.rglob("*.*"))] == [
             "a.csv",
@@ -315,4 +311,4 @@ def test_a_module_in_place_of_one_that_workers_have_imported_is_refused_here(tmp
     root = write(tmp_path / "code", {name: ""})
     top = name.partition("/")[0].partition(".")[0]
     with pytest.raises(OptionError, match=rf"{name} cannot be sent as module '{top}'.*imported .*; rename it"):
-        make_bundle(b"N.", [str(root / name.partition("/")[0])])
+        made(None, [str(root / name.partition("/")[0])])

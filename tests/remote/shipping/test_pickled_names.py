@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from torch_dpflow.errors import MessageError
 from torch_dpflow.remote.shipping.content_pack import pack
-from torch_dpflow.remote.shipping.modules import names_in
+from torch_dpflow.remote.shipping.modules import modules_in
 
 LEAVES = [
     collections.OrderedDict(a=1),
@@ -70,7 +70,7 @@ def test_modules_of_any_pickle(value: Any, protocol: int) -> None:
     pickled = pickle.dumps(value, protocol)
     recording = Recording(io.BytesIO(pickled))
     recording.load()
-    found = names_in(pickled).modules
+    found = modules_in(pickled)
     if protocol >= 3:
         assert found == recording.found
     else:  # which name modules as Python 2 did
@@ -122,16 +122,16 @@ def test_modules_of_whatever_a_script_makes() -> None:
         pickled = pack(value)
         recording = Recording(io.BytesIO(pickled))
         recording.load()
-        assert names_in(pickled).modules >= recording.found - {"__main__"}
+        assert modules_in(pickled) >= recording.found - {"__main__"}
 
 
 @given(data=st.binary(max_size=50))
 def test_of_what_may_be_no_pickle_nothing_else_is_raised(data: bytes) -> None:
     for pickled in (data, b"\x80\x05" + data):
         with suppress(MessageError):
-            names_in(pickled)
+            modules_in(pickled)
     with pytest.raises(MessageError, match=r"^no pickle: "):
-        names_in(b"\xff" + data)
+        modules_in(b"\xff" + data)
 
 
 def test_nothing_of_it_runs() -> None:
@@ -145,17 +145,16 @@ def test_nothing_of_it_runs() -> None:
     pickled = cloudpickle.dumps({"a": [touch, Traps()]})
     with pytest.raises(ZeroDivisionError):
         pickle.loads(pickled)
-    assert "builtins" in names_in(pickled).modules
+    assert "builtins" in modules_in(pickled)
 
 
-def test_names_in_code_that_travels() -> None:
+def test_modules_of_code_that_travels() -> None:
     source = "import json.decoder\ndef read(path):\n    import late.module\n    return json.decoder.x(path)\n"
     module = types.ModuleType("__main__")
     exec(source, vars(module))
-    names = names_in(pack([module.read, module.read]))
-    assert "json.decoder" in names.modules
-    assert {"late.module", "decoder"} <= names.used
-    assert not {"__main__", "late"} & names.modules
+    modules = modules_in(pack([module.read, module.read]))
+    assert "json.decoder" in modules
+    assert not {"__main__", "late"} & modules
 
 
 def test_objects_of_a_class_that_travels_as_code() -> None:
@@ -164,4 +163,4 @@ def test_objects_of_a_class_that_travels_as_code() -> None:
     source = "import torch\nclass Data(torch.utils.data.Dataset):\n    def __init__(self): self.rows = [1]\n"
     exec(source, vars(module))
     pickled = pack([module.Data(), {module.Data: module.Data()}])
-    assert {"torch.utils.data.dataset", "cloudpickle.cloudpickle"} <= names_in(pickled).modules
+    assert {"torch.utils.data.dataset", "cloudpickle.cloudpickle"} <= modules_in(pickled)

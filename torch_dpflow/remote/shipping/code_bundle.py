@@ -21,14 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch_dpflow.errors import LifetimeError, MessageError, OptionError, UsageError
-from torch_dpflow.options import Code, check_code
 from torch_dpflow.remote.shipping.modules import (
     OwnModule,
     imports_of,
     is_importable,
     is_namespace,
     is_own_path,
-    names_in,
     own_module,
     own_names,
 )
@@ -52,22 +50,6 @@ class CodeBundle:
     data: bytes = field(repr=False)
 
 
-def make_bundle(pickled: bytes, code: Code) -> CodeBundle | None:
-    """Pack the user's own modules that unpickling needs, and those that they import; None if there are none.
-
-    Raises:
-        OptionError: they are too large; or an added path does not exist.
-        OptionTypeError: `code` is of a type that is not allowed.
-    """
-    check_code(code)
-    if code is None:
-        return None
-    names = names_in(pickled)
-    files = OwnFiles(() if code == "auto" else code)
-    files.add(names.modules, names.used)
-    return files.bundle()
-
-
 class OwnFiles:
     """The user's own files that workers need, by their paths in a bundle. Each is read once.
 
@@ -75,7 +57,7 @@ class OwnFiles:
         paths: files and directories to add too, with what they import.
         is_sent: whether limits apply.
 
-    Raises OptionError as `make_bundle`, also in `add` and `bundle`.
+    Raises OptionError, also in `add` and `bundle`: they are too large; or a path does not exist.
     """
 
     def __init__(self, paths: Sequence[str] = (), *, is_sent: bool = True) -> None:
@@ -248,7 +230,7 @@ def install_bundle(data: bytes, directory: str | Path) -> Path:
     Nothing is written before all of it was checked. A bundle that was unpacked before is used as it is.
 
     Raises:
-        MessageError: it is not a bundle, or larger than `make_bundle` makes.
+        MessageError: it is not a bundle, or larger than `OwnFiles` makes.
         LifetimeError: this process has imported another module of one of its names.
         UsageError: other users may write into `directory`.
     """

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 
 from torch_dpflow._version import __version__
-from torch_dpflow.remote.shipping.modules import find_spec, is_importable, is_own_path, names_in
+from torch_dpflow.remote.shipping.modules import find_spec, is_importable, is_own_path, modules_in
 
 #: Distributions that are compared, by their names in `versions_here`.
 _COMPARED = {
@@ -72,7 +72,7 @@ def warnings_of(worker: Mapping[str, str], here: Mapping[str, str]) -> list[str]
 
 def required_modules(pickled: bytes) -> frozenset[str]:
     """Return the modules that unpickling imports, without the standard library's. Raises MessageError."""
-    names = names_in(pickled).modules
+    names = modules_in(pickled)
     return frozenset(name for name in names if name.partition(".")[0] not in sys.stdlib_module_names)
 
 

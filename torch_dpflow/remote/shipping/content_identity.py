@@ -6,7 +6,6 @@ import hashlib
 import io
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, TypeAlias
@@ -23,11 +22,11 @@ from torch_dpflow.options import Code
 from torch_dpflow.remote.shipping.canonical import Walk
 from torch_dpflow.remote.shipping.code_bundle import CodeBundle, OwnFiles
 from torch_dpflow.remote.shipping.compatibility import distributions_of_modules, version_of
-from torch_dpflow.remote.shipping.content_pack import ScriptPickler, script_by_value
+from torch_dpflow.remote.shipping.content_pack import ScriptPickler, keys_left_out, script_by_value
 from torch_dpflow.remote.shipping.own_settled import Settled
 from torch_dpflow.remote.shipping.own_source import OwnCode, own_code
 from torch_dpflow.remote.shipping.own_state import OwnState, own_state, set_members
-from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, flatten, merged
+from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, flatten, merged, of_both
 from torch_dpflow.remote.shipping.values import Bulk
 
 _THIS = __name__.partition(".")[0]
@@ -75,7 +74,7 @@ def identify(
 
     Raises OptionError if own modules are too large.
     """
-    with script_by_value(), _keys_left_out():
+    with script_by_value(), keys_left_out():
         return _identify(roots, ignore, code, like)
 
 
@@ -110,14 +109,18 @@ def _identify(
     )
 
 
-def state_of(roots: Mapping[str, Any], code: Code) -> OwnState:
-    """Return what the workers of a private loader are sent of own modules, in addition to their files."""
+def own_content(roots: Mapping[str, Any], code: Code) -> tuple[bytes, OwnState]:
+    """Return what the workers of a private loader are sent of own modules: an archive, and what files lack.
+
+    Raises OptionError as `identify`.
+    """
     with script_by_value():
         walk = _walk(roots, Bulk(), None)
         settled: dict[str, Settled] = {}
-        _, own, _, _ = _own_modules(walk, code, settled)
+        bundle, own, _, _ = _own_modules(walk, code, settled)
         members = set_members(walk, own, frozenset(own.sources), settled)
-        return own_state(members, own.sources, frozenset(), None)
+        state = own_state(members, own.sources, frozenset(), None)
+    return b"" if bundle is None else bundle.data, state
 
 
 def _own_modules(
@@ -164,12 +167,6 @@ def _walk(roots: Mapping[str, Any], bulk: Bulk, sent: Collection[str] | None) ->
     return walk
 
 
-def _keys_left_out() -> AbstractContextManager[None]:
-    """Leave keys of storages out: they differ between jobs that read the same. Not imported, there are none."""
-    module = sys.modules.get("torch_dpflow.datasets.storage.credentials")
-    return nullcontext() if module is None else module.leave_out_keys()
-
-
 def _digest(part: PartNode) -> PartDigest:
     own = part.own.hex() if part.parts is not None else ""
     return PartDigest(part.digest.hex(), own, part.text[:MAX_SHOWN], part.optional)
@@ -182,7 +179,7 @@ def _nested(roots: Mapping[str, PartNode]) -> dict[str, PartNode]:
         above = next((one for one in _above(path) if one in roots and one != SCRIPT_PART), None)
         present = outer.get(path)
         if present is not None:  # some of its parts came before
-            part = PartNode(part.own, part.text, _union(part.parts or {}, present.parts or {}), optional=part.optional)
+            part = PartNode(part.own, part.text, of_both(present, part).parts, optional=part.optional)
         if above is None:
             outer[path] = part
             continue
@@ -199,14 +196,6 @@ def _nested(roots: Mapping[str, PartNode]) -> dict[str, PartNode]:
         path: inside[""] if [*inside] == [""] else PartNode(digest_of(b"module"), "code", inside)
         for path, inside in joined.items()
     }
-
-
-def _union(one: Mapping[str, PartNode], other: Mapping[str, PartNode]) -> dict[str, PartNode]:
-    """Return all parts of two; of two with one name, both count."""
-    both = {
-        name: PartNode(digest_of(one[name].digest, other[name].digest), one[name].text) for name in one.keys() & other
-    }
-    return {**one, **other, **both}
 
 
 def _above(path: str) -> Iterable[str]:

@@ -15,7 +15,7 @@ import struct
 import sys
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import islice
 from typing import IO, Any, NamedTuple, Protocol
 
@@ -183,7 +183,7 @@ def pack_load_spec(
     """
     out = io.BytesIO()
     try:
-        with _keys_left_out():
+        with keys_left_out():
             _BoundedPickler(_Bounded(out, limit), limit, replaced).pack(spec if before is None else (before, spec))
     except _TooLargeError:
         raise _too_large(spec, limit) from None
@@ -210,11 +210,10 @@ def unpack_load_spec(packed: bytes | memoryview) -> Any:
     return unpack(io.BytesIO(packed))
 
 
-def _keys_left_out() -> AbstractContextManager[None]:
-    # Here, as workers only unpack: the import takes 0.2 s.
-    from torch_dpflow.datasets.storage.credentials import leave_out_keys
-
-    return leave_out_keys()
+def keys_left_out() -> AbstractContextManager[None]:
+    """Leave keys of storages out: they differ between jobs that read the same. Not imported, there are none."""
+    module = sys.modules.get("torch_dpflow.datasets.storage.credentials")
+    return nullcontext() if module is None else module.leave_out_keys()
 
 
 class _Bounded:
@@ -271,14 +270,14 @@ def _nbytes(obj: Any) -> int:
 
 
 def _dump(obj: Any) -> None:
-    with _keys_left_out():
+    with keys_left_out():
         ScriptPickler(_Bounded(None, _MAX_COUNTED_BYTES)).pack(obj)
 
 
 def _size_of(obj: Any) -> int:
     """Return how many bytes an object, or the part of it that can be pickled, pickles to."""
     out = _Bounded(None, _MAX_COUNTED_BYTES)
-    with suppress(Exception), _keys_left_out():
+    with suppress(Exception), keys_left_out():
         _CountingPickler(out).pack(obj)
     return out.taken
 

@@ -200,17 +200,8 @@ def _standard_library() -> tuple[str, ...]:
 _PYTHON_3 = 3
 
 
-class PickledNames(NamedTuple):
-    """Names that a pickle refers to."""
-
-    #: Modules that unpickling imports, dotted, but not the script's own.
-    modules: frozenset[str]
-    #: Names in functions that travel as code, dotted: among them all modules that these import when they are called.
-    used: frozenset[str]
-
-
-def names_in(pickled: bytes) -> PickledNames:
-    """Return the names in these pickles, which follow one another. Runs no code of them.
+def modules_in(pickled: bytes) -> frozenset[str]:
+    """Return the modules, dotted, that unpickling imports, without the script's own. Runs no code of the pickles.
 
     They are loaded with stand-ins for whatever they name, which takes a fifth of the time of `pickletools.genops`: a
     dataset may hold millions of paths.
@@ -222,7 +213,7 @@ def names_in(pickled: bytes) -> PickledNames:
         names.read_all()
     except Exception as error:
         raise MessageError(f"no pickle: {type(error).__name__}: {error}") from error
-    return PickledNames(frozenset(names.modules), frozenset(names.used))
+    return frozenset(names.modules)
 
 
 class _Kind(type):
@@ -251,7 +242,7 @@ class _StandIn(metaclass=_Kind):
 
 
 class _Names(pickle.Unpickler):
-    """Records names; `cloudpickle` names modules and code by calls of its own functions."""
+    """Records modules; cloudpickle names some by calls of its `subimport`."""
 
     def __init__(self, pickled: bytes) -> None:
         self._file = io.BytesIO(pickled)
@@ -260,12 +251,6 @@ class _Names(pickle.Unpickler):
         self._is_old = protocol < _PYTHON_3
         super().__init__(self._file)
         self.modules: set[str] = set()
-        self.used: set[str] = set()
-        self._calls = {
-            "subimport": self._import,
-            "_builtin_type": self._builtin_type,
-            "_make_function": self._note,
-        }
 
     def read_all(self) -> None:
         while self._file.tell() < self._size:
@@ -277,29 +262,9 @@ class _Names(pickle.Unpickler):
             module = _compat_pickle.IMPORT_MAPPING.get(module, module)
         if module not in SCRIPT:
             self.modules.add(module)
-        if module.startswith("cloudpickle") and name in self._calls:
-            return self._calls[name]
-        return _StandIn
+        return self._import if module.startswith("cloudpickle") and name == "subimport" else _StandIn
 
     def _import(self, name: Any, *_: Any) -> Any:
         if isinstance(name, str):
             self.modules.add(name)
         return _StandIn
-
-    def _builtin_type(self, name: Any, *_: Any) -> Any:
-        return self._note if name == "CodeType" else _StandIn
-
-    def _note(self, *arguments: Any) -> Any:
-        """Record the names in the arguments of a code object, and the package that a function belongs to."""
-        for argument in arguments:
-            self.used.update(_identifiers(argument))
-        return _StandIn
-
-
-def _identifiers(argument: Any) -> Iterator[str]:
-    if isinstance(argument, dict):
-        argument = (argument.get("__package__"),)
-    if isinstance(argument, tuple):
-        for item in argument:
-            if isinstance(item, str) and item.replace(".", "_").isidentifier():
-                yield item

@@ -179,14 +179,14 @@ def merged(part: PartNode, inside: Mapping[str, PartNode]) -> PartNode:
         below.setdefault(first, {})[path[len(first) :]] = one
     for first, of in below.items():
         before, here = parts.get(first), of.pop("", None)
-        both = _of_both(before, here) if before and here else here or before or PartNode(b"", "code")
+        both = of_both(before, here) if before and here else here or before or PartNode(b"", "code")
         parts[first] = merged(both, of) if of else both
     return PartNode(part.own, part.text, parts, optional=part.optional)
 
 
-def _of_both(one: PartNode, other: PartNode) -> PartNode:
+def of_both(one: PartNode, other: PartNode) -> PartNode:
     """Return a part that differs if either differs, with the text of `other`."""
     parts, others = one.parts or {}, other.parts or {}
-    both = {name: _of_both(parts[name], others[name]) for name in parts.keys() & others.keys()}
+    both = {name: of_both(parts[name], others[name]) for name in parts.keys() & others.keys()}
     own, optional = digest_of(one.own, other.own), one.optional and other.optional
     return PartNode(own, other.text, {**parts, **others, **both}, optional=optional)
