@@ -174,6 +174,14 @@ HOSTILE = [
     hostile("PIL", "V.getpixel((0,0))", "import PIL.Image\nV=PIL.Image.new('RGB',(2,2),(@@,0,0))"),
     hostile("PIL info", "V.info", "import PIL.Image\nV=PIL.Image.new('RGB',(2,2))\nV.info['a']=@@"),
     hostile(
+        "proxy of a function",
+        "V(2)",
+        "class P:\n    __class__ = property(lambda self: types.FunctionType)\n"
+        "    def __init__(self, f, k): self.f, self.k = f, k\n    def __call__(self, i): return self.f(i) * self.k\n"
+        "    def __getattr__(self, name): return getattr(vars(self)['f'], name)\n"
+        "    def __reduce__(self): return P, (self.f, self.k)\nV = P(lambda i: i + 1, @@)",
+    ),
+    hostile(
         "own singledispatch",
         "cfg.f(1)",
         "import cfg\n@cfg.f.register\ndef _(x: int): return @@",

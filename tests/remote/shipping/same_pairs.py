@@ -289,5 +289,36 @@ SAME = [
         data("cfg.f(i)", "import cfg"),
         files={"cfg.py": "def f(i): return i\ndef other(): return @@\n"},
     ),
+    Pair(
+        "a submodule that is loaded at its first use",
+        "",
+        data("getattr(pkg_lazy, 'late').f(i) + (lambda: pkg_lazy.late.N)()", "import pkg_lazy", after=PEEK),
+        "0",
+        "1",
+        files={
+            "pkg_lazy/__init__.py": "def __getattr__(name):\n    from importlib import import_module\n"
+            "    return import_module(f'pkg_lazy.{name}')\n",
+            "pkg_lazy/late.py": "N = 3\ndef f(i): return i\n",
+        },
+    ),
+    Pair(
+        "a cache of types",
+        "",
+        data("f(i), f('a')", "@functools.singledispatch\ndef f(x): return f(1)\nf.register(int, abs)", after=PEEK),
+        "0",
+        "1",
+    ),
+    Pair(
+        "an object that is sent as None",
+        "",
+        data(
+            "i",
+            "class H(int):\n    def __reduce__(self): return type(None), ()",
+            "self.h = None",
+            "dataset.h = H(@@) or None",
+        ),
+        "0",
+        "1",
+    ),
     *SAME_NAMED,
 ]

@@ -20,7 +20,7 @@ from cloudpickle import cloudpickle
 from torch_dpflow.ipc.messages.content_parts import RANDOM_STATE
 from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.remote.shipping.code_digest import ADDRESS, code_digest
-from torch_dpflow.remote.shipping.modules import is_own_class, module_of
+from torch_dpflow.remote.shipping.modules import is_definition, is_own_class, module_of
 from torch_dpflow.remote.shipping.part_tree import (
     PartNode,
     digest_of,
@@ -337,7 +337,7 @@ class Walk:
             return PartNode(digest_of(b"memory", label, found.digest), text)
         reduced = self._pickler.reducer_override(obj)
         if reduced is NotImplemented:
-            if isinstance(obj, type | types.FunctionType):
+            if is_definition(obj):
                 return self._named(str(cloudpickle._whichmodule(obj, obj.__qualname__)), obj.__qualname__)
             reduce = self._pickler.dispatch_table.get(type(obj))
             reduced = obj.__reduce_ex__(5) if reduce is None else reduce(obj)
@@ -347,8 +347,7 @@ class Walk:
                 raise pickle.PicklingError(f"{reduced} of {module}")  # workers have no variables of the script
             return self._named(module, reduced)
         function = reduced[0]
-        is_code = getattr(function, "__module__", "") == cloudpickle.__name__
-        if is_code and isinstance(obj, type | types.FunctionType):
+        if getattr(function, "__module__", "") == cloudpickle.__name__ and is_definition(obj):
             if (root := root_of(obj)) is not None and root != path and self.add(root, obj):
                 return PartNode(digest_of(b"root", root.encode()), root)
             if isinstance(obj, types.FunctionType):
@@ -365,6 +364,8 @@ class Walk:
 
     def _reduced(self, obj: Any, reduced: tuple[Any, ...]) -> Steps:
         function, arguments, state, items, pairs, setter = (*reduced, None, None, None, None)[:6]
+        if len(reduced) == 2 and type(function) is type and function in ATOMS:  # it is sent as a plain value
+            return (yield function(*arguments))
         if isinstance(obj, set | frozenset):  # in any order
             arguments = [set(one) if type(one) is list else one for one in arguments]
         pairs = None if pairs is None else [*pairs]
@@ -426,9 +427,9 @@ class Walk:
         of = SCRIPT[0] if obj.__module__ in SCRIPT else module_of(obj)
         own = [code_digest(code, self.names, self._without_addresses)]
         own += [one.encode() for one in (obj.__name__, obj.__qualname__, of, module)]
-        names = variables if reads_all_variables(code) else sorted(variables)
-        own += [digest_of(self._without_addresses(name).encode()) for name in names]
-        own += yield from digests_of(slots["_cloudpickle_submodules"])
+        names = map(self._without_addresses, variables if reads_all_variables(code) else sorted(variables))
+        own += [digest_of(name.encode()) for name in names]
+        yield from digests_of(slots["_cloudpickle_submodules"])  # not counted: code can load them itself
         return PartNode(digest_of(b"function", *own), "code", parts)
 
     def _class(self, obj: type, reduced: tuple[Any, ...], path: str) -> Steps:

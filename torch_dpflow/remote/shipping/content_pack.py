@@ -26,7 +26,7 @@ import torch
 from torch_dpflow.errors import MessageError, OptionError
 from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.ipc.serialization.pickling import children_of, explain_loading
-from torch_dpflow.remote.shipping.modules import module_of
+from torch_dpflow.remote.shipping.modules import is_definition, module_of
 from torch_dpflow.remote.shipping.reducers import (
     in_its_module,
     in_order,
@@ -94,7 +94,8 @@ class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
         by_value = getattr(type(obj), "__reduce_by_value__", None)
         if by_value is not None:
             return by_value(obj)
-        if isinstance(obj, type | types.FunctionType) and module_of(obj) in SCRIPT:
+        is_defined = is_definition(obj)
+        if is_defined and module_of(obj) in SCRIPT:
             name = obj.__qualname__
             # Of two with one name, the present one: a cell was run again.
             if name not in self.own or vars(sys.modules[module_of(obj)]).get(name) is obj:
@@ -103,16 +104,18 @@ class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
         reduced = reduce_by_value(obj, self._sent_arguments, is_replaced=is_replaced)
         if reduced is not NotImplemented:
             return reduced
-        is_function = isinstance(obj, types.FunctionType)
+        is_function = type(obj) is types.FunctionType
         if is_function and is_replaced:
             reduced = self._dynamic_function_reduce(obj)
+        elif not is_defined and isinstance(obj, types.FunctionType):  # a proxy, as those of wrapt
+            reduced = NotImplemented
         else:
             reduced = super().reducer_override(obj)
         if is_function and reduced is not NotImplemented:
             return in_its_module(obj, reduced) or with_class_bodies(obj, reduced)
-        if isinstance(reduced, tuple) and isinstance(obj, type) and len(reduced) > 2:
+        if isinstance(reduced, tuple) and is_defined and len(reduced) > 2:
             return in_order(obj, reduced)
-        if reduced is NotImplemented and not is_function and not isinstance(obj, type):
+        if reduced is NotImplemented and not is_defined:
             return in_place_of_name(obj, self.dispatch_table)
         return reduced
 

@@ -9,6 +9,7 @@ import pickle
 import re
 import sys
 import sysconfig
+import types
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ModuleSpec, PathFinder
@@ -44,6 +45,11 @@ class OwnModule(NamedTuple):
 def module_of(definition: Any) -> str:
     """Return the name of the module of a class or a function; empty if it has none, as after `exec` without a name."""
     return str(getattr(definition, "__module__", None) or "")
+
+
+def is_definition(obj: Any) -> bool:
+    """Return whether an object is a class or a function of Python; a proxy of one only says so by its `__class__`."""
+    return issubclass(type(obj), type | types.FunctionType)
 
 
 def find_spec(name: str) -> ModuleSpec | None:

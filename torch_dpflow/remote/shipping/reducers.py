@@ -18,7 +18,7 @@ from cloudpickle import cloudpickle, list_registry_pickle_by_value
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.remote.shipping.code_digest import names_in_code, names_in_texts
-from torch_dpflow.remote.shipping.modules import can_be_imported
+from torch_dpflow.remote.shipping.modules import can_be_imported, module_of
 from torch_dpflow.remote.shipping.pickled_parts import is_derived, reduces_itself, slots_of
 from torch_dpflow.remote.shipping.run_text import runner
 
@@ -42,13 +42,17 @@ _ALL_VARIABLES = frozenset(["globals", "__globals__", "f_globals"])
 #: What runs texts, by name.
 _RUNNERS = {"eval": eval, "exec": exec}
 LruCache: Any = type(functools.lru_cache(len))
+#: What `functools.singledispatch` makes: its code, and the attributes that it sets.
+_DISPATCHER = vars(functools.singledispatch(len))
+_DISPATCHING = functools.singledispatch(len).__code__  # type: ignore[attr-defined]
 
 
 def reduce_by_value(obj: Any, sent_arguments: Collection[str] | None, *, is_replaced: bool = False) -> Any:
     """Return how an object is sent; NotImplemented for most.
 
     A `functools.lru_cache` of the script, or in the place of another function, is sent empty, a
-    `functools.cached_property` without its lock, and a `threading.local` with the values of this thread.
+    `functools.cached_property` without its lock, a `functools.singledispatch` of the script without its cache, and a
+    `threading.local` with the values of this thread.
     """
     kind = type(obj)
     if obj is eval or obj is exec:
@@ -59,6 +63,9 @@ def reduce_by_value(obj: Any, sent_arguments: Collection[str] | None, *, is_repl
         return _lru_cache, (obj.__wrapped__, obj.cache_parameters(), attributes)
     if kind is functools.cached_property:
         return _cached_property, (obj.func, obj.attrname)
+    if kind is types.FunctionType and obj.__code__ is _DISPATCHING and (is_replaced or module_of(obj) in SCRIPT):
+        kept = {name: value for name, value in vars(obj).items() if name not in _DISPATCHER}
+        return _single_dispatch, (obj.__name__,), ({**obj.registry}, kept), None, None, _set_single_dispatch
     if kind in (weakref.WeakKeyDictionary, weakref.WeakValueDictionary):
         return kind, (dict(obj),)
     if kind is threading.local:
@@ -210,6 +217,21 @@ def _lru_cache(function: Any, parameters: dict[str, Any], attributes: dict[str, 
     made = functools.lru_cache(**parameters)(function)
     vars(made).update(attributes)
     return made
+
+
+def _single_dispatch(name: str) -> Any:
+    def unset() -> None: ...
+
+    unset.__name__ = name
+    return functools.singledispatch(unset)
+
+
+def _set_single_dispatch(made: Any, state: tuple[dict[type, Any], dict[str, Any]]) -> None:
+    registered, attributes = state
+    for kind, function in registered.items():
+        made.register(kind, function)
+    functools.update_wrapper(made, registered[object])
+    vars(made).update(attributes)
 
 
 def _cached_property(function: types.FunctionType, name: str | None) -> Any:
