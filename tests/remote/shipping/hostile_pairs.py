@@ -176,10 +176,12 @@ HOSTILE = [
     hostile(
         "proxy of a function",
         "V(2)",
-        "class P:\n    __class__ = property(lambda self: types.FunctionType)\n"
-        "    def __init__(self, f, k): self.f, self.k = f, k\n    def __call__(self, i): return self.f(i) * self.k\n"
-        "    def __getattr__(self, name): return getattr(vars(self)['f'], name)\n"
-        "    def __reduce__(self): return P, (self.f, self.k)\nV = P(lambda i: i + 1, @@)",
+        "import cfg\nV = cfg.P(lambda i: i + 1, @@)",
+        files={
+            "cfg.py": "import types\nclass P:\n    __class__ = property(lambda self: types.FunctionType)\n"
+            "    def __init__(self, f, k): self.f, self.k = f, k\n    def __call__(self, i): return self.f(i) * self.k\n"
+            "    def __getattr__(self, name): return getattr(vars(self)['f'], name)\n    def __reduce__(self): return P, (self.f, self.k)"
+        },
     ),
     hostile(
         "own singledispatch",
