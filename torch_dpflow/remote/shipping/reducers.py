@@ -220,7 +220,7 @@ def _lru_cache(function: Any, parameters: dict[str, Any], attributes: dict[str, 
 
 
 def _single_dispatch(name: str) -> Any:
-    def unset() -> None: ...
+    def unset(obj: Any) -> None: ...
 
     unset.__name__ = name
     return functools.singledispatch(unset)
