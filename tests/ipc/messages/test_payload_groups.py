@@ -55,7 +55,7 @@ def test_every_payload_comes_out_as_it_went_in(given: list[tuple[int, int, Paylo
 def test_large_payloads_keep_their_order(given: list[tuple[int, int, PayloadTable, list[Frame]]]) -> None:
     groups, _ = group_payloads(given, PayloadGroup)
     large = [number for number, _, table, own in given if len(own) > 1 or len(own[0]) > JOINED_BYTES]
-    alone = [group.numbers[0] for group in groups if not group.joined]
+    alone = [number for group in groups if not group.joined for number in group.numbers]
     assert [number for number in alone if number in set(large)] == large
 
 
@@ -63,6 +63,17 @@ def test_alike_and_small_is_one_frame() -> None:
     groups, frames = group_payloads([(n, 0, TABLES[0], [bytes([n] * 8)]) for n in range(3)], PayloadGroup)
     assert [(group.numbers, group.joined) for group in groups] == [([0, 1, 2], 8)]
     assert frames == [bytes([0] * 8 + [1] * 8 + [2] * 8)]
+
+
+def test_large_neighbours_with_one_table_are_one_group() -> None:
+    given = [(number, kind, TABLES[2], [bytes([number]) * 8] * 2) for number, kind in enumerate([0, 0, 0, 1, 0])]
+    groups, frames = group_payloads(given, PayloadGroup)
+    assert [(group.numbers, group.kind, group.joined) for group in groups] == [
+        ([0, 1, 2], 0, 0),
+        ([3], 1, 0),
+        ([4], 0, 0),
+    ]
+    assert frames == [bytes([number]) * 8 for number in range(5) for _ in range(2)]
 
 
 @pytest.mark.parametrize("frames", [[], [b"x" * 23], [b"x" * 25], [b"x" * 8] * 3])

@@ -56,7 +56,7 @@ class WorkerDemultiplexer:
         return None
 
 
-class DetachedPayload(msgspec.Struct, frozen=True, gc=False):
+class DetachedPayload(msgspec.Struct, gc=False):
     """An encoded payload in this process's memory. Its frames may be sent any number of times."""
 
     #: SAMPLE, FAILED, POISONED or WORKERLESS.

@@ -367,10 +367,12 @@ class ShardWorkers:
         self, worker: int, reader: ArenaReader | None, finished: Finished, payloads: list[list[memoryview]]
     ) -> list[DetachedPayload]:
         kind = SAMPLE if finished.kind == SAMPLE else FAILED
-        table = finished.payload if finished.payload.blocks else self._kept_table(finished.payload)
         if finished.joined:
-            return detach_group(kind, table, finished.joined, payloads)
-        return [self._detached(kind, table, frames, reader) for frames in payloads]
+            return detach_group(kind, self._kept_table(finished.payload), finished.joined, payloads)
+        opened = [self._detached(kind, finished.payload, frames, reader) for frames in payloads]
+        for one in opened:
+            one.table = self._kept_table(one.table)
+        return opened
 
     def _kept_table(self, table: PayloadTable) -> PayloadTable:
         """Return the same object for equal tables, whose payloads are sent as a group."""

@@ -24,30 +24,33 @@ def group_payloads(
     """Return groups, and the frames of a message with them, of payloads as (number, kind, table, frames).
 
     Small payloads are joined if they have one table, the same object, and one size. All others stay in their order,
-    which keeps large frames of samples in a row.
+    which keeps large frames of samples in a row; neighbours with one table are a group.
     """
     groups: list[Group] = []
     parts: list[list[Frame]] = []
+    #: Bytes of each payload of a group whose frames are joined; 0: they are not.
+    sizes: list[int] = []
     joined: dict[tuple[int, int, int], int] = {}
     for number, outcome, table, frames in payloads:
-        size = 0
-        if len(frames) == 1:
-            frame = frames[0]
-            size = frame.nbytes if isinstance(frame, memoryview) else len(frame)
+        size = memoryview(frames[0]).nbytes if len(frames) == 1 else 0
+        place: int | None = None
         if 0 < size <= JOINED_BYTES:
-            key = (id(table), outcome, size)
-            place = joined.get(key)
-            if place is not None:
-                groups[place].numbers.append(number)
-                parts[place].append(frames[0])
-                continue
-            joined[key] = len(groups)
+            place = joined.setdefault((id(table), outcome, size), len(groups))
+        else:
+            size = 0
+            if groups and not sizes[-1] and groups[-1].payload is table and groups[-1].kind == outcome:
+                place = len(groups) - 1
+        if place is not None and place < len(groups):
+            groups[place].numbers.append(number)
+            parts[place] += frames
+            continue
         groups.append(kind([number], outcome, table))
         parts.append([*frames])
+        sizes.append(size)
     out: list[Frame] = []
-    for group, own in zip(groups, parts):
-        if len(group.numbers) > 1:
-            group.joined = memoryview(own[0]).nbytes
+    for group, own, size in zip(groups, parts, sizes):
+        if size and len(group.numbers) > 1:
+            group.joined = size
             out.append(b"".join(own))
         else:
             out += own
