@@ -13,7 +13,7 @@ import pytest
 from torch.utils.data import Sampler
 
 from tests.loader_cases import Indices, seed_everything
-from torch_dpflow import DynaGCSSampler, MixtureSampler
+from torch_dpflow import BudgetBatchSampler, DynaGCSSampler, MixtureSampler
 from torch_dpflow.epoch.rng import encode_generator, restore_generator
 from torch_dpflow.errors import StateError
 
@@ -214,3 +214,34 @@ def test_a_sampler_that_draws_other_samples_again_is_refused(OurLoader: Any, kin
             again = make(batch_size)
             again.load_state_dict(state_after(0))
             assert len([*itertools.chain(*batches_of(again))]) in (SIZE - 6, SIZE - 7)
+
+
+@pytest.mark.parametrize("ranks", [{}, {"num_replicas": 2, "rank": 1}])
+@pytest.mark.parametrize("kind", ["DynaGCSSampler", "MixtureSampler", "BudgetBatchSampler"])
+def test_an_epoch_that_follows_a_break_is_whole(OurLoader: Any, kind: str, ranks: dict[str, Any]) -> None:
+    """Saved before its first batch; or resumed where the loop broke, and nothing read."""
+
+    def make() -> tuple[Any, Any]:
+        sampler: Any = {
+            "DynaGCSSampler": lambda: DynaGCSSampler(range(SIZE), **ranks),
+            "MixtureSampler": lambda: MixtureSampler([5, 8], [5, 8], **ranks),
+            "BudgetBatchSampler": lambda: BudgetBatchSampler([1] * SIZE, 3, **ranks),
+        }[kind]()
+        how = {"batch_sampler": sampler} if kind == "BudgetBatchSampler" else {"sampler": sampler, "batch_size": 3}
+        return OurLoader(Indices(SIZE), **how), sampler
+
+    loader, sampler = make()
+    next(iter(loader))
+    states = [loader.state_dict()]
+    sampler.set_epoch(1)
+    iterator = iter(loader)
+    states.append(loader.state_dict())
+    due = batches_of(iterator)
+    assert sum(map(len, due)) == (7 if ranks else SIZE)
+    for at, state in enumerate(states):
+        loader, sampler = make()
+        loader.load_state_dict(state)
+        if not at:
+            iter(loader)
+        sampler.set_epoch(1)
+        assert batches_of(loader) == due

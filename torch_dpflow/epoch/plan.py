@@ -245,6 +245,8 @@ def stateful_part(index_sampler: Any, sampler: Any) -> Any:
 def new_plan(batches: Iterator[Any], index_sampler: Any, sampler: Any) -> Plan:
     """Return the plan of a whole epoch, whose batches are the running iteration of the index sampler."""
     part = stateful_part(index_sampler, sampler)
+    if callable(begin := working(part, "begin_next")):
+        begin()
     if part is None and (part := RankOrder.of(index_sampler, sampler)) is not None:
         batches = part.begun(index_sampler)
     elif part is None and is_drawn_here(inner_sampler(index_sampler, sampler)):
@@ -396,7 +398,10 @@ def _resume_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Pla
     if state.sampler["iterator"] is None:
         batches = iter(index_sampler)
     end = end_after(state, index_sampler, left) if type(left) is int else None
-    return Plan(batches, sampler=part, position=state.position, end=end)
+    plan = Plan(batches, sampler=part, position=state.position, end=end)
+    if callable(working(part, "begin_next")):  # so that the iteration after this one is another epoch, in any case
+        plan.prefetch_one()
+    return plan
 
 
 def samples_in(index: Any) -> int:

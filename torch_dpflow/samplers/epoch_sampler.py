@@ -167,6 +167,14 @@ class EpochSampler(Sampler[T]):
             self._resume = None
         self.epoch = self.named_epoch = epoch
 
+    def begin_next(self) -> None:
+        """Have `state_dict` describe the next iteration from now on, and no longer the one that was left.
+
+        A loader calls it when it begins an iteration. It may read nothing, and the position of the former is of no use.
+        """
+        self.epoch, self._resume = self._upcoming()
+        self._latest = None
+
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Restore a position: the next iteration yields the rest of its epoch, or a whole one if nothing is left.
 
