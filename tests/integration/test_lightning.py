@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from tests.later import Later
-from tests.loader_cases import Augmented, WhoLoads
-from torch_dpflow import ShardedIterableDataset
+from tests.loader_cases import Augmented, Indices, WhoLoads
+from torch_dpflow import DynaGCSSampler, ShardedIterableDataset
 from torch_dpflow.options import LoaderOptions
 
 lightning = Later("lightning.pytorch")
@@ -137,6 +137,42 @@ def test_a_run_resumes_in_mid_epoch(OurLoader: Any, Recorder: Any, tmp_path: Pat
     trainer(max_epochs=2).fit(rest, loader(1), ckpt_path=tmp_path / "middle.ckpt", weights_only=False)
     assert len(whole.seen) == 20
     assert rest.seen == whole.seen[6:]
+
+
+@pytest.mark.parametrize("kind", [DistributedSampler, DynaGCSSampler])
+@pytest.mark.parametrize(
+    ("at", "batches", "workers"),
+    [((0, 2), 5, 0), ((1, 1), 5, 1), ((1, 4), 5, 0), ((1, 4), 5, 1), ((0, 2), 3, 0), ((1, 2), 3, 1)],
+)
+def test_a_rank_resumes_in_any_epoch(
+    OurLoader: Any, Recorder: Any, tmp_path: Path, kind: Any, at: tuple[int, int], batches: int, workers: int
+) -> None:
+    """Lightning begins the iteration before it sets the epoch of the sampler, also where it goes on to the next one.
+
+    batches: that it reads of the 5 of an epoch.
+    """
+
+    def loader() -> Any:
+        sampler = kind(range(20), num_replicas=2, rank=1, seed=3)
+        return OurLoader(
+            Indices(20),
+            batch_size=2,
+            sampler=sampler,
+            num_workers=workers,
+            collate_fn=lambda batch: [torch.tensor(batch)],
+        )
+
+    class Saving(lightning.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, run: Any, _module: Any, _outputs: Any, _batch: Any, number: int) -> None:
+            if (run.current_epoch, number) == at:
+                run.save_checkpoint(tmp_path / "saved")
+
+    whole, rest = Recorder(), Recorder()
+    limited = {"max_epochs": 3, "limit_train_batches": batches}
+    trainer(callbacks=[Saving()], **limited).fit(whole, loader())
+    trainer(**limited).fit(rest, loader(), ckpt_path=tmp_path / "saved", weights_only=False)
+    assert len(whole.seen) == 3 * batches
+    assert rest.seen == whole.seen[at[0] * batches + at[1] + 1 :]
 
 
 class Own(IterableDataset):  # type: ignore[type-arg]

@@ -399,7 +399,7 @@ def _resume_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Pla
         batches = iter(index_sampler)
     end = end_after(state, index_sampler, left) if type(left) is int else None
     plan = Plan(batches, sampler=part, position=state.position, end=end)
-    if callable(working(part, "begin_next")):  # so that the iteration after this one is another epoch, in any case
+    if callable(working(part, "begin_next")):  # the iteration after this one is another epoch
         plan.prefetch_one()
     return plan
 

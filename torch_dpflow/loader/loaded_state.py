@@ -213,6 +213,26 @@ def set_counted_epoch(loader: Any, state: LoaderState) -> None:
         sampler.set_epoch(counted)
 
 
+def begin_saved_epoch(loader: Any, *, is_over: bool) -> None:
+    """Set the sampler to the epoch of a pending state, for a trainer that does so only after it has called `iter`.
+
+    is_over: the trainer goes on to the next epoch, so that the next iteration has to be that.
+    """
+    state: LoaderState | None = loader._runtime.pending
+    if state is None or state.fresh:
+        return
+    own: Any = None if state.sampler is None else state.sampler["sampler"]
+    own = own[0] if isinstance(own, list) else own
+    epoch = own.get("epoch") if isinstance(own, dict) else state.made_of.get(EPOCH)
+    sampler = epoch_setter(loader._index_sampler, loader.sampler) if type(epoch) is int else None
+    if sampler is not None:
+        sampler.set_epoch(epoch)
+    if is_over:
+        iter(loader)
+        if sampler is not None and type(epoch) is int:
+            sampler.set_epoch(epoch + 1)
+
+
 def _epochs_of(states: Sequence[LoaderState]) -> list[Any]:
     """Return the epochs of states: their samplers' where all have one, else how many iterations were begun.
 

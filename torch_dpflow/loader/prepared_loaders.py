@@ -2,8 +2,9 @@
 
 accelerate makes a loader of torch's class with torch's arguments from the one that it is given, and has no hook. Its
 two functions that do so are wrapped where it is imported. Its wrapper and Fabric's count epochs from 0 and set them, so
-they count from the loaded state. Lightning, for data without a length, and Ray Train's wrapper read a batch ahead,
-which a saved position must not count. `docs/howto/libraries.md` lists the ways for Ray Train and Ignite.
+they count from the loaded state. Lightning sets the epoch of a sampler after it has begun a resumed iteration, and goes
+on to the next epoch if a state is at the end of one. For data without a length it reads a batch ahead, as Ray Train's
+wrapper does, which a saved position must not count. `docs/howto/libraries.md` lists the ways for Ray Train and Ignite.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from typing import Any
 from torch_dpflow._core.checks import working
 from torch_dpflow._core.ranks import named_ranks
 from torch_dpflow.errors import OptionError
+from torch_dpflow.loader.loaded_state import begin_saved_epoch
 
 _ACCELERATE = "accelerate.data_loader"
 _FABRIC = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
 _LIGHTNING = ("lightning.pytorch.loops.fetchers", "pytorch_lightning.loops.fetchers")
+_FITTING = ("lightning.pytorch.loops.fit_loop", "pytorch_lightning.loops.fit_loop")
 _RAY = "ray.train.torch.train_loop_utils"
 _FUNCTIONS = ("prepare_data_loader", "skip_first_batches")
 #: The arguments that torch's loader does not have.
@@ -41,6 +44,7 @@ def keep_class_when_prepared(ours: type[Any]) -> None:
         _RAY: _amend_ray,
         **dict.fromkeys(_FABRIC, _amend_fabric),
         **dict.fromkeys(_LIGHTNING, _amend_lightning),
+        **dict.fromkeys(_FITTING, _amend_fitting),
     }
     for name, amend in amend_by_module.items():
         if name in sys.modules:
@@ -79,6 +83,22 @@ def _amend_lightning(ours: type[Any], module: ModuleType) -> None:
         return found
 
     fetcher.__iter__ = iterate_and_note
+
+
+def _amend_fitting(ours: type[Any], module: ModuleType) -> None:
+    loop: Any = vars(module).get("_FitLoop")
+    load = getattr(loop, "_load_combined_loader_states", None)
+    if load is None:
+        return
+
+    @functools.wraps(load)
+    def load_and_begin(self: Any) -> None:
+        load(self)
+        for loader in [] if self._combined_loader is None else self._combined_loader.flattened:
+            if isinstance(loader, ours):
+                begin_saved_epoch(loader, is_over=self.restarting and self.epoch_loop.batch_progress.is_last_batch)
+
+    loop._load_combined_loader_states = load_and_begin
 
 
 def _amend_ray(ours: type[Any], module: ModuleType) -> None:
