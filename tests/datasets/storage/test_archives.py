@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from torch_dpflow.datasets.importers.folders import ImageFolderImporter
-from torch_dpflow.datasets.storage import ObjectReader
-from torch_dpflow.errors import SourceError, StorageError
+from torch_dpflow.datasets.storage import ObjectReader, ReadOptions
+from torch_dpflow.errors import ChecksumError, SourceError, StorageError
 
 
 def _member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tuple[tarfile.TarInfo, io.BytesIO]:
@@ -150,3 +150,30 @@ def test_a_zip_archive_that_another_one_precedes_is_refused(tmp_path: Path) -> N
 def test_an_empty_tar_archive_has_no_classes(tmp_path: Path) -> None:
     with pytest.raises(SourceError):
         _images(_tar(tmp_path / "a.tar"))
+
+
+@pytest.mark.parametrize("is_in_place", [True, False])
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+def test_an_archive_that_is_written_again_is_noticed(tmp_path: Path, kind: str, *, is_in_place: bool) -> None:
+    def write(name: str, content: bytes) -> bytes:
+        path = tmp_path / name
+        if kind == "zip":
+            with zipfile.ZipFile(path, "w") as archive:
+                archive.writestr("a.bin", content)
+        else:
+            entry = tarfile.TarInfo("a.bin")
+            entry.size = len(content)
+            _tar(path, (entry, io.BytesIO(content)))
+        return path.read_bytes()
+
+    write("data", b"old" * 100)
+    with ObjectReader(options=ReadOptions(attempts=1)) as reader:
+        url = f"{kind}://a.bin::file://{tmp_path}/data"
+        assert reader.read(url, 100, 200) == (b"old" * 100)[100:200]
+        new = write("new", b"new" * 100)
+        if is_in_place:
+            (tmp_path / "data").write_bytes(new)
+        else:
+            (tmp_path / "new").replace(tmp_path / "data")
+        with pytest.raises(ChecksumError, match="written again"):
+            reader.read(url, 100, 200)

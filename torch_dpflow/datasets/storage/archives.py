@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import stat
+from contextlib import suppress
 from typing import Any
 
 from fsspec.archive import AbstractArchiveFileSystem
 from fsspec.implementations.tar import TarFileSystem
 from fsspec.implementations.zip import ZipFileSystem
 
+from torch_dpflow.datasets.storage.states import state_of_file
 from torch_dpflow.errors import StorageError
 
 #: Bytes of a block of a tar archive.
@@ -46,6 +49,13 @@ def prepare_archive(file_system: Any, url: str) -> None:
                 raise StorageError(
                     f"{url} has a member of the name {name!r}; write the archive again, without '.' and '//'"
                 )
+
+
+def state_of_archive(file_system: Any) -> str | None:
+    """Return the state of the local file that an archive is read from; None for other file systems."""
+    with suppress(AttributeError, OSError):
+        return state_of_file(os.fstat(file_system.fo.fileno()))
+    return None
 
 
 def check_member(file_system: Any, path: str, url: str) -> None:

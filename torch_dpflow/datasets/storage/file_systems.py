@@ -19,14 +19,15 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from torch_dpflow._core.processes import PerProcess
-from torch_dpflow.datasets.storage.archives import check_member, prepare_archive
-from torch_dpflow.datasets.storage.base import MAX_WAIT_S, ByteRange, ReadOptions
+from torch_dpflow.datasets.storage.archives import check_member, prepare_archive, state_of_archive
+from torch_dpflow.datasets.storage.base import MAX_WAIT_S, WRITTEN_AGAIN, ByteRange, ReadOptions
 from torch_dpflow.datasets.storage.credentials import find_oss_credentials, left_out_hint
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.states import ObjectState, is_state_of_entry, state_of_entry
 from torch_dpflow.datasets.storage.urls import ONE_FILE_SYSTEM, check_url, split_chain, split_login
 from torch_dpflow.datasets.storage.web_service import tls_context, web_headers
 from torch_dpflow.errors import (
+    ChecksumError,
     DPFlowError,
     MissingExtraError,
     ObjectMissingError,
@@ -74,6 +75,7 @@ class FsspecStorage:
         self._longest = limits.longest
         self._servers = servers_of(options)
         self._files = open_file_system(address, options, limits.deadline_s)[0]
+        self._archive = state_of_archive(self._files)
 
     def fetch(self, span: ByteRange, deadline: float) -> bytes:
         if span.length is not None and span.length > self._longest:
@@ -84,6 +86,8 @@ class FsspecStorage:
             raise TruncatedObjectError(f"{span}: the object gave only {len(data)} bytes of {span.length}")
         if len(data) > self._longest:
             raise StorageError(f"{span}: {len(data)} bytes are above the limit of {self._longest}")
+        if state_of_archive(self._files) != self._archive:
+            raise ChecksumError(f"{span}: {WRITTEN_AGAIN}")
         if span.state is not None:
             self.look(span, deadline)
         elif span.is_whole:
