@@ -29,7 +29,12 @@ AWKWARD = (
     ("/y.tar", "y.tar"),
 )
 #: Python's server of tests joins slashes at the beginning.
-ON_THE_WEB = (*AWKWARD[:-1], ("x/y.tar?path=a//b", "x/y.tar?path=a/b"), ("x/y.tar?path=/a/../b", "x/y.tar?path=/b"))
+ON_THE_WEB = (
+    *AWKWARD[:-1],
+    ("x/y.tar?path=a//b", "x/y.tar?path=a/b"),
+    ("x/y.tar?path=/a/../b", "x/y.tar?path=/b"),
+    ("x/y.tar?", "x/y.tar"),
+)
 
 
 @pytest.fixture(scope="session", autouse=True)

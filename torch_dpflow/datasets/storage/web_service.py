@@ -76,7 +76,7 @@ def _parse(url: str) -> tuple[Origin, str]:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise OptionError(f"{printable_url(url)}: give http:// or https://, a host and a path")
     is_tls = parts.scheme == "https"
-    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    target = (parts.path or "/") + (f"?{parts.query}" if "?" in url else "")
     try:
         host = parts.hostname if parts.hostname.isascii() else parts.hostname.encode("idna").decode()
         port = parts.port or (443 if is_tls else 80)
