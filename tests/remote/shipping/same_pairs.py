@@ -309,6 +309,16 @@ SAME = [
         "1",
     ),
     Pair(
+        "a salt in a generated hash",
+        "",
+        data(
+            "V.n",
+            "space = {'__name__': __name__}\n"
+            "exec(compile(f'def __hash__(self): return hash(({hash(chr(97))}, self.n))', '<made>', 'exec'), space)\n"
+            "class K:\n    n = 1\n    __hash__ = space['__hash__']\nV = K()",
+        ),
+    ),
+    Pair(
         "an object that is sent as None",
         "",
         data(

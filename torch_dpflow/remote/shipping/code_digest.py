@@ -40,12 +40,20 @@ def _code(code: types.CodeType) -> tuple[bytes, frozenset[str]]:
     named = code.co_flags & _IS_FUNCTION == _IS_FUNCTION and not code.co_name.startswith("<")
     if named and has_docstring and constants and isinstance(constants[0], str) and not _reads_first(code):
         constants[0] = None
+    if code.co_name == "__hash__" and code.co_filename.startswith("<"):
+        constants = [None if _is_salt(one) else one for one in constants]
     names = {*code.co_names, *code.co_freevars}
     pieces = [_constant(one, names) for one in constants]
     shape = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags & ~_HAS_DOCSTRING)
     labels = (code.co_name, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     table = getattr(code, "co_exceptiontable", b"")
     return digest_of(code.co_code, table, repr((shape, labels)).encode(), *pieces), frozenset(names)
+
+
+def _is_salt(constant: Any) -> bool:
+    """Return whether generated code has a constant from a hash of a text, as that of attrs: it differs by process."""
+    values = constant if type(constant) is tuple else (constant,)
+    return any(type(one) is int and one.bit_length() > 32 for one in values)
 
 
 def _reads_first(code: types.CodeType) -> bool:
