@@ -48,7 +48,7 @@ def module_of(definition: Any) -> str:
 
 
 def is_definition(obj: Any) -> bool:
-    """Return whether an object is a class or a function of Python; a proxy of one only says so by its `__class__`."""
+    """Return whether an object is a class or a function of Python; a proxy of one has only its `__class__`."""
     return issubclass(type(obj), type | types.FunctionType)
 
 
