@@ -55,11 +55,16 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     return Watched(SIZE, tmp_path_factory.mktemp("watched"))
 
 
+def remote_loader(dataset: Watched, platform: Troubled) -> DPFlowDataLoader[Any]:
+    """A loader with all that can be set at once."""
+    options = LoaderOptions(min_workers=2, task_timeout_s=60.0, seeding="batch", prefetch_growth=1)
+    return loader_of(dataset, platform=platform, timeout=1, pin_memory=True, options=options)
+
+
 @pytest.fixture(scope="module")
 def remote(no_leaks: None, platform: Troubled, dataset: Watched) -> Iterator[DPFlowDataLoader[Any]]:
-    """One loader for all tests of this module, with all that can be set at once."""
-    options = LoaderOptions(min_workers=2, task_timeout_s=60.0, seeding="batch", prefetch_growth=1)
-    loader = loader_of(dataset, platform=platform, timeout=1, pin_memory=True, options=options)
+    """One loader for the tests of this module that need no new one."""
+    loader = remote_loader(dataset, platform)
     yield loader
     platform.opened.set()
     loader._iterator._shutdown_workers()
@@ -87,9 +92,9 @@ def by_index(batches: Iterator[Any]) -> list[Any]:
     return sorted(patiently(batches), key=lambda sample: sample["index"])
 
 
-def test_nothing_is_loaded_before_so_many_workers_are_there(
-    remote: DPFlowDataLoader[Any], platform: Troubled, dataset: Watched, eventually: Callable[..., None]
-) -> None:
+def test_nothing_is_loaded_before_so_many_workers_are_there(tmp_path: Path, eventually: Callable[..., None]) -> None:
+    platform, dataset = Troubled(), Watched(SIZE, tmp_path)
+    remote = remote_loader(dataset, platform)
     iterator = iter(remote)
     processes = remote._iterator._shard.processes
     eventually(lambda: any(one.state == "working" for one in processes.views()), what="the first worker")
@@ -99,6 +104,7 @@ def test_nothing_is_loaded_before_so_many_workers_are_there(
     platform.opened.set()
     assert [sample["index"] for sample in by_index(iterator)] == [*range(SIZE)]
     assert sorted(worker for worker, _ in dataset.noted("inits")) == [0, 1]
+    remote._iterator._shutdown_workers()
 
 
 def test_a_slow_sample_holds_up_no_other_and_no_more_are_loaded_than_the_prefetch_factor_says(
