@@ -26,7 +26,6 @@ from torch_dpflow.remote.shipping.part_tree import (
     digest_of,
     digests_of,
     entries,
-    hidden,
     order_of,
     parts_of,
     text_of,
@@ -116,7 +115,7 @@ class Walk:
         """Digest all that was added, and what it refers to."""
         while self._waiting:
             path, obj = self._waiting.popleft()
-            self.roots[path] = hidden(path.rpartition(".")[2], self._digest(obj, path))
+            self.roots[path] = self._digest(obj, path)
         with_aliases(self.roots, dict(sorted(self._queued.items(), key=lambda one: one[0])))
 
     def digest_apart(self, obj: Any) -> PartNode:
@@ -273,7 +272,7 @@ class Walk:
             return PartNode(digest_of(b"dict", keys.digest, values.digest), text)
         parts = {}
         for key, value in obj.items():
-            parts[f"[{key!r}]"] = hidden(key, (yield value))
+            parts[f"[{key!r}]"] = yield value
         # The order counts: code may follow it.
         own = digest_of(b"dict", *(key.encode(errors="replace") for key in parts))
         return PartNode(own, text, with_aliases(parts, dict(zip(parts, obj.values(), strict=True))))
@@ -380,7 +379,7 @@ class Walk:
                     if name in ("__module__", "__doc__"):
                         continue
                     self.lends_arguments |= is_arguments(value) and not is_own_class(type(obj))
-                    part = hidden(name, (yield value))
+                    part = yield value
                     if name in derived:
                         part = PartNode(part.digest, part.text, optional=True)
                     if f".{name}" in parts:  # both count
@@ -423,7 +422,7 @@ class Walk:
             if name == "__name__":
                 continue
             if not is_shared or not self.add(f"{module}.{name}", value):
-                parts[f"({name})"] = hidden(name, (yield value))
+                parts[f"({name})"] = yield value
         of = SCRIPT[0] if obj.__module__ in SCRIPT else module_of(obj)
         own = [code_digest(code, self.names, self._without_addresses)]
         own += [one.encode() for one in (obj.__name__, obj.__qualname__, of, module)]
@@ -446,5 +445,5 @@ class Walk:
                 continue
             part = yield set(value) if name == "_abc_impl" else value
             if part.text != f"{path}.{name}" or not path:  # else it is a root by itself
-                parts[f".{name}"], named[f".{name}"] = hidden(name, part), value
+                parts[f".{name}"], named[f".{name}"] = part, value
         return PartNode(digest_of(b"class", *own), "class", with_aliases(parts, named))

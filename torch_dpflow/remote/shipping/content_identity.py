@@ -26,7 +26,7 @@ from torch_dpflow.remote.shipping.content_pack import ScriptPickler, keys_left_o
 from torch_dpflow.remote.shipping.own_settled import Settled
 from torch_dpflow.remote.shipping.own_source import OwnCode, own_code
 from torch_dpflow.remote.shipping.own_state import OwnState, own_state, set_members
-from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, flatten, merged, of_both
+from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, flatten, merged, of_both, shown_text
 from torch_dpflow.remote.shipping.values import Bulk
 
 _THIS = __name__.partition(".")[0]
@@ -156,7 +156,7 @@ def _listed(
     files |= {name: merged(files.get(name) or PartNode(b"", "code"), parts) for name, parts in set_here.items()}
     roots = _nested({**walk.roots, **files, **packages})
     listed = flatten(roots, MAX_PARTS, lambda path: is_ignored(path, patterns), MAX_PATH)
-    return {path: _digest(part) for path, part in listed.items()}
+    return {path: _digest(path, part) for path, part in listed.items()}
 
 
 def _walk(roots: Mapping[str, Any], bulk: Bulk, sent: Collection[str] | None) -> Walk:
@@ -167,9 +167,9 @@ def _walk(roots: Mapping[str, Any], bulk: Bulk, sent: Collection[str] | None) ->
     return walk
 
 
-def _digest(part: PartNode) -> PartDigest:
+def _digest(path: str, part: PartNode) -> PartDigest:
     own = part.own.hex() if part.parts is not None else ""
-    return PartDigest(part.digest.hex(), own, part.text[:MAX_SHOWN], part.optional)
+    return PartDigest(part.digest.hex(), own, shown_text(path, part)[:MAX_SHOWN], part.optional)
 
 
 def _nested(roots: Mapping[str, PartNode]) -> dict[str, PartNode]:

@@ -16,8 +16,11 @@ from torch_dpflow.remote.shipping.values import ATOMS, repeated
 _MAX_TEXT = 60
 #: The first name of a path.
 _NAME = re.compile(r"\.\(\w+\)|[.\[(][^.\[(]*")
-#: Variables whose values are not shown.
-_SECRET = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
+#: What separates the names of a path.
+_NAMES = re.compile(r"[.\[(]")
+#: Variables whose values are not shown, and addresses that can contain a password or a signature.
+_SECRET = re.compile(r"key|token|secret|passw|pwd|cred|auth|signature", re.IGNORECASE)
+_LOGIN = re.compile(r"://.*[@?]")
 
 
 class PartNode:
@@ -92,15 +95,20 @@ def parts_of(named: Mapping[str, Any]) -> Generator[Any, PartNode, dict[str, Par
     named = dict(sorted(named.items()))
     found: dict[str, PartNode] = {}
     for name, value in named.items():
-        found[name] = hidden(name, (yield value))
+        found[name] = yield value
     return with_aliases(found, named)
 
 
-def hidden(name: str, part: PartNode) -> PartNode:
-    """Return a part without its text, if its name says that it is a secret."""
-    if _SECRET.search(name) and part.text and not part.parts:
-        return PartNode(part.own, "value", optional=part.optional)
-    return part
+def shown_text(path: str, part: PartNode) -> str:
+    """Return the text of a part; "value" where it can contain a secret, as others read it and state stores keep it."""
+    name = _NAMES.split(path)[-1]
+    is_value = part.parts is None or part.text[:1] in ("[", "(")
+    has_text = "'" in part.text or '"' in part.text
+    if part.text == RANDOM_STATE:
+        return part.text
+    if (is_value and _SECRET.search(name)) or (has_text and _SECRET.search(path)) or _LOGIN.search(part.text):
+        return "value"
+    return part.text
 
 
 def text_of(obj: Any) -> str:
