@@ -231,11 +231,13 @@ class ResultOutbox:
         hold: bool = False,
         has_stream: bool = False,
     ) -> None:
-        """Send a result, now or with later ones. The frames must not change until they are sent.
+        """Send a result, now or with later ones.
 
         started: the task that the worker runs next. hold: whether the result may wait for others. has_stream: as of
             `Finished`, for results that may not wait.
         """
+        # Views of the sample's memory, which the dataset may overwrite with the next sample before they are sent.
+        frames = [bytes(frame) if type(frame) is memoryview else frame for frame in frames]
         with self.lock:
             if not hold and not self._finished:
                 self._started = started

@@ -5,11 +5,15 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from torch_dpflow.cluster.messages.shard import SAMPLE
 from torch_dpflow.ipc.messages.headers import Exchange, decode
+from torch_dpflow.ipc.serialization.codec import decode as decode_payload
 from torch_dpflow.ipc.serialization.codec import encode
 from torch_dpflow.ipc.transport import Listener, connect, listen
 from torch_dpflow.workers.task_worker import MAX_BYTES, MAX_FRAMES, MAX_RESULTS, ResultOutbox
@@ -32,12 +36,17 @@ class Shard:
 
     def heard(self, wait_s: float = 30.0) -> Message | None:
         """The tasks of the next message, what it says is begun, and its frames."""
-        message = self._listener.receive(wait_s)
-        if message is None:
+        frames = self.receive(wait_s)
+        if not frames:
             return None
-        header = decode(message[1][0])
+        header = decode(frames[0])
         assert isinstance(header, Exchange)
-        return [task for one in header.finished for task in one.numbers], header.started, len(message[1]) - 1
+        return [task for one in header.finished for task in one.numbers], header.started, len(frames) - 1
+
+    def receive(self, wait_s: float = 30.0) -> list[memoryview]:
+        """The frames of the next message; none if none comes."""
+        message = self._listener.receive(wait_s)
+        return [] if message is None else message[1]
 
     def close(self) -> None:
         self.outbox.close()
@@ -133,3 +142,19 @@ def test_nothing_is_sent_after_the_end(shard: Shard) -> None:
     assert shard.heard() == ([0], 1, 1)
     shard.outbox.close()
     assert shard.heard(wait_s=0) is None
+
+
+@pytest.mark.parametrize("hold", [True, False])
+@pytest.mark.parametrize("kind", [np.ones, torch.ones])
+def test_a_result_does_not_change_with_memory_that_the_dataset_uses_again(
+    shard: Shard, kind: Callable[[int], Any], hold: bool
+) -> None:
+    shard.add(0)
+    shard.heard()
+    sample = kind(1 << 20)
+    table, frames = encode(sample)
+    shard.outbox.add(1, SAMPLE, table, frames, None, hold=hold)
+    sample[:] = 7
+    shard.outbox.flush()
+    received = shard.receive()
+    assert (decode_payload(table, received[1:]) == 1).all()
