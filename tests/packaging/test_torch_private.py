@@ -37,6 +37,7 @@ OF_OTHERS = {
     "_reconstructor": "copyreg",
     "_reduce_ex": "copyreg",
     "_HEAPTYPE": "copyreg",
+    "_combined_loader": "lightning",
     "_dataloader": "lightning",
 }
 #: Where a name is, and whether it is a module's own name or a member of what stands there.

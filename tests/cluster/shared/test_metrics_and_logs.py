@@ -38,6 +38,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandedClust
     started = CommandedCluster.up(
         tmp_path_factory.mktemp("c"), "--metrics", f"127.0.0.1:{free_port()}", "--log-format", "json"
     )
+    wait(lambda: answers(started), what="the metrics")  # which come up by themselves
     yield started
     started.stop()
 
@@ -224,10 +225,10 @@ def test_every_line_says_what_it_is_about_and_restarts_are_counted(
     lines = [json.loads(line) for line in cluster.log.read_text().rpartition("\n")[0].splitlines()]
     assert all({"time", "level", "flow", "shard", "worker", "job", "process", "pid"} <= line.keys() for line in lines)
     ended = [line for line in lines if line["level"] == "warning" and line["process"] == "node"]
-    assert [line["text"] for line in ended if line["flow"] == f"{flow}:v1"] == [
-        f"process {worker.id} ended unexpectedly, restarting: pid {worker.pid} was ended by SIGKILL (the kernel's "
-        "out-of-memory killer sends it too)"
-    ]
+    (text,) = [line["text"] for line in ended if line["flow"] == f"{flow}:v1"]
+    # A fork server that is slow to say how the process ended is not waited for.
+    end = r"(was ended by SIGKILL \(.*\)|has ended, exit code unknown)"
+    assert re.fullmatch(f"process {worker.id} ended unexpectedly, restarting: pid {worker.pid} {end}", text)
     told = [line for line in lines if "its samples are requeued" in line["text"]]
     assert [(line["flow"], line["shard"], line["worker"], line["job"]) for line in told] == [
         (f"{flow}:v1", "shard-000", 1, None)

@@ -345,7 +345,8 @@ def test_ranks_that_describe_their_job_differently_are_refused(ranks: Any, join:
 
 def test_a_name_is_one_jobs_until_that_leaves(join: Join, flow: str) -> None:
     first = join(flow, Numbers(20), name="trial")
-    with pytest.raises(UsageError, match=r"job 'trial' is being read by another process; give this one a name"):
+    refused = r"job 'trial' is being read by another process; give this one a different name"
+    with pytest.raises(UsageError, match=refused):
         join(flow, Numbers(20), name="trial")
     first.close()
     assert sorted(keys(join(flow, Numbers(20), name="trial").traverse(0))) == list(range(20))
