@@ -54,6 +54,16 @@ def test_workers_and_memory_are_dealt_evenly() -> None:
     assert router.shards == ["f:v1/shard-000", "f:v1/shard-001"]
 
 
+@pytest.mark.parametrize("is_unread", [False, True])
+def test_only_workers_are_not_needed_while_no_job_reads(is_unread: bool) -> None:
+    launches = launches_of(spec(), Part(2, 2, 1000), [], is_unread=is_unread)
+    assert {(one.role, one.needed) for one in launches} == {
+        ("router", True),
+        ("shard", True),
+        ("worker", not is_unread),
+    }
+
+
 def test_scaling_changes_settings_and_no_arguments() -> None:
     before = {one.id: one.arguments for one in launches_of(spec(), Part(1, 2, 1000), [])}
     scaled = spec(shards=3, workers=9)

@@ -21,6 +21,7 @@ from torch_dpflow.cluster.control.supervision import (
     Supervisor,
 )
 from torch_dpflow.cluster.messages.node import Launch
+from torch_dpflow.workers.platform import RETRY_S
 
 ROUTER, SHARD = Launch("flow:v1/router", "router", b"a"), Launch("flow:v1/shard-0", "shard", b"b")
 
@@ -235,6 +236,36 @@ def test_workers_are_started_as_those_before_have_come_up_and_services_at_once()
     assert len(spawned(supervisor.tick(2.0), supervisor, 2.0)) == 1
     # One that does not come up keeps the others waiting for so long and no longer.
     assert len(spawned(supervisor.tick(START_PACE_S), supervisor, START_PACE_S)) == 1
+
+
+def false_starts(supervisor: Supervisor, now: float, until: float) -> int:
+    """How often a worker is started that always imports for longer than `STABLE_S`, and ends before it is up."""
+    count = 0
+    while (due := supervisor.next_due) is not None and max(due, now) < until:
+        now = max(due, now)
+        for spawn in spawned([*supervisor.tick(now)], supervisor, now):
+            count += 1
+            supervisor.on_heartbeat(spawn.launch.id, spawn.incarnation, "", {}, now + 1.0)
+            now += STABLE_S + 1.0
+            assert spawned([*supervisor.on_ended(spawn.launch.id, spawn.incarnation, now)], supervisor, now) == []
+    return count
+
+
+def test_a_worker_that_never_comes_up_is_started_later_and_later_and_not_while_none_needs_it() -> None:
+    supervisor = Supervisor(lease_s=10.0)
+    (worker,) = workers(1)
+    (first,) = spawned([*supervisor.desire([worker], 0.0)], supervisor, 0.0)
+    (second,) = spawned([*supervisor.on_ended(worker.id, first.incarnation, STABLE_S)], supervisor, STABLE_S)
+    assert supervisor.on_ended(worker.id, second.incarnation, 2 * STABLE_S) == []
+    assert 10 < false_starts(supervisor, 2 * STABLE_S, 1000.0) < 1000.0 / RETRY_S + 10
+    idle = Launch(worker.id, worker.role, worker.arguments, needed=False)
+    assert supervisor.desire([idle], 1000.0) == []
+    assert false_starts(supervisor, 1000.0, 2000.0) == 0
+    assert supervisor.tick(2000.0) == []
+    (spawn,) = spawned([*supervisor.desire([worker], 2000.0)], supervisor, 2000.0)
+    supervisor.on_heartbeat(worker.id, spawn.incarnation, "", {"up": True}, 2001.0)
+    supervisor.desire([idle], 2001.0)
+    assert len(supervisor.on_ended(worker.id, spawn.incarnation, 2010.0)) == 1, "it was up"
 
 
 def test_no_more_are_started_than_there_may_be_and_services_come_first() -> None:

@@ -33,8 +33,8 @@ def spec(name: str) -> FlowSpec:
     return FlowSpec(name=name, version=1, size=10, content=CONTENT, fingerprint={})
 
 
-def router(name: str) -> ProcessView:
-    return ProcessView(f"{name}:v1/router", "router", 1, 1, f"ipc:///{name}", {"jobs": 0})
+def router(name: str, jobs: int = 0) -> ProcessView:
+    return ProcessView(f"{name}:v1/router", "router", 1, 1, f"ipc:///{name}", {"jobs": jobs})
 
 
 def test_a_coordinator_that_starts_anew_admits_nobody_before_it_knows_what_runs(tmp_path: Path) -> None:
@@ -73,6 +73,24 @@ def admit_late(folder: Path) -> None:
     assert [flow.state for flow in ask_in(server, coordinator.views)[0]].count("idle") == 2
     launched = {launch.id for launch in ask_in(server, coordinator.desired) if launch.role == "router"}
     assert launched == {"c:v1/router", "d:v1/router"}
+
+
+def test_workers_that_cannot_start_are_needed_only_while_a_job_reads(tmp_path: Path) -> None:
+    in_fork(need_workers, tmp_path)
+
+
+def need_workers(folder: Path) -> None:
+    (folder / "contents").mkdir()
+    (folder / "contents" / CONTENT).touch()
+    state, now = WriteBehindStore(lambda: open_store(str(folder / "state")), "owner"), [0.0]
+    state.put("flow/a:v1", msgspec.msgpack.encode(spec("a")))
+    server = RpcServer(listen(f"ipc://{folder}/coordinator"))
+    coordinator = Coordinator(server, state, Contents(folder / "contents"), ClusterLimits(), clock=lambda: now[0])
+    for jobs, needed in ((1, True), (0, False), (1, True)):
+        for _ in range(2):
+            now[0] += UNREAD_S
+            coordinator.observe([router("a", jobs)])
+        assert {one.needed for one in coordinator.desired() if one.role == "worker"} == {needed}
 
 
 def test_more_shards_than_there_are_ports_for_workers_are_refused_at_once(tmp_path: Path) -> None:

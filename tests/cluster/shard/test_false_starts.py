@@ -17,6 +17,7 @@ from torch_dpflow.cluster.shard.workers import OUTAGE_S
 from torch_dpflow.ipc.messages.fields import AwaitedWorkersError, LostWorkersError
 from torch_dpflow.ipc.messages.headers import Exchange, WorkerHandshake, WorkerReady, encode
 from torch_dpflow.ipc.transport import connect
+from torch_dpflow.workers.platform import RETRY_S
 
 
 @pytest.fixture
@@ -46,6 +47,37 @@ def test_what_waits_is_given_up_until_a_worker_has_come_up(workers: Workers) -> 
     workers.shard.load([Load(1, 1, 0)])
     workers.turn()
     assert 1 not in workers.loaded
+
+
+def test_what_comes_later_waits_for_workers_of_its_own_time(tmp_path: Path) -> None:
+    now_s = [0.0]
+    workers = Workers(f"ipc://{tmp_path}/shard", clock=lambda: now_s[0])
+
+    def end_at_start(first: int) -> None:
+        for incarnation in range(first, first + 3):
+            begin(workers, 0, incarnation)
+            workers.shard.ended(0, incarnation)
+            workers.turn()
+
+    with closing(workers.listener):
+        end_at_start(0)
+        now_s[0] = RETRY_S - 1.0
+        workers.shard.load([Load(0, 0, 0)])
+        workers.turn()
+        assert workers.loaded[0].kind == WORKERLESS
+        now_s[0] = RETRY_S
+        workers.shard.load([Load(1, 1, 0)])
+        workers.turn()
+        assert 1 not in workers.loaded
+        end_at_start(3)
+        assert workers.loaded[1].kind == WORKERLESS
+        # One that works ends the refusal, even if it is lost soon.
+        workers.shard.on_message(begin(workers, 0, 6), [encode(WorkerReady())])
+        workers.turn()
+        workers.shard.ended(0, 6)
+        workers.shard.load([Load(2, 2, 0)])
+        workers.turn()
+        assert 2 not in workers.loaded
 
 
 @pytest.mark.parametrize("told_first", [False, True])

@@ -171,13 +171,15 @@ def launches_of(
     lingering: int = 0,
     limited_by: str = "",
     nodes: Sequence[str] = ("",),
+    is_unread: bool = False,
 ) -> list[Launch]:
     """Return the processes of one flow: a router, shards with evenly distributed workers, and draining shards.
 
     part: the flow's part of the cluster. processes: the running ones, of this flow or of any. has_platform: whether
     shards have their workers from a platform, and not from the node. lingering: how many workers stay for now; their
     shards already have the smaller number. limited_by: the limit to report to jobs. nodes: names of the nodes that run
-    shards and their workers, in turns. The empty name is the cluster's own node, which also runs the router.
+    shards and their workers, in turns. The empty name is the cluster's own node, which also runs the router. is_unread:
+    whether no job reads the flow, so that workers that cannot start are not started again.
     """
     # Arguments hold nothing that may change while a process runs: a process with other arguments is replaced.
     lasting = msgspec.structs.replace(spec, shards=1, workers=1)
@@ -207,7 +209,12 @@ def launches_of(
     if not has_platform:
         launches += [_worker(shard, number) for shard, number in (*lent, *extra)]
     return [
-        msgspec.structs.replace(one, node=hosts.get(one.id.rpartition("/worker-")[0] or one.id, "")) for one in launches
+        msgspec.structs.replace(
+            one,
+            node=hosts.get(one.id.rpartition("/worker-")[0] or one.id, ""),
+            needed=not (is_unread and one.role == "worker"),
+        )
+        for one in launches
     ]
 
 

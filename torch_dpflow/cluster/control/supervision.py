@@ -1,7 +1,8 @@
 """Processes that a node keeps running: a pure state machine without a process, thread or clock inside.
 
-A process that ends is restarted under a higher incarnation; if it ends at once repeatedly, the pauses grow. A process
-that sends no heartbeats is killed first. Only desired processes are restarted.
+A process that ends is restarted under a higher incarnation; if it ends at once repeatedly, the pauses grow. A worker
+that ends before it is up has ended at once, however long it took. A process that sends no heartbeats is killed first.
+Only desired processes are restarted.
 
 Workers are started a few at a time: if all started at once on few cores, they would delay all heartbeats. If nearly
 all heartbeats are late, the host is short of processor time, and no process is killed for that.
@@ -18,10 +19,12 @@ import msgspec
 
 from torch_dpflow._core import clocks
 from torch_dpflow.cluster.messages.node import Launch, ProcessView
+from torch_dpflow.workers.platform import RETRY_S
 
 #: A process without a heartbeat for this long is killed and restarted, seconds.
 LEASE_S = 2 * clocks.LEASE_S
-#: The pause before a process that ended at once is restarted, first and longest, seconds.
+#: The pause before a process that ended at once is restarted, first and longest, seconds; `RETRY_S` is the longest of a
+#: worker that has not been up.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 #: A process that has run for this long did not end at once, seconds. Equal to the longest pause: no process is started
 #: more often than that, and one that is killed from outside is restarted without a pause.
@@ -87,8 +90,10 @@ class _Process:
     killed: bool = False
     #: Whether its end was requested, and is no failure.
     stopped: bool = False
-    #: Whether it has been launched and has not come up.
+    #: Whether it has been launched and has not come up, as far as others wait for it; and whether it is a worker that
+    #: has come up.
     starting: bool = False
+    up: bool = False
     #: When to start the next incarnation, seconds; None while one runs.
     due: float | None = None
     #: How many incarnations in a row have ended at once, and how many there have been after the first.
@@ -100,6 +105,11 @@ class _Process:
     address: str = ""
     listens: bool = False
     status: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is to be started when its time comes."""
+        return self.due is not None and self.desired and (self.launch.needed or not self.failures)
 
     @property
     def reported_address(self) -> str:
@@ -151,6 +161,9 @@ class Supervisor:
             if known is None:
                 self._processes[id] = _Process(launch, due=now)
             else:
+                if launch.needed and not known.launch.needed:
+                    known.failures = 0
+                    known.due = None if known.due is None else min(known.due, now)
                 known.launch, known.desired = launch, True  # one that is ending is started afterwards
         return out + self._spawn_due(now)
 
@@ -184,12 +197,13 @@ class Supervisor:
         self.revision += 1
         if not process.desired:
             return [self._forget(id)]
-        if process.stopped or now - process.began >= STABLE_S:
+        is_false_start = process.launch.role == WORKER and not process.up
+        if process.stopped or (now - process.began >= STABLE_S and not is_false_start):
             process.failures = 0
         else:
             process.failures += 1
         pause = 0.0 if process.failures <= 1 else FIRST_PAUSE_S * 2 ** min(process.failures, 20)
-        process.due = now + min(pause, LONGEST_PAUSE_S)
+        process.due = now + min(pause, RETRY_S if is_false_start else LONGEST_PAUSE_S)
         return self._spawn_due(now)
 
     def on_heartbeat(self, id: str, incarnation: int, address: str, status: dict[str, Any], now: float) -> bool:
@@ -202,7 +216,8 @@ class Supervisor:
         process.interval = 0.0 if process.heartbeat is None else now - process.heartbeat
         process.heartbeat, process.late_starts = now, 0
         # A worker is up once it has its dataset, which takes longer than everything before.
-        process.starting &= process.launch.role == WORKER and not status.get(UP, False)
+        process.up |= process.launch.role == WORKER and bool(status.get(UP))
+        process.starting &= process.launch.role == WORKER and not process.up
         return True
 
     def is_desired(self, id: str, incarnation: int) -> bool:
@@ -260,7 +275,7 @@ class Supervisor:
         dues = [
             one.due
             for one in self._processes.values()
-            if one.due is not None and (workers if one.launch.role == WORKER else services) > 0
+            if one.due is not None and one.waits and (workers if one.launch.role == WORKER else services) > 0
         ]
         return min(dues, default=None)
 
@@ -269,7 +284,7 @@ class Supervisor:
         """How many desired processes cannot be started because the limit is reached."""
         if self._capacity()[0] > 0:
             return 0
-        return sum(one.due is not None and one.desired for one in self._processes.values())
+        return sum(one.waits for one in self._processes.values())
 
     def _capacity(self) -> tuple[int, int]:
         """Return how many services and how many workers may be started."""
@@ -305,13 +320,13 @@ class Supervisor:
         # Services first: workers are of no use without them.
         for process in sorted(self._processes.values(), key=lambda one: one.launch.role == WORKER):
             is_worker = process.launch.role == WORKER
-            if process.due is None or process.due > now or not process.desired or self._capacity()[is_worker] <= 0:
+            if process.due is None or process.due > now or not process.waits or self._capacity()[is_worker] <= 0:
                 continue
             self._spawns += 1
             process.restarts += process.incarnation > 0 and not process.stopped
             process.incarnation = self._spawns
             process.due, process.began, process.heartbeat, process.killed = None, now, None, False
-            process.listens = process.stopped = False
+            process.listens = process.stopped = process.up = False
             process.starting, process.launching = is_worker, True
             out.append(Spawn(process.launch, process.incarnation, process.address))
         return out

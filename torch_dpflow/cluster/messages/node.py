@@ -37,6 +37,8 @@ class Launch(Body):
     settings: bytes = b""
     #: The joined node that is to run it; empty: the cluster's own.
     node: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
+    #: Whether it is started again after it has ended at once.
+    needed: bool = True
 
 
 class Desire(Body):

@@ -160,6 +160,7 @@ class Coordinator:
         views: defaultdict[str, list[ProcessView]] = defaultdict(list)
         for view in self._processes:
             views[instance_of(view.id)].append(view)
+        unread = self._unread()
         for instance, part in self.parts().items():
             spec = self._running[instance]
             if part is None:
@@ -172,6 +173,7 @@ class Coordinator:
                 lingering=self._scaling.lingering(spec, self._clock()),
                 limited_by=self._scaling.limited_by(instance),
                 nodes=[*self._hosts],
+                is_unread=instance in unread,
             ):
                 found[launch.node].append(launch)
         self._launches = found
@@ -220,10 +222,13 @@ class Coordinator:
 
     def parts(self, *, hosts: int = 0) -> dict[str, Part | None]:
         """Return the part of each running flow. hosts: number of hosts to assume; 0: as many as run shards."""
+        return self._scaling.parts(self._running, hosts or len(self._hosts), self._unread())
+
+    def _unread(self) -> set[str]:
+        """Return the running flows that no job has used lately."""
         now = self._clock()
         running = [self._registry.find(instance) for instance in self._running]
-        unread = {flow.spec.instance for flow in running if flow is not None and flow.is_unread(now)}
-        return self._scaling.parts(self._running, hosts or len(self._hosts), unread)
+        return {flow.spec.instance for flow in running if flow is not None and flow.is_unread(now)}
 
     def _observe_router(self, instance: str, view: ProcessView, now: float) -> None:
         jobs = view.status.get("jobs")

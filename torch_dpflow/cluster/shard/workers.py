@@ -178,7 +178,7 @@ class ShardWorkers:
         return 0 if worker is None else worker.samples
 
     def fail(self, error: Exception | str) -> None:
-        """Start no worker for some time, and fail all samples while there is none."""
+        """Fail all samples for some time while no worker works; a platform starts none meanwhile."""
         self._failure, self._failed_until = str(error), self._clock() + RETRY_S
         SERVICE.error("no more workers: %s", error)
 
@@ -218,6 +218,8 @@ class ShardWorkers:
         self._fit_windows()
         if not self._none_works():
             self._none_since, self._has_worked = None, True
+            if self._open is None:
+                self._failure = ""
         elif self._none_since is None:
             self._none_since = now
         self._check_false_starts()
@@ -281,15 +283,14 @@ class ShardWorkers:
 
     def _may_load(self) -> bool:
         """Return whether loading may be tried after a failure: a worker is connected, or the pause is over."""
-        assert self._open is not None
         if self._clock() < self._failed_until:
             return not self._none_works()
         self._failure, self._false_starts = "", 0
-        if self._remote is None:
-            self._open()
-        else:
+        if self._remote is not None:
             self._remote.resize(self.expected)
             self._remote.resume()
+        elif self._open is not None:
+            self._open()
         return True
 
     def _lose(self, number: int, worker: _FlowWorker, how: str = "", *, may_blame: bool = True) -> None:
@@ -318,12 +319,11 @@ class ShardWorkers:
                 f"{self._false_starts} workers ended, or were killed after task_timeout_s, before they could load "
                 "anything: while they unpickled the dataset or ran worker_init_fn; the cluster's log has more"
             )
-            if self._remote is None:
-                self._abandon(text)
-            else:
-                self._false_starts = 0
+            self._false_starts = 0
+            if self._remote is not None:
                 self._remote.rest()
-                self.fail(f"{text}. The last one: {self._last_false_start}")
+                text += f". The last one: {self._last_false_start}"
+            self.fail(text)
 
     def _none_works(self) -> bool:
         return all(map(self._shard.is_starting, self._workers))
