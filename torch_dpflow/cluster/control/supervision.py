@@ -90,7 +90,7 @@ class _Process:
     killed: bool = False
     #: Whether its end was requested, and is no failure.
     stopped: bool = False
-    #: Whether it has been launched, is not up yet, and delays the start of others; and whether it is a worker that is up.
+    #: Whether it has been launched, is not up, and delays the start of others; and whether it is a worker that is up.
     starting: bool = False
     up: bool = False
     #: When to start the next incarnation, seconds; None while one runs.
