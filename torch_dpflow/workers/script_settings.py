@@ -6,6 +6,7 @@ In the processes of a shared flow or a platform these settings have their defaul
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ _ATTRIBUTES: tuple[tuple[str, str, Any], ...] = (
     ("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES", False),
     ("PIL.Image", "MAX_IMAGE_PIXELS", 1024 * 1024 * 1024 // 4 // 3),
 )
+#: Most texts of a content that are looked up as paths, and most characters of one.
+MAX_LOOKED_AT, MAX_PATH_CHARS = 1000, 4096
 _NUMPY_ERRORS = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
 
 
@@ -36,6 +39,10 @@ class ScriptSettings:
     deterministic: tuple[bool, bool] = (False, False)
     #: As of `torch.set_float32_matmul_precision`.
     matmul_precision: str = "highest"
+    #: The current directory, in which relative paths are looked for; empty if it was removed.
+    directory: str = ""
+    #: As of `sys.argv`, which modules can read when they are imported.
+    arguments: tuple[str, ...] = ()
 
     @classmethod
     def capture(cls) -> ScriptSettings:
@@ -50,21 +57,32 @@ class ScriptSettings:
                 torch.is_deterministic_algorithms_warn_only_enabled(),
             ),
             matmul_precision=torch.get_float32_matmul_precision(),
+            directory=current_directory(),
+            arguments=tuple(sys.argv),
         )
 
     def apply(self) -> None:
-        """Apply the settings to this process; numpy's to this thread only."""
+        """Apply the settings to this process; numpy's to this thread only.
+
+        Where the script's directory does not exist, as on another host, this process stays in its own.
+        """
+        if self.directory and self.directory != (here := current_directory()):
+            sys.path[:] = [os.path.join(here, path) for path in sys.path]
+            with suppress(OSError):
+                os.chdir(self.directory)
+        if self.arguments:
+            sys.argv[:] = self.arguments
         torch.set_default_dtype(self.default_dtype)
         np.seterr(**self.numpy_errors)
         for module, name, value in self.attributes:
             with suppress(ImportError):  # then no dataset can use it either
                 setattr(importlib.import_module(module), name, value)
         # Only if it differs: torch imports its compiler for this call, which takes seconds.
-        here = (
+        deterministic = (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         )
-        if self.deterministic != here:
+        if self.deterministic != deterministic:
             torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
         torch.set_float32_matmul_precision(self.matmul_precision)
 
@@ -76,3 +94,42 @@ class ScriptSettings:
         if self.numpy_errors != _NUMPY_ERRORS:
             parts.append(f"numpy.seterr {self.numpy_errors}")
         return ", ".join(parts)
+
+
+def current_directory() -> str:
+    """Return the current directory; empty if it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
+
+
+class RelativePaths:
+    """Looks for paths from the current directory among texts that workers are sent."""
+
+    def __init__(self) -> None:
+        #: The first one.
+        self.found = ""
+        #: How many more texts are looked at.
+        self._left = MAX_LOOKED_AT
+
+    def look(self, text: str) -> None:
+        """Look whether this text is such a path. Texts of dots and slashes alone are not."""
+        if self.found or not self._left or len(text) > MAX_PATH_CHARS or not text.strip("./") or os.path.isabs(text):
+            return
+        self._left -= 1
+        with suppress(OSError, ValueError):
+            self.found = text if os.path.lexists(text) else ""
+
+    def look_in(self, values: Any) -> None:
+        """Look at the first text of a container, also of one that is its first entry."""
+        for _ in range(3):
+            if type(values) is dict and values:
+                key = next(iter(values))
+                if type(key) is str and ("/" in key or "." in key):  # else it may be a name
+                    self.look(key)
+                values = values[key]
+            elif type(values) in (list, tuple) and values:
+                values = values[0]
+        if type(values) is str:
+            self.look(values)

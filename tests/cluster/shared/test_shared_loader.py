@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -150,17 +151,21 @@ class Settings(Numbers):
 
         flags = PIL.ImageFile.LOAD_TRUNCATED_IMAGES, PIL.Image.MAX_IMAGE_PIXELS
         torchs = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
-        return torch.ones(()), [*flags, *torchs, np.geterr()["over"], os.environ.get("DPFLOW_TEST_SETTING")]
+        place = Path("relative.txt").read_text(), sys.argv[1:]
+        return torch.ones(()), [*flags, *torchs, np.geterr()["over"], os.environ.get("DPFLOW_TEST_SETTING"), *place]
 
 
 @pytest.fixture
-def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Settings of this process that are not the defaults."""
     import PIL.Image
     import PIL.ImageFile
 
     monkeypatch.setattr(PIL.ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 5_000)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "3"])
+    monkeypatch.chdir(tmp_path)
+    Path("relative.txt").write_text("found")
     torch.set_default_dtype(torch.float64)
     torch.set_float32_matmul_precision("high")
     with np.errstate(over="raise"):
@@ -187,7 +192,7 @@ def test_settings_of_the_script_hold_in_the_workers(make: Make, settings: None, 
     if is_deterministic:
         torch.use_deterministic_algorithms(False)
     assert ones.dtype is torch.float64
-    assert found == [True, 5_000, is_deterministic, "high", "raise", "set there"]
+    assert found == [True, 5_000, is_deterministic, "high", "raise", "set there", "found", ["--lr", "3"]]
 
 
 def test_jobs_with_other_settings_do_not_share(make: Make, settings: None) -> None:

@@ -245,6 +245,42 @@ def test_values_of_secrets_are_not_shown() -> None:
     assert not [(path, part.text) for path, part in parts.items() if "AbC" in part.text]
 
 
+def read_relative(index: int) -> str:
+    return Path("data/x.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "is_relative"),
+    [
+        ({"root": "data"}, True),
+        ({"root": Path("data")}, True),
+        ({"files": [f"data/{one}.txt" for one in "xyz"] * 40}, True),
+        ({"files": [(f"data/{one}.txt", 1) for one in "xyz"] * 40}, True),
+        ({"labels": {f"data/{one}.txt": 1 for one in "xyz"}, "more": dict.fromkeys(map(str, range(99)), "")}, True),
+        ({"labels": {one: f"data/{one}.txt" for one in map(str, range(99))} | {"0": "data/x.txt"}}, True),
+        ({"read": read_relative}, True),
+        ({"root": Path("/data"), "sep": ".", "files": ["/data/x.txt"] * 40, "parts": {"data": 1}}, False),
+        ({"root": "elsewhere", "files": ["data/0.txt\0"]}, False),
+    ],
+)
+def test_a_relative_path_is_of_the_current_directory(
+    dataset: Any, is_relative: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for name in ("here", "there"):
+        (tmp_path / name / "data").mkdir(parents=True)
+        (tmp_path / name / "data" / "x.txt").write_text(name)
+        monkeypatch.chdir(tmp_path / name)
+        found.append(identify({"dataset": dataset}))
+    here, there = found
+    differing = differences(here.parts, there.parts, ())
+    assert [*differing] == ["current directory"] * is_relative
+    assert all("/here' here, " in text and text.endswith("/there' in the flow") for text in differing.values())
+    assert not differences(identify({"dataset": dataset}, ignore=["current*"]).parts, here.parts, ["current*"])
+    again = identify({"dataset": dataset}, like=here)  # the workers of its first epoch stay where they are
+    assert not differences(again.parts, here.parts, ())
+
+
 def test_a_large_description_is_joined_and_still_differs() -> None:
     many = {f"group{group}": {f"key{key}": key for key in range(60)} for group in range(60)}
     other = copy.deepcopy(many)

@@ -46,6 +46,7 @@ from torch_dpflow.remote.shipping.values import (
     ATOMS,
     GENERATORS,
     HIDING,
+    PATHS,
     TORCH_GENERATOR,
     Bulk,
     Column,
@@ -56,6 +57,7 @@ from torch_dpflow.remote.shipping.values import (
     repeated,
     set_bytes,
 )
+from torch_dpflow.workers.script_settings import RelativePaths
 
 #: Marks what counts by its type.
 _BY_NAME = "harmless"
@@ -98,6 +100,7 @@ class Walk:
         self.folder = ""
         #: Whether all that was digested last can be compared.
         self._is_known = True
+        self.paths = RelativePaths()
 
     def add(self, path: str, obj: Any) -> bool:
         """Have an object compared under this name; return False if another object has it."""
@@ -200,6 +203,8 @@ class Walk:
             obj = self._without_addresses(obj)
         if self.folder and type(obj) is str and obj.startswith(self.folder):
             obj = f"\0own{obj[len(self.folder) :]}"
+        if type(obj) is str and not self.folder:
+            self.paths.look(obj)
         return PartNode(digest_of(b"plain", pickle.dumps(obj, 4)), text_of(obj))
 
     def _without_addresses(self, name: str) -> str:
@@ -207,6 +212,8 @@ class Walk:
 
     def _steps(self, obj: Any, path: str) -> Steps:
         kind = type(obj)
+        if not self.folder:
+            self.paths.look_in(obj)
         if kind is list or kind is tuple:
             return self._sequence(obj, 0)
         if kind is Column:
@@ -219,7 +226,7 @@ class Walk:
             return self._columns(obj)
         if issubclass(kind, types.ModuleType):
             return self._module(obj)
-        if self.folder and issubclass(kind, PurePath):
+        if kind in PATHS or (self.folder and issubclass(kind, PurePath)):
             return self._path(obj)
         if issubclass(kind, GENERATORS) or (module_of(kind), kind.__qualname__) == TORCH_GENERATOR:
             return self._generator(obj)

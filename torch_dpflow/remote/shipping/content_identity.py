@@ -28,8 +28,13 @@ from torch_dpflow.remote.shipping.own_source import OwnCode, own_code
 from torch_dpflow.remote.shipping.own_state import OwnState, own_state, set_members
 from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, flatten, merged, of_both, shown_text
 from torch_dpflow.remote.shipping.values import Bulk
+from torch_dpflow.workers.script_settings import current_directory
 
 _THIS = __name__.partition(".")[0]
+#: The part of the current directory.
+DIRECTORY = "current directory"
+#: How many of its last characters are shown.
+_MAX_DIRECTORY = 70
 Members: TypeAlias = dict[str, dict[str, tuple[PartNode, Any]]]
 
 
@@ -86,7 +91,10 @@ def _identify(
     if like is not None:
         walk = _walk(roots, bulk, like.sent_arguments)
         members = set_members(walk, like.own, like.reached, like.settled)
-        return replace(like, parts=_listed(walk, like.own, like.reached, members, like.packages, patterns))
+        parts = _listed(walk, like.own, like.reached, members, like.packages, patterns)
+        if DIRECTORY in like.parts:  # where the workers of the first epoch are
+            parts[DIRECTORY] = like.parts[DIRECTORY]
+        return replace(like, parts=parts)
     walk = _walk(roots, bulk, None)
     settled: dict[str, Settled] = {}
     bundle, own, reached, members = _own_modules(walk, code, settled)
@@ -97,7 +105,7 @@ def _identify(
         members = set_members(walk, own, reached, settled)
     packages = _distributions(walk, own, reached, sent=() if bundle is None else own.sources)
     return ContentIdentity(
-        _listed(walk, own, reached, members, packages, patterns),
+        _listed(walk, own, reached, members, packages, patterns) | _directory(walk, own, reached, patterns),
         patterns,
         bundle,
         sent,
@@ -155,7 +163,8 @@ def _listed(
     set_here = {name: {path: part for path, (part, _) in of.items()} for name, of in members.items() if of}
     files |= {name: merged(files.get(name) or PartNode(b"", "code"), parts) for name, parts in set_here.items()}
     roots = _nested({**walk.roots, **files, **packages})
-    listed = flatten(roots, MAX_PARTS, lambda path: is_ignored(path, patterns), MAX_PATH)
+    # One is for the current directory.
+    listed = flatten(roots, MAX_PARTS - 1, lambda path: is_ignored(path, patterns), MAX_PATH)
     return {path: _digest(path, part) for path, part in listed.items()}
 
 
@@ -165,6 +174,19 @@ def _walk(roots: Mapping[str, Any], bulk: Bulk, sent: Collection[str] | None) ->
         walk.add(name, obj)
     walk.run()
     return walk
+
+
+def _directory(walk: Walk, own: OwnCode, reached: frozenset[str], patterns: Sequence[str]) -> dict[str, PartDigest]:
+    """Return the part of the current directory, if what is sent has a path of a file in it."""
+    for text in sorted(walk.names.union(*(own.sources[name].names for name in reached))):
+        if "/" in text or "." in text:  # names of variables are among them
+            walk.paths.look(text)
+    here = current_directory()
+    if not walk.paths.found or is_ignored(DIRECTORY, patterns):
+        return {}
+    return {
+        DIRECTORY: _digest(DIRECTORY, PartNode(digest_of(here.encode(errors="replace")), ascii(here[-_MAX_DIRECTORY:])))
+    }
 
 
 def _digest(path: str, part: PartNode) -> PartDigest:

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from itertools import chain
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +43,8 @@ _HARMLESS = {
 #: Types of random generators, and of torch's by name, as it may not be imported.
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 TORCH_GENERATOR = "torch._C", "Generator"
+#: Types of paths that have no attributes.
+PATHS = frozenset(map(type, (Path(), PurePosixPath(), PureWindowsPath())))
 _CONTAINERS = frozenset((list, tuple, dict))
 #: Plain values that are changed in place.
 _CHANGED = frozenset((list, dict, bytearray))
