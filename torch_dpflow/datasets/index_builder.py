@@ -119,7 +119,7 @@ class _Builder:
 
     def _write_parts(self, report: ProgressCallback) -> list[str]:
         """Write the missing parts. Returns the names of all."""
-        with _hints():
+        with self._hints():
             present = {child.name for child in self._files.children(f"parts/{self._folder}")}
         missing = [number for number, key in enumerate(self._keys) if key not in present]
         start = random.Random(os.urandom(8)).randrange(max(1, len(missing)))
@@ -162,7 +162,7 @@ class _Builder:
 
     def _put(self, path: str, content: Any) -> None:
         local = local_path(self._files)
-        with _hints():
+        with self._hints():
             if local is None:
                 self._files.write(path, content)
             else:  # its checksum shows whether all of it is on the disk
@@ -206,7 +206,7 @@ class _Builder:
         """Join the parts in a file on a local disk, and upload it if the directory of indexes is elsewhere."""
         path = joined_path(self._files, name)
         counts, bases = [0], []
-        with _hints(), written(path) as file:
+        with self._hints(), written(path) as file:
             file.write(bytes(HEAD.size))
             for samples, rows in self._parts(keys):
                 counts.append(samples)
@@ -228,6 +228,17 @@ class _Builder:
             joined = map_file(path)
             self._put(f"joined/{name}", joined[:] if len(joined) <= _PIECE else joined)
 
+    @contextmanager
+    def _hints(self) -> Iterator[None]:
+        """Add to errors of the directory of indexes its name, and how to give another one."""
+        try:
+            yield
+        except OSError as error:  # StorageError is one
+            raise StorageError(
+                f"{error}; indexes are written to {printable_url(self._files.url)}: give index_dir=, or set "
+                "DPFLOW_INDEX_DIR, to a directory that has space and that you can write to"
+            ) from error
+
 
 def _digest(value: Any) -> str:
     return sha256_of(json.dumps(value, sort_keys=True, default=str).encode(errors="surrogatepass"))[:32]
@@ -242,18 +253,6 @@ def _servers(importer: Any, states: Sequence[str | None]) -> list[str]:
         return []
     with ObjectReader(importer.options) as reader:
         return [reader.node_of(url)]
-
-
-@contextmanager
-def _hints() -> Iterator[None]:
-    """Add to errors of the directory of indexes how to give another one."""
-    try:
-        yield
-    except OSError as error:  # StorageError is one
-        raise StorageError(
-            f"{error}; indexes are written there: give index_dir=, or set DPFLOW_INDEX_DIR, to a directory that "
-            "you can write to"
-        ) from error
 
 
 @contextmanager

@@ -119,8 +119,11 @@ class ArrowBlocks:
                 self._arrow = pyarrow.ipc.open_file(self._source)
             except pyarrow.ArrowInvalid:
                 self._source.seek(0)
-                self._arrow = pyarrow.ipc.open_stream(self._source)
-                self._batches = list(self._arrow)  # maps, and no memory
+                try:
+                    self._arrow = pyarrow.ipc.open_stream(self._source)
+                    self._batches = list(self._arrow)  # maps, and no memory
+                except (pyarrow.ArrowInvalid, OSError) as error:
+                    raise OSError(f"it was cut short or is damaged, or is no Arrow file: {error}") from error
             self.schema = self._arrow.schema
 
     def counts(self) -> list[int]:
@@ -180,8 +183,8 @@ class RemoteArrowBlocks:
             length = int.from_bytes(tail[-len(_MAGIC) - 4 : -len(_MAGIC)], "little")
             if not tail.endswith(_MAGIC) or not 0 < length <= min(_MAX_FOOTER, size - len(_MAGIC) - 4):
                 raise SourceError(
-                    f"{printable_url(file.url)} is no Arrow file with a footer; its format as a stream can be read "
-                    "from a local disk only: copy it there, or write Parquet"
+                    f"{printable_url(file.url)} has no footer of an Arrow file: it was cut short, or is a stream, "
+                    "which can be read from a local disk only; write it again, or copy it there, or write Parquet"
                 )
             end = size - len(_MAGIC) - 4
             footer = tail[-length - len(_MAGIC) - 4 : -len(_MAGIC) - 4]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.datasets.formats.tars import write_shards
 from tests.datasets.formats.test_packed import COUNT, assert_equal, mds_expected, write_mds
+from tests.new_process import in_fork
 from torch_dpflow.datasets import open_dataset
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.index_builder import _Builder
@@ -95,6 +97,19 @@ def test_a_directory_of_indexes_that_cannot_be_written(tmp_path: Path, folder: s
     with pytest.raises(StorageError, match="give index_dir=, or set DPFLOW_INDEX_DIR") as failed:
         open_dataset(tmp_path / "data", index_dir=tmp_path / folder)
     assert folder in str(failed.value)
+
+
+def test_a_disk_without_room_for_an_index_is_named(tmp_path: Path) -> None:
+    in_fork(open_without_room, tmp_path)
+
+
+def open_without_room(folder: Path) -> None:
+    """Open with a limit of files' sizes, which fails as a full disk does: while the file is written."""
+    write_shards(folder / "data", 1, 500)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    expected = f"File too large; indexes are written to file://{folder}/indexes: give index_dir="
+    with pytest.raises(StorageError, match=expected):
+        open_dataset(folder / "data", index_dir=folder / "indexes")
 
 
 def test_a_cache_that_cannot_be_written_is_left_out(tmp_path: Path) -> None:

@@ -171,7 +171,8 @@ def test_cut_files_are_refused_by_name(tmp_path: Path, write: Write, ending: str
     path = tmp_path / f"a{ending}"
     write(path, rows())
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
-    with pytest.raises(SourceError, match=rf"a{ending} cannot be read"):
+    why = "Parquet (magic|file size)" if ending == ".parquet" else "it was cut short or is damaged"
+    with pytest.raises(SourceError, match=rf"a{ending} cannot be read: {why}"):
         TableDataset(path).__getitems__(range(ROWS))
 
 
@@ -242,7 +243,7 @@ def test_joined_files_are_refused(tmp_path: Path, write: Write, ending: str) -> 
     memory = fsspec.filesystem("memory")
     memory.pipe_file(f"/joined/joined{ending}", joined.read_bytes())
     for url in (joined, f"memory://joined/joined{ending}"):
-        with pytest.raises(SourceError, match=rf"joined{ending} (cannot be read|is no Arrow file with a footer)"):
+        with pytest.raises(SourceError, match=rf"joined{ending} (cannot be read|has no footer of an Arrow file)"):
             TableDataset(url)
     memory.rm("/joined", recursive=True)
 
