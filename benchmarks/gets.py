@@ -59,7 +59,7 @@ class Answers(socketserver.StreamRequestHandler):
     disable_nagle_algorithm = True
 
     def handle(self) -> None:
-        while head := b"".join(iter(self.rfile.readline, b"\r\n")):
+        while head := self._head():
             method, size = _REQUEST.match(head).groups()  # type: ignore[union-attr]
             first, last, status = 0, int(size) - 1, b"200 OK"
             extra = b""
@@ -73,6 +73,13 @@ class Answers(socketserver.StreamRequestHandler):
             )
             if method == b"GET":
                 self.wfile.write(_CONTENT[first : last + 1])
+
+    def _head(self) -> bytes:
+        """The lines of a request; none at the end of the connection."""
+        lines: list[bytes] = []
+        while (line := self.rfile.readline()) not in (b"", b"\r\n"):
+            lines.append(line)
+        return b"".join(lines)
 
 
 class Server(socketserver.ThreadingTCPServer):
