@@ -41,8 +41,8 @@ class ScriptSettings:
     matmul_precision: str = "highest"
     #: The current directory, in which relative paths are looked for; empty if it was removed.
     directory: str = ""
-    #: As of `sys.argv`, which modules can read when they are imported.
-    arguments: tuple[str, ...] = ()
+    #: `sys.argv[0]`. The arguments are not sent: jobs of a search differ in them, and what they send is to be the same.
+    script: str = ""
 
     @classmethod
     def capture(cls) -> ScriptSettings:
@@ -58,7 +58,7 @@ class ScriptSettings:
             ),
             matmul_precision=torch.get_float32_matmul_precision(),
             directory=current_directory(),
-            arguments=tuple(sys.argv),
+            script=sys.argv[0] if sys.argv else "",
         )
 
     def apply(self) -> None:
@@ -70,8 +70,8 @@ class ScriptSettings:
             sys.path[:] = [os.path.join(here, path) for path in sys.path]
             with suppress(OSError):
                 os.chdir(self.directory)
-        if self.arguments:
-            sys.argv[:] = self.arguments
+        if self.script:
+            sys.argv[:] = [self.script]
         torch.set_default_dtype(self.default_dtype)
         np.seterr(**self.numpy_errors)
         for module, name, value in self.attributes:
