@@ -7,20 +7,16 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch_dpflow.workers.scheduler.machine import (
-    AddWorker,
     Assign,
     Deliver,
     Discard,
-    Exchanged,
     KillWorker,
-    Lose,
     Poison,
     Revoke,
     Scheduler,
-    SchedulerEvent,
-    Submit,
     TaskId,
     WorkerId,
 )
@@ -71,7 +67,7 @@ class SimulatedFleet:
         #: Called with each task when it is delivered.
         self.on_delivered: Callable[[TaskId], None] = lambda task: None
         for worker in self._workers:
-            self.tell(AddWorker(worker, self.now))
+            self.tell("add_worker", worker)
 
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
         """Do this `delay_s` seconds from now; at equal times, first come, first served."""
@@ -86,11 +82,11 @@ class SimulatedFleet:
 
     def submit(self, tasks: Sequence[TaskId], pinned_to: WorkerId | None = None) -> None:
         """Have tasks loaded."""
-        self.tell(Submit(tasks, pinned_to, self.now))
+        self.tell("submit", tasks, pinned_to)
 
-    def tell(self, event: SchedulerEvent) -> None:
-        """Pass any event to the scheduler and carry out what it says."""
-        for instruction in self._scheduler.handle(event):
+    def tell(self, event: str, *arguments: Any) -> None:
+        """Pass an event to the scheduler, by the name of its method, and carry out what it says."""
+        for instruction in getattr(self._scheduler, event)(*arguments, self.now):
             match instruction:
                 case Assign() | Revoke():
                     self._send(instruction)
@@ -152,14 +148,14 @@ class SimulatedFleet:
             self._exchange(number)
 
     def _replace(self, number: WorkerId) -> None:
-        self.tell(Lose(number, self.now))
+        self.tell("lose", number)
         self._workers[number] = _SimulatedWorker()
-        self.tell(AddWorker(number, self.now))
+        self.tell("add_worker", number)
 
     def _exchange(self, number: WorkerId) -> None:
         worker = self._workers[number]
         finished, worker.finished, started = worker.finished, [], worker.running
-        self.after(self._latency_s, lambda: self.tell(Exchanged(number, finished, started, self.now)))
+        self.after(self._latency_s, lambda: self.tell("exchange", number, finished, started))
 
 
 class _SimulatedWorker:

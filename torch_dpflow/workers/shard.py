@@ -38,22 +38,15 @@ from torch_dpflow.ipc.messages.payload_groups import join_tasks, split_payloads
 from torch_dpflow.ipc.transport import Frame
 from torch_dpflow.log import TRANSPORT
 from torch_dpflow.workers.scheduler.machine import (
-    AddWorker,
     Assign,
-    CancelTasks,
     Deliver,
     Discard,
-    Exchanged,
     IdleWorkers,
     KillWorker,
-    Lose,
     Poison,
     Revoke,
     Scheduler,
     SchedulerInstruction,
-    SetWindow,
-    Submit,
-    Tick,
 )
 
 #: Most malformed messages that are logged, as a peer can send any number.
@@ -169,13 +162,13 @@ class Shard:
     def submit(self, tasks: Sequence[tuple[int, Frame]], *, pinned_to: int | None = None) -> None:
         """Queue these tasks, in this order, for any worker or for one."""
         self._payloads.update(tasks)
-        self._apply(self._scheduler.handle(Submit([task for task, _ in tasks], pinned_to, self._clock())))
+        self._apply(self._scheduler.submit([task for task, _ in tasks], pinned_to, self._clock()))
 
     def cancel(self, tasks: Sequence[int]) -> None:
         """Cancel these tasks."""
         for task in tasks:
             self._payloads.pop(task, None)
-        self._apply(self._scheduler.handle(CancelTasks(tasks, self._clock())))
+        self._apply(self._scheduler.cancel(tasks, self._clock()))
 
     def begin_epoch(self) -> None:
         """Cancel the rest of the last epoch and send the new one to every worker.
@@ -197,7 +190,7 @@ class Shard:
                 if worker.starting_since is not None and now - worker.starting_since >= self._start_timeout_s:
                     worker.starting_since = math.inf  # reported once
                     self._requester.overdue(number)
-        self._apply(self._scheduler.handle(Tick(now)))
+        self._apply(self._scheduler.tick(now))
 
     def on_worker_lost(self, worker: int, *, may_blame: bool = True) -> None:
         """Handle the end of a worker. may_blame: whether the task that it ran may be the reason."""
@@ -205,7 +198,7 @@ class Shard:
         at: tuple[int, ...] | None = ()
         if may_blame:
             at = None if lost is None or lost.running is None else lost.running.tasks()
-        self._apply(self._scheduler.handle(Lose(worker, self._clock(), at)))
+        self._apply(self._scheduler.lose(worker, self._clock(), at))
 
     def close(self) -> None:
         """Release the shared memory of all workers."""
@@ -219,7 +212,7 @@ class Shard:
 
     def set_window(self, worker: int, window: int) -> None:
         """Set how many tasks this worker holds at most."""
-        self._apply(self._scheduler.handle(SetWindow(worker, window, self._clock())))
+        self._apply(self._scheduler.set_window(worker, window, self._clock()))
 
     def is_starting(self, worker: int) -> bool:
         """Return whether the worker is admitted and not ready."""
@@ -295,7 +288,7 @@ class Shard:
         if (known := self._admitted(worker, peer)) is not None:
             known.starting_since = None
             self._note_answer(worker, known)
-            self._apply(self._scheduler.handle(AddWorker(worker, self._clock())))
+            self._apply(self._scheduler.add_worker(worker, self._clock()))
 
     def _on_begun(self, peer: bytes, frames: list[memoryview]) -> None:
         if len(frames) != 1:
@@ -327,8 +320,7 @@ class Shard:
                 continue
             for task, one in zip(finished.numbers, opened, strict=True):
                 results[task] = (finished, one)
-        event = Exchanged(worker, list(results), exchange.started, self._clock())
-        self._apply(self._scheduler.handle(event), results)
+        self._apply(self._scheduler.exchange(worker, list(results), exchange.started, self._clock()), results)
 
     def _apply(
         self,

@@ -13,21 +13,14 @@ from benchmarks.simulated_fleet import OrderedConsumer, SimulatedFleet
 from tests.workers.scheduler.invariants import validate
 from torch_dpflow.workers.scheduler import views
 from torch_dpflow.workers.scheduler.machine import (
-    AddWorker,
     Assign,
-    CancelTasks,
     Deliver,
     Discard,
-    Exchanged,
     IdleWorkers,
     KillWorker,
-    Lose,
     Poison,
     Revoke,
     Scheduler,
-    SetWindow,
-    Submit,
-    Tick,
 )
 
 WORKERS = st.integers(0, 3)
@@ -110,12 +103,12 @@ class Interleavings(RuleBasedStateMachine):
         for worker in workers[1:]:
             self.join(worker, in_flight_arrives=False)
 
-    def tell(self, kind, *fields):
+    def tell(self, event, *fields):
         self.now += 1.0
         known_before = self.open_tasks()
-        if kind in (Exchanged, AddWorker):
+        if event in ("exchange", "add_worker"):
             self.unanswered[fields[0]] = 0
-        instructions = self.scheduler.handle(kind(*fields, self.now))
+        instructions = getattr(self.scheduler, event)(*fields, self.now)
         self.unanswered.update({one.worker for one in instructions if isinstance(one, Assign | Revoke)})
         assert not self.unanswered or max(self.unanswered.values()) <= self.most_unanswered
         for instruction in instructions:
@@ -154,20 +147,20 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(worker=WORKERS, window=st.integers(1, 9))
     def widen(self, worker, window):
-        self.tell(SetWindow, worker, window)
+        self.tell("set_window", worker, window)
 
     @rule(count=st.integers(0, 6), pin=st.one_of(st.none(), st.none(), WORKERS))
     def submit(self, count, pin):
         tasks = range(len(self.pins), len(self.pins) + count)
         self.pins.update(dict.fromkeys(tasks, pin))
-        self.tell(Submit, tasks, pin)
+        self.tell("submit", tasks, pin)
 
     @precondition(lambda self: self.pins)
     @rule(data=st.data())
     def cancel(self, data):
         tasks = data.draw(st.lists(st.integers(0, len(self.pins)), max_size=4))
         self.cancelled |= self.open_tasks() & set(tasks)
-        self.tell(CancelTasks, tasks)
+        self.tell("cancel", tasks)
 
     @rule(worker=WORKERS, in_flight_arrives=st.booleans())
     def join(self, worker, in_flight_arrives):
@@ -177,7 +170,7 @@ class Interleavings(RuleBasedStateMachine):
         self.starved.discard(worker)
         self.condemned.discard(worker)
         self.members[worker] = Process(worker)
-        self.tell(AddWorker, worker)
+        self.tell("add_worker", worker)
 
     @rule(worker=WORKERS, lives_on=st.booleans())
     def lose(self, worker, lives_on):
@@ -187,7 +180,7 @@ class Interleavings(RuleBasedStateMachine):
             self.zombies.append(process)
         self.starved.discard(worker)
         self.condemned.discard(worker)
-        self.tell(Lose, worker)
+        self.tell("lose", worker)
 
     @precondition(lambda self: self.members or self.zombies)
     @rule(random=st.randoms(use_true_random=False), steps=st.integers(1, 30))
@@ -222,7 +215,7 @@ class Interleavings(RuleBasedStateMachine):
         finished, started = process.outbox.popleft()
         self.condemned.discard(process.worker)
         self.sent.append((process.worker, finished, started))
-        self.tell(Exchanged, process.worker, finished, started)
+        self.tell("exchange", process.worker, finished, started)
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data(), forged=st.integers(0, 3))
@@ -233,11 +226,11 @@ class Interleavings(RuleBasedStateMachine):
             finished = [data.draw(st.integers(0, len(self.pins)))]
             started = data.draw(st.none() | st.integers(0, len(self.pins)))
         self.condemned.discard(worker)
-        self.tell(Exchanged, worker, finished, started)
+        self.tell("exchange", worker, finished, started)
 
     @rule()
     def tick(self):
-        self.tell(Tick)
+        self.tell("tick")
 
     @invariant()
     def books_balance(self):
@@ -314,8 +307,8 @@ def test_many_tasks_are_dealt_as_one_after_the_other(windows, rounds, loses, dat
     def made():
         scheduler = Scheduler(window=6)
         for worker, window in enumerate(windows):
-            scheduler.handle(AddWorker(worker, 0.0))
-            scheduler.handle(SetWindow(worker, window, 0.0))
+            scheduler.add_worker(worker, 0.0)
+            scheduler.set_window(worker, window, 0.0)
         return scheduler
 
     def held(scheduler):
@@ -325,9 +318,9 @@ def test_many_tasks_are_dealt_as_one_after_the_other(windows, rounds, loses, dat
     for count in rounds:
         tasks = [*range(first, first + count)]
         first += count
-        together.handle(Submit(tasks, None, 0.0))
+        together.submit(tasks, None, 0.0)
         for task in tasks:
-            singly.handle(Submit([task], None, 0.0))
+            singly.submit([task], None, 0.0)
         assert held(together) == held(singly)
         worker = data.draw(st.integers(0, len(windows) - 1))
         some = held(together)[worker]
@@ -335,10 +328,10 @@ def test_many_tasks_are_dealt_as_one_after_the_other(windows, rounds, loses, dat
         # The order of the workers of one level decides who gets the next task: it has to be the same too.
         for scheduler in (together, singly):
             if loses:
-                scheduler.handle(Lose(worker, 0.0))
-                scheduler.handle(AddWorker(worker, 0.0))
+                scheduler.lose(worker, 0.0)
+                scheduler.add_worker(worker, 0.0)
             else:
-                scheduler.handle(Exchanged(worker, done, None, 0.0))
+                scheduler.exchange(worker, done, None, 0.0)
         assert held(together) == held(singly)
 
 
@@ -422,7 +415,7 @@ def test_tasks_that_hang_are_given_up_and_all_others_are_delivered_whatever_work
     )
     fleet.submit(range(len(costs)))
     for second in range(0, 2000, 5):
-        fleet.after(second, lambda: fleet.tell(Tick(fleet.now)))
+        fleet.after(second, lambda: fleet.tell("tick"))
     fleet.run()
     assert sorted(fleet.poisoned) == sorted(hanging)
     assert sorted(fleet.delivered) == sorted(set(range(len(costs))) - hanging)
@@ -455,7 +448,7 @@ def test_every_result_is_delivered_or_discarded_and_every_task_delivered_once(
     )
     fleet.submit(range(len(costs)))
     for second in range(0, 200, 5):
-        fleet.after(second, lambda: fleet.tell(Tick(fleet.now)))
+        fleet.after(second, lambda: fleet.tell("tick"))
     fleet.run()
     assert sorted(fleet.delivered) == list(range(len(costs)))
     assert loaded == Counter(fleet.delivered) + Counter(fleet.discarded)
@@ -467,8 +460,8 @@ def test_no_worker_holds_two_more_than_another_after_a_submit(window, workers, t
     scheduler = Scheduler(window=window)
     held = [0] * workers
     for worker in range(workers):
-        scheduler.handle(AddWorker(worker, 0.0))
+        scheduler.add_worker(worker, 0.0)
     for task in range(tasks):
-        for given_out in scheduler.handle(Submit([task], None, 0.0)):
+        for given_out in scheduler.submit([task], None, 0.0):
             held[given_out.worker] += len(given_out.tasks)
         assert max(held) - min(held) <= 1

@@ -1,12 +1,12 @@
 """QMOWS: which worker loads which task (thesis 3.4.1: queue mirrors, over-allocation, work stealing).
 
-A pure state machine: `handle(event)` returns instructions, in order; there is no socket, thread or clock inside. The
-life of a task::
+A pure state machine: a method for each event returns instructions, in order; there is no socket, thread or clock
+inside. The life of a task::
 
-    Submit ──> global queue ──────────> a worker's window ──> Exchanged ──> Deliver
+    submit ──> global queue ──────────> a worker's window ──> exchange ───> Deliver
        │                                 ▲    │     ▲
        └─pinned─> reserved for a worker ─┘    │     └── stolen or taken over from another window
-                                              └─ Lose: back to where it came from, in its old place
+                                              └─ lose: back to where it came from, in its old place
 
 **Windows.** A worker holds up to `window` tasks, one running and the others waiting, so that it never idles for a round
 trip. The scheduler keeps a view of each worker's local queue and refills windows whenever one has room, on

@@ -1,15 +1,15 @@
-"""The scheduler: one method for each event; after each of them it assigns tasks to workers with room."""
+"""The scheduler: one method for each event; each ends by assigning tasks to workers with room."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import msgspec
 
 from torch_dpflow._core.checks import check_int, check_seconds
-from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.errors import OptionError
 from torch_dpflow.workers.scheduler.views import (
     Backlog,
     Pace,
@@ -20,76 +20,8 @@ from torch_dpflow.workers.scheduler.views import (
     WorkerViews,
 )
 
-# Events and instructions are frozen structs, created in a fifth of the time of a frozen dataclass, about 0.1 µs. Times
-# are seconds of one monotonic clock, which the caller chooses.
-
-
-class Submit(msgspec.Struct, frozen=True, gc=False):
-    """Load these tasks, first in, first out. Pinned tasks run on one worker only and are never stolen.
-
-    Numbers rise. A lower number than an earlier one is for a part of a task that a worker has begun: the part goes
-    before all tasks with higher numbers.
-    """
-
-    tasks: Sequence[TaskId]
-    pinned_to: WorkerId | None
-    now: float
-
-
-class CancelTasks(msgspec.Struct, frozen=True, gc=False):
-    """Drop these tasks. Unknown ones are ignored."""
-
-    tasks: Sequence[TaskId]
-    now: float
-
-
-class AddWorker(msgspec.Struct, frozen=True, gc=False):
-    """A worker with an empty local queue is ready. An id in use means that its former worker was lost."""
-
-    worker: WorkerId
-    now: float
-
-
-class SetWindow(msgspec.Struct, frozen=True, gc=False):
-    """Set how many tasks a worker holds at most, up to the scheduler's window. Unknown workers are ignored."""
-
-    worker: WorkerId
-    window: int
-    now: float
-
-
-class Exchanged(msgspec.Struct, frozen=True, gc=False):
-    """A worker delivers all results that it has and requests tasks.
-
-    It exchanges after at most N results, and whenever its local queue becomes empty, also by a Revoke. `started` is the
-    task that it runs from now on; with None the scheduler assumes the head of its view.
-    """
-
-    worker: WorkerId
-    finished: Sequence[TaskId]
-    started: TaskId | None
-    now: float
-
-
-class Lose(msgspec.Struct, frozen=True, gc=False):
-    """A worker has died or does not answer. Unknown ones are ignored.
-
-    `at` is the task that it ran, or empty. It may be any task; one that is over is not suspected. With None the
-    scheduler suspects the task that it believes was running.
-    """
-
-    worker: WorkerId
-    now: float
-    at: tuple[TaskId, ...] | None = None
-
-
-class Tick(msgspec.Struct, frozen=True, gc=False):
-    """Time has passed; required for overtaking and time limits only."""
-
-    now: float
-
-
-SchedulerEvent: TypeAlias = Submit | CancelTasks | AddWorker | SetWindow | Exchanged | Lose | Tick
+# Instructions are frozen structs, created in a fifth of the time of a frozen dataclass, about 0.1 µs. Times are seconds
+# of one monotonic clock, which the caller chooses.
 
 
 class Assign(msgspec.Struct, frozen=True, gc=False):
@@ -136,7 +68,7 @@ class Poison(msgspec.Struct, frozen=True, gc=False):
 
 
 class KillWorker(msgspec.Struct, frozen=True, gc=False):
-    """This worker has run one task for longer than `task_timeout_s`: kill it, and report its end by `Lose`.
+    """This worker has run one task for longer than `task_timeout_s`: kill it, and report its end by `lose`.
 
     Returned once, unless the worker exchanges again.
     """
@@ -179,8 +111,8 @@ class Scheduler:
     checked before anything changes, so a rejected event has no effect.
 
     Args:
-        window: most tasks that a worker holds (K of the thesis), at least 1, until `SetWindow`.
-        max_window: the upper limit of `SetWindow`; None: `window`.
+        window: most tasks that a worker holds (K of the thesis), at least 1, until `set_window`.
+        max_window: the upper limit of `set_window`; None: `window`.
         poison_limit: lost workers after which a task is poisoned, at least 1.
         overtake_after_s: seconds after which other workers, busy or not, may take over the tasks of a worker that has
             run one task for much longer than usual; None: never.
@@ -215,18 +147,10 @@ class Scheduler:
         self._queue = Backlog()
         #: Pinned, unassigned tasks of each worker id, also of workers that are not there yet.
         self._reserved: dict[WorkerId, Backlog] = {}
-        #: Instructions of the present event, collected by worker.
+        #: Instructions of the present event, the last two collected by worker.
+        self._out: list[SchedulerInstruction] = []
         self._assigned: dict[WorkerId, list[TaskId]] = {}
         self._revoked: dict[WorkerId, list[TaskId]] = {}
-        self._handlers: dict[type, Callable[[Any, list[SchedulerInstruction]], None]] = {
-            Submit: self._submit,
-            CancelTasks: self._cancel,
-            AddWorker: self._add_worker,
-            SetWindow: self._set_window,
-            Exchanged: self._exchange,
-            Lose: self._lose,
-            Tick: self._tick,
-        }
 
     @property
     def workers(self) -> tuple[int, int]:
@@ -238,15 +162,112 @@ class Scheduler:
         """The usual time of a task, seconds; infinite before the first, and without `overtake_after_s`."""
         return math.inf if self._pace is None or not self.counters.delivered else self._pace.usual_s
 
-    def handle(self, event: SchedulerEvent) -> list[SchedulerInstruction]:
-        """Handle one event and return the instructions, in order. Raises OptionError, OptionTypeError."""
-        handler = self._handlers.get(type(event))
-        if handler is None:
-            allowed = ", ".join(kind.__name__ for kind in self._handlers)
-            raise OptionTypeError(f"a scheduler handles {allowed}; got {type(event).__name__}: {event!r}")
-        out: list[SchedulerInstruction] = []
-        handler(event, out)
-        starved = self._fill_windows(event.now)
+    # -- events: each returns the instructions that follow, in order -------------------------------------
+
+    def submit(self, tasks: Sequence[TaskId], pinned_to: WorkerId | None, now: float) -> list[SchedulerInstruction]:
+        """Load these tasks, first in, first out. Pinned tasks run on one worker only and are never stolen.
+
+        Numbers rise. A lower number than an earlier one is for a part of a task that a worker has begun: the part goes
+        before all tasks with higher numbers.
+
+        Raises OptionError if a task is given twice.
+        """
+        known = self._tasks
+        if len(set(tasks)) != len(tasks):
+            raise OptionError(f"a task is submitted once; got one twice in {list(tasks)!r}")
+        if not known.keys().isdisjoint(tasks):
+            twice = next(task_id for task_id in tasks if task_id in known)
+            raise OptionError(f"task {twice!r} is submitted and unfinished; give each task a new id")
+        backlog = self._queue if pinned_to is None else self._reserved_for(pinned_to)
+        for task_id in tasks:
+            task = known[task_id] = Task(task_id, pinned_to)
+            if task_id > self._newest:
+                self._newest = task_id
+                backlog.append(task)
+            else:
+                backlog.give_back(task)
+        self.counters.submitted += len(tasks)
+        if pinned_to is not None and pinned_to in self._views.views:
+            self._views.freed.append(self._views.views[pinned_to])
+        return self._settled(now)
+
+    def cancel(self, tasks: Sequence[TaskId], now: float) -> list[SchedulerInstruction]:
+        """Drop these tasks. Unknown ones are ignored."""
+        for task_id in tasks:
+            task = self._tasks.get(task_id)
+            if task is not None:
+                self._forget(task, None)
+        return self._settled(now)
+
+    def add_worker(self, worker: WorkerId, now: float) -> list[SchedulerInstruction]:
+        """Add a worker with an empty local queue. An id in use means that its former worker was lost."""
+        self._lose(worker, None)
+        self._views.add(WorkerView(worker, self._reserved_for(worker), now, self._first_window))
+        return self._settled(now)
+
+    def set_window(self, worker: WorkerId, window: int, now: float) -> list[SchedulerInstruction]:
+        """Set how many tasks a worker holds at most, up to the scheduler's window. Unknown workers are ignored."""
+        view = self._views.views.get(worker)
+        if view is not None:
+            view.window = min(check_int("window", window, minimum=1), self._views.window)
+            self._views.place(view)
+        return self._settled(now)
+
+    def exchange(
+        self, worker: WorkerId, finished: Sequence[TaskId], started: TaskId | None, now: float
+    ) -> list[SchedulerInstruction]:
+        """Take all results that a worker has, and give it more tasks.
+
+        A worker exchanges after at most N results, and whenever its local queue becomes empty, also by a Revoke.
+
+        started: the task that it runs from now on; None: the head of its view is assumed.
+        """
+        view = self._views.views.get(worker)
+        for task_id in finished:
+            task = self._tasks.get(task_id)
+            if task is None:
+                self.counters.duplicates += 1
+                self._out.append(Discard(task_id, worker))
+            else:
+                self.counters.delivered += 1
+                self._out.append(Deliver(task_id, worker))
+                self._forget(task, view)
+        if view is not None:
+            if self._pace is not None and finished:
+                self._pace.took((now - view.since) / len(finished))
+            view.overtaken, view.condemned, view.unanswered = False, False, 0
+            running = next(iter(view.held), None) if started is None or started in finished else started
+            view.note_running(running, now)
+            self._views.place(view)
+            self._views.offer(view)
+        return self._settled(now)
+
+    def lose(self, worker: WorkerId, now: float, at: tuple[TaskId, ...] | None = None) -> list[SchedulerInstruction]:
+        """Remove a worker that has died or does not answer. Unknown ones are ignored.
+
+        at: the task that it ran, or empty. It may be any task; one that is over is not suspected. None: the task that
+            the scheduler believes was running is suspected.
+        """
+        self._lose(worker, at)
+        return self._settled(now)
+
+    def tick(self, now: float) -> list[SchedulerInstruction]:
+        """Note that time has passed; required for overtaking and time limits only."""
+        if self._pace is not None:
+            for view in self._views.stuck(now - self._pace.stuck_after_s):
+                self._overtake(view, now)
+        if self._task_timeout_s is not None:
+            for view in self._views.stuck(now - self._task_timeout_s):
+                if not view.condemned:
+                    view.condemned = True
+                    self.counters.timeouts += 1
+                    self._out.append(KillWorker(view.worker))
+        return self._settled(now)
+
+    def _settled(self, now: float) -> list[SchedulerInstruction]:
+        """Fill the windows; return the instructions of this event."""
+        starved = self._fill_windows(now)
+        out, self._out = self._out, []
         if self._revoked or self._assigned:
             self._views.note_messages(self._revoked.keys() | self._assigned.keys())
         if self._revoked:
@@ -259,97 +280,26 @@ class Scheduler:
             out.append(IdleWorkers(starved))
         return out
 
-    # -- events ------------------------------------------------------------------------------------------
+    # -- workers -----------------------------------------------------------------------------------------
 
-    def _submit(self, event: Submit, out: list[SchedulerInstruction]) -> None:
-        tasks = self._tasks
-        if len(set(event.tasks)) != len(event.tasks):
-            raise OptionError(f"a task is submitted once; got one twice in {list(event.tasks)!r}")
-        if not tasks.keys().isdisjoint(event.tasks):
-            known = next(task_id for task_id in event.tasks if task_id in tasks)
-            raise OptionError(f"task {known!r} is submitted and unfinished; give each task a new id")
-        backlog = self._queue if event.pinned_to is None else self._reserved_for(event.pinned_to)
-        for task_id in event.tasks:
-            task = tasks[task_id] = Task(task_id, event.pinned_to)
-            if task_id > self._newest:
-                self._newest = task_id
-                backlog.append(task)
-            else:
-                backlog.give_back(task)
-        self.counters.submitted += len(event.tasks)
-        if event.pinned_to is not None and event.pinned_to in self._views.views:
-            self._views.freed.append(self._views.views[event.pinned_to])
-
-    def _cancel(self, event: CancelTasks, out: list[SchedulerInstruction]) -> None:
-        for task_id in event.tasks:
-            task = self._tasks.get(task_id)
-            if task is not None:
-                self._forget(task, None)
-
-    def _add_worker(self, event: AddWorker, out: list[SchedulerInstruction]) -> None:
-        if event.worker in self._views.views:
-            self._lose(Lose(event.worker, event.now), out)
-        reserved = self._reserved_for(event.worker)
-        self._views.add(WorkerView(event.worker, reserved, event.now, self._first_window))
-
-    def _set_window(self, event: SetWindow, out: list[SchedulerInstruction]) -> None:
-        view = self._views.views.get(event.worker)
-        if view is not None:
-            view.window = min(check_int("window", event.window, minimum=1), self._views.window)
-            self._views.place(view)
-
-    def _exchange(self, event: Exchanged, out: list[SchedulerInstruction]) -> None:
-        view = self._views.views.get(event.worker)
-        for task_id in event.finished:
-            task = self._tasks.get(task_id)
-            if task is None:
-                self.counters.duplicates += 1
-                out.append(Discard(task_id, event.worker))
-            else:
-                self.counters.delivered += 1
-                out.append(Deliver(task_id, event.worker))
-                self._forget(task, view)
-        if view is None:
-            return
-        if self._pace is not None and event.finished:
-            self._pace.took((event.now - view.since) / len(event.finished))
-        view.overtaken, view.condemned, view.unanswered = False, False, 0
-        running = event.started
-        if running is None or running in event.finished:
-            running = next(iter(view.held), None)
-        view.note_running(running, event.now)
-        self._views.place(view)
-        self._views.offer(view)
-
-    def _lose(self, event: Lose, out: list[SchedulerInstruction]) -> None:
-        view = self._views.views.get(event.worker)
+    def _lose(self, worker: WorkerId, at: tuple[TaskId, ...] | None) -> None:
+        view = self._views.views.get(worker)
         if view is None:
             return
         self._views.remove(view)
         for task in view.held.values():
             task.holders = tuple(holder for holder in task.holders if holder is not view)
-        for task_id in (view.running,) if event.at is None else event.at:
+        for task_id in (view.running,) if at is None else at:
             running = None if task_id is None else self._tasks.get(task_id)
-            if running is not None and running.pinned_to in (None, event.worker):
+            if running is not None and running.pinned_to in (None, worker):
                 running.late += view.condemned
-                self._suspect(running, event.worker, out)
+                self._suspect(running, worker)
         for task in view.held.values():
             if not task.holders and task.id in self._tasks:
                 origin = self._queue if task.pinned_to is None else view.reserved
                 origin.give_back(task)
             for holder in task.holders:
                 self._views.offer(holder)
-
-    def _tick(self, event: Tick, out: list[SchedulerInstruction]) -> None:
-        if self._pace is not None:
-            for view in self._views.stuck(event.now - self._pace.stuck_after_s):
-                self._overtake(view, event.now)
-        if self._task_timeout_s is not None:
-            for view in self._views.stuck(event.now - self._task_timeout_s):
-                if not view.condemned:
-                    view.condemned = True
-                    self.counters.timeouts += 1
-                    out.append(KillWorker(view.worker))
 
     def _overtake(self, view: WorkerView, now: float) -> None:
         """Let other workers take over the tasks of one that seems stuck. Idempotent."""
@@ -371,13 +321,13 @@ class Scheduler:
     def _reserved_for(self, worker: WorkerId) -> Backlog:
         return self._reserved.setdefault(worker, Backlog())
 
-    def _suspect(self, task: Task, worker: WorkerId, out: list[SchedulerInstruction]) -> None:
+    def _suspect(self, task: Task, worker: WorkerId) -> None:
         """Record a lost worker for the task that it ran; fail the task if it has lost too many."""
         self._views.suspects += not task.losses
         task.losses += (worker,)
         if len(task.losses) >= self._poison_limit:
             self.counters.poisoned += 1
-            out.append(Poison(task.id, task.losses, task.late))
+            self._out.append(Poison(task.id, task.losses, task.late))
             self._forget(task, None)
             return
         for holder in task.holders:
