@@ -230,14 +230,12 @@ class LoaderMeter:
         self.steals += steals
 
     def add_fleet(self, time: WorkerTime) -> None:
-        """Add the time of these workers."""
         over = WorkerTime()
         over.seconds = sum(one.seconds for one in self._fleets if one.is_over)
         over.is_over = True
         self._fleets = [over, *(one for one in self._fleets if not one.is_over), time]
 
     def snapshot(self) -> LoaderStats:
-        """Return the counters."""
         share = self.stall_s / self.iterating_s if self.iterating_s else 0.0
         return LoaderStats(
             stall_s=self.stall_s,

@@ -28,7 +28,6 @@ class Backoff:
         self.failures = 0
 
     def reset(self) -> None:
-        """Record a success."""
         self.failures = 0
 
     def pause_s(self) -> float:

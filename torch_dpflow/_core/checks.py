@@ -156,7 +156,6 @@ def check_fields(
 
 
 def wrong_type(name: str, value: Any, allowed: str) -> OptionTypeError:
-    """Return the error for a value of the wrong type."""
     return OptionTypeError(f"{name}={value!r:.80} is of type {type(value).__name__}; give {allowed}")
 
 

@@ -35,7 +35,6 @@ def all_places(length: int) -> Places:
 
 
 def count(places: Places) -> int:
-    """Return the number of places."""
     return sum(map(len, places))
 
 
@@ -163,11 +162,9 @@ class RankPosition:
 
     @classmethod
     def beginning(cls, length: int) -> RankPosition:
-        """Return the beginning of an epoch of `length` samples."""
         return cls(0, 0, all_places(length))
 
     def end(self, replicas: int, *, drop_last: bool) -> int:
-        """Return the position of each rank at the end of the epoch."""
         return self.dealt_at + share(count(self.places), replicas, drop_last=drop_last)
 
     def as_dict(self, rank: int, replicas: int) -> dict[str, Any]:

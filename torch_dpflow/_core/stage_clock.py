@@ -92,8 +92,6 @@ class StageClock:
         self._times.hand_over_s += seconds
 
     def collating(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return `collate_fn`, with its time measured."""
-
         def collate(data: Any) -> Any:
             self._fetched_at = began = perf_counter()
             batch = collate_fn(data)

@@ -129,7 +129,6 @@ _STAGES = tuple(name for name in StageTimes.__struct_fields__ if name.endswith("
 
 
 def total_of(records: Collection[StageTimes]) -> StageTimes:
-    """Return the sum of these records."""
     total = StageTimes()
     for one in records:
         total.add(one)

@@ -31,12 +31,10 @@ class CallTiming:
         self.due = self._earliest
 
     def on_success(self, now: float) -> None:
-        """Record that a call returned."""
         self._backoff.reset()
         self._earliest, self.due = now, now + self._interval_s
 
     def on_failure(self, now: float) -> None:
-        """Record that a call failed."""
         self._earliest = self.due = now + self._backoff.pause_s()
 
 
@@ -161,7 +159,6 @@ class RunningLoads(dict[int, RunningLoad]):
 
 
 def fail(running: Iterable[RunningLoad], error: BaseException) -> None:
-    """Fail the waiters of these loads with `error`."""
     for future in running:
         if isinstance(error, Exception):
             future.set_exception(error)
@@ -204,7 +201,6 @@ class StopSignal:
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def is_set(self) -> bool:
-        """Return whether the signal is set; once set it stays set."""
         return self._set
 
     def set(self) -> None:

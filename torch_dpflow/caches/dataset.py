@@ -177,7 +177,6 @@ class ALSDCache(Dataset[Any]):
         self._store.clear()
 
     def _open(self) -> None:
-        """Start empty."""
         length = length_or_none(self.dataset)
         #: Keys of indices that are not positions.
         self._names: dict[Hashable, int] = {}

@@ -114,17 +114,14 @@ class Residents:
         self.loads, self.load_of = loads, loads.data
 
     def size_of(self, key: int) -> int:
-        """Return the size of a resident key."""
         size: int = self._size_at[self.load_of[key]]
         return size
 
     def resize(self, key: int, size: int) -> None:
-        """Set the size of a resident key."""
         self.size += size - self.size_of(key)
         self._size_at[self.load_of[key]] = size
 
     def add(self, key: int, size: int) -> None:
-        """Add a key that is not resident."""
         if self._last_load + 1 == len(self._keys):
             self.rebuild(more=1)
         self._last_load = load = self._last_load + 1
@@ -162,7 +159,6 @@ class Residents:
             self._to_heap()
 
     def remove(self, key: int) -> None:
-        """Remove a resident key."""
         self.size -= self.size_of(key)
         self.load_of[key] = 0
         self.count -= 1

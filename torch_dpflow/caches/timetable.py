@@ -87,7 +87,6 @@ class JobProgress:
         self.likely_rank = _mean_rank(lookahead)
 
     def cells_of(self, keys: Keys) -> npt.NDArray[np.int32]:
-        """Return the cells of some keys."""
         cells: npt.NDArray[np.int32] = self.cells.take(keys) ^ self.outsiders
         return cells
 
@@ -172,7 +171,6 @@ class Timetable:
                 progress.following = grown(progress.following, span)
 
     def _clear(self, progress: JobProgress) -> None:
-        """Set all cells of a job to `outsiders`."""
         progress.code = self._code_of[-progress.outsiders]
         if not progress.is_marked:
             return
@@ -197,7 +195,6 @@ class Timetable:
                 self.planes[progress.plane] = _Plane(self._span)
 
     def begin(self, progress: JobProgress, lookahead: Lookahead) -> None:
-        """Start an epoch of a job, by a lookahead of it."""
         rest = READ if lookahead.complete else UNKNOWN
         certain, members = lookahead.certain, lookahead.members
         if lookahead.complete and lookahead.position == 0 and members is None:
@@ -264,7 +261,6 @@ class Timetable:
         return Lookahead.unknown(progress.length, epoch=epoch, members=members)
 
     def read(self, progress: JobProgress, key: int) -> None:
-        """Record that a job reads a key."""
         outsiders, following = progress.outsiders, progress.following
         cell = progress.cell_of[key] ^ outsiders
         if progress.position <= cell < progress.length:
@@ -331,7 +327,6 @@ class Timetable:
         self._encode(progress, keys, self._code_of[0])
 
     def _encode(self, progress: JobProgress, keys: Keys, codes: npt.NDArray[np.uint8] | int) -> None:
-        """Set the codes of some keys."""
         progress.is_marked |= len(keys) > 0
         plane, shift = self.planes[progress.plane].codes, 2 * progress.place
         found = plane.take(keys)

@@ -38,7 +38,6 @@ address_option = click.option(
 
 
 def connect(address: str) -> RpcClient:
-    """Return a client of the coordinator."""
     return find_cluster(address).connect(timeout_s=ANSWER_S)
 
 
@@ -72,7 +71,6 @@ def ask(coordinator: RpcClient, method: str, kind: Any, body: Any = None, *, dou
 
 
 def ask_views(coordinator: RpcClient) -> tuple[list[FlowView], list[ProcessView]]:
-    """Return the flows and the processes of a cluster."""
     flows: list[FlowView] = ask(coordinator, "flows", list[FlowView])
     processes: list[ProcessView] = ask(coordinator, "processes", list[ProcessView])
     return flows, processes

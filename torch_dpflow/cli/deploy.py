@@ -149,7 +149,6 @@ def eci(
 
 
 def _cluster_file(join: str | None, cluster: str | None) -> ConnectionFile | None:
-    """Return the connection file; None if only the name of the cluster is given."""
     from torch_dpflow.cluster.security.connection_file import read_connection_file
 
     if join is not None:

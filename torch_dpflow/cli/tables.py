@@ -52,7 +52,6 @@ def print_datasets(published: Sequence[Dataset], drafts: Sequence[DatasetRef]) -
 
 
 def print_version(variants: Sequence[StoredDataset], sample: SampleMeta | None) -> None:
-    """Print the metadata of a version with some of its variants, and of a sample."""
     dataset = variants[0].dataset
     click.echo(f"{dataset.id}:{dataset.version}  published {dataset.created}")
     if dataset.description:
@@ -87,7 +86,6 @@ def _checksums_of(stored: StoredDataset) -> str:
 
 
 def problem_line(variant: str, problem: Problem, *, as_json: bool = False) -> str:
-    """Describe a problem on one line."""
     if as_json:
         return to_json({"variant": variant, **problem._asdict()})
     last = problem.sample + problem.samples - 1
@@ -176,7 +174,6 @@ def _bar() -> Progress:
 
 
 def dataset_id(info: CachedDataset) -> str:
-    """Return the id of a cached dataset in commands."""
     return info.identity.hex()[:8]
 
 
@@ -200,7 +197,6 @@ def dataset_facts(info: CachedDataset) -> dict[str, Any]:
 
 
 def pool_facts(listed: CachedDatasetList, servers: Sequence[ServerInfo] = ()) -> dict[str, Any]:
-    """Return all cached datasets and servers as JSON."""
     names = ("directory", "host", "listen", "memory", "free")
     return {
         "datasets": [dataset_facts(info) for info in listed.datasets],

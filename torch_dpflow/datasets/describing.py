@@ -85,7 +85,6 @@ class ShardPacks:
 
 
 def is_pack(path: str) -> bool:
-    """Return whether a path or URL has the name of a pack."""
     return _PACK_NAME.fullmatch(path.rpartition("/")[2]) is not None
 
 
@@ -150,7 +149,6 @@ class Describer:
         )
 
     def checksum(self, data: bytes) -> str:
-        """Return the checksum of a sample in a pack."""
         return checksum_of(data, self._checksum or "crc32")
 
     def _warn_if_missing(self, url: str) -> None:

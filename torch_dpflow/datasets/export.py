@@ -322,7 +322,6 @@ class _Samples:
             self._reader = SampleReader(stored, read_options=read_options)
 
     def read(self, numbers: range) -> Iterator[ExportSample]:
-        """Yield samples, in order."""
         batch: list[tuple[int, SampleMeta]] = []
         size = 0
         for number, meta in enumerate(self._stored.part(numbers.start, numbers.stop), numbers.start):

@@ -183,7 +183,6 @@ class Files:
             raise StorageError(f"{self._url(path)}: this is a pipe, socket or device; give a regular file")
 
     def exists(self, path: str) -> bool:
-        """Return whether there is a file or a directory."""
         if self.url.startswith(_WEB):
             return self._is_on_web(path)
         fs, full = self.filesystem, self._full(path)

@@ -71,7 +71,6 @@ class Index:
 
     @property
     def url(self) -> str:
-        """The URL of the directory of indexes."""
         return self.files.url
 
     @property

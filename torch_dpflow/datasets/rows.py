@@ -204,7 +204,6 @@ class PartRows:
         return len(self._rows) // ROW
 
     def add(self, samples: Iterable[SampleMeta]) -> PartRows:
-        """Append samples. Returns the part."""
         for one in samples:
             named = self._objects.setdefault((one.path, (one.revision or "") + self._size), len(self._objects))
             checksum, meta = (one.checksum or "").encode(), bytes(one.meta)

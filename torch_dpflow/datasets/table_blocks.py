@@ -59,12 +59,10 @@ class ParquetBlocks:
             return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
 
     def read(self, block: int, columns: list[str] | None) -> Any:
-        """Return a block as a table of Arrow."""
         with self._lock, errors_of(self._file):
             return self._parquet.read_row_group(block, columns=columns, use_threads=False)
 
     def close(self) -> None:
-        """Close the file."""
         self._parquet.close()
         self._source.close()
 
@@ -136,7 +134,6 @@ class ArrowBlocks:
             return [self._arrow.get_batch(number).num_rows for number in range(self._arrow.num_record_batches)]
 
     def read(self, block: int, columns: list[str] | None) -> Any:
-        """Return a block as a table of Arrow."""
         with errors_of(self._file):
             batch = self._arrow.get_batch(block) if self._batches is None else self._batches[block]
             table = pyarrow_with_formats().Table.from_batches([batch])
@@ -206,7 +203,6 @@ class RemoteArrowBlocks:
             return [_rows_of(data) for data in self._read(*spans)]
 
     def read(self, block: int, columns: list[str] | None) -> Any:
-        """Return a block as a table of Arrow."""
         start, metadata, body = self._messages[block]
         with errors_of(self._file):
             table = self._stream(self._read((start, start + metadata + body))[0]).read_all()
@@ -344,7 +340,6 @@ def span_of(file: SourceFile, start: int, stop: int) -> ByteRange:
 
 
 def local_path_of(file: SourceFile) -> str | None:
-    """Return the path of a local file."""
     return file.url.removeprefix("file://") if file.url.startswith("file://") else None
 
 

@@ -236,7 +236,6 @@ def forget(store: DatasetStore, dataset_id: str, version: str, variant: str) -> 
 
 
 def remove_empty(store: DatasetStore, dataset_id: str) -> None:
-    """Remove the empty directories of a dataset and its namespace."""
     for folder in ("data", "meta", "drafts", "versions", ""):
         store.files.remove_empty(f"{dataset_id}/{folder}".rstrip("/"))
     store.files.remove_empty(dataset_id.partition("/")[0])

@@ -119,7 +119,6 @@ class ImportProgress:
             return [self._decode(note, ImportedShard, name) for name, note in zip(names, notes)]
 
     def note_shard(self, shard: ImportedShard) -> None:
-        """Record that a shard is written."""
         self._files.write(f"{self._folder}/ms-{shard.shard}.json", encode_file(shard))
 
     def record(self) -> DraftRecord | None:
@@ -289,7 +288,6 @@ class VariantWriter:
         return items
 
     def _is_same(self, item: Item, sample: SampleMeta) -> bool:
-        """Return whether an item was written as this sample."""
         if encode_annotations(item.meta, sample.path) != sample.meta:
             return False
         if item.data is not None:
@@ -300,7 +298,6 @@ class VariantWriter:
 
     @property
     def _source(self) -> str:
-        """The source in one line."""
         return ", ".join(f"{key}={value!r}" for key, value in self._importer.source.items())
 
     def _changed(self, how: str) -> SourceError:

@@ -74,7 +74,6 @@ def state_of(part: Any, **arguments: Any) -> Any:
 
 
 def copied_state_of(part: Any, **arguments: Any) -> Any:
-    """Return a copy of the state of `part`, as `state_of`."""
     return copied(part, state_of(part, **arguments))
 
 

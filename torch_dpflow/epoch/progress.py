@@ -298,7 +298,6 @@ class EpochProgress:
         return progress
 
     def was_delivered(self, position: int) -> bool:
-        """Return whether the batch at this position was delivered."""
         return position < self.position or position in self._ahead
 
     def passed(self, position: int, samples: int) -> None:
@@ -328,7 +327,6 @@ class EpochProgress:
         self.head = None
 
     def finish(self) -> None:
-        """Record that the epoch is over."""
         self.finished = True
         self._shape.note_end()
         if self.is_restored and not self.position:

@@ -96,7 +96,6 @@ def encode_generator(generator: Generator) -> str:
 
 
 def generator_state(generator: torch.Generator | None) -> str | None:
-    """Return the state of the loader's `generator`, if there is one."""
     return None if generator is None else encode_generator(generator)
 
 

@@ -336,7 +336,6 @@ def _check_same_samples(reads: list[DataLoadFlowRead]) -> None:
 
 
 def _checked_lengths(lengths: Any) -> list[int | float]:
-    """Return the lengths as ints and floats."""
     if isinstance(lengths, str | bytes) or not isinstance(lengths, Iterable):
         raise OptionTypeError(
             f"lengths={lengths!r:.80} is of type {type(lengths).__name__}; give counts or shares, one for each part"

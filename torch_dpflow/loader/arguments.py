@@ -57,7 +57,6 @@ def has_processes(context: Any) -> bool:
 
 
 def name_of(context: Any) -> str:
-    """Return the name of a multiprocessing context in messages."""
     kind = type(context)
     is_pythons = kind.__module__.startswith("multiprocessing.")  # only these have a start method
     return repr((context.get_start_method(allow_none=True) if is_pythons else "") or kind.__name__)

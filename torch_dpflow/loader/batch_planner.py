@@ -129,7 +129,6 @@ class InFlight:
         return [batch.worker for batch in self._batches.values() if batch.worker is not None]
 
     def first_waiting(self) -> PlannedBatch | None:
-        """Return the oldest batch that has not arrived."""
         return next((batch for batch in self._batches.values() if batch.outcome is None), None)
 
 
@@ -205,7 +204,6 @@ class Rotation:
         return None
 
     def after(self, worker: int) -> int:
-        """Return the worker after this one."""
         return (worker + 1) % len(self._active)
 
     def is_active(self, worker: int) -> bool:

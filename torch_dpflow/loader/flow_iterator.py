@@ -192,7 +192,6 @@ class _PlannedProgress:
 
     @property
     def finished(self) -> bool:
-        """Whether the epoch is over."""
         return self.progress.finished
 
     def state(self, held: int = 0) -> LoaderState:

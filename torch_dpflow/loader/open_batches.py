@@ -84,7 +84,6 @@ class OpenBatches:
         self._submit(pieces)
 
     def finish(self, task: int, kind: int, value: Any) -> None:
-        """Handle the result of a piece."""
         batch = self._batches.get(task - part_of(task))
         if batch is None or task not in batch.left:
             return

@@ -45,7 +45,6 @@ class ItemPace:
         self._largest = 1
 
     def read(self, seconds: float, nbytes: int) -> None:
-        """Note an item that the source has yielded."""
         self._read_s = _averaged(self._read_s, seconds, 1)
         self._largest = max(self._largest, nbytes)
 

@@ -91,7 +91,6 @@ class TraceFile:
             raise
 
     def new_loader(self) -> int:
-        """Return the number of another loader."""
         with self._lock:
             self._loaders += 1
             return self._loaders

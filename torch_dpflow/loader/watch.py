@@ -164,7 +164,6 @@ class _WatchedLoader:
         self._look_at = 0.0
 
     def figures(self, loader: Any) -> JobRow:
-        """Return the figures of the loader."""
         meter = loader._runtime.meter
         stall_s, reading_s = meter.stall_s, meter.iterating_s
         waiting_s = meter.waiting_s()  # with a wait that still lasts
@@ -180,7 +179,6 @@ class _WatchedLoader:
         )
 
     def workers(self, loader: Any) -> list[ProcessRow]:
-        """Return the workers of its latest iteration."""
         iterator = loader._runtime.iterator()
         shard = None if iterator is None else iterator._shard
         if shard is None:

@@ -135,11 +135,9 @@ class WorkerProcesses:
 
     @property
     def handles(self) -> list[Handle]:
-        """The processes, by worker."""
         return [handle for _, handle in sorted(self._handles.items())]
 
     def start_all(self) -> None:
-        """Start every worker. Raises as `start`."""
         for worker in range(len(self)):
             self.start(worker)
 
@@ -213,7 +211,6 @@ class WorkerProcesses:
             handle.kill(why)
 
     def close(self) -> None:
-        """End all processes."""
         self._platform.close(grace_s=TERMINATE_S)
         for handle in [*self._handles.values()]:  # another thread may close as well
             handle.describe()  # reaps those not returned by `ended`

@@ -88,7 +88,6 @@ class HDF5Dataset:
             raise StorageError(f"{self._name}, rows {first} to {stop}: {error}") from error
 
     def close(self) -> None:
-        """Close the file."""
         for one in (self._file, self._content):
             if one is not None:
                 one.close()
@@ -233,7 +232,6 @@ class ArrayReader:
         return [*found]
 
     def close(self) -> None:
-        """Close the file."""
         self._objects.close()
         with self._lock:
             opened, self._hdf5 = self._hdf5, None

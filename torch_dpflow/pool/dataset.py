@@ -46,7 +46,6 @@ class PoolSamples:
         self._announcer = 0
 
     def is_of(self, stored: SampleTable) -> bool:
-        """Return whether these are samples of this dataset."""
         return identity_of(stored) == self._identity
 
     @property

@@ -273,7 +273,6 @@ class PoolRefusal(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, error: Exception) -> PoolRefusal:
-        """Return the refusal that reports this error."""
         return cls(type(error).__name__, str(error))
 
     def error(self) -> DPFlowError:

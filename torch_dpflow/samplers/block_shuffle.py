@@ -119,7 +119,6 @@ def _shuffled(
     window: int,
     generator: torch.Generator,
 ) -> NDArray[np.int64]:
-    """Return the rows of these blocks, shuffled within each window."""
     rows = []
     for start in range(0, len(blocks), window):
         chosen = blocks[start : start + window]

@@ -124,7 +124,6 @@ class BudgetBatchSampler(EpochSampler[list[int]]):
 
 
 def _checked(lengths: Any, budget: float) -> FloatArray:
-    """Return the lengths as an array."""
     array = lengths.numpy(force=True) if isinstance(lengths, torch.Tensor) else np.asarray(lengths)
     if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise OptionTypeError(

@@ -87,7 +87,6 @@ class Cells:
         return [cell for cell, mask in enumerate(self.masks) if mask & jobs == jobs]
 
     def samples_in(self, cells: Iterable[int]) -> int:
-        """Return the number of samples of these cells together."""
         sizes = self.sizes
         return sum([sizes[cell] for cell in cells])
 

@@ -53,7 +53,6 @@ class Directory:
         self._chosen_as: IndexArray = np.empty(0, np.int64)
 
     def resident(self, samples: CompactArray) -> BoolArray:
-        """Return whether each sample is held."""
         return self._held[samples]
 
     def begin(self, states: States, read: CompactArray, *, whole: bool) -> None:

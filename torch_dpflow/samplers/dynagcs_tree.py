@@ -32,7 +32,6 @@ class IntersectionTree:
 
     @property
     def jobs(self) -> tuple[int, ...]:
-        """The jobs in the tree."""
         return tuple(job for leaf in self.nodes.get(1, ()) for job in bits_of(leaf))
 
     def insert(self, job: int) -> None:

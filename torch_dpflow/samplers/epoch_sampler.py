@@ -280,7 +280,6 @@ class EpochSampler(Sampler[T]):
         iteration.is_exhausted = True
 
     def _items(self, iteration: Iteration) -> Iterator[T]:
-        """Return the items that are left of an iteration."""
         start = iteration.start
         part, first = self._part(start.at), start.at.position - start.at.dealt_at
         return part.items(self._reader(iteration.epoch, start.began_with), first) if first < len(part) else iter(())

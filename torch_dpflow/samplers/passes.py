@@ -29,7 +29,6 @@ class RankShares:
 
     @property
     def per_rank(self) -> int:
-        """Number of samples of each rank."""
         return share(self.length, self.replicas, drop_last=self.drop_last)
 
     @property

@@ -201,7 +201,6 @@ class DecodeRandomResizedCrop:
         return decode_random_resized_crop(source, self.size, self.scale, self.ratio, self.interpolation)
 
     def batch(self, sources: Sequence[Source], *, lend: Lend | None = None) -> torch.Tensor:
-        """`decode_random_resized_crops`."""
         return decode_random_resized_crops(sources, self.size, self.scale, self.ratio, self.interpolation, lend=lend)
 
 
@@ -261,7 +260,6 @@ class _Crop:
         self._part = self._part_of(self._pixels)
 
     def fill(self) -> None:
-        """Decode and resize."""
         top, left, height, width = self._box
         if self._reduce > 1:
             pixels = self._image.pixels(top + height, reduce=self._reduce)
@@ -389,7 +387,6 @@ class DecodedImages(Dataset[tuple[Any, Any]]):
             self._lend = lend
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
-        """Return the samples of a batch."""
         samples = [self.samples[index] for index in indices]
         images = self._decoded([source for source, _ in samples])
         if self._transform is None and self._target_transform is None:

@@ -48,17 +48,14 @@ def task_of(generation: int, position: int, part: int = 0) -> int:
 
 
 def generation_of(task: int) -> int:
-    """Return the generation of the epoch of this task."""
     return task >> POSITION_BITS + PART_BITS
 
 
 def part_of(task: int) -> int:
-    """Return the part of the batch of this task."""
     return task & UNDIVIDED
 
 
 def position_of(task: int) -> int:
-    """Return the position of the batch of this task."""
     return (task >> PART_BITS) & ((1 << POSITION_BITS) - 1)
 
 

@@ -341,7 +341,6 @@ class _RowFetcher:
         self._dataset, self._first, self._seed_row = dataset, first, seed_row
 
     def fetch(self, indices: Any) -> list[Any]:
-        """Return the samples of these indices."""
         dataset, samples = self._dataset, []
         if self._seed_row is None:
             return [dataset[index] for index in indices]
@@ -368,7 +367,6 @@ class SampleFetcher:
         self._rows, self._seed_batch, self._collate_fn = rows, seed_batch, collate_fn
 
     def fetch(self, index: Any) -> Any:
-        """Return the batch of these indices."""
         samples = self._rows(index, 0)
         self._seed_batch()
         return self._collate_fn(samples)
@@ -385,7 +383,6 @@ class ThreadedFetcher:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dpflow-read", initializer=settings)
 
     def fetch(self, index: Any) -> Any:
-        """Return the batch of these indices."""
         samples = []
         for sample, *times in self._pool.map(partial(timed, self._dataset.__getitem__), index):
             samples.append(sample)

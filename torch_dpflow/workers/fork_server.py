@@ -180,7 +180,6 @@ class ForkServerPlatform(LocalPlatform):
                 )
 
     def _activity(self, pid: int | None) -> str:
-        """Return what the fork server does, for the log."""
         module = self._imported(pid)
         return f"imports {module}" if module else "has not forked a process"
 

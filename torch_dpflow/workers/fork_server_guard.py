@@ -47,7 +47,6 @@ class Marks:
 
     @staticmethod
     def find_spec(name: str, *_: object) -> None:
-        """Return None (Python's name)."""
         if name.startswith(FORK_SERVER_NAME):
             end_with_parent(0 if name == FORK_SERVER_UP else signal.SIGKILL)
             with suppress(OSError), open("/proc/self/comm", "w") as file:

@@ -192,7 +192,6 @@ class LocalHandle:
         self._has_ended(max(0.0, deadline - time.monotonic()))
 
     def release(self) -> None:
-        """Close its descriptor."""
         with self._lock:
             self._released = True
             os.close(self.descriptor)

@@ -97,7 +97,6 @@ class ScriptSettings:
 
 
 def current_directory() -> str:
-    """Return the current directory; empty if it was removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:

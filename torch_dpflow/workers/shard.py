@@ -165,7 +165,6 @@ class Shard:
         self._apply(self._scheduler.submit([task for task, _ in tasks], pinned_to, self._clock()))
 
     def cancel(self, tasks: Sequence[int]) -> None:
-        """Cancel these tasks."""
         for task in tasks:
             self._payloads.pop(task, None)
         self._apply(self._scheduler.cancel(tasks, self._clock()))
@@ -215,7 +214,6 @@ class Shard:
         self._apply(self._scheduler.set_window(worker, window, self._clock()))
 
     def is_starting(self, worker: int) -> bool:
-        """Return whether the worker is admitted and not ready."""
         known = self._workers.get(worker)
         return known is not None and known.starting_since is not None
 
@@ -225,7 +223,6 @@ class Shard:
         return list(self._workers)
 
     def stop_workers(self) -> None:
-        """Send every worker the request to stop."""
         for worker in list(self._workers):
             self._send(worker, [encode(Stop())])
 
@@ -403,7 +400,6 @@ def _worker_of(peer: bytes) -> int:
 
 
 def _unpacked(frames: list[memoryview], sizes: list[int]) -> list[memoryview]:
-    """Decompress the frames that have a size."""
     # Imported here, as a loader whose workers are of this host does without it.
     from torch_dpflow.ipc.rpc.carrier import decompress
 

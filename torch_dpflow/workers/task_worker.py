@@ -75,7 +75,6 @@ class TaskWorker:
         self._outbox.close()
 
     def begin(self) -> None:
-        """Send the handshake."""
         self._send_handshake()
 
     def step(self) -> None:

@@ -60,7 +60,6 @@ class ObjectTable:
 
     @property
     def cached(self) -> int:
-        """Objects that the cache holds."""
         return len(self._cached)
 
     @property
@@ -84,7 +83,6 @@ class ObjectTable:
     # -- jobs ------------------------------------------------------------------------------------------------
 
     def join(self, job: str) -> None:
-        """Add a job to the policy."""
         if self._policy is not None:
             self._policy.join(job)
 
@@ -106,7 +104,6 @@ class ObjectTable:
     # -- objects ---------------------------------------------------------------------------------------------
 
     def read(self, keys: Sequence[int], job: str) -> None:
-        """Report reads of `job` to the policy."""
         if self._policy is None:
             return
         if len(keys) >= _MANY_KEYS:
@@ -127,7 +124,6 @@ class ObjectTable:
         return None
 
     def add(self, key: int, draw: int, distance: int, reader: CacheReader, ticket: Ticket) -> CacheEntry:
-        """Add an entry that `reader` wants."""
         added = CacheEntry(self.queue, next(self._numbers), key, draw, distance, reader, ticket)
         same = self._by_key.get(key)
         if same is None:
@@ -208,7 +204,6 @@ class ObjectTable:
     # -- capacity --------------------------------------------------------------------------------------------
 
     def expected_size(self, entry: CacheEntry) -> int:
-        """Return the expected bytes of an entry once it is loaded."""
         if entry.loads:
             return entry.size
         return min(_FIRST_GUESS, self.capacity) if self._mean is None else max(1, int(self._mean))

@@ -157,7 +157,6 @@ class CacheEntry:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the entry waits to be loaded."""
         return not self.loading and not self.ready
 
     @property
@@ -168,16 +167,13 @@ class CacheEntry:
     # -- who wants it ----------------------------------------------------------------------------------------
 
     def attach(self, reader: CacheReader, ticket: Ticket) -> None:
-        """Add a ticket of `reader`."""
         self.tickets[reader.name, ticket] = False
         self.claimed.add(reader.job)
 
     def detach(self, reader: str, ticket: Ticket) -> None:
-        """Remove a ticket of `reader`."""
         self.served -= self.tickets.pop((reader, ticket))
 
     def add_request(self, request: RequestId, ticket: Ticket) -> None:
-        """Add a request that waits for the entry."""
         if self.requests:
             self.requests[request, ticket] = None
         else:
@@ -233,7 +229,6 @@ class CacheReader:
 
     @property
     def oldest(self) -> Ticket | None:
-        """Its oldest ticket."""
         return next(iter(self.wants), None)
 
 

@@ -150,7 +150,6 @@ class EpochCursor:
         return read
 
     def _members(self) -> Marks:
-        """Return all samples of the job."""
         members = np.ones(self._job.size, np.bool_)
         if self._job.indices is not None:
             members[:] = False
@@ -185,7 +184,6 @@ class DrawnEpoch:
         return EpochPlace(self.number, self.position, self.earlier is not None)
 
     def frames(self) -> list[bytes]:
-        """Return the frames of `place`."""
         drawn = self.drawn.tobytes() if self.position else b""
         return [drawn] if self.earlier is None else [drawn, self.earlier.tobytes()]
 

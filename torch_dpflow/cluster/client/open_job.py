@@ -205,7 +205,6 @@ def await_cluster(address: str | None, outages: OutageLog) -> Cluster:
 
 
 def _found(address: str | None) -> Cluster | None:
-    """Return the cluster at `address`; None while there is none."""
     try:
         return find_cluster(address)
     except OptionError:

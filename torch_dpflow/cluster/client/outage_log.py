@@ -70,7 +70,6 @@ class OutageLog:
         self._muted = True
 
     def on_answer(self) -> None:
-        """Record an answer of a service."""
         if self._logged:
             self._warn("its services answer again, after %.0f s", self._clock() - self.answered_at)
         self.answered_at, self.is_out, self._logged = self._clock(), False, False
@@ -125,7 +124,6 @@ class OutageLog:
         return kind
 
     def on_success(self) -> None:
-        """Record a successful call."""
         if self._waiting_since is not None and self._logged_wait:
             self._warn("continues after %.0f s", self._clock() - self._waiting_since)
         self._waiting_since, self._logged_wait = None, False

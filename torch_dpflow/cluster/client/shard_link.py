@@ -96,7 +96,6 @@ class ShardLinks:
 
     @property
     def shards(self) -> int:
-        """Number of shards in the routing table."""
         return len(self._routes.addresses)
 
     def want(self, wanted: Sequence[Wanted]) -> None:
@@ -279,7 +278,6 @@ class ShardLinks:
 
 
 def _leave(clients: Sequence[RpcClient], job: JobId) -> None:
-    """Leave these shards at once and disconnect."""
     pending: list[PendingCall] = []
     for client in clients:
         with suppress(DPFlowError):

@@ -96,7 +96,6 @@ class SharedJob:
 
     @property
     def replicas(self) -> int:
-        """Number of the job's ranks."""
         return 1 if self._job.rank is None else self._job.rank.replicas
 
     @property
@@ -111,7 +110,6 @@ class SharedJob:
 
     @property
     def seed(self) -> int:
-        """Seed of the job's own order."""
         return self._job.seed
 
     @property

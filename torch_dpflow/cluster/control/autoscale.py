@@ -220,7 +220,6 @@ class Autoscaler:
         self._step: _Step | None = None
 
     def bound(self, bounds: Bounds) -> None:
-        """Set the bounds."""
         self._bounds = bounds
         self.target = self._within(self.target)
 

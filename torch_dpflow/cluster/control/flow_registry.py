@@ -110,7 +110,6 @@ class Flow:
         self.life.append((self.state, self.last_used))
 
     def enter(self, state: FlowState, now: float) -> None:
-        """Enter this state."""
         if state is not self.state:
             self.state = state
             self.life.append((state, now))

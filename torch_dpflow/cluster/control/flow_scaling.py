@@ -148,7 +148,6 @@ class FlowScaling:
         return "" if flow is None else flow.limited_by
 
     def worker_seconds(self, instance: str) -> WorkerSeconds:
-        """Return the worker-seconds of a flow, in total and of each job."""
         flow = self._flows.get(instance)
         if flow is None:
             return WorkerSeconds(0.0, {}, self._price)
@@ -210,7 +209,6 @@ class FlowScaling:
     def _bounds_of_shards(
         self, spec: FlowSpec, parts: Mapping[str, Part | None], hosts: Mapping[str, int]
     ) -> tuple[int, int]:
-        """Return the least and most shards that a flow with a part may have."""
         part = parts[spec.instance]
         assert part is not None
         if spec.shards is not None:

@@ -217,7 +217,6 @@ class ShardLookaheads:
         return bool(self._due)
 
     def requests(self) -> list[LookaheadRequest]:
-        """Return the lookaheads to request from the router now, each once."""
         due, self._due = self._due, []
         requests: list[LookaheadRequest] = []
         for name in due:

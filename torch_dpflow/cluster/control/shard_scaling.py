@@ -90,7 +90,6 @@ class ShardScaler:
         self._low_since, self._down_s = math.inf, DOWN_S
 
     def restore(self, shards: int) -> None:
-        """Continue with the shards that an earlier scaler had."""
         self.target = max(1, shards)
 
     def step(self, counts: FlowCounts, own: Shards, now: float, *, shards: int, least: int, most: int) -> None:
@@ -162,5 +161,4 @@ class ShardScaler:
 
 
 def _passed(first: ShardCounts, last: ShardCounts) -> ShardCounts:
-    """Return the growth of all counters from `first` to `last`."""
     return ShardCounts(*(after - before for before, after in zip(astuple(first), astuple(last))))

@@ -230,7 +230,6 @@ class Supervisor:
         return process is not None and process.incarnation == incarnation and process.stopped
 
     def settings_of(self, id: str) -> bytes:
-        """Return the settings of a desired process."""
         return self._processes[id].launch.settings
 
     def tick(self, now: float) -> list[SupervisorInstruction]:
@@ -245,7 +244,6 @@ class Supervisor:
         return out + self._spawn_due(now)
 
     def views(self) -> list[ProcessView]:
-        """Return the desired processes and their state."""
         return [
             ProcessView(
                 id,

@@ -107,11 +107,9 @@ class WorkerOwners:
         return True
 
     def has(self, shard: str, name: str) -> bool:
-        """Return whether this worker is the shard's."""
         return self._members.get(name) == shard
 
     def note(self, outcome: Outcome) -> None:
-        """Record an outcome of the platform."""
         shard = self._members.get(outcome.name)
         if isinstance(outcome, Refused | Ended):
             self._members.pop(outcome.name, None)

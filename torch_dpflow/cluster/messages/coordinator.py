@@ -299,7 +299,6 @@ class NodeLimits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     hold_s: float = 120.0
 
     def clamp(self, nodes: int) -> int:
-        """Return the nearest allowed number."""
         return max(self.least, min(nodes, self.most))
 
 

@@ -113,7 +113,6 @@ class RefusedStart(Body, tag="refused"):
 
     @classmethod
     def of(cls, refused: Refused) -> RefusedStart:
-        """Return the message of an outcome."""
         error = refused.error
         kind = next((one for one, known in _ERRORS.items() if isinstance(error, known)), "UnavailableError")
         return cls(refused.name, kind, str(error)[-MAX_TEXT:], getattr(error, "retry_after_s", 0.0))

@@ -168,7 +168,6 @@ _NAMES = {"hits": "shared", "room_bytes": "capacity_bytes"}
 
 
 def figures_of(flows: Sequence[FlowView], processes: Sequence[ProcessView]) -> ClusterFigures:
-    """Return the figures of these flows from the status of the processes."""
     shards: list[ShardRow] = []
     jobs: list[JobRow] = []
     rows: list[FlowRow] = []
@@ -204,7 +203,6 @@ def figures_of(flows: Sequence[FlowView], processes: Sequence[ProcessView]) -> C
 
 
 def state_words(state: str) -> str:
-    """Return the state of a flow in words for display."""
     return "being read" if state == FlowState.ACCESSED.value else state
 
 

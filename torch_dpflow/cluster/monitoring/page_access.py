@@ -142,12 +142,10 @@ class PagePlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     @property
     def url(self) -> str:
-        """URL of the page."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     @property
     def authenticator(self) -> PageAuthenticator:
-        """Return the authenticator of its requests."""
         if self.digest:
             return PageAuthenticator(self.digest)
         return PageAuthenticator(hosts=LOOPBACK_NAMES | {self.url.removeprefix("http://").rpartition(":")[0]})

@@ -100,7 +100,6 @@ class PageServer:
         self._thread = threading.Thread(target=self._run, name="dpflow-page", daemon=True)
 
     def start(self) -> None:
-        """Start to serve."""
         self._thread.start()
 
     def observe(self, seen: Observation) -> None:
@@ -118,7 +117,6 @@ class PageServer:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Stop, and close all connections."""
         self._closing = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._notify)  # ends the streams

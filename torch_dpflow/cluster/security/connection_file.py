@@ -56,7 +56,6 @@ class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return msgspec.structs.replace(self, server_secret=None, certificates=certificates)
 
     def with_certificates(self, certificates: ClusterCertificates) -> ConnectionFile:
-        """Return a copy with these certificates."""
         return msgspec.structs.replace(self, certificates=certificates, version=_NEWEST)
 
     def client_keys(self) -> ClientKeys:

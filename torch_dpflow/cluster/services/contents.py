@@ -114,7 +114,6 @@ class ContentFiles:
             raise self._broken(error) from error
 
     def drop(self, digest: str) -> None:
-        """Remove a content, if it exists."""
         self.digests.discard(digest)
         (self._directory / digest).unlink(missing_ok=True)
 

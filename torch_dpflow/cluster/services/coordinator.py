@@ -200,7 +200,6 @@ class Coordinator:
         self._answer_waiting(now)
 
     def views(self) -> tuple[list[FlowView], list[ProcessView]]:
-        """Return flows and processes, for display."""
         now, parts = self._clock(), self.parts()
         return [self._view(flow, parts, now) for flow in self._registry.flows], self._processes
 
@@ -211,7 +210,6 @@ class Coordinator:
 
     @property
     def _processes(self) -> list[ProcessView]:
-        """Processes of all nodes."""
         return self.observed if self._nodes is None else [*self.observed, *self._nodes.processes]
 
     @property

@@ -104,7 +104,6 @@ class JoinedNodes:
 
     @property
     def processes(self) -> list[ProcessView]:
-        """Processes of all joined nodes."""
         return self._table.processes
 
     def poll(self) -> None:

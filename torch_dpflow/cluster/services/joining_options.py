@@ -57,7 +57,6 @@ class NodeOptions:
 
     @property
     def node_name(self) -> str:
-        """The name of the node."""
         return socket.gethostname() if self.name is None else self.name
 
     @property

@@ -196,7 +196,6 @@ class ClusterOptions:
 
     @property
     def path(self) -> Path:
-        """Path of the connection file."""
         return Path(self.connection_file or default_connection_file()).absolute()
 
 

@@ -376,7 +376,6 @@ class LaunchThread:
         self._thread.start()
 
     def launch(self, spec: ProcessSpec) -> None:
-        """Start a process soon."""
         self._specs.put(spec)
 
     def close(self) -> None:

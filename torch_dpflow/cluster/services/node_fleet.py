@@ -103,7 +103,6 @@ class PlatformNodes:
             self._obey(instruction, now)
 
     def status(self) -> dict[str, Any]:
-        """Return figures for display."""
         nodes = sum(one.arrived and one.state.holds_place for one in self._fleet.workers)
         return {"platform": self._spec.name, "nodes": nodes, "wanted": self._wanted, "shortage": self._shortage}
 

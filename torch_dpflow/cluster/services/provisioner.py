@@ -119,7 +119,6 @@ class Provisioner:
         self._answer_watching()
 
     def status(self) -> dict[str, Any]:
-        """Return figures for display."""
         return {
             "platform": self._spec.name,
             "kept": len(self._owners),

@@ -104,13 +104,11 @@ class ClusterPlace:
         return hashlib.sha256(self.token.encode()).hexdigest()[:8]
 
     def address_for(self, id: str) -> str:
-        """Return the address at which the process `id` is to listen."""
         if self.host is not None:
             return f"tcp://{self.host}:0"
         return f"ipc://{self.directory}/{hashlib.sha256(id.encode()).hexdigest()[:16]}"
 
     def remove_socket(self, id: str) -> None:
-        """Remove the socket of the process `id`, which has ended."""
         scheme, _, path = self.address_for(id).partition("://")
         if scheme == "ipc":
             Path(path).unlink(missing_ok=True)
@@ -121,7 +119,6 @@ class ClusterPlace:
         return RpcClient(address, options=options, transport=self.client_transport())
 
     def client_transport(self) -> TransportOptions:
-        """Return options for connecting to services."""
         return TransportOptions(keys=None if self.keys is None else self.keys.client_keys())
 
     def listen(self, address: str) -> Listener:

@@ -320,7 +320,6 @@ class WriteBehindStore:
             meanwhile()
 
     def get(self, key: str) -> bytes | None:
-        """Return the value of `key`; None if there is none."""
         return self._values.get(key)
 
     def find(self, prefix: str = "") -> list[str]:
@@ -328,14 +327,12 @@ class WriteBehindStore:
         return sorted(key for key in self._values if key.startswith(prefix))
 
     def put(self, key: str, value: bytes) -> None:
-        """Set the value of `key`."""
         with self._lock:
             self._values[key] = value
             self._unwritten.add(key)
         self._writer.wake()
 
     def delete(self, key: str) -> None:
-        """Remove `key`, if it is there."""
         with self._lock:
             self._values.pop(key, None)
             self._unwritten.add(key)

@@ -232,7 +232,6 @@ class ProvisionedWorkers:
         shard.workers.use_platform(self._open)
 
     def close(self) -> None:
-        """End all remote workers."""
         self._ended = True
         if self._remote is not None:
             self._remote.dismiss(all_=True)

@@ -58,7 +58,6 @@ class _RouterThread:
         self._client: RpcClient | None = None
 
     def stop(self) -> None:
-        """End the thread."""
         self._thread.stop()
         self._thread.join()
 

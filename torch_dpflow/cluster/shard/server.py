@@ -159,7 +159,6 @@ class SampleShard:
 
     @property
     def size(self) -> int:
-        """Number of samples of the flow."""
         return self._spec.size
 
     @property
@@ -421,5 +420,4 @@ class SampleShard:
 
 
 def _tickets_of(ask: Ask, keys: set[int]) -> list[int]:
-    """Return the tickets of a fetch for one of these keys."""
     return [ticket for ticket, key in ask.awaited if key in keys] if keys else []

@@ -68,12 +68,10 @@ class DetachedPayload(msgspec.Struct, gc=False):
 
     @property
     def payload(self) -> tuple[PayloadTable, list[Frame]]:
-        """Table and frames."""
         return self.table, self.frames
 
     @property
     def is_sample(self) -> bool:
-        """Whether the payload is a sample; otherwise it is a failure."""
         return self.kind == SAMPLE
 
 
@@ -107,7 +105,6 @@ def detach(kind: int, table: PayloadTable, frames: list[memoryview], reader: Are
 
 
 def text_payload(kind: int, text: str) -> DetachedPayload:
-    """Return a text of the service itself as a payload."""
     data = text.encode()
     return DetachedPayload(kind, PayloadTable(1, (), BufferSpan(0, 0, len(data)), ()), [data], len(data))
 

@@ -146,7 +146,6 @@ class ShardWorkers:
         remote.start_all()
 
     def resize(self, workers: int) -> None:
-        """Set the intended number of workers."""
         self.expected = workers
         self._has_worked = self._has_worked and workers > 0
         self._false_starts = 0  # some may have ended because of a smaller number
@@ -192,12 +191,10 @@ class ShardWorkers:
         self._shard.submit(tasks)
 
     def cancel(self, loads: Sequence[int]) -> None:
-        """Cancel loads."""
         self._draws.difference_update(loads)
         self._shard.cancel(loads)
 
     def on_message(self, peer: bytes, frames: list[memoryview]) -> None:
-        """Handle one message of a worker."""
         self._shard.on_message(peer, frames)
 
     def flush(self) -> None:
@@ -253,7 +250,6 @@ class ShardWorkers:
         return counters.delivered + counters.duplicates - self._draws_done
 
     def figures(self) -> dict[str, float]:
-        """Return figures for the coordinator and for display."""
         counters = self._scheduler.counters
         return {
             "workers": len(self._workers),

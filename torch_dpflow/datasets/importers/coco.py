@@ -132,7 +132,6 @@ class CocoImporter:
     def _records(
         self, content: Mapping[str, Any], array: str, check: Callable[[dict[str, Any]], None]
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield the checked records of an array, with their positions."""
         records = content.get(array, [])
         if not isinstance(records, list):
             raise self._malformed(f"{array!r} is {records!r:.80}; give a list")

@@ -317,7 +317,6 @@ def _flat(name: str, is_tensor: bool, data: bytes) -> Any:
 
 
 def _shaped(name: str, data: bytes, shape: Sequence[int] | None) -> Any:
-    """Return a tensor."""
     import torch
 
     dtype = getattr(torch, name)

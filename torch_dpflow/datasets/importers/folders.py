@@ -103,11 +103,9 @@ class ImageFolderImporter:
 
     @property
     def source(self) -> Mapping[str, Any]:
-        """See `Importer`."""
         return {"importer": self.name, "root": self.root, **self.settings()}
 
     def settings(self) -> Mapping[str, Any]:
-        """Return the settings that decide what the samples are."""
         return {"endings": list(self._endings), "classes": self._known}
 
     def scanned(self, numbers: Iterable[int]) -> Generator[tuple[int, Iterator[Item]]]:

@@ -127,7 +127,6 @@ class SourceFiles:
         return found
 
     def of(self, files: Sequence[SourceFile]) -> SourceFiles:
-        """Return a source with only these objects, of the same directory."""
         return SourceFiles(
             self.given,
             files,
@@ -166,7 +165,6 @@ class SourceFiles:
         return name if join_url(self.root, name) == url else url
 
     def head(self, number: int = 0, length: int = 1024) -> bytes:
-        """Return the first bytes of an object, at most `length`."""
         file = self.files[number]
         with ObjectReader(self.options, options=self.read_options) as reader:
             return reader.read(file.url, 0, min(length, file.size))

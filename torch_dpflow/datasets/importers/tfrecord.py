@@ -158,7 +158,6 @@ def parse_example(record: bytes) -> dict[str, Any]:
 
 
 def _entry(entry: memoryview) -> tuple[str, Any]:
-    """Return name and value of a feature."""
     name, kind = "", 0
     lists: list[memoryview] = []
     for number, wire, value in _fields(entry):
@@ -191,7 +190,6 @@ def _numbers(fields: list[_Field], *, is_float: bool) -> np.ndarray[Any, Any]:
 
 
 def _varints(packed: memoryview) -> np.ndarray[Any, Any]:
-    """Decode packed integers."""
     octets = np.frombuffer(packed, np.uint8)
     last = np.flatnonzero(octets < 128)
     if len(octets) and (not len(last) or last[-1] != len(octets) - 1):

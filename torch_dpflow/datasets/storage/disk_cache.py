@@ -305,7 +305,6 @@ class DiskCache:
                     os.unlink(entry.path)
 
     def _remove(self, digest: bytes, size: int) -> None:
-        """Remove an entry."""
         with suppress(OSError):
             os.unlink(self._path(digest))
             self._count(digest[0], -_on_disk(size))

@@ -381,7 +381,6 @@ class Connections:
             one.close()
 
     def close(self) -> None:
-        """Close all idle connections."""
         with self._lock:
             _close_all(self._idle)
             self._count = 0

@@ -88,7 +88,6 @@ class ErrorResponse:
         return _STATUS_OF_CODE.get(self.element("Code"), self.status)
 
     def error(self, span: ByteRange) -> StorageError:
-        """Return the error for the reader of `span`."""
         message = self.element("Message")
         code = f"{self.status} {self.element('Code') or self.reason}" + (f": {message}" if message else "")
         text = f"{span}: the storage answered {code}"

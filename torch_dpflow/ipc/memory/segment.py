@@ -136,7 +136,6 @@ class Forks:
         os.register_at_fork(before=self._begin, after_in_parent=self._running.pop, after_in_child=self._running.clear)
 
     def stamp(self) -> int:
-        """Return the stamp of a new loan."""
         # Another thread may be between its hook and its fork: such a loan counts as forked.
         return -1 if self._running else self._count
 

@@ -182,14 +182,12 @@ class SessionTable:
         return session
 
     def add(self, session: Session, now: float) -> None:
-        """Admit a client."""
         while len(self._sessions) >= self._most:
             self._drop(next(iter(self._active)))
         self._sessions[session.client] = session
         self.on_message(session.client, now)
 
     def tick(self, now: float) -> None:
-        """Drop idle sessions."""
         for client in self._active.expire(now):
             self._drop(client)
 
@@ -228,7 +226,6 @@ class CallService:
         self._methods: dict[str, _Method] = {}
 
     def register(self, name: str, handler: Handler, *, body_type: Any) -> None:
-        """Serve calls of `name`."""
         self._methods[name] = _Method(handler, msgpack_decoder(body_type))
 
     def on_request(self, session: Session, header: messages.Request, frames: list[memoryview]) -> None:

@@ -144,7 +144,6 @@ class RpcClient:
         return PendingCall(self, call)
 
     def stats(self) -> ClientStats:
-        """Return a snapshot of the counters."""
         with self._changed:
             return replace(self._session.stats)
 

@@ -127,7 +127,6 @@ class ClientSession:
         return call
 
     def abandon(self, call: Call, error: DPFlowError) -> None:
-        """End a call that is not answered."""
         if not call.is_over:
             call.error = error
             self.open.pop(call.id, None)
@@ -159,7 +158,6 @@ class ClientSession:
         )
 
     def send(self, header: Header, frames: Sequence[Frame] = ()) -> None:
-        """Queue a message."""
         message = [encode(header), *frames]
         self._check(message)
         self.outbox.append(message)

@@ -62,7 +62,6 @@ class Expiry(Generic[K]):
         return self._renewed[name]
 
     def renew(self, name: K, now: float) -> None:
-        """Begin or renew a lease."""
         self._now = self._renewed[name] = max(self._now, now)
         self._renewed.move_to_end(name)
 
@@ -112,7 +111,6 @@ class Leases:
         return {peer: self._newest[peer] for peer in self._members}
 
     def generation_of(self, peer: str) -> int | None:
-        """Return the generation of a member; None if the peer is not one."""
         return self._newest[peer] if peer in self._members else None
 
     def renewed_at(self, peer: str) -> float:

@@ -104,7 +104,6 @@ class RpcServer:
         return message is not None
 
     def serve(self) -> None:
-        """Serve until `stop`."""
         while not self._stopped:
             self.step(None)
 
@@ -122,7 +121,6 @@ class RpcServer:
         self._listener.wake()
 
     def stats(self) -> ServerStats:
-        """Return a snapshot of the counters."""
         return replace(
             self._stats,
             clients=len(self._sessions),

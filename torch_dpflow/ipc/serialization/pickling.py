@@ -51,7 +51,6 @@ class MemoryRange(NamedTuple):
 
     @property
     def address(self) -> int:
-        """Where the memory begins."""
         return address_of(np.frombuffer(self.owner, np.uint8)) if type(self.owner) is bytes else self.key
 
     def view(self) -> bytes | memoryview:

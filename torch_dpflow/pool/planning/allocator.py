@@ -56,7 +56,6 @@ class AllocatedDataset:
         return [stripe for stripe, owner in enumerate(self.owners) if owner == server]
 
     def copied_bytes(self, server: str) -> int:
-        """Return the bytes of a server's copies."""
         return int(self.sizes[[*self.copies.get(server, ())]].sum())
 
     def own_copies(self) -> None:
@@ -68,7 +67,6 @@ class AllocatedDataset:
                 self.generation += 1
 
     def without_owner(self) -> npt.NDArray[np.int64]:
-        """Return the stripes without an owner."""
         return np.array(self.owned_by(None), dtype=np.int64)
 
 
@@ -155,7 +153,6 @@ class StripeAllocator:
         return [*itertools.chain(*adopted), *self._place_all()]
 
     def lives(self, server: str, generation: int) -> bool:
-        """Return whether this generation of a server is in the pool."""
         return self._leases.generation_of(server) == generation
 
     def servers(self) -> dict[str, tuple[int, int]]:
@@ -266,7 +263,6 @@ class StripeAllocator:
         )
 
     def holds(self, identity: bytes) -> bool:
-        """Return whether a dataset is cached."""
         return identity in self._datasets
 
     # -- inside ----------------------------------------------------------------------------------------------

@@ -67,11 +67,9 @@ class RecordLayout:
 
     @property
     def stripes(self) -> int:
-        """Number of stripes."""
         return -(-self.records // self.per_stripe)
 
     def records_of(self, stripe: int) -> range:
-        """Return the records of a stripe."""
         first = stripe * self.per_stripe
         return range(first, min(first + self.per_stripe, self.records))
 
@@ -94,13 +92,11 @@ class SampleLayout(RecordLayout):
         self._ends = np.cumsum(padded)
 
     def offsets(self, stripe: int) -> npt.NDArray[np.int64]:
-        """Return the offset of each record in a stripe."""
         own = self.records_of(stripe)
         ends = self._ends[own.start : own.stop]
         return np.concatenate([[self._start(stripe)], ends[:-1]]) - self._start(stripe)
 
     def stripe_bytes(self, stripe: int) -> int:
-        """Return the bytes of a stripe."""
         return int(self._ends[self.records_of(stripe)[-1]]) - self._start(stripe)
 
     def _start(self, stripe: int) -> int:

@@ -62,7 +62,6 @@ class KnownOrder:
 
     @property
     def kept(self) -> int:
-        """Number of keys that are kept."""
         return len(self._order)
 
     def positions(self, key: int) -> list[int]:
@@ -86,7 +85,6 @@ class KnownOrder:
         return int(self._order[position - self._first])
 
     def is_taken(self, position: int) -> bool:
-        """Return whether a position was taken."""
         return position < self._nearest or position in self._taken
 
     def nearest(self) -> int | None:

@@ -59,7 +59,6 @@ class FixedWindow:
         return RequestedBytes(length, now)
 
     def arrived(self, token: RequestedBytes, now: float) -> None:
-        """Record that a record has arrived."""
         self.cancelled(token)
 
     def cancelled(self, token: RequestedBytes) -> None:
@@ -175,7 +174,6 @@ class ConnectionQueues:
 
     @property
     def connections(self) -> list[str]:
-        """Connections that have records left."""
         return [*self._waiting]
 
     def sizes(self, count: int) -> list[int]:

@@ -32,7 +32,6 @@ class SendTurns(Generic[ConnectionT]):
         self._sending: dict[ConnectionT, float] = {}
 
     def add(self, connection: ConnectionT) -> None:
-        """Queue a connection that has something to send."""
         if connection not in self._sending:
             self._line.setdefault(connection)
 
@@ -56,7 +55,6 @@ class SendTurns(Generic[ConnectionT]):
             self.add(connection)
 
     def drop(self, connection: ConnectionT) -> None:
-        """Remove a closed connection."""
         self._sending.pop(connection, None)
         self._line.pop(connection, None)
 

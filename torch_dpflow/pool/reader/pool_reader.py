@@ -171,7 +171,6 @@ class PoolReader:
         return RemoteMemory(self._data_reader, self._asked)
 
     def _read_ahead(self, plan: str, records: Sequence[int], found: Sequence[Any]) -> list[Any]:
-        """Fill in records that the server reads ahead."""
         if (connection := self._ahead_from()) is not None:
             missing = [record for record, content in zip(records, found) if content is None]
             with self._from_storage():

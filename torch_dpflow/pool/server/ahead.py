@@ -275,7 +275,6 @@ class AheadReading:
         self._changed.notify_all()
 
     def _pass_over(self, name: str, plan: AccessPlan, before: int) -> None:
-        """Drop all positions before `before`."""
         self._apply(self._machine.pass_over(name, before))
         for position in [one for one in plan.served if one < plan.order.passed]:
             del plan.served[position]

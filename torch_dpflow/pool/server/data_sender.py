@@ -212,7 +212,6 @@ class DataSender:
         self._guarded(connection, self._receive)  # bytes that arrived with the handshake
 
     def _handle(self, timeout: float | None) -> None:
-        """Process events."""
         for fd, events in self._epoll.poll(timeout):
             if fd == self._wake:
                 os.eventfd_read(self._wake)

@@ -143,7 +143,6 @@ class DataServer:
             self._pool = PoolFollower(server, leader, self._holdings)
 
     def serve(self) -> None:
-        """Serve until `stop`."""
         threading.Thread(target=self._pool.run, name="dpflow-membership", daemon=True).start()
         if self._tcp_listener is not None:
             threading.Thread(target=self._tcp_listener.run, name="dpflow-listener", daemon=True).start()
@@ -354,7 +353,6 @@ def run_service(service: ServiceSpec) -> None:
 
 
 def _opened(memory_bytes: int, heartbeats: HeartbeatSender) -> DataServer:
-    """Return the server once its address is free."""
     is_logged = False
     while True:
         try:

@@ -80,7 +80,6 @@ class _LeaderConnection:
                 raise
 
     def send_nowait(self, reads: CountReads) -> None:
-        """Send to the leader, if it is connected."""
         with self._lock:
             if self._connection is not None:
                 self._connection.send_nowait(reads)
@@ -166,7 +165,6 @@ class PoolFollower:
                 self._stop.wait(_RETRY_S)
 
     def close(self) -> None:
-        """End `run`."""
         self._stop.set()
         self._reading.close()
         self._commands.close()

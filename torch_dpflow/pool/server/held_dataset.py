@@ -41,7 +41,6 @@ class RecordQueue:
         self._queue.setdefault(record)
 
     def take(self, most: int) -> list[int]:
-        """Remove and return the next records, at most `most`."""
         return [self._queue.popitem(last=False)[0] for _ in range(min(most, len(self._queue)))]
 
     def watch(self, record: int, callback: Callable[[bool], None]) -> None:
@@ -49,7 +48,6 @@ class RecordQueue:
         self._watchers.setdefault(record, []).append(callback)
 
     def notify(self, record: int, *, is_here: bool) -> None:
-        """Call the callbacks of a record."""
         for callback in self._watchers.pop(record, ()):
             callback(is_here)
 
@@ -133,7 +131,6 @@ class HeldDataset:
 
     @property
     def is_placed(self) -> bool:
-        """Whether all memory for the dataset is reserved."""
         return not self._making
 
     @property
@@ -295,7 +292,6 @@ class HeldDataset:
             self._read_again(own)
 
     def _leave(self, stripes: Sequence[int], error: Exception) -> None:
-        """Record that these stripes get no memory."""
         self._note(error)
         with self._changed:
             self._making -= 1

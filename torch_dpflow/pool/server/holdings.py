@@ -88,12 +88,10 @@ class AheadMemory:
                     self._drop(identity)
 
     def drop(self, identity: bytes) -> None:
-        """Drop a dataset."""
         with self._lock:
             self._drop(identity)
 
     def close(self) -> None:
-        """Drop everything."""
         with self._lock:
             for identity in list(self._readings):
                 self._drop(identity)
@@ -235,7 +233,6 @@ class Holdings:
         return held.want(records, min(wait_s, ANSWER_S))
 
     def leave(self, reader: str) -> None:
-        """Record that a reader has ended."""
         self.ahead.leave(reader)
         with self._lock:
             for identity, readers in list(self._readers.items()):
@@ -250,7 +247,6 @@ class Holdings:
     # -- reports to the leader -------------------------------------------------------------------------------
 
     def reports(self) -> list[DatasetPart]:
-        """Return the parts of datasets that are in memory."""
         with self._lock:
             held = [(one.is_explicit, one.held) for one in self._datasets.values() if one.held is not None]
         return [
@@ -270,7 +266,6 @@ class Holdings:
             return [self.state(identity) for identity in self._datasets.keys() | self._readers.keys()]
 
     def state(self, identity: bytes) -> DatasetState:
-        """Return the progress of a dataset here."""
         holding = self._datasets.get(identity)
         held = None if holding is None else holding.held
         loaded, failed = (0, 0) if held is None else held.counts

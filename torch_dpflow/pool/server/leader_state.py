@@ -56,7 +56,6 @@ class FollowerRecord:
     states: dict[bytes, DatasetState] = field(default_factory=dict)
 
     def instruct(self, instruction: DatasetPart | DropDataset) -> None:
-        """Queue an instruction."""
         parts = [instruction] if isinstance(instruction, DropDataset) else instruction.split()
         self.instructions.extend(parts)
         self.issued += len(parts)
@@ -114,7 +113,6 @@ class Followers:
         return follower
 
     def instruct(self, name: str, instruction: DatasetPart | DropDataset) -> None:
-        """Queue an instruction for a follower."""
         self._followers[name].instruct(instruction)
 
     def forget(self, lives: Callable[[str, int], bool]) -> None:
@@ -133,7 +131,6 @@ class Followers:
         }
 
     def states(self, identity: bytes) -> dict[str, DatasetState]:
-        """Return each follower's last state of a dataset."""
         return {
             name: follower.states[identity] for name, follower in self._followers.items() if identity in follower.states
         }
@@ -235,7 +232,6 @@ class KnownDataset:
         return self.refusal is not None and now - self.refused_at > _REFUSAL_S
 
     def instruction(self, stripes: list[int]) -> DatasetPart:
-        """Return the instruction to hold these stripes."""
         request = self.request
         return DatasetPart(
             source=request.source,
@@ -267,7 +263,6 @@ def cut_in(records: SampleLayout, rooms: list[int]) -> int:
 
 
 def stripe_bytes(records: SampleLayout) -> list[int]:
-    """Return the bytes of each stripe in a segment."""
     return [
         records.stripe_bytes(stripe) + _index_bytes(1, len(records.records_of(stripe)))
         for stripe in range(records.stripes)
@@ -275,7 +270,6 @@ def stripe_bytes(records: SampleLayout) -> list[int]:
 
 
 def _index_bytes(stripes: int, records: int) -> int:
-    """Return the bytes of a segment's index."""
     return _INDEX_BYTES * (stripes + records)
 
 

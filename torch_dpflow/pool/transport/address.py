@@ -118,7 +118,6 @@ def find_directory(address: str | os.PathLike[str] = "auto") -> Path:
 
 
 def socket_path(directory: Path) -> str:
-    """Return the path of the socket in a pool's directory."""
     return str(directory / _SOCKET)
 
 

@@ -122,7 +122,6 @@ class Channel(ABC):
         return has_bytes or self._is_ready(select.POLLIN)
 
     def close(self) -> None:
-        """Close the connection."""
         self._socket.close()
 
     def _is_ready(self, event: int) -> bool:

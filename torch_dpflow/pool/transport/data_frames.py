@@ -69,7 +69,6 @@ class RecordRequest(NamedTuple):
     parts: Sequence[RecordPart]
 
     def pack(self) -> bytes:
-        """Encode the request as one frame."""
         count = len(self.parts)
         table = struct.pack(f"<{3 * count}q", *chain.from_iterable(self.parts))
         return _REQUEST.pack(_QUERY, count, self.identity) + table

@@ -96,7 +96,6 @@ class Shortage:
         self.complains_at, self.fails_at = now + COMPLAIN_S, now + self.start_s
 
     def end(self) -> None:
-        """Expect no workers."""
         self.complains_at = self.fails_at = math.inf
 
     def limit(self, by: str, text: str, working: int) -> None:

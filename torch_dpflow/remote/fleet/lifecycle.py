@@ -118,7 +118,6 @@ class Fleet:
         self._target = workers
 
     def handle(self, outcome: Outcome, now: float) -> None:
-        """Handle an outcome from the platform."""
         worker = self._workers.get(outcome.name)
         if worker is None:
             return
@@ -258,7 +257,6 @@ class Fleet:
             self._fail(reason)
 
     def _note_missing(self, worker: FleetWorker, now: float) -> None:
-        """Handle a worker that has not connected in time."""
         text = f"{worker.name} has not connected within {now - worker.begun:.0f} s"
         others = sum(one.state.holds_place for one in self.workers)
         if worker.accepted:

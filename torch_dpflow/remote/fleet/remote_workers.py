@@ -138,13 +138,11 @@ class RemoteWorkers:
     # -- for the shard -----------------------------------------------------------------------------------
 
     def start_all(self) -> None:
-        """Make the platform start the workers."""
         self._fleet.target(self._count)
         self._shortage.begin(self._clock())
         self.look()
 
     def resize(self, workers: int) -> None:
-        """Set the number of workers."""
         self._count = self._shortage.workers = workers
         self._fleet.target(workers)
         self._has_events = True
@@ -213,7 +211,6 @@ class RemoteWorkers:
 
     @property
     def working(self) -> int:
-        """How many work."""
         return sum(worker.is_working for worker in self._fleet.workers)
 
     def dismiss(self, *, all_: bool = False) -> None:
@@ -224,7 +221,6 @@ class RemoteWorkers:
                 self._refuse(worker, "")
 
     def close(self) -> None:
-        """End all workers."""
         self._platform.close(grace_s=TERMINATE_S)
         for outcome in self._platform.take():
             self._fleet.handle(outcome, self._clock())
@@ -234,7 +230,6 @@ class RemoteWorkers:
         self._kind.log.info(text, self._spec.name, self.time.seconds)
 
     def on_message(self, peer: bytes, frames: list[memoryview]) -> None:
-        """Handle a message of a worker."""
         try:
             user, nonce, kind = split_identity(peer)
             worker = self._fleet.by_user(user)

@@ -241,7 +241,6 @@ class LambdaLauncher:
         return _end_of(result, is_failure="FunctionError" in answer)
 
     def note(self, call: _HeldCall, result: End | PlatformError) -> None:
-        """Record the result of a call."""
         with self._lock:
             self._open.discard(call)
             if self._held.get(call.worker) is call:

@@ -272,7 +272,6 @@ def seconds_of(text: Any) -> float:
 
 
 def line_of(text: object) -> str:
-    """Return the text of an error on one line."""
     return " ".join(str(text).split())[:600]
 
 
@@ -302,5 +301,4 @@ class RateLimit:
         return max(0.0, self.period_s - (now - self._latest[0]))
 
     def note(self, now: float) -> None:
-        """Record one."""
         self._latest.append(now)

@@ -151,7 +151,6 @@ class FunctionControl(AlibabaClient):
         return f"the function {self.function!r} cannot be {done}"
 
     def _call(self, what: str, call: str, *arguments: Any, answer_s: float = ANSWER_S) -> Any:
-        """Make a call about this function."""
         return self.call(what, call, self.function, *arguments, answer_s=answer_s)
 
 

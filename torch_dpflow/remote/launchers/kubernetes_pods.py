@@ -102,7 +102,6 @@ class Pods:
         return str(made["metadata"]["uid"])
 
     def uid_of(self, name: str) -> str | None:
-        """Return a pod's uid; None if it is not there."""
         found: dict[str, Any] = {}
         with self._calling(f"{name} cannot be looked at", missing=True) as client:
             found = _sent(client.core.read_namespaced_pod, name, client.namespace)

@@ -90,7 +90,6 @@ def safe_pod(user: int) -> dict[str, Any]:
 
 
 def labels_of(name: str) -> dict[str, str]:
-    """Return the labels of the worker of this name."""
     return {**LABELS, FLEET: name.rsplit("-", 2)[0]}
 
 
@@ -109,7 +108,6 @@ def merged(ours: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fate_of(pod: Mapping[str, Any]) -> Fate:
-    """Return the fate of a pod's worker."""
     status = pod.get("status", {})
     named = [one for one in status.get("containerStatuses", []) if one.get("name") == "worker"]
     state = named[0].get("state", {}) if named else {}

@@ -91,7 +91,6 @@ def connect(address: str) -> Any:
 
 
 def _join(ray: Any, address: str) -> None:
-    """Connect, as `connect`."""
     named_by = ""
     if address in ("", "auto"):
         address, named_by = os.environ.get("RAY_ADDRESS") or "auto", "RAY_ADDRESS"

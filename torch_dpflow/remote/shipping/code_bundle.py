@@ -102,7 +102,6 @@ class OwnFiles:
             self._need(name)
 
     def bundle(self) -> CodeBundle | None:
-        """Pack all files; None if there are none."""
         if self._bundle[0] != len(self._files):  # files are added, and never changed
             self._bundle = len(self._files), self._packed()
         return self._bundle[1]

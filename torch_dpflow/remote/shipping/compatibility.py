@@ -140,7 +140,6 @@ def _missing(name: str) -> list[str]:
 
 @cache  # a process that forks workers has looked before
 def version_of(distribution: str) -> str | None:
-    """Return the installed version of a distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

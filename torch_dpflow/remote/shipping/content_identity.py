@@ -239,7 +239,6 @@ def _distributions(walk: Walk, own: OwnCode, reached: Iterable[str], sent: Itera
 
 
 def script_name() -> str:
-    """Return the name of the script, as its file has it."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     return PurePath(file).stem if isinstance(file, str) else SCRIPT_PART
 

@@ -247,7 +247,6 @@ class _SourceReader:
         self._found.literals |= {f"{path}({one.arg})": _literal(value) for one, value in pairs}
 
     def _statement(self, statement: ast.stmt) -> bytes:
-        """Return the digest of one statement."""
         try:
             code = compile(ast.Module([statement], []), "", "exec", dont_inherit=True)
         except (SyntaxError, ValueError, RecursionError):  # it only works at its place

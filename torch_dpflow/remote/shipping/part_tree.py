@@ -82,7 +82,6 @@ def with_aliases(parts: dict[str, PartNode], named: Mapping[str, Any]) -> dict[s
 
 
 def digests_of(objects: Iterable[Any]) -> Generator[Any, PartNode, list[bytes]]:
-    """Ask for the part of each object, and return their digests."""
     found: list[bytes] = []
     for one in objects:
         part = yield one
@@ -129,7 +128,6 @@ def text_of(obj: Any) -> str:
 
 
 def entries(count: int) -> str:
-    """Return a number of entries for people."""
     return "1 entry" if count == 1 else f"{count or 'no'} entries"
 
 

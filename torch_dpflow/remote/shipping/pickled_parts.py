@@ -74,7 +74,6 @@ def is_found(obj: Any, module: str, name: str) -> bool:
 
 
 def slots_of(obj: Any) -> dict[str, Any]:
-    """Return the attributes of an object that are in slots."""
     names: list[str] = copyreg._slotnames(type(obj))  # type: ignore[attr-defined]
     return {name: getattr(obj, name) for name in names if hasattr(obj, name)}
 

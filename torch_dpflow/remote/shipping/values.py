@@ -389,7 +389,6 @@ def memory_of(obj: Any) -> Memory | None:
 
 
 def digest(memory: Any) -> bytes:
-    """Return the digest of bytes."""
     return hashlib.sha256(memory).digest()[:16]
 
 

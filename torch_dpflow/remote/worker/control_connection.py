@@ -310,7 +310,6 @@ class CountedConnection:
 
     @property
     def dropped(self) -> int:
-        """As `Connection.dropped`."""
         return self._inner.dropped
 
     @dropped.setter
@@ -318,12 +317,10 @@ class CountedConnection:
         self._inner.dropped = value
 
     def send(self, frames: Any) -> None:
-        """As `Connection.send`."""
         self._inner.send(frames)
         self.sent += 1
 
     def receive(self, timeout_s: float | None) -> list[memoryview] | None:
-        """As `Connection.receive`."""
         if timeout_s is not None:
             frames = self._inner.receive(timeout_s)
             self.received += frames is not None

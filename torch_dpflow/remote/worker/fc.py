@@ -120,7 +120,6 @@ class Instance:
         self._stopping = False
 
     def serve(self) -> None:
-        """Serve until SIGTERM."""
         signal.signal(signal.SIGTERM, self._on_signal)
         with self._listener:
             while not self._stopping or self._fork is not None:

@@ -106,7 +106,6 @@ class Fork:
         return self._end
 
     def wait(self) -> End:
-        """Wait for the worker's end."""
         while (end := self.poll()) is None:
             select.select(self.descriptors, (), (), self.timeout_s)
         return end

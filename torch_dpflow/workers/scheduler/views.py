@@ -67,7 +67,6 @@ class Backlog:
         self._length += 1
 
     def give_back(self, task: Task) -> None:
-        """Return a task that was taken."""
         task.backlog = self
         self._returned.push(task, task.id)
         self._length += 1
@@ -220,13 +219,11 @@ class WorkerViews:
         self._lowest = 0
 
     def add(self, view: WorkerView) -> None:
-        """Add the empty view of a new worker."""
         self.views[view.worker] = self.levels[0][view.worker] = view
         view.level = self._lowest = 0
         self.freed.append(view)
 
     def remove(self, view: WorkerView) -> None:
-        """Remove the view of a lost worker."""
         del self.views[view.worker]
         del self.levels[view.level][view.worker]
         view.level = GONE
@@ -272,7 +269,6 @@ class WorkerViews:
                     self.place(view)
 
     def has_room(self, view: WorkerView) -> bool:
-        """Return whether the view may get one more task."""
         return GONE < view.level < self.window
 
     def emptiest(self) -> WorkerView | None:
