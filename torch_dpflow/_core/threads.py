@@ -1,4 +1,4 @@
-"""Threads: periodic calls, threads that a finalizer may join, one load for many readers; and a clock for leases."""
+"""Threads: repeated calls, threads that a finalizer may join, one load for many readers; and a clock for leases."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.log import SERVICE
+
+T = TypeVar("T")
 
 
 class CallTiming:
@@ -99,6 +101,26 @@ class PeriodicCall(threading.Thread):
     def _log(self, error: Exception) -> None:
         trace = None if isinstance(error, DPFlowError) else error
         SERVICE.warning("%s has failed and is repeated (%s)", self._what, error, exc_info=trace)
+
+
+def repeat(
+    call: Callable[[], T],
+    on_error: Callable[[DPFlowError, bool], object],
+    timeout_s: float,
+    backoff: Backoff | None = None,
+) -> T:
+    """Repeat a call until it succeeds, with pauses of `backoff`; return its result.
+
+    on_error: called with each error, and whether `timeout_s` seconds have passed since the first attempt. Raises an
+        error unless the call is to be repeated.
+    """
+    deadline, backoff = time.monotonic() + timeout_s, backoff or Backoff()
+    while True:
+        try:
+            return call()
+        except DPFlowError as error:
+            on_error(error, time.monotonic() >= deadline)
+        time.sleep(backoff.pause_s())
 
 
 #: Limit of `join` once the thread's work is done, seconds. It takes microseconds.

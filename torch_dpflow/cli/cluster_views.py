@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -13,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from torch_dpflow._core.backoff import Backoff
 from torch_dpflow._core.checks import counted
+from torch_dpflow._core.threads import repeat
 from torch_dpflow.cli.common import cell, stdout_console
 from torch_dpflow.cluster.control.flow_registry import FlowState
 from torch_dpflow.cluster.messages.coordinator import EndedJob, FlowView
@@ -49,25 +48,18 @@ def ask(coordinator: RpcClient, method: str, kind: Any, body: Any = None, *, dou
     doubt: added to the error of a coordinator that does not answer, as it may have executed the call.
     Raises UsageError if the call is refused, or the cluster does not answer.
     """
-    deadline, backoff = time.monotonic() + READY_S, Backoff()
-    try:
-        while True:
-            try:
-                return coordinator.call(method, body, reply_type=kind, timeout_s=ANSWER_S).body
-            except RemoteCallError as error:
-                if error.kind not in (ErrorKind.USAGE, ErrorKind.OVERLOADED):
-                    raise
-                if error.kind is ErrorKind.USAGE or time.monotonic() >= deadline:
-                    raise UsageError(error.text) from error
-            time.sleep(backoff.pause_s())
-    except DeadlineError as error:
-        address = coordinator.address
-        parts = [
-            f"no cluster answers at {address} within {ANSWER_S:g} s; is it up?",
-            keys_hint(address),
-            doubt,
-        ]
-        raise UsageError(" ".join(filter(None, parts))) from error
+
+    def check(error: DPFlowError, is_late: bool) -> None:
+        if isinstance(error, DeadlineError):
+            address = coordinator.address
+            text = f"no cluster answers at {address} within {ANSWER_S:g} s; is it up?"
+            raise UsageError(" ".join(filter(None, [text, keys_hint(address), doubt]))) from error
+        if not isinstance(error, RemoteCallError) or error.kind not in (ErrorKind.USAGE, ErrorKind.OVERLOADED):
+            raise error
+        if error.kind is ErrorKind.USAGE or is_late:
+            raise UsageError(error.text) from error
+
+    return repeat(lambda: coordinator.call(method, body, reply_type=kind, timeout_s=ANSWER_S).body, check, READY_S)
 
 
 def ask_views(coordinator: RpcClient) -> tuple[list[FlowView], list[ProcessView]]:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.lossy import LossyNetwork
+from torch_dpflow._core import threads
 from torch_dpflow.cluster.control.supervision import Kill, Spawn, Supervisor, SupervisorInstruction
 from torch_dpflow.cluster.messages.node import Desire, Launch, Running
 from torch_dpflow.cluster.messages.shard import ShardSettings
@@ -120,7 +121,8 @@ def run_node(fates: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     network = LossyNetwork(fates)
     cluster, host = Cluster(network), Host(network)
     clock: Any = SimpleNamespace(monotonic=network.clock, sleep=lambda _: None)
-    monkeypatch.setattr(joining_node, "time", clock)
+    for module in (joining_node, threads):
+        monkeypatch.setattr(module, "time", clock)
     for module in (joining_node, joined_nodes):
         monkeypatch.setattr(module, "SERVICE", SimpleNamespace(warning=lambda *_: None, info=lambda *_: None))
     to_coordinator: Any = SimpleNamespace(

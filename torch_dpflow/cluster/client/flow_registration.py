@@ -272,9 +272,12 @@ def register(
             # Every call is safe to repeat. The first is short, so that the log says soon that none is answered.
             call_s = min(call_s, max(MIN_CALL_S, deadline - time.monotonic()))
             try:
-                if coordinator.call("register", spec, reply_type=bool, timeout_s=call_s).body or _upload(
-                    coordinator, spec.content, packed, reconnect_timeout_s
-                ):
+                is_stored = coordinator.call("register", spec, reply_type=bool, timeout_s=call_s).body
+                held: int | None = len(packed) if is_stored else 0
+                while held is not None and held < len(packed):
+                    held = _store(coordinator, spec.content, packed, held, min(PIECE_S, reconnect_timeout_s))
+                    deadline = time.monotonic() + reconnect_timeout_s
+                if held is not None:
                     outages.on_success()
                     return True
                 attempts += 1
@@ -304,29 +307,12 @@ def register(
     )
 
 
-def _upload(coordinator: RpcClient, digest: str, packed: bytes, reconnect_timeout_s: float) -> bool:
-    """Send a content, piece by piece; return False if the coordinator has no flow any more that loads it.
+def _store(coordinator: RpcClient, digest: str, packed: bytes, held: int, timeout_s: float) -> int | None:
+    """Send the piece of a content that begins at `held`; return where the next one begins.
 
-    Raises RemoteCallError if the coordinator is overloaded for longer than `reconnect_timeout_s`.
+    Returns None if the coordinator has no flow any more that loads the content.
     """
-    whole, held = memoryview(packed), 0
-    since, backoff = time.monotonic(), Backoff(PAUSE_S, LONGEST_PAUSE_S)
-    while held < len(packed):
-        piece = ContentPiece(digest, held, len(packed))
-        try:
-            answer = coordinator.call(
-                "store",
-                piece,
-                [whole[held : held + CONTENT_PIECE_BYTES]],
-                reply_type=int | None,
-                timeout_s=min(PIECE_S, reconnect_timeout_s),
-            )
-        except RemoteCallError as error:
-            if error.kind is not ErrorKind.OVERLOADED or time.monotonic() - since >= reconnect_timeout_s:
-                raise
-            time.sleep(backoff.pause_s())
-            continue
-        if answer.body is None:
-            return False
-        held, since = answer.body, time.monotonic()
-    return True
+    piece = [memoryview(packed)[held : held + CONTENT_PIECE_BYTES]]
+    body = ContentPiece(digest, held, len(packed))
+    stored: int | None = coordinator.call("store", body, piece, reply_type=int | None, timeout_s=timeout_s).body
+    return stored

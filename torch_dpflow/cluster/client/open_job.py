@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from functools import partial
 
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow._core.channels_last import collate_channels_last
+from torch_dpflow._core.threads import repeat
 from torch_dpflow.cluster.client.flow_registration import (
     LONGEST_PAUSE_S,
     PAUSE_S,
@@ -34,7 +34,7 @@ from torch_dpflow.cluster.client.shared_job import SharedJob
 from torch_dpflow.cluster.messages.router import JobRank
 from torch_dpflow.cluster.security.connection_file import Cluster, find_cluster
 from torch_dpflow.cluster.shard.sample_source import SampleAssignment
-from torch_dpflow.errors import OptionError
+from torch_dpflow.errors import DPFlowError, OptionError
 from torch_dpflow.log import LOADER
 from torch_dpflow.remote.shipping.content_identity import ContentIdentity
 from torch_dpflow.remote.shipping.content_pack import join_content
@@ -191,17 +191,16 @@ def await_cluster(address: str | None, outages: OutageLog) -> Cluster:
 
     Raises OptionError as `find_cluster` if the file does not exist after `outages.reconnect_timeout_s`.
     """
-    backoff, deadline = Backoff(PAUSE_S, LONGEST_PAUSE_S), time.monotonic() + outages.reconnect_timeout_s
-    while True:
-        try:
-            return find_cluster(address)
-        except OptionError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):
-                raise
-            outages.on_wait(str(error))
-            if time.monotonic() >= deadline:
-                raise OptionError(f"{error} (waited {outages.reconnect_timeout_s:g} s)") from error
-        time.sleep(backoff.pause_s())
+
+    def check(error: DPFlowError, is_late: bool) -> None:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise error
+        outages.on_wait(str(error))
+        if is_late:
+            raise OptionError(f"{error} (waited {outages.reconnect_timeout_s:g} s)") from error
+
+    backoff = Backoff(PAUSE_S, LONGEST_PAUSE_S)
+    return repeat(lambda: find_cluster(address), check, outages.reconnect_timeout_s, backoff)
 
 
 def _found(address: str | None) -> Cluster | None:

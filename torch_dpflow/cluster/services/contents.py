@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from torch_dpflow._core.backoff import Backoff
+from torch_dpflow._core.threads import repeat
 from torch_dpflow.cluster.messages.coordinator import (
     CONTENT_PIECE_BYTES,
     MAX_CONTENT_BYTES,
@@ -264,28 +265,30 @@ def _fetch(place: ClusterPlace, path: Path, coordinator: str, on_progress: Calla
 
 def _copy(place: ClusterPlace, digest: str, coordinator: str, file: IO[bytes], on_progress: Callable[[], None]) -> None:
     """Fetch a content piece by piece, continuing after every failure of the coordinator."""
-    hashed, size, latest, backoff = hashlib.sha256(), -1, time.monotonic(), Backoff()
-    while file.tell() != size:
+    hashed, latest, backoff = hashlib.sha256(), time.monotonic(), Backoff()
+
+    def copy() -> None:
+        nonlocal latest
         on_progress()
-        try:
-            with place.connect(locate(place, coordinator, timeout_s=PIECE_S), timeout_s=PIECE_S) as client:
-                while file.tell() != size:
-                    request = ContentRequest(digest, file.tell())
-                    answer = client.call("content", request, reply_type=int)
-                    (piece,) = answer.frames
-                    size = answer.body
-                    if not piece.nbytes or file.tell() + piece.nbytes > size:
-                        raise MessageError(f"a piece of {piece.nbytes} bytes at {file.tell()} of {size}")
-                    file.write(piece)
-                    hashed.update(piece)
-                    latest = time.monotonic()
-                    backoff.reset()
-                    on_progress()
-        except DPFlowError as error:
-            if time.monotonic() - latest >= FETCH_S:
-                raise
-            SERVICE.warning("fetching the flow's content failed, retrying (%s)", error)
-            time.sleep(backoff.pause_s())
+        with place.connect(locate(place, coordinator, timeout_s=PIECE_S), timeout_s=PIECE_S) as client:
+            size = -1
+            while file.tell() != size:
+                answer = client.call("content", ContentRequest(digest, file.tell()), reply_type=int)
+                (piece,), size = answer.frames, answer.body
+                if not piece.nbytes or file.tell() + piece.nbytes > size:
+                    raise MessageError(f"a piece of {piece.nbytes} bytes at {file.tell()} of {size}")
+                file.write(piece)
+                hashed.update(piece)
+                latest = time.monotonic()
+                backoff.reset()
+                on_progress()
+
+    def check(error: DPFlowError, _: bool) -> None:
+        if time.monotonic() - latest >= FETCH_S:
+            raise error
+        SERVICE.warning("fetching the flow's content failed, retrying (%s)", error)
+
+    repeat(copy, check, FETCH_S, backoff)
     if hashed.hexdigest() != digest:
         raise MessageError(f"the fetched content has another digest than {digest}")
 

@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from torch_dpflow._core.backoff import Backoff
 from torch_dpflow._core.clocks import HEARTBEAT_S, START_S
 from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._core.descriptors import raise_limit
-from torch_dpflow._core.threads import PeriodicCall
+from torch_dpflow._core.threads import PeriodicCall, repeat
 from torch_dpflow._version import __version__
 from torch_dpflow.cluster.messages.node import (
     Desire,
@@ -84,22 +83,20 @@ class Joining:
 
         Raises UsageError with the cluster's reason if it refuses, or if it does not answer in time.
         """
-        deadline, backoff = time.monotonic() + timeout_s, Backoff()
-        address = self._cluster.address
+
+        def check(error: DPFlowError, is_late: bool) -> None:
+            is_late, address = is_late or is_over(), self._cluster.address
+            if isinstance(error, RemoteCallError) and (is_late or error.kind is not ErrorKind.OVERLOADED):
+                raise UsageError(error.text) from error
+            if is_late:
+                text = f"no cluster answers at {address} within {timeout_s:g} s; is it up?"
+                raise UsageError(f"{text} {keys_hint(address)}".strip()) from error
+
         with self._cluster.connect(timeout_s=ANSWER_S) as coordinator:
-            while True:
-                try:
-                    joined: NodeJoined = coordinator.call("join_node", self._body, reply_type=NodeJoined).body
-                    return joined
-                except RemoteCallError as error:
-                    is_late = is_over() or time.monotonic() >= deadline
-                    if is_late or error.kind is not ErrorKind.OVERLOADED:
-                        raise UsageError(error.text) from error
-                except DPFlowError as error:
-                    if is_over() or time.monotonic() >= deadline:
-                        text = f"no cluster answers at {address} within {timeout_s:g} s; is it up?"
-                        raise UsageError(f"{text} {keys_hint(address)}".strip()) from error
-                time.sleep(backoff.pause_s())
+            joined: NodeJoined = repeat(
+                lambda: coordinator.call("join_node", self._body, reply_type=NodeJoined).body, check, timeout_s
+            )
+            return joined
 
 
 class CoordinatorLink:

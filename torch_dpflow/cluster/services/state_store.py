@@ -18,8 +18,6 @@ from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow.errors import OptionError, StateError
 from torch_dpflow.log import SERVICE
 
-#: Longest key, characters, and longest value, bytes; the largest values are descriptions of flows.
-MAX_KEY, MAX_VALUE_BYTES = 512, 16 << 20
 #: Prefix of every key in Redis, which may hold other data too.
 _REDIS_PREFIX = "torch_dpflow:"
 #: The key that holds the owner of the store.
@@ -36,24 +34,16 @@ _REDIS_BATCH = 500
 
 
 class StateStore(Protocol):
-    """Bytes by key. A value survives the process once `put` has returned; each call is atomic.
+    """Bytes by key. A value survives the process once `write` has returned; each call is atomic.
 
-    Any thread may call. Keys are text of 1 to `MAX_KEY` characters, values at most `MAX_VALUE_BYTES` long. Every call
-    raises StateError if the store cannot be reached or is damaged, OptionError for a key or value that is not
-    allowed.
+    Any thread may call. Every call raises StateError if the store cannot be reached or is damaged.
     """
 
-    def get(self, key: str) -> bytes | None:
-        """Return the value of `key`; None if there is none."""
+    def items(self) -> dict[str, bytes]:
+        """Return all values, by key."""
 
-    def put(self, key: str, value: bytes) -> None:
-        """Set the value of `key`."""
-
-    def delete(self, key: str) -> None:
-        """Remove `key`, if it is there."""
-
-    def find(self, prefix: str = "") -> list[str]:
-        """Return the keys that begin with `prefix`, sorted."""
+    def write(self, key: str, value: bytes | None) -> None:
+        """Set the value of `key`; None removes it, if it is there."""
 
     def claim(self, owner: str) -> None:
         """Lease the store to this owner for `LEASE_S`. Raises StateError if another owner renews its lease.
@@ -124,19 +114,14 @@ class SQLiteStore:
             self._connection.close()
             raise self._broken(error) from error
 
-    def get(self, key: str) -> bytes | None:
-        rows = self._run("SELECT value FROM state WHERE key = ?", _checked(key))
-        return bytes(rows[0][0]) if rows else None
+    def items(self) -> dict[str, bytes]:
+        return {key: bytes(value) for key, value in self._run("SELECT key, value FROM state")}
 
-    def put(self, key: str, value: bytes) -> None:
-        self._run("INSERT OR REPLACE INTO state VALUES (?, ?)", _checked(key), _fitting(key, value))
-
-    def delete(self, key: str) -> None:
-        self._run("DELETE FROM state WHERE key = ?", _checked(key))
-
-    def find(self, prefix: str = "") -> list[str]:
-        rows = self._run("SELECT key FROM state WHERE substr(key, 1, ?) = ? ORDER BY key", len(prefix), prefix)
-        return [row[0] for row in rows]
+    def write(self, key: str, value: bytes | None) -> None:
+        if value is None:
+            self._run("DELETE FROM state WHERE key = ?", key)
+        else:
+            self._run("INSERT OR REPLACE INTO state VALUES (?, ?)", key, value)
 
     def claim(self, owner: str) -> None:
         pass  # `local_cluster` locks the file
@@ -202,21 +187,16 @@ class RedisStore:
                 "redis"
             ) from None
 
-    def get(self, key: str) -> bytes | None:
-        value: bytes | None = self._ask(self._client.get, _REDIS_PREFIX + _checked(key))
-        return value
+    def items(self) -> dict[str, bytes]:
+        keys = self._ask(lambda: set(self._client.scan_iter(match=f"{_REDIS_PREFIX}*", count=_REDIS_BATCH)))
+        found = {key.decode().removeprefix(_REDIS_PREFIX): self._ask(self._client.get, key) for key in keys}
+        return {key: value for key, value in found.items() if value is not None}
 
-    def put(self, key: str, value: bytes) -> None:
-        self._ask(self._client.set, _REDIS_PREFIX + _checked(key), _fitting(key, value))
-
-    def delete(self, key: str) -> None:
-        self._ask(self._client.delete, _REDIS_PREFIX + _checked(key))
-
-    def find(self, prefix: str = "") -> list[str]:
-        start = _REDIS_PREFIX + prefix
-        pattern = "".join(f"\\{letter}" if letter in "*?[]^-\\" else letter for letter in start) + "*"
-        found = self._ask(lambda: set(self._client.scan_iter(match=pattern, count=_REDIS_BATCH)))
-        return sorted(key.decode().removeprefix(_REDIS_PREFIX) for key in found)
+    def write(self, key: str, value: bytes | None) -> None:
+        if value is None:
+            self._ask(self._client.delete, _REDIS_PREFIX + key)
+        else:
+            self._ask(self._client.set, _REDIS_PREFIX + key, value)
 
     def claim(self, owner: str) -> None:
         left_ms = _LEASE_MS + 1
@@ -267,18 +247,6 @@ class RedisStore:
 def _without_password(url: str) -> str:
     scheme, mark, rest = url.partition("://")
     return f"{scheme}{mark}{rest.rpartition('@')[2]}"
-
-
-def _checked(key: str) -> str:
-    if not 1 <= len(key) <= MAX_KEY:
-        raise OptionError(f"a key of {len(key)} characters: 1 to {MAX_KEY} are allowed")
-    return key
-
-
-def _fitting(key: str, value: bytes) -> bytes:
-    if len(value) > MAX_VALUE_BYTES:
-        raise OptionError(f"{key!r}: a value of {len(value)} bytes; {MAX_VALUE_BYTES} are allowed")
-    return value
 
 
 class WriteBehindStore:
@@ -364,10 +332,7 @@ class WriteBehindStore:
         self._store = self._open_store()
         try:
             self._store.renew(self._owner)
-            for key in self._store.find():
-                value = self._store.get(key)
-                if value is not None:
-                    self._values[key] = value
+            self._values = self._store.items()
         except BaseException:
             self._store.close()
             raise
@@ -385,10 +350,7 @@ class WriteBehindStore:
                 self._unwritten.discard(key)
                 value = self._values.get(key)
             try:
-                if value is None:
-                    self._store.delete(key)
-                else:
-                    self._store.put(key, value)
+                self._store.write(key, value)
             except BaseException:
                 with self._lock:
                     self._unwritten.add(key)

@@ -10,12 +10,12 @@ import math
 import mmap
 import os
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, Any
 
-from torch_dpflow._core.threads import PeriodicCall
+from torch_dpflow._core.backoff import Backoff
+from torch_dpflow._core.threads import PeriodicCall, repeat
 from torch_dpflow.cluster.messages.provisioner import (
     MAX_REQUESTS,
     Attach,
@@ -287,22 +287,23 @@ class ProvisionedWorkers:
             self._shard.server.post(lambda: self._begin(remote))
 
     def _connected(self) -> RemoteWorkers:
-        until = time.monotonic() + PORT_S
-        while True:
-            try:
-                return RemoteWorkers(
-                    ProvisionedPlatform(self._service, self._platform.name),
-                    self._content(),
-                    0,
-                    listen_at=self._platform.listen_at,
-                    kind=SAMPLE_WORKERS,
-                    cluster=self._service.place.cluster,
-                )
-            except PortsInUseError as error:  # by a shard that ends once its jobs have left it
-                if self._ended or time.monotonic() >= until:
-                    raise
-                SERVICE.warning("%s; trying again", error)
-            time.sleep(PORT_RETRY_S)
+        def check(error: DPFlowError, is_late: bool) -> None:
+            # The ports may be those of a shard that ends once its jobs have left it.
+            if self._ended or is_late or not isinstance(error, PortsInUseError):
+                raise error
+            SERVICE.warning("%s; trying again", error)
+
+        def connect() -> RemoteWorkers:
+            return RemoteWorkers(
+                ProvisionedPlatform(self._service, self._platform.name),
+                self._content(),
+                0,
+                listen_at=self._platform.listen_at,
+                kind=SAMPLE_WORKERS,
+                cluster=self._service.place.cluster,
+            )
+
+        return repeat(connect, check, PORT_S, Backoff(PORT_RETRY_S, PORT_RETRY_S))
 
     def _content(self) -> RemoteContent:
         if self._file is None:
