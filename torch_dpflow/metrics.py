@@ -162,7 +162,6 @@ class LoaderMeter:
         self.restarts = 0
         self.duplicates = 0
         self.steals = 0
-        #: Of the workers.
         self.times = StageTimes()
         #: Writes events to a file, if the environment requests it.
         self.trace: LoaderTrace | None = None

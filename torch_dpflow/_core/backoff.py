@@ -24,7 +24,6 @@ class Backoff:
         self._first_s = first_s
         self._longest_s = longest_s
         self._draw = draw
-        #: In a row.
         self.failures = 0
 
     def reset(self) -> None:

@@ -158,7 +158,6 @@ class RunningLoad(Future[Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        #: The loading thread.
         self.thread = threading.get_ident()
 
 

@@ -289,7 +289,6 @@ class SampleStore:
     def _empty(self) -> None:
         self._policy = self._make_policy()
         self._samples: dict[int, Any] = {}
-        #: running loads
         self._running = RunningLoads()
         self._loads = self._errors = 0
         #: accesses that the policy counted as misses although they joined a load, or were repeated because the load

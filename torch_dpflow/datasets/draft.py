@@ -31,7 +31,6 @@ SHARD_SIZE = 1000
 #: The largest number that other readers of the version's file, which is JSON, do not round.
 MAX_SHARD_SIZE = 2**53
 
-#: The attributes that an importer must have.
 _IMPORTER = ("root", "options", "source", "extend", "items", "total", "info")
 
 

@@ -70,7 +70,6 @@ class FileFormat(Protocol):
 class Exported:
     """The result of an export."""
 
-    #: The URL of the directory.
     url: str
     #: The names of all files, in order.
     files: list[str]

@@ -177,7 +177,6 @@ _ROW = struct.Struct("<IIqqIIQ")
 #: Bytes of path, and of state and size, CRC, and where the texts begin in the part.
 _OBJECT = struct.Struct("<IIIQ")
 _ROW_HEAD, _OBJECT_HEAD = struct.Struct("<IIqqI"), struct.Struct("<II")
-#: Bytes of a row, and of an object.
 ROW, OBJECT = _ROW.size, _OBJECT.size
 _LENGTHS = np.dtype({"names": ["length"], "formats": ["<i8"], "offsets": [16], "itemsize": ROW})
 #: Objects of which URL, state and size are kept decoded.

@@ -187,7 +187,6 @@ class DatasetShardMeta(SpecStruct, frozen=True, kw_only=True, tag_field="kind", 
     #: The version that wrote this shard; later ones may refer to it too.
     version: Label
     variant: Label
-    #: Its number in the variant, from 0.
     shard: WholeNumber
     samples: list[SampleMeta]
 

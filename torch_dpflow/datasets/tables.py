@@ -112,7 +112,6 @@ class TableDataset(Dataset[Any]):
         self._files = self._find_files(found, split)
         self._opened = PerProcess(self._open)
         counts = self._count_blocks()
-        #: Rows of each block, in order.
         self.blocks = np.array([rows for of_file in counts for rows in of_file], np.int64)
         #: By block: its file, and its number in it.
         self._places = [(number, block) for number, of_file in enumerate(counts) for block in range(len(of_file))]

@@ -83,7 +83,6 @@ def _litdata(
     return lit_sample(content, formats, spec)
 
 
-#: By importer.
 _VIEWS: dict[str, View] = {"webdataset": _webdataset, "imagefolder": _image_folder, "tfrecord": _example}
 
 

@@ -55,7 +55,6 @@ class PlannedBatch:
     samples: int = 0
     #: Where its worker's own stream is after it; None: nothing new.
     stream: StreamState | None = None
-    #: Positions that are dropped with it.
     dropped: Sequence[int] = ()
     #: The workers of the batches in flight after it, in order, and the worker after those; None if there is no order.
     workers_after: tuple[list[int], int] | None = None

@@ -163,7 +163,6 @@ class GeneratorStates(msgspec.Struct, frozen=True):
     process: RngState
     #: The loader's `generator`, if it has one.
     loader: str | None
-    #: The samplers' generators.
     samplers: list[str]
 
     @classmethod

@@ -116,7 +116,6 @@ class StreamState:
     delivered: int = 0
     #: How many of them raised an error in place of a batch.
     failed: int = 0
-    #: Whether its dataset has ended.
     ended: bool = False
     #: The own states of the "dataset" and its "iterator" after these batches, and whether the dataset has "ended" in a
     #: short batch; None if neither has a state. In a worker, the form of `own_state.sealed`.
@@ -164,7 +163,6 @@ class LoaderState:
     plan_sampler_generators: list[str] = field(default_factory=list)
     #: The loader's `generator` at the time of the snapshot.
     generator: str | None = None
-    #: The samplers' generators at that time.
     sampler_generators: list[str] = field(default_factory=list)
     #: The own states of the "sampler" and its "iterator", if either has one.
     sampler: dict[str, Any] | None = None

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 class FailedSample(Failed):
     """Placeholder for a sample that a worker could not load."""
 
-    #: Its number in the flow.
     index: int
 
 

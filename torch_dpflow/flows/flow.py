@@ -262,7 +262,6 @@ class FlowRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     format: Literal[2]
     name: str
     version: Annotated[int, msgspec.Meta(ge=1)]
-    #: As `str()` shows it.
     shown: str
     #: The minor version of Python, which must be the same to load the code: "3.11".
     python: str

@@ -191,7 +191,6 @@ class Rotation:
         self._active = [True] * workers
         self._in_order = in_order
         self._limit = limit
-        #: The worker that is next in the rotation.
         self.next = first % workers
 
     def in_turn(self, in_flight: InFlight) -> int | None:

@@ -95,7 +95,6 @@ class PrivateShard:
         self._pin = pin
         self._epoch = epoch
         self._streams: list[StreamState | None] = [*streams] or [None] * len(processes)
-        #: The latest task of all.
         self._latest = -1
         #: Of a message whose results are not delivered yet.
         self._times: StageTimes | None = None

@@ -95,7 +95,6 @@ class LoaderRuntime:
         self.held = _none
         #: Fingerprints of the process's generators at the beginning of the first iteration.
         self.began: dict[str, str] = {}
-        #: The latest iteration.
         self.progress: IterationProgress | None = None
         #: The jobs of a loader with a flow, by number: one for each of its concurrent iterations.
         self.jobs: dict[int, SharedJob] = {}

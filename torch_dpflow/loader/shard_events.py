@@ -24,7 +24,6 @@ class Arrived(msgspec.Struct, frozen=True):
     kind: int
     value: Any
     stream: StreamState | None
-    #: Bytes.
     size: int
     #: What loading has taken its worker since the worker's result before; None if nothing is known.
     times: StageTimes | None = None

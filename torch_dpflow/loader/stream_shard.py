@@ -85,7 +85,6 @@ class StreamShard(PrivateShard):
         self._pace = pace
         #: Items that the shard's thread does not have yet.
         self._unsent: list[tuple[int, bytes]] = []
-        #: The windows that workers have.
         self._windows: dict[int, int] = {}
         super().__init__(*arguments, **options)
 

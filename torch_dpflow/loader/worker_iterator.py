@@ -175,7 +175,6 @@ class WorkerIterator(DeliveringIterator):
         self._goal = 0
         self._has_idle_worker = False
         grows = self._in_order and not self._own_stream and is_drawn_at_start(loader._index_sampler)
-        #: Most batches in flight.
         self._max_in_flight = int(self._usual * self._options.prefetch_growth) if grows else self._usual
         #: How many batches may be opened to all workers at the beginning, and from which position on at the end: where
         #: workers would wait for the others. In between each worker has batches, and rows that wait behind a slow one

@@ -132,7 +132,6 @@ def memory_name(memory: int) -> bytes:
     return memory.to_bytes(16, "big")
 
 
-#: Maximum bytes of a message.
 MAX_MESSAGE_BYTES = 64 << 10
 #: Maximum records that one message requests.
 MAX_RECORDS = 4096
@@ -206,14 +205,12 @@ class CachedDataset(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     identity: bytes
     ref: str
-    #: URL of the dataset.
     url: str
     #: Samples of the dataset; of these, placed in memory, loaded, and failed.
     records: int = 0
     placed: int = 0
     loaded: int = 0
     failed: int = 0
-    #: Bytes reserved for it.
     reserved_bytes: int = 0
     #: Whether it stays until it is unloaded.
     is_explicit: bool
@@ -224,7 +221,6 @@ class CachedDataset(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     #: Samples read from memory, and from storage.
     hits: int = 0
     misses: int = 0
-    #: Source of a pushed array.
     pushed: ArraySource | None = None
     #: First error of a failed sample.
     error: str = ""

@@ -152,7 +152,6 @@ class StripeTablePart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     #: Changes whenever owners change.
     generation: int
     per_stripe: int
-    #: Number of stripes of the dataset.
     stripes: int
     servers: list[ServerInfo]
     owners: bytes

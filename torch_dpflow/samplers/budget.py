@@ -181,7 +181,6 @@ class LengthBuckets:
         self.lengths = lengths
         edges = upper_edges(float(lengths.max()), float(lengths.min()), budget, spread)
         buckets = np.searchsorted(edges, lengths)
-        #: The bucket of each sample.
         self._buckets = buckets.astype(np.int32)
         longest = np.zeros(len(edges))
         np.maximum.at(longest, buckets, lengths)

@@ -192,7 +192,6 @@ class BufferedGroup(SamplingGroup):
     jobs need it, the sooner one of their draws may pick it.
     """
 
-    #: Most jobs of a group.
     max_jobs: ClassVar[int] = MAX_JOBS
     # Epochs that begin and end, and lookaheads, pass over all samples.
     max_flow: ClassVar[int] = 1 << 22

@@ -37,7 +37,6 @@ class Directory:
         self._residents = 0
         #: For each sample, the number of its latest load.
         self._loaded = sparse_zeros(size, np.int64)
-        #: Loads so far.
         self._loads = 0
         #: Samples and numbers of loads, in order, in pieces; entries of samples that were evicted or loaded again stay
         #: until `_current`. Draws are collected until they make a piece.

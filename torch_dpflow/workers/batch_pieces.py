@@ -77,7 +77,6 @@ class OpenedBatch(NamedTuple):
     #: As the default collate makes it, of all rows.
     value: Any
     indices: Sequence[Any]
-    #: How many rows are loaded.
     rows: int
     #: How long the rest may take, seconds.
     left_s: float

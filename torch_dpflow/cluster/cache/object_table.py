@@ -51,7 +51,6 @@ class ObjectTable:
         self._mean: float | None = None
         #: Bytes of ready objects, of those with tickets, and expected from running loads.
         self.held = self.pinned = self.reserved = 0
-        #: Ready objects, and running loads.
         self.ready = self.running = 0
         #: Tickets so far; those whose entry was there; loads that have begun.
         self.wants = self.shared = self.loads = 0
@@ -243,8 +242,6 @@ class ObjectTable:
         entry.cached = True
         for key in self._policy.admit(entry.key, entry.size):
             self._uncache(self._cached[key])
-
-    # -- inside ----------------------------------------------------------------------------------------------
 
     def _note_spare(self, entry: CacheEntry) -> None:
         if self._spare is not None and entry not in self._spare:

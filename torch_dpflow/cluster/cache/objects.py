@@ -50,7 +50,6 @@ class Arrival(NamedTuple):
 
     load: int
     value: Any
-    #: Bytes of `value`.
     size: int
     #: Whether the cache may keep it; False for a failed load.
     keep: bool = True
@@ -64,7 +63,6 @@ class ShardCacheStatistics:
     wants: int
     #: Of these, those that were ready or loading already.
     shared: int
-    #: Loads begun.
     loads: int
     #: Bytes of samples held now, and expected from running loads.
     held_bytes: int
@@ -143,14 +141,12 @@ class CacheEntry:
         self.claimed = {reader.job}
         #: The number of its running load; 0: none.
         self.loading = 0
-        #: Whether `value` is loaded.
         self.ready = False
         self.value: Any = None
         #: Bytes of `value`, or the bytes expected from its load.
         self.size = 0
         #: Whether the cache holds it.
         self.cached = False
-        #: How often it has been loaded.
         self.loads = 0
         #: Open requests for it, with its ticket in each, oldest first.
         self.requests = _NO_REQUESTS
@@ -163,8 +159,6 @@ class CacheEntry:
     def is_spare(self) -> bool:
         """Whether the entry is ready and has tickets, but is neither served nor requested."""
         return self.ready and bool(self.tickets) and not self.served and not self.requests
-
-    # -- who wants it ----------------------------------------------------------------------------------------
 
     def attach(self, reader: CacheReader, ticket: Ticket) -> None:
         self.tickets[reader.name, ticket] = False
@@ -224,7 +218,6 @@ class CacheReader:
     draws: bool | None = None
     #: Entries that it wants and has not released, oldest first.
     wants: dict[Ticket, CacheEntry] = field(default_factory=dict)
-    #: Its open requests.
     requests: set[RequestId] = field(default_factory=set)
 
     @property

@@ -264,8 +264,6 @@ class SampleCache:
             drawn=0 if self._drawn is None else self._drawn.loads,
         )
 
-    # -- inside ----------------------------------------------------------------------------------------------
-
     def _reader(self, name: str) -> CacheReader:
         try:
             return self._readers[name]

@@ -24,7 +24,6 @@ from torch_dpflow.ipc.messages.fields import MAX_RANKS, UNNAMED
 from torch_dpflow.options import Code
 from torch_dpflow.samplers.indices import IndexArray, Indices
 
-#: Default memory for samples, bytes.
 DEFAULT_MEMORY_BYTES = 1 << 30
 #: Largest size in an option, bytes.
 MAX_BYTES = 2**53

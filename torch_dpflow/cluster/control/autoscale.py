@@ -248,8 +248,6 @@ class Autoscaler:
             self._adjust(counts, self._demand(now, hold_s), now)
         return Target(self.target, self._limited_by(counts) if counts.jobs else "")
 
-    # -- what is seen ----------------------------------------------------------------------------------------
-
     def _note(self, counts: FlowCounts, now: float) -> None:
         """Record these counts, and measure the changes over the window."""
         history = self._history
@@ -306,8 +304,6 @@ class Autoscaler:
     def _demand(self, now: float, hold_s: float) -> float:
         """Return the demand of all jobs, samples per second; a job that pauses counts with its last demand."""
         return sum(job.demand for job in self._known.jobs.values() if now - job.requested_at < hold_s)
-
-    # -- what follows ----------------------------------------------------------------------------------------
 
     def _within(self, workers: int) -> int:
         return max(self._bounds.least, min(workers, self._bounds.most))

@@ -183,8 +183,6 @@ class JointOrder:
             raise OutOfStepError(f"epoch {epoch} of job {self._job!r} has not begun here")
         return joint.read_by_all(min(position, joint.per_rank), self._group.size)
 
-    # -- inside ----------------------------------------------------------------------------------------------
-
     def _shares_of_rest(self, held: Held) -> RankShares:
         """Return how the samples that no earlier run had read are divided among the ranks."""
         return replace(self._shares, length=self._shares.length - len(held.earlier))

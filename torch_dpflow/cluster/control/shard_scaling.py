@@ -51,7 +51,6 @@ class ShardCounts(msgspec.Struct, frozen=True):
     #: Processor time of its thread, and time that it has served, seconds.
     thread_s: float
     serving_s: float
-    #: Samples that it has served.
     served: int
     #: Sums over its workers of the seconds in which they had tasks, and in which they were there.
     busy_s: float

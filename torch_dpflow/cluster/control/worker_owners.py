@@ -45,7 +45,6 @@ class WorkerOwners:
     def __init__(self, prefix: str, workers: int) -> None:
         self._prefix = prefix
         self._workers = workers
-        #: Largest number of workers.
         self.most = workers + max(1, workers // 10)
         self._owners: dict[str, _Owner] = {}
         self._leases: Expiry[str] = Expiry(SILENT_S)

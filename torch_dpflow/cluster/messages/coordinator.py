@@ -43,7 +43,6 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
     name: Name
     #: Counts the flow's definitions.
     version: Count
-    #: Number of samples.
     size: Count
     #: SHA-256 of the content of the flow (dataset, stages) in hexadecimal, under which it is stored.
     content: Name
@@ -59,7 +58,6 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
     memory_bytes: Count = 1 << 30
     #: Cache policy, or "none".
     policy: Name = "alsd"
-    #: Sampling strategy.
     strategy: Name = "shared-log"
     #: How many samples the caches hold, for strategies that follow residency; 0: a tenth of all.
     cache_samples: Count = 0
@@ -229,7 +227,6 @@ class WorkerSeconds(Body):
 class CostRequest(Body):
     """To a coordinator: request the worker-seconds of a flow. Answered with `Cost`."""
 
-    #: Name and version.
     flow: Name
     #: The process that reads.
     job: Name
@@ -245,7 +242,6 @@ class Cost(Body):
 class EndedJob(Body):
     """A job that has left its flow."""
 
-    #: Name and version.
     flow: Name
     #: The process that read.
     job: Name

@@ -88,7 +88,6 @@ class ProcessView(Body):
     #: Empty until its first heartbeat.
     address: Text
     status: dict[Name, Any]
-    #: How often it has been restarted.
     restarts: Count = 0
     runs: bool = True
     #: How the process before it ended, for display; empty for the first.
@@ -149,7 +148,6 @@ class NodeAssignment(Body):
 
     #: False once the cluster has expired the node, which then stops all processes before it joins again.
     is_known: bool
-    #: Whether the cluster ends.
     ends: bool = False
     #: Whether the node is to leave, as fewer are needed.
     leaves: bool = False
@@ -179,7 +177,6 @@ class FleetTarget(Body):
     wanted: Count
     #: The platform's nodes that are in the cluster.
     joined: list[NodeName]
-    #: Whether the cluster ends.
     ends: bool = False
 
 

@@ -49,7 +49,6 @@ class LookaheadRequest(Body):
     Answered with `JobLookahead` and its frames.
     """
 
-    #: The name and version of the flow.
     flow: Name
     job: Name
     first: Count
@@ -251,7 +250,6 @@ MAX_JOBS = 1024
 class RouterSettings(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The settings of a router, which may change while it runs."""
 
-    #: The shards that own keys.
     shards: list[str]
     #: As in `FlowView`, for jobs.
     limited_by: str = ""

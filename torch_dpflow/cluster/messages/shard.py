@@ -74,7 +74,6 @@ class ShardSettings(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     """The settings of a shard, which may change while it runs."""
 
     workers: int
-    #: Memory of its cache, bytes.
     memory_bytes: int
 
 
@@ -97,7 +96,6 @@ class WorkerArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
     #: The id of its shard's process.
     shard: str
-    #: Its number in the shard.
     number: int
 
 

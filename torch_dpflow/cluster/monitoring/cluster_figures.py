@@ -61,7 +61,6 @@ def sharing_of(served: int, decodes: int, *, size: int, keeps: bool, jobs: int =
 class ShardFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One shard, or all shards of a flow together. Counts are since the start of the shard."""
 
-    #: Keys that it owns.
     keys: int = 0
     workers: int = 0
     #: Samples that jobs have requested, and how many of them were cached or being loaded already.
@@ -138,7 +137,6 @@ class FlowRow(msgspec.Struct, frozen=True, kw_only=True):
     jobs: int
     #: Of its routing table; 0 while its router does not run.
     generation: int
-    #: Shards that own keys.
     shards: int
     figures: ShardFigures
     #: Why its jobs share little; empty if they share much, or if that is not known yet.

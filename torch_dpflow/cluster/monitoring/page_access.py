@@ -22,7 +22,6 @@ from torch_dpflow.errors import MissingExtraError, OptionError
 
 #: Environment variable with the path of the file with the token.
 TOKEN_FILE = "DPFLOW_WEB_TOKEN_FILE"
-#: Characters of a token.
 MIN_TOKEN, MAX_TOKEN = 16, 1024
 #: Requests a second of one address, on average, and at once.
 RATE, BURST = 20.0, 60.0

@@ -224,7 +224,6 @@ class Limit(NamedTuple):
     otherwise: str = ""
 
 
-#: By the value of `FlowView.limited_by`.
 FLOW_LIMITS = {
     "": Limit(
         "not known yet",

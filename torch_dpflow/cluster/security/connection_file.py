@@ -34,7 +34,6 @@ _NEWEST = 2
 class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The content of a cluster's connection file."""
 
-    #: Address of the coordinator.
     address: str
     server_public: str
     client_public: str
@@ -248,7 +247,6 @@ def keys_hint(address: str) -> str:
 class Cluster:
     """How clients reach a cluster."""
 
-    #: Address of the coordinator.
     address: str
     transport: TransportOptions
     #: As in `ConnectionFile`.

@@ -96,7 +96,6 @@ class Router:
         #: By reader name, and by job name.
         self._readers: dict[str, Reader] = {}
         self._jobs: dict[str, FlowJob] = {}
-        #: How many there have been.
         self._jobs_seen = 0
         #: By reader name: figures of its last heartbeat.
         self._figures: dict[str, JobFigures] = {}

@@ -253,8 +253,6 @@ class ProvisionedWorkers:
             "limited_by": self._remote.limited_by,
         }
 
-    # -- inside ----------------------------------------------------------------------------------------------
-
     def _serve(self) -> bool:
         """Handle messages of remote workers; return whether there may be more."""
         remote = self._remote

@@ -50,11 +50,9 @@ LINGER_S = 20.0
 class _Reader:
     """A process that reads."""
 
-    #: The job that it reads for.
     job: str
     #: The tickets of samples that it has requested and not received.
     open: set[int] = field(default_factory=set)
-    #: Number of its latest request.
     latest: int = 0
 
 

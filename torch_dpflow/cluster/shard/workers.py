@@ -55,9 +55,7 @@ class _FlowWorker:
     incarnation: int
     #: Whether this process detects its end: it shares memory, and the kernel has pidfds.
     is_watched: bool = False
-    #: Whether its end has been requested.
     is_ending: bool = False
-    #: Number of samples that it has loaded.
     samples: int = 0
     #: Maximum number of tasks that it holds.
     window: int = WINDOW

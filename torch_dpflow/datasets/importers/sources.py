@@ -40,7 +40,6 @@ class SourceFile(NamedTuple):
     """One object of a source."""
 
     url: str
-    #: bytes
     size: int
     #: see `storage.states`; None if the storage reports none
     state: str | None

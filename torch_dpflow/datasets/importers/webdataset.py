@@ -47,7 +47,6 @@ class TarMember(NamedTuple):
     name: str
     #: offset of its bytes in the archive
     start: int
-    #: bytes
     size: int
     is_file: bool = True
 
@@ -236,7 +235,6 @@ class _Member(NamedTuple):
     ending: str
     #: offset of its bytes in the shard
     start: int
-    #: bytes
     size: int
     #: its text, if it is small and UTF-8
     text: str | None

@@ -107,7 +107,6 @@ def parse_endpoint(endpoint: str, scheme: str = "https") -> Endpoint:
     return Endpoint(Origin(is_tls, host, port or (443 if is_tls else 80)), unquote(parts.path).rstrip("/"))
 
 
-#: Endpoints of regions.
 _of_aws = functools.lru_cache(maxsize=64)(parse_endpoint)
 
 

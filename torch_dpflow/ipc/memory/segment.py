@@ -183,7 +183,6 @@ class Segment:
     memory: memoryview
     #: The writer's descriptor, by which the reader finds it; -1 in the reader.
     fd: int
-    #: Address of the payload.
     address: int
     #: Identifies the file, where another process's segment is mapped: device and inode.
     file: tuple[int, int] = (0, 0)

@@ -109,13 +109,11 @@ class ServerStats:
     malformed: int = 0
     #: Messages of peers without a session: no handshake yet, or the session was dropped.
     without_session: int = 0
-    #: Calls executed.
     calls: int = 0
     #: Repeated calls that were ignored, as the first was still running.
     repeats: int = 0
     #: Calls answered with an error.
     failures: int = 0
-    #: Clients with a session.
     clients: int = 0
 
 

@@ -265,8 +265,6 @@ class StripeAllocator:
     def holds(self, identity: bytes) -> bool:
         return identity in self._datasets
 
-    # -- inside ----------------------------------------------------------------------------------------------
-
     def _set(self, identity: bytes) -> AllocatedDataset:
         if identity not in self._datasets:
             raise UsageError(f"dataset {identity.hex()} is not in the pool (any more); preload it")

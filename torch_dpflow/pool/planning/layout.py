@@ -32,7 +32,6 @@ from torch_dpflow.errors import OptionError, OptionTypeError
 
 #: Records of any length begin at multiples of this many bytes, a cache line.
 ALIGNMENT = 64
-#: Maximum bytes of a stripe of an array.
 ARRAY_STRIPE_BYTES = 64 << 20
 #: Maximum bytes of a block of rows, unless a row is larger; and of blocks of an array: 4 TiB.
 ARRAY_BLOCK_BYTES, _MAX_BLOCKS = 256 << 10, 1 << 24
@@ -147,7 +146,6 @@ class ArrayLayout(RecordLayout):
             )
         whole_lines = ALIGNMENT // math.gcd(ALIGNMENT, self.record_bytes)
         fit = min(block_bytes, stripe_bytes) // self.record_bytes
-        #: Rows of a block.
         self.per_block = max(1, fit // whole_lines * whole_lines or fit)
         self.blocks_per_stripe = max(1, stripe_bytes // (self.per_block * self.record_bytes))
         super().__init__(identity, records, self.per_block * self.blocks_per_stripe)

@@ -235,8 +235,6 @@ class ReadAhead:
         self._readers.pop(reader, None)
         return self._run(self._cache.leave(reader))
 
-    # -- inside ----------------------------------------------------------------------------------------------
-
     def _reader(self, name: str) -> _AheadReader:
         try:
             return self._readers[name]

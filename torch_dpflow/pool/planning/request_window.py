@@ -42,7 +42,6 @@ class FixedWindow:
     def __init__(self, size: int, *, stages: int = 4) -> None:
         self._size = check_int("size", size, minimum=1)
         self._stages = check_int("stages", stages, minimum=1)
-        #: Outstanding bytes and records.
         self.bytes_out = self.records_out = 0
 
     def grant(self, lengths: Sequence[int], now: float) -> int:

@@ -74,7 +74,6 @@ class PoolLookup:
         #: Address of the server that was contacted last.
         self.contacted = address
         self._silence_s = silence_s
-        #: Control connection; None if there is none for now.
         self.connection: PoolConnection | None = None
         #: Whether the last server that was contacted timed out.
         self.is_silent = False
@@ -129,8 +128,6 @@ class PoolLookup:
         connection, self.connection = self.connection, None
         if connection is not None:
             connection.close()
-
-    # -- inside ----------------------------------------------------------------------------------------------
 
     def _table(self, connection: PoolConnection) -> StripeOwners | None:
         request = PreloadDataset(source=self._source, identity=self._identity, is_explicit=False, whole=False)

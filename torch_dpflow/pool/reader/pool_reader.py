@@ -154,8 +154,6 @@ class PoolReader:
             self._lookup.report_reads(self.hits, self.misses, 0.0)
             self._forget()
 
-    # -- inside ----------------------------------------------------------------------------------------------
-
     def _is_unanswered(self) -> bool:
         """Return whether no server has reported yet if it reads ahead for this process."""
         return self._table is None or (self._table.is_part and self._lookup.connection is None)

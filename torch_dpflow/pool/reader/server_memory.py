@@ -180,8 +180,6 @@ class LocalServer:
         if connection is not None:
             connection.close()
 
-    # -- inside ----------------------------------------------------------------------------------------------
-
     def _connect(self) -> None:
         self._connection = PoolConnection(self._directory, silence_s=self._silence_s)
         self._leave_regions(0)

@@ -231,8 +231,6 @@ class AheadReading:
             with suppress(BufferError):  # a data connection still sends from it, and frees it then
                 self._memory.close()
 
-    # -- inside ----------------------------------------------------------------------------------------------
-
     def _joined(self, own: dict[str, list[Keys]], part: AnnounceAccessPlan, keys: Keys) -> Keys | None:
         """Return the whole plan if this is its last part. Raises UsageError for an invalid part, or too many plans."""
         parts = own.get(part.plan, []) if part.first else []

@@ -184,8 +184,6 @@ class DataSender:
             self._is_running = False
             self._release()
 
-    # -- inside ----------------------------------------------------------------------------------------------
-
     def _call(self, call: Callable[[], None]) -> None:
         self._calls.append(call)
         with self._lock:

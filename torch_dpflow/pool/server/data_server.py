@@ -180,8 +180,6 @@ class DataServer:
         self._holdings.close()
         os.close(self._held_lock)
 
-    # -- one client ------------------------------------------------------------------------------------------
-
     def _admit(self, connection: socket.socket, kind: Callable[[socket.socket], Channel]) -> None:
         """Serve a control connection in a thread, if there may be one more."""
         if self._stop.is_set() or len(self._connections) >= MAX_CONNECTIONS:

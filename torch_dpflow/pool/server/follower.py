@@ -169,8 +169,6 @@ class PoolFollower:
         self._reading.close()
         self._commands.close()
 
-    # -- inside ----------------------------------------------------------------------------------------------
-
     def _join(self, connection: PoolConnection) -> None:
         for report in self._holdings.reports():
             for part in report.split() if report.stripes else ():

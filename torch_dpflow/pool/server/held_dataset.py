@@ -80,7 +80,6 @@ class HeldDataset:
     def __init__(self, source: AnySource, opened: OpenedSource, cut: int = ALL) -> None:
         #: Unique among all datasets that this process has held, also of the same identity.
         self.number = next(_NUMBERS)
-        #: URL of the dataset.
         self.url, records, known, self._reader, self.parts = opened
         self.source, self.records = source, records
         self.cut, self.is_part = cut, cut != ALL
@@ -94,7 +93,6 @@ class HeldDataset:
         self._changed = threading.Condition()
         #: State of each record.
         self._states = bytearray([ELSEWHERE]) * records.records
-        #: The same memory.
         self._state_array = np.frombuffer(self._states, np.uint8)
         self._segment_of: dict[int, PoolSegment] = {}
         #: Whether a thread reads, or has read, each record.
@@ -256,8 +254,6 @@ class HeldDataset:
             segment.close()
         if self._reader is not None:
             self._reader.close()
-
-    # -- inside ----------------------------------------------------------------------------------------------
 
     def _want(self, record: int) -> None:
         """Queue a record to be read before others, unless a thread has taken it."""

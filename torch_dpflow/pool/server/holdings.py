@@ -281,8 +281,6 @@ class Holdings:
             error=error[:_MAX_ERROR_CHARS],
         )
 
-    # -- inside ----------------------------------------------------------------------------------------------
-
     def _held(self, identity: bytes) -> HeldDataset | None:
         holding = self._datasets.get(identity)
         return None if holding is None else holding.held

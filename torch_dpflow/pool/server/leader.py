@@ -220,8 +220,6 @@ class PoolLeader:
             self._datasets.clear()
             self._changed.notify_all()
 
-    # -- inside ----------------------------------------------------------------------------------------------
-
     def _tick(self) -> None:
         now = self._clock()
         self._apply(self._allocator.renew(self._server.name, 0, self._server.memory, now))

@@ -126,7 +126,6 @@ class TLSStream:
 Stream: TypeAlias = socket.socket | TLSStream
 #: Handshake over a non-blocking socket: each step continues with the bytes received so far; returns the result.
 Handshake: TypeAlias = Generator[None, None, T]
-#: Bytes of a nonce, and of a proof.
 _NONCE_BYTES = 32
 #: TCP keepalive: an unreachable client is dropped after 30 s, and with it its access plans and lent memory.
 _ALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))

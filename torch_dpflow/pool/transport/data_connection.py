@@ -200,8 +200,6 @@ class DataConnection:
         """Close the connection; outstanding answers are lost."""
         self._socket.close()
 
-    # -- inside ----------------------------------------------------------------------------------------------
-
     def _check(self, identity: bytes, records: list[int], lengths: list[int]) -> list[RequestedRecord]:
         """Return the requests that an answer belongs to. Raises MessageError if it belongs to others."""
         if len(records) > len(self.requested):

@@ -20,7 +20,6 @@ from typing import NamedTuple, TypeAlias
 from torch_dpflow.errors import MessageError
 from torch_dpflow.pool.messages import MAX_RECORDS
 
-#: Purpose of a connection.
 CONTROL, DATA_CONNECTION = 1, 2
 #: In place of a record's length: sent later; only in storage; the server has dropped the dataset.
 LATER, ABSENT, GONE = -1, -2, -3
@@ -29,7 +28,6 @@ DATA, READY = 1, 2
 #: Part of a record: the record's number, the first byte, and the number of bytes or `WHOLE`.
 RecordPart: TypeAlias = tuple[int, int, int]
 WHOLE = -1
-#: Maximum bytes of a record.
 MAX_RECORD_BYTES = 1 << 40
 
 _HELLO = struct.Struct("<6sBB")

@@ -25,7 +25,6 @@ from torch_dpflow.pool.transport.data_connection import (
 )
 from torch_dpflow.pool.transport.data_frames import GONE, LATER
 
-#: Content of a record.
 Content: TypeAlias = bytes | memoryview
 #: Servers and the connections to them.
 _Connections: TypeAlias = Sequence[tuple[str, DataConnection]]
@@ -94,8 +93,6 @@ class DataReader:
         """Close all connections; they are opened again when needed."""
         for owner in [*self._connections]:
             self._close(owner)
-
-    # -- inside ----------------------------------------------------------------------------------------------
 
     def _request(self, batch: _RecordBatch) -> None:
         """Request as many records as the window allows."""

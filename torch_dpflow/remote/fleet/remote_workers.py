@@ -313,8 +313,6 @@ class RemoteWorkers:
             how = f"has left{f': {report}' if report else ''}" if worker.goodbye is not None else end
             self._lose(worker, f"{worker.name} {how}", may_blame=worker.goodbye is None or bool(report))
 
-    # -- what follows ------------------------------------------------------------------------------------
-
     def look(self) -> None:
         """Handle the platform's outcomes, check leases, and apply the fleet's instructions. Cheap if nothing is due."""
         outcomes = self._platform.take()

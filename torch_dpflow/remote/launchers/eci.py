@@ -107,7 +107,6 @@ def _group(found: Any) -> ContainerGroup:
     )
 
 
-#: Tags: cluster and number of the node.
 CLUSTER, NUMBER = "dpflow-cluster", "dpflow-node"
 #: States in which a group has ended for good and costs nothing.
 ENDED = frozenset({"Succeeded", "Failed", "ScheduleFailed", "Expired"})

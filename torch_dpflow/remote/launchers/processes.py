@@ -236,7 +236,6 @@ def _tail(file: IO[bytes]) -> str:
         return file.read().decode(errors="replace").strip()
 
 
-#: What a worker runs.
 MODULE = "torch_dpflow.remote.worker"
 #: How often to check all workers if that costs next to nothing, seconds: one that ends before it has connected is not
 #: noticed until then.

@@ -31,7 +31,6 @@ from torch_dpflow.remote.shipping.values import Bulk
 from torch_dpflow.workers.script_settings import current_directory
 
 _THIS = __name__.partition(".")[0]
-#: The part of the current directory.
 DIRECTORY = "current directory"
 #: How many of its last characters are shown.
 _MAX_DIRECTORY = 70

@@ -35,7 +35,6 @@ _IMPORTS = re.compile(
 class OwnModule(NamedTuple):
     """A package of the user's, with all that lies below it, or a module that is in no package but namespaces."""
 
-    #: Dotted.
     name: str
     #: Directories of a package, the first first; the file of a module.
     paths: tuple[str, ...]

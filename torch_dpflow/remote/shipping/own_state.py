@@ -61,7 +61,6 @@ class OwnState:
     members: Mapping[str, Mapping[str, SetMember]] = field(default_factory=dict)
     #: Own modules that were not compared.
     others: frozenset[str] = frozenset()
-    #: Variables of the script.
     script: frozenset[str] = frozenset()
     #: Patterns of parts that do not count; None for a private loader, which has none.
     ignore: Sequence[str] | None = ()

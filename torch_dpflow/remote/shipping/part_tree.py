@@ -12,7 +12,6 @@ from typing import Any
 from torch_dpflow.ipc.messages.content_parts import RANDOM_STATE
 from torch_dpflow.remote.shipping.values import ATOMS, repeated
 
-#: Longest text of a value.
 _MAX_TEXT = 60
 #: The first name of a path.
 _NAME = re.compile(r"\.\(\w+\)|[.\[(][^.\[(]*")
