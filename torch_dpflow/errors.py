@@ -202,7 +202,7 @@ class ThrottledError(PlatformError):
 
 
 class QuotaError(PlatformError):
-    """The account or cluster has as many workers as it may have."""
+    """The account or cluster has its maximum number of workers."""
 
 
 class DeniedError(PlatformError, PermissionError):

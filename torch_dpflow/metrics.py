@@ -44,8 +44,8 @@ class LoaderStats:
     duplicates: int
     #: Batches moved from a busy worker to an idle one.
     steals: int
-    #: Seconds that remote workers have run, as functions are billed, all together; without their start. For a shared
-    #: flow: this loader's part of its workers' time, by the samples that each job has read; and the time for all jobs.
+    #: Seconds that all remote workers have run, as functions are billed, without their start. For a shared flow: the
+    #: flow's worker time divided among jobs by the samples that each has read; the second field has it for all jobs.
     worker_s: float = 0.0
     flow_worker_s: float = 0.0
     #: For a shared flow: samples delivered to and loaded for all jobs since its shards were started; and the reason if
@@ -150,7 +150,7 @@ class LoaderMeter:
     def __init__(self) -> None:
         self.stall_s = 0.0
         self.iterating_s = 0.0
-        #: Seconds of all iterations from `iter()` to the first batch and while workers were ended; and the stall in it.
+        #: Seconds from `iter()` to first batches and while workers ended, over all iterations; and the stall in them.
         self.turns_s = self.turn_stall_s = 0.0
         #: The longest time from an `iter()` to its first batch, seconds.
         self.longest_start_s = 0.0
@@ -165,7 +165,7 @@ class LoaderMeter:
         self.times = StageTimes()
         #: Writes events to a file, if the environment requests it.
         self.trace: LoaderTrace | None = None
-        #: See `LoaderStats`; written by the thread that owns the workers.
+        #: See `LoaderStats.limited_by`; written by the thread that owns the workers.
         self.limited_by = ""
         self._fleets: list[WorkerTime] = []
         self._stall_before_s = 0.0

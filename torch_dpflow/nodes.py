@@ -119,9 +119,8 @@ class Mapper(DPFlowNode[T]):
     Idle workers take over waiting items of busy ones. A worker that dies is replaced and its items are mapped again;
     each item has one result. Workers stay from epoch to epoch.
 
-    The state holds the source's state before the oldest item whose result was not delivered, and which later items
-    were delivered.
-    So no item is lost or repeated, whatever was in flight, also with a different number of workers or another platform.
+    The state holds the source's state before the oldest item that was not delivered, and which later items were
+    delivered. So no item is lost or repeated, even with a different number of workers or another platform.
 
     Random numbers in `fn` are seeded by item, as those of a map-style dataset by batch: they are the same for any
     number of workers, after a crash and after a resume. (With `num_workers=0` they are the process's own.)

@@ -1,7 +1,7 @@
-"""How places of an epoch's order are dealt to ranks, and what is left to deal when the number of ranks changes.
+"""How places of an epoch's order are dealt to ranks, and dealt again when the number of ranks changes.
 
-As DistributedSampler, rank r of N takes the places r, r + N, r + 2N, and so on. Ranks in step that have each read p of
-them have read the first p * N places together. So what is left is one range, and after any number of changes a few.
+As in DistributedSampler, rank r of N takes the places r, r + N, r + 2N, and so on. Ranks in step that have each read p
+places have together read the first p * N. The remaining places are therefore one range, or a few after several changes.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ def describe_numbers(numbers: NDArray[np.integer[Any]]) -> str:
 
 
 class RankPart:
-    """The places of one rank, as by DistributedSampler: every `replicas`-th, starting at the `rank`-th.
+    """The places of one rank, as in DistributedSampler: every `replicas`-th, starting at the `rank`-th.
 
-    A remainder is filled up with the first places, or dropped. A slice of it is `Places`.
+    If they do not divide evenly, the first places are repeated at the end, or the last ones dropped.
     """
 
     def __init__(self, places: Places, rank: int, replicas: int, *, drop_last: bool) -> None:
@@ -196,8 +196,7 @@ class RankPosition:
                 of all ranks of one run, in any order.
             length: samples of the epoch.
 
-        Raises:
-            StateError: a state is damaged, or they are not those of all ranks of one run.
+        Raises StateError: a state is damaged, or they are not those of all ranks of one run.
         """
         states = [state] if isinstance(state, dict) else state
         found = [cls._of(one, length, drop_last=drop_last) for one in states]

@@ -45,7 +45,7 @@ def require(count: int, what: str) -> None:
 
 def has_spare(count: int) -> bool:
     """Return whether `count` more can be opened; quick if many can."""
-    # To try the last number of all would have the kernel make its table that long: 12 to 30 ms where there are threads.
+    # Trying the highest number would make the kernel grow its table to that length: 12 to 30 ms if there are threads.
     with suppress(OSError):  # without /proc
         taken = os.stat(_OWN).st_size  # how many are open, on Linux from 6.2; 0 before
         if 0 < taken <= soft_limit() - count:

@@ -25,7 +25,7 @@ MAX_TORCH = (2**32 - 1) // 20
 MIN_LENGTH = 1 << 16
 #: Random numbers that are drawn at once.
 _PIECE = 1 << 14
-#: So few places at the end are exchanged one by one.
+#: The last places are exchanged one by one.
 _TAIL = 1 << 10
 #: Words of a Mersenne Twister; where a torch generator's state has their number left, the next one, and the words.
 _WORDS, _LEFT, _NEXT, _KEY = 624, slice(8, 12), slice(16, 24), slice(24, 24 + 624 * 8)
@@ -81,7 +81,7 @@ class Permutation:
         return (raw % left).astype(np.int64) + np.arange(self.drawn, self.drawn + len(left))
 
     def _exchange(self, targets: NDArray[np.int64]) -> int:
-        """Exchange the next places with these, as far as no exchange depends on one before; return how many."""
+        """Exchange the next places with these, up to the first that depends on an earlier exchange; return how many."""
         first, count = self.drawn, len(targets)
         places = np.arange(first, first + count)
         inside = targets[(targets < first + count) & (targets > places)]
@@ -110,7 +110,7 @@ class Permutation:
 
 
 def seeded(seed: int) -> np.random.MT19937:
-    """Return the random numbers of a torch generator with this seed, of which torch uses 32 bits."""
+    """Return the random numbers of a torch generator with this seed; torch uses its lower 32 bits."""
     state: Any = np.random.RandomState(seed & (2**32 - 1)).get_state(legacy=True)
     return _bits(state[1], state[2])
 
@@ -144,7 +144,7 @@ def advance(generator: torch.Generator, draws: int) -> None:
 
 
 def drawn_as(generator: torch.Generator, length: int) -> Permutation | Order:
-    """Return what `torch.randperm` would draw from this generator, and leave the generator as it would."""
+    """Return what `torch.randperm` would draw from this generator, and advance the generator equally."""
     import torch
 
     if length < MIN_LENGTH or length >= MAX_TORCH or generator.device.type != "cpu" or not draws_as_torch():
@@ -172,7 +172,7 @@ def torch_order(length: int, seed: int) -> Permutation | Order:
 
 
 def epoch_order(length: int, seed: int) -> Permutation | Order:
-    """Return `torch_order` of a shorter order, and of a longer one another order that is drawn as it is read."""
+    """Return `torch_order` up to `MAX_TORCH` places; for more, a different order that is drawn as it is read."""
     return torch_order(length, seed) if length < MAX_TORCH else Permutation(length, seeded(seed))
 
 

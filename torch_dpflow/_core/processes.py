@@ -130,7 +130,7 @@ class PrivateDirectory:
 
 
 def sweep() -> None:
-    """Remove directories of this user that no process uses."""
+    """Remove this user's directories that no process uses."""
     for directory in Path(_base()).glob(PREFIX + "*"):
         if _is_abandoned(directory / _LOCK):
             shutil.rmtree(directory, ignore_errors=True)

@@ -15,8 +15,8 @@ _MIN_BYTES = 1 << 22
 def sparse_zeros(length: int, dtype: DTypeLike) -> NDArray[Any]:
     """Return zeros of shape (length,).
 
-    numpy requests huge pages for a large array: a few writes at random places fill all of it with zeros, a second for
-    each gigabyte. Here they take a page of 4 KiB each. A fork has a copy, as of any other array.
+    numpy requests huge pages for a large array: a few writes at random places fill all of it with zeros, which takes a
+    second per gigabyte. Here each write takes a page of 4 KiB.
     """
     kind = np.dtype(dtype)
     if length * kind.itemsize < _MIN_BYTES:

@@ -30,7 +30,7 @@ _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 class StageTimes(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Time that workers took to load: in total, by stage, and as a histogram of the times of samples.
 
-    Samples that were loaded twice count twice. A stage that a dataset does in its own code is in `dataset_s`.
+    Samples that were loaded twice count twice. Reading and decoding in the dataset's own code count as `dataset_s`.
     """
 
     #: Seconds in which the package's readers waited for storage or for the pool.

@@ -19,7 +19,7 @@ from torch_dpflow.caches.timetable import JobProgress
 from torch_dpflow.errors import OptionError
 from torch_dpflow.lookahead import Keys, Lookahead
 
-#: Measurements of the jobs' paces in their epochs. Jobs read in batches, so a short time would show one job only.
+#: How often the jobs' paces are measured per epoch. Jobs read in batches, so a shorter time would show one job only.
 _MEASUREMENTS = 8
 #: In samples for each read of all jobs: a job that pauses is not taken to be slower.
 _MIN_RATE = 1e-9
@@ -130,9 +130,9 @@ class LookaheadPolicy(RankedPolicy):
         return progress
 
     def _measure(self) -> None:
-        """Measure the jobs' paces, in reads of all jobs: no clock, which would count pauses of the machine.
+        """Measure the paces of all jobs, in reads of all jobs: a clock would count pauses of the machine.
 
-        All are measured at once, as only their relations matter. O(resident keys).
+        O(resident keys).
         """
         now = self._ranking.now
         for progress in self._timetable:

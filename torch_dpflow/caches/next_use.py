@@ -19,11 +19,11 @@ _CODE_AT = [(np.arange(256) >> 2 * place) & 3 for place in range(JOBS_PER_PLANE)
 
 
 class NextUseRanking(Ranking):
-    """Computes distances of keys from a timetable; the time-invariant part is computed once and stored.
+    """Computes distances of keys from a timetable; what does not change with time is computed once and stored.
 
-    A key's distance combines its *anchor*, which depends on its certain cells and changes only when a job reads it,
-    with a *value* per job, which depends on the key's code for that job. The values of four jobs are combined for all
-    256 possible bytes at once, so a distance costs hardly more with many jobs than with few.
+    A key's distance combines its *anchor*, from its certain positions, which changes only when a job reads it, with a
+    *value* for each job, from the key's code for that job. The codes of four jobs share one byte, so a table with the
+    combined values of all 256 bytes serves four jobs with one lookup.
     """
 
     #: the argument of `Timetable`: codes of a position, ABSENT, READ, LIKELY and UNKNOWN
@@ -39,11 +39,11 @@ class NextUseRanking(Ranking):
         #: By load number; valid for resident keys only.
         self.anchors: Distances = np.zeros(1)
         self._anchor_of: memoryview[Any] = self.anchors.data
-        #: How much all anchors have shrunk since the start: reads of all jobs, if times are in these, else 0.
+        #: How much all anchors have shrunk since the start: the reads of all jobs if anchors are times, else 0.
         self.now = 0
         #: By plane and place, the values of the four codes as they are stored.
         self._values: list[list[list[float]]] = []
-        #: The same combined over places, by byte; None where values have changed since. As arrays and as lists.
+        #: By plane, the combined values of each byte; None if values have changed since. As arrays and as lists.
         self._combined: list[Distances | None] = []
         self._combined_of: list[list[float] | None] = []
         self.recompute()

@@ -46,7 +46,7 @@ class PolicyStatistics:
     offered: int
     #: of these, those that were kept
     admitted: int
-    #: of these, those that would fit but were worth less than the resident ones
+    #: of these, those that would fit but were worth less than the resident keys
     bypassed: int
     #: of these, those larger than the whole budget
     refused: int

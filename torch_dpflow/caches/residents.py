@@ -67,7 +67,6 @@ class Residents:
     when they reach the top.
 
     Args:
-        ranking: what to order by.
         front: how many keys are kept in fine order.
     """
 

@@ -141,7 +141,7 @@ def verify_progress(variant: str, total: int) -> Iterator[Callable[[int], None]]
 
 @contextmanager
 def preload_progress(name: str) -> Iterator[Callable[[int, int | None], None]]:
-    """Return a bar for what a pool loads, on stderr; it has a total once the pool knows for how much it has room."""
+    """Return a bar for what a pool loads, on stderr; its total is set once the pool knows how much fits."""
     with _bar() as bar:
         task = bar.add_task(name, total=None)
         yield lambda samples, total: bar.update(task, completed=samples, total=total)

@@ -118,8 +118,7 @@ class Describer:
     def describe(self, items: Iterable[Item], packs: ShardPacks) -> list[SampleMeta]:
         """Return the metadata of a shard's items. Items with data are added to the packs.
 
-        Raises:
-            SourceError: an item has no object, its path leads out of its root, or its annotations are no JSON.
+        Raises SourceError: an item has no object, its path leads out of its root, or its annotations are no JSON.
         """
         samples = [self.found(item) if item.data is None else self._packed(item, packs) for item in items]
         return samples if self._checksum is None else self._checked(samples, self._checksum)

@@ -174,8 +174,7 @@ class _Builder:
 
         All parts are read also after a damaged one, so that the next attempt finds every part that it has to write.
 
-        Raises:
-            _LostPartsError: parts are missing or damaged.
+        Raises _LostPartsError: parts are missing or damaged.
         """
         paths = [f"parts/{self._folder}/{key}" for key in keys]
         lost = 0

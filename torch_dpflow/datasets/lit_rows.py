@@ -17,11 +17,9 @@ class LitRows(TableDataset):
     A sample is the dict that LitData gives, with the columns and types of its chunk.
 
     Args:
-        dataset: its chunks.
         how: see `TableDataset`.
 
-    Raises:
-        SourceError: a chunk has a different number of rows than the index says; and the errors of `TableDataset`.
+    Raises SourceError: a chunk has a different number of rows than the index says; and the errors of `TableDataset`.
     """
 
     def __init__(self, dataset: LitDataImporter, **how: Any) -> None:

@@ -234,7 +234,6 @@ class Rows:
     Thread-safe, and usable after a fork.
 
     Args:
-        data: what is mapped.
         firsts: number of the first sample of each part, and the number of all samples.
         bases: where each part begins in `data`.
         root: URL that paths of objects are relative to.

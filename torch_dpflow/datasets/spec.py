@@ -161,8 +161,7 @@ class SampleMeta(SpecStruct, frozen=True, kw_only=True, gc=False):
     def fields(self) -> dict[str, Any]:
         """Decode the annotations, again at each call, so that callers may change the result.
 
-        Raises:
-            DamagedStoreError: they are no JSON object.
+        Raises DamagedStoreError: they are no JSON object.
         """
         return decode_fields(self.meta, self.path)
 
@@ -259,8 +258,7 @@ class Dataset(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="data
     def decode_shard(self, variant: str, number: int, data: bytes, *, url: str | None = None) -> DatasetShardMeta:
         """Decode a shard and check it against this version; `url` names it in errors.
 
-        Raises:
-            DamagedStoreError: it is not the shard that this version refers to.
+        Raises DamagedStoreError: it is not the shard that this version refers to.
         """
         entry = self.variants[variant].shards[number]
         samples = self.variants[variant].shard_samples(number)
@@ -304,8 +302,7 @@ def data_url(dataset_url: str, root: str, path: str) -> str:
 
     Each of them may be a URL, which replaces what precedes it.
 
-    Raises:
-        DamagedStoreError: a relative path leads out of its root.
+    Raises DamagedStoreError: a relative path leads out of its root.
     """
     return url_below(url_below(dataset_url, root), path)
 

@@ -93,8 +93,7 @@ class ImportProgress:
     def begin(self, record: DraftRecord) -> None:
         """Record what is being imported, or check it against the record.
 
-        Raises:
-            OptionError: an import of something else has begun and not ended.
+        Raises OptionError: an import of something else has begun and not ended.
         """
         path = f"{self._folder}/{RECORD}"
         try:
@@ -177,9 +176,7 @@ class VariantWriter:
     Args:
         files: the dataset's directory.
         ref: dataset, version and variant.
-        record: what is imported, and how.
         base: the variant of the version that is appended to, if any.
-        importer: the source.
         progress: see `ProgressCallback`.
     """
 

@@ -196,8 +196,7 @@ def _restore_dataset(dataset: Any, state: Any) -> None:
 def _is_over(dataset: Any, of_dataset: Any, of_iterator: Any) -> bool:
     """Iterate a dataset that was restored to the end of an iteration; return whether it yields nothing.
 
-    Only then has it used the position that it was given: an iteration that is not read has run none of its code, if
-    that is a generator's.
+    Only this makes it use the restored position: a generator runs none of its code before it is read.
     """
     iterator = iter(dataset)
     if of_iterator is not None:
@@ -231,7 +230,6 @@ class Stream:
     """The batches of one copy of an iterable dataset, one after the other; its position can be saved and restored.
 
     Args:
-        dataset: the iterable dataset.
         make_fetcher: makes torch's fetcher for it, which calls `iter(dataset)`.
         state: an earlier result of `state()`; None for the beginning.
         skip: batches to skip; only without `state`.

@@ -303,8 +303,7 @@ def replay(
     Draws the indices up to there again, from the process's generators, which the caller has to preserve. `on_opened` is
     called before the order is drawn.
 
-    Raises:
-        StateError: the state does not fit the sampler or the data set.
+    Raises StateError: the state does not fit the sampler or the data set.
     """
     if state.plan_rng is not None:
         restore_rng(state.plan_rng)

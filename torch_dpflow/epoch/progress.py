@@ -101,7 +101,7 @@ class LoaderShape:
         return 0 if ranks is None else ranks.rank
 
     def parts(self) -> dict[str, int | str | bool | None]:
-        """Return the values that must be equal, by their names in messages; but for `SIZES`, mostly."""
+        """Return the values that must be equal when resuming, by their names in messages; `SIZES` may differ."""
         ranks = self.ranks()
         rank = None if ranks is None else ranks.rank
         if self.kind == "iterable":
@@ -138,7 +138,7 @@ RANK = "rank"
 EPOCH = "sampler's epoch"
 #: The epoch after it, of a sampler without a state that counts its iterations.
 COUNTED = "sampler's next epoch"
-#: What a loader may have another value of than the state that it resumes.
+#: The values of `parts` in which a loader may differ from the state that it resumes.
 SIZES = ("batch_size", "num_replicas")
 
 
@@ -190,8 +190,6 @@ class EpochProgress:
     """The batches that one iteration has delivered.
 
     Args:
-        shape: of the loader.
-        start: how the epoch began.
         plan: its index batches, from the first that is not delivered.
         generator: the loader's.
         streams: the position of each worker's own stream; empty if batches are not bound to workers.
@@ -257,7 +255,7 @@ class EpochProgress:
     ) -> EpochProgress:
         """Resume a state in mid-epoch. The process's generators stay unchanged.
 
-        Raises StateError: the state does not fit. The generators of the loader and its samplers are unchanged then.
+        Raises StateError: the state does not fit. The generators of the loader and its samplers then stay unchanged.
         """
         _check_order(state, index_sampler, sampler, generator)
         held = sampler_generators(index_sampler, sampler, generator)
@@ -302,7 +300,8 @@ class EpochProgress:
     def passed(self, position: int, samples: int) -> None:
         """Count the batch at this position as delivered or skipped. Idempotent.
 
-        Calls nothing: Python handles signals at calls, so Control-C comes before or after the whole method.
+        Control-C can interrupt it only before the loop or between two of its turns, as Python handles signals at calls
+        and backward jumps. The position is right at both.
         """
         if position >= self.position:
             self._ahead[position] = samples
@@ -417,7 +416,7 @@ class EpochProgress:
         self.note_taken()
         if not self._start.keeps_seed:
             return []
-        # Where the next iteration of an iterable dataset begins that was left in mid-epoch is known in its worker only.
+        # If an iterable dataset was left in mid-epoch, only its worker knows where its next iteration begins.
         is_map = self._shape.kind == "map"
         return [
             StreamState(rng=stream.rng, dataset=stream.dataset if stream.ended or is_map else None)

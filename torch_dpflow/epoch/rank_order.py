@@ -57,7 +57,7 @@ class RankOrder:
         return self._at.end(self._sampler.num_replicas, drop_last=self._sampler.drop_last) - self._at.position
 
     def begun(self, index_sampler: Any) -> Iterator[Any]:
-        """Iterate over the batches of a whole epoch, whose number is the sampler's at the first draw."""
+        """Iterate over the batches of a whole epoch: the one that the sampler is set to at the first draw."""
         self._epoch, self._at = self._sampler.epoch, RankPosition.beginning(len(self._sampler.dataset))
         yield from regrouped(index_sampler, self.rest())
 

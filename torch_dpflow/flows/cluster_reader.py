@@ -67,7 +67,7 @@ class SharedFlow:
             FlowDefinition(name=self.name, dataset=self.dataset, version=self.version, workers=self.workers),
             JobReading(collate_fn=list, cacheable_only=True),
             address=self.address,
-            # No name: each process is a job of its own, and a name is for one job.
+            # No name: each process is a separate job, and a name is for one job.
             options=replace(self.options, name=None),
         )
 

@@ -265,7 +265,7 @@ class FlowRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     shown: str
     #: The minor version of Python, which must be the same to load the code: "3.11".
     python: str
-    #: Of this line with an empty `sha256`, and of the code.
+    #: Digest of this line with an empty `sha256`, and of the code.
     sha256: str
 
 

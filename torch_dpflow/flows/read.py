@@ -162,7 +162,7 @@ class MappedDataset(Dataset[Any]):
 class DataLoadFlowRead:
     """A built flow that torch's loaders can read, as a whole or a subset.
 
-    A reader makes it. Methods that change how it is read return another read; all reads share the samples and a cache.
+    A reader makes it. Methods that change how it is read return a new read; all of them share the samples and a cache.
 
     Args:
         flow: the flow that was built.

@@ -168,16 +168,14 @@ _IS_SET, _SET, _COUNTED, _HEAD = range(4)
 class EpochCounter:
     """Counter that returns the epoch of each sample that is read. Shared by a process and its workers.
 
-    An epoch that was set takes precedence, then the epoch of a DPFlowDataLoader, resumed or not. torch's loader passes
-    no epoch to a dataset: the base seed of its workers is random, stays the same for persistent workers, and does not
-    exist without workers. So a sample's epoch is the number of times it was read before, and at least the highest epoch
-    of any sample. In passes over all samples this is the number of the pass, in any process.
+    An epoch that was set takes precedence, then the epoch of a DPFlowDataLoader. Under torch's loader, which passes no
+    epoch to a dataset, reads are counted: a sample's epoch is how often it was read before, or the highest epoch that
+    any sample has reached, if that is more. In passes over all samples this is the number of the pass.
 
-    Two processes that count at the same time may each miss the other's increment; both then see a repeated sample,
-    which gives the same epoch.
+    Two processes that count at the same time may each miss the other's increment. Both then return the same epoch.
 
     Args:
-        samples: their number; they are numbered from 0.
+        samples: the number of samples.
     """
 
     def __init__(self, samples: int) -> None:

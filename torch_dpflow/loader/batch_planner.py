@@ -181,7 +181,6 @@ class Rotation:
     """torch's assignment of batches to workers: in turn, skipping those whose stream has ended.
 
     Args:
-        workers: the number of workers.
         in_order: if False, also skip those that have more than their share in flight.
         limit: most batches in flight.
         first: the worker to begin with.
@@ -218,9 +217,7 @@ class BatchPlanner:
     """Draws the batches of one epoch, each for its worker if batches are bound to workers.
 
     Args:
-        progress: of the epoch.
         rotation: chooses the worker of a batch; None if any worker may load any.
-        in_flight: the batches in flight, for the rotation.
     """
 
     def __init__(

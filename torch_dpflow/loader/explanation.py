@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 MIN_BATCHES, MIN_S = 10, 0.2
 #: A training loop that waits for a smaller share of the time is not limited by loading.
 MAX_WAIT_SHARE = 0.05
-#: The share of the time at the start and end of epochs from which these are the limit.
+#: The starts and ends of epochs are the limit if they take at least this share of the time.
 TURN_SHARE = 0.5
-#: The share of it from which a single start explains it.
+#: A single start explains them if it takes at least this share of their time.
 ONE_START_SHARE = 0.75
 #: Most read threads of a recommendation.
 MAX_THREADS = 16
@@ -86,7 +86,7 @@ class Explanation:
     __repr__ = __str__
 
 
-#: The fields of `Explanation` but `measured`.
+#: The fields of `Explanation` except `measured`.
 _Verdict: TypeAlias = tuple[str, str, str]
 
 
@@ -95,8 +95,8 @@ def explain(seen: Observed) -> Explanation:
     stats = seen.stats
     measured = (
         f"Measured: {stats.batches:,} batches in {_time(seen.iterating_s)}, {seen.rate:,.0f} samples/s; the training "
-        f"loop waited {_time(stats.stall_s)} ({stats.stall_share:.0%}), {_time(seen.turn_stall_s)} of it where "
-        f"{counted(stats.epochs, 'epoch')} began and ended."
+        f"loop waited {_time(stats.stall_s)} ({stats.stall_share:.0%}), {_time(seen.turn_stall_s)} of it at the start "
+        f"and end of {counted(stats.epochs, 'epoch')}."
     )
     sample, stages = stats.times.shown()
     if sample:

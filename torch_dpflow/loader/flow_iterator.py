@@ -259,9 +259,8 @@ class FlowPlanner:
     returns each batch. Without workers it draws a batch when that batch is requested.
 
     Args:
-        progress: of the epoch.
         ahead: batches that are drawn beyond those that were taken.
-        settled: how many batches are fixed now, so that as many as `settled_ahead` of them may be drawn ahead.
+        settled: how many batches are fixed now; up to `settled_ahead` of these may be drawn ahead.
         batched: whether the sampler returns batches, and not single keys.
     """
 

@@ -73,7 +73,6 @@ class RoutedOrder:
         """Return the epoch that the next iteration reads.
 
         Args:
-            iterations: of the loader so far.
             resumed: the next epoch by a loaded state.
             resumes: whether the state was taken in the middle of that epoch.
         """
@@ -90,7 +89,7 @@ class RoutedOrder:
 def routed_order(loader: Any) -> RoutedOrder | None:
     """Return how the router may replace the loader's sampler; None: the sampler's own order is kept.
 
-    It may replace the sampler of `shuffle=True`, a SubsetRandomSampler without a generator of its own,
+    It may replace the sampler of `shuffle=True`, a SubsetRandomSampler without a separate generator,
     DistributedSampler and DynaGCSSampler, but no subclass of them. If there are several ranks, they must have a common
     name: that of `JobOptions`, or one drawn through torch.distributed.
 

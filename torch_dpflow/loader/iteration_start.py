@@ -62,8 +62,7 @@ def begin(iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Cal
         opening: the steps in which `start` begins a whole epoch.
         start: torch's own constructor or reset.
 
-    Raises:
-        StateError: the pending state does not fit. It is dropped; the next iteration reads a whole epoch.
+    Raises StateError: the pending state does not fit. It is dropped; the next iteration reads a whole epoch.
     """
     runtime = loader._runtime
     epoch, pending = runtime.epoch, runtime.pending

@@ -86,9 +86,7 @@ def _with_shards_moved(
     """Return a state in which each of the workers has the positions of all shards; None without shards.
 
     Args:
-        state: that of one rank.
         streams: of all workers, in all ranks whose states are given.
-        workers: the number of workers that continue.
         ranks: the number of ranks whose states are given.
     """
     kept = [one for one in (state.dataset, *(stream.dataset for stream in streams)) if one is not None]
@@ -142,9 +140,9 @@ def _rank_of(state: LoaderState) -> Any:
 
 
 def _with_unread(kept: list[Any]) -> list[Any]:
-    """Fill in the positions of ranks that have read nothing of an epoch that others have begun.
+    """Give a position to ranks that have read nothing of an epoch that others have begun; theirs is None.
 
-    These have no position, which is None. Any of the missing ranks may be theirs, as all begin at the same place.
+    Which of the missing ranks each of them gets does not matter, as all begin at the same place.
     """
     begun = next((one for one in kept if isinstance(one, dict) and {"rank", "length"} <= one.keys()), None)
     if begun is None:
@@ -156,7 +154,7 @@ def _with_unread(kept: list[Any]) -> list[Any]:
 
 
 def with_seed_of(state: LoaderState, rank: int) -> LoaderState:
-    """Return the state with a seed of this rank's own for the workers, if it holds the seed of another rank.
+    """Return the state with this rank's seed for the workers, if it holds the seed of another rank.
 
     A stream that is skipped up to its position needs the seed that it was begun with.
     """
@@ -216,7 +214,7 @@ def set_counted_epoch(loader: Any, state: LoaderState) -> None:
 def begin_saved_epoch(loader: Any, *, is_over: bool) -> None:
     """Set the sampler to the epoch of a pending state, for a trainer that does so only after it has called `iter`.
 
-    is_over: the trainer goes on to the next epoch, so that the next iteration has to be that.
+    is_over: the trainer continues with the next epoch, so the next iteration must be that one.
     """
     state: LoaderState | None = loader._runtime.pending
     if state is None or state.fresh:
@@ -377,8 +375,7 @@ def join_flow_states(states: Sequence[LoaderState], rank: int) -> LoaderState:
         states: one of each rank that there was, in any order.
         rank: of this process.
 
-    Raises:
-        StateError: the states are not of one epoch, or not of all ranks.
+    Raises StateError: the states are not of one epoch, or not of all ranks.
     """
     begun = [state for state in states if not state.fresh]
     routed = begun or [state for state in states if state.shared is not None]

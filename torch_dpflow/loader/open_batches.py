@@ -1,7 +1,7 @@
 """Batches that a worker has begun and all workers load: which rows are whose, and what becomes of each batch.
 
-Of a private shard, in its thread. It neither sends nor waits: pieces go to the scheduler as all tasks do, so that they
-are stolen, repeated after a death, and counted against a worker's time limit as batches are.
+Used by a private shard's thread. It neither sends nor waits. Pieces are tasks of the scheduler like whole batches: they
+are stolen, repeated after a death, and counted against a worker's time limit.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ class OpenBatches:
     """The batches that are open, by the task that began each.
 
     Args:
-        workers: the number of workers.
-        submit: has (task, payload) pairs loaded, before all batches at later positions.
-        cancel: cancels tasks.
+        submit: submits (task, payload) pairs, to be loaded before all batches at later positions.
         deliver: called with a batch's task, kind, value and size in bytes.
     """
 

@@ -26,7 +26,7 @@ TIMEOUT_S = 300.0
 
 
 class Probe(Dataset[Any]):
-    """Sample 0 holds where it was loaded; then small ones, a large one that is not timed, and large ones."""
+    """Sample 0 says where it was loaded. Small samples follow, then a large one that is not timed, then large ones."""
 
     _large: torch.Tensor | None = None
 

@@ -114,8 +114,6 @@ class LoaderLimit:
 
     Args:
         meter: of the loader; gets the result.
-        remote: the remote workers.
-        workers: the number of all workers.
     """
 
     def __init__(self, meter: LoaderMeter, remote: RemoteWorkers, workers: int) -> None:

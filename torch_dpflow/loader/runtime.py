@@ -96,7 +96,7 @@ class LoaderRuntime:
         #: Fingerprints of the process's generators at the beginning of the first iteration.
         self.began: dict[str, str] = {}
         self.progress: IterationProgress | None = None
-        #: The jobs of a loader with a flow, by number: one for each of its concurrent iterations.
+        #: The jobs of a loader with a flow, by number: one for each concurrent iteration.
         self.jobs: dict[int, SharedJob] = {}
         #: The arguments that the jobs were opened with, compared at the next iteration.
         self.opened_for: Any = None

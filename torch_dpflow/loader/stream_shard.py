@@ -1,8 +1,8 @@
 """The private shard of a mapped stream: quick items travel in groups.
 
-Each item stays a task: it is stolen, repeated after a death, and blamed for one by itself. But a message costs as much
-as several quick items. So workers hold as many items as they map within `WINDOW_S`, and send the results of half of
-them together. Items that take longer go one by one.
+Each item stays a separate task, which is stolen, repeated after a death, and blamed for one. But a message costs as
+much as several quick items. So a worker holds as many items as it maps within `WINDOW_S`, and sends the results of half
+of them together. Items that take longer travel one by one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class ItemPace:
     The training thread calls `read`, the shard's thread `mapped`.
 
     Args:
-        workers: the number of workers.
         fixed: most items in flight; None: as many as two windows of each worker.
     """
 

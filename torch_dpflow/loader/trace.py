@@ -64,8 +64,7 @@ def trace(loader: Any) -> None:
 class TraceFile:
     """A file of trace events. Any thread may call.
 
-    Raises:
-        OSError: it cannot be written; BlockingIOError: another process writes it.
+    Raises OSError: it cannot be written; BlockingIOError: another process writes it.
     """
 
     def __init__(self, path: str, *, max_bytes: int = MAX_BYTES) -> None:

@@ -68,7 +68,7 @@ def load_spec(iterator: Any, loader: Any, options: LoaderOptions, *, own_stream:
 
 
 def has_own_streams(loader: Any, options: LoaderOptions) -> bool:
-    """Return whether batches are bound to workers, each of which has a random stream of its own."""
+    """Return whether batches are bound to workers, each of which has a separate random stream."""
     if loader._dataset_kind == DatasetKind.Iterable or options.seeding == "worker":
         return True
     if has_state(loader.dataset):  # its state depends on what the worker loaded before
@@ -79,8 +79,8 @@ def has_own_streams(loader: Any, options: LoaderOptions) -> bool:
 def divides_batches(iterator: Any, loader: Any, options: LoaderOptions) -> bool:
     """Return whether several workers may load one batch, unless batches are bound to workers.
 
-    They share memory, and torch's own collate alone is known to join samples independently of each other. A dataset
-    with `__getitems__` gets a whole batch: the worker sees whether it has that.
+    The workers must share memory, and the batches must be joined by torch's own collate, which treats each sample
+    independently. A dataset with `__getitems__` gets whole batches; the worker checks that.
     """
     is_local = loader.platform is None and iterator._num_workers > 1
     is_collated = iterator._auto_collation and iterator._collate_fn is default_collate
@@ -101,10 +101,8 @@ class WorkerProcesses:
     Args:
         platform: runs the processes; closed with this.
         spec: what all of them load.
-        workers: the number of workers.
 
-    Raises:
-        DescriptorLimitError: the limit of open files is too low for this many workers.
+    Raises DescriptorLimitError: the limit of open files is too low for this many workers.
     """
 
     def __init__(self, platform: Platform, spec: LoadSpec, workers: int) -> None:
@@ -223,7 +221,6 @@ class Restarts:
 
     Args:
         limit: deaths in a row, with no batch in between, that are tolerated; None: as `LoaderOptions` says.
-        workers: the number of workers.
         meter: counts the replacements.
     """
 

@@ -101,7 +101,7 @@ def block_order(blocks: bytes, window: int, ranks: int, seed: int) -> CompactArr
     drawn = torch.randperm(len(sizes), generator=generator).numpy()
     order: CompactArray = np.empty(total, compact(total))
     parts = [_shuffled(drawn[rank::ranks], firsts, sizes, window, generator) for rank in range(ranks)]
-    # Blocks differ in size: the last rows of the ranks with more fill up those with fewer.
+    # Blocks differ in size: the last rows of ranks with more rows go to ranks with fewer.
     needed = [len(range(rank, total, ranks)) for rank in range(ranks)]
     surplus = np.concatenate([part[count:] for part, count in zip(parts, needed, strict=True)])
     for rank, (part, count) in enumerate(zip(parts, needed, strict=True)):

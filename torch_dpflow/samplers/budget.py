@@ -25,10 +25,10 @@ class BudgetBatchSampler(EpochSampler[list[int]]):
     lengths of a batch mostly differ by at most the factor `1 + spread`, so at most the share `spread / (1 + spread)` of
     it is padding, and about half of that on average.
 
-    All ranks have equally many batches. At each step they read neighbours in the epoch's batches by length, so no rank
-    waits for another. Which samples meet in a batch, and in which order steps come, depends on seed and epoch; the
-    number of batches is the same in every epoch. If a different number of ranks continues an epoch, its remaining
-    steps are those of the ranks that began it, so the ranks' batches differ more until the next epoch.
+    All ranks have the same number of batches. At each step they read batches of similar length, so no rank waits long
+    for another. Seed and epoch determine which samples form a batch, and the order of the steps; the number of batches
+    is the same in every epoch. If a different number of ranks continues an epoch, its remaining steps stay as they were
+    formed, so the lengths of the ranks' batches differ more until the next epoch.
 
     Without ranks every iteration is a new epoch; with ranks only `set_epoch` begins another.
 
@@ -100,15 +100,15 @@ class BudgetBatchSampler(EpochSampler[list[int]]):
         return read
 
     def _shuffled_steps(self, batches: IndexArray, epoch: int, ranks: int) -> IndexArray:
-        """Return batches that are ordered by length with their steps, of `ranks` batches each, in random order.
+        """Group batches, ordered by length, into steps of `ranks` batches; return them with the steps in random order.
 
-        The batches that fill no step come last: neighbours anywhere among the lengths, so that none is preferred.
+        Batches that fill no step come last; they are neighbours at a random place among the lengths.
         """
         ranks = min(ranks, len(batches) + 1)  # more of them fill no step either
         short = len(batches) % ranks
         at = mixed_seed(self.seed, epoch, 1) % (len(batches) - short + 1)
         steps = np.delete(batches, slice(at, at + short)).reshape(-1, ranks)
-        # A step is turned by its number: otherwise the last rank always has the longest batch.
+        # Rotate each step by its number: otherwise the last rank would always get the longest batch.
         turned = (np.arange(ranks) + np.arange(len(steps))[:, None]) % ranks
         steps = np.take_along_axis(steps, turned, axis=1)
         shuffled = steps[torch_order(len(steps), mixed_seed(self.seed, epoch, 2))[:]]
@@ -196,7 +196,7 @@ class LengthBuckets:
     def epoch(self, order: CompactArray) -> tuple[CompactArray, IndexArray]:
         """Return an epoch's samples, ordered by batch, and the batches from the shortest to the longest.
 
-        order: all samples; those of one bucket keep it.
+        order: all samples; the samples of a bucket keep this order.
         """
         samples = order[np.argsort(self._buckets[order], kind="stable")].astype(compact(len(order)))
         longest = np.maximum.reduceat(self.lengths[samples], self.bounds[:-1])

@@ -157,7 +157,7 @@ class Cells:
         self.masks = [mask for mask, _ in kept]
         self.sizes = [len(samples) for _, samples in kept]
         self._place = {mask: place for place, mask in enumerate(self.masks)}
-        # `take` swaps within a cell, so its array must be its own.
+        # `take` swaps within a cell, so cells must not share arrays.
         self._samples = [samples.copy() for _, samples in kept]
         self._mask_array = _words_of([], 1)
 
@@ -186,10 +186,10 @@ def free_bit(taken: Iterable[int], limit: int = MAX_JOBS) -> int:
 
 
 class BufferedGroup(SamplingGroup):
-    """Every job has a set of samples that are still to be picked for it, in cells, and a buffer of picked ones.
+    """Base of groups that pick samples for several jobs: each job has a set still to be picked, and a buffer of picks.
 
-    In lookaheads the buffer is certain and the rest likely, weighted by how many jobs need a sample: the more
-    jobs need it, the sooner one of their draws may pick it.
+    In lookaheads the buffer is certain. The others are likely, weighted by the number of jobs that need a sample: the
+    more jobs need it, the sooner one of their draws may pick it.
     """
 
     max_jobs: ClassVar[int] = MAX_JOBS

@@ -18,10 +18,10 @@ _PIECE = 1 << 16
 
 
 class Directory:
-    """Residents of caches for `capacity` samples, of which the latest `protected` loads are not evicted.
+    """The samples that caches with space for `capacity` samples hold.
 
     The samples that the fewest jobs still need in their epochs are evicted first, among equals the oldest load. The
-    latest loads are protected while any job needs them, because jobs that follow closely had no chance to read them.
+    latest `protected` loads stay while any job needs them, because jobs that follow closely had no chance to read them.
 
     Samples that no job needs any more are recorded by `on_read` and evicted first. Only if there are none, a search
     selects several victims: among all residents, or the oldest loads of many.

@@ -1,7 +1,6 @@
 """DynaGCS of the thesis (3.4.4): top-down sampling from an intersection tree.
 
-It shares well, but is not uniform where sets overlap in part: shared samples come first. The shared log does
-the same work without that fault.
+It is not uniform if sets overlap in part: shared samples come first. The shared log does not have this fault.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,10 +13,10 @@ from torch_dpflow.samplers.indices import IndexArray
 
 
 class IntersectionTree:
-    """Sets of jobs, by level: on level l are nodes of l + 1 jobs; a node stands for the samples that all of them need.
+    """Tree of sets of jobs. A node on level l has l + 1 jobs, and stands for the samples that all of them need.
 
-    Every level keeps at most as many nodes as there are jobs, those of the highest contribution, so the tree
-    has O(jobs²) nodes instead of 2^jobs. A node is a mask of job numbers, as in `Cells`.
+    Every level keeps at most one node per job, those of the highest contribution, so the tree has O(jobs²) nodes
+    instead of 2^jobs. A node is a mask of job numbers, as in `Cells`.
 
     Args:
         cells: the samples that jobs need; read only.
@@ -90,9 +89,8 @@ class DynaGCSGroup(BufferedGroup):
     holds its batch. In the literal interpretation (`benchmarks/simulation/dynagcs_letter.py`) buffers grow, jobs that
     are served in turns diverge, and many samples are loaded for few jobs.
 
-    Cost: O(jobs² * cells) for a round, which gives the drawing job at least one sample; O(size) for the
-    start of an epoch. The tree has up to jobs² nodes, all of which the start of an epoch weighs. With 64 jobs that
-    takes 0.4 s, and eight times as long with twice as many. Hence at most 64 jobs.
+    Cost: O(jobs² * cells) for a round, which gives the drawing job at least one sample; O(size) for the start of an
+    epoch, which also weighs all nodes: 0.4 s with 64 jobs, the maximum, and eight times as long with twice as many.
     """
 
     strategy = "dynagcs"

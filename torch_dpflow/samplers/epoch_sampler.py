@@ -28,7 +28,7 @@ class SamplerIterator(Iterator[T]):
 
     Args:
         items: what is left of the epoch, or a whole epoch.
-        is_over: whether nothing was left of the epoch in the sampler's state, so that `items` are a whole epoch.
+        is_over: whether the sampler's state was at the end of an epoch, so that `items` are a whole epoch.
     """
 
     #: The loader of this package needs the sampler's state only.
@@ -55,8 +55,7 @@ class SamplerIterator(Iterator[T]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the iteration of this state, after the sampler has loaded its own.
 
-        Raises:
-            StateError: it is no state of an iterator.
+        Raises StateError: it is no state of an iterator.
         """
         keys = ("has_begun", "has_ended")
         if not isinstance(state, dict) or any(type(state.get(key)) is not bool for key in keys):
@@ -159,8 +158,7 @@ class EpochSampler(Sampler[T]):
 
         An iteration that is running goes on, and `state_dict` describes it until the next one is read.
 
-        Raises:
-            OptionError: `epoch` is negative or too large.
+        Raises OptionError: `epoch` is negative or too large.
         """
         epoch = check_int("epoch", epoch, minimum=0, maximum=self._max_epoch)
         if epoch != self.epoch or self._is_resumed_at_end():
@@ -168,9 +166,9 @@ class EpochSampler(Sampler[T]):
         self.epoch = self.named_epoch = epoch
 
     def begin_next(self) -> None:
-        """Have `state_dict` describe the next iteration from now on, and no longer the one that was left.
+        """Make `state_dict` describe the next iteration, instead of the latest one.
 
-        A loader calls it when it begins an iteration. It may read nothing, and the position of the former is of no use.
+        A loader calls this when it begins an iteration, as the iteration may end before it reads anything.
         """
         self.epoch, self._resume = self._upcoming()
         self._latest = None
@@ -183,8 +181,7 @@ class EpochSampler(Sampler[T]):
         Args:
             state: that of any rank, if all ranks have read the same number; else a list of all ranks' states, in order.
 
-        Raises:
-            StateError: the state is damaged, of other arguments than these, or ranks are missing.
+        Raises StateError: the state is damaged, of other arguments than these, or ranks are missing.
         """
         states = [state] if isinstance(state, dict) else state
         if not isinstance(states, list | tuple) or not states:
@@ -305,7 +302,7 @@ class EpochSampler(Sampler[T]):
         """
         for state in states:
             began_with = restored_number("began_with", state.get("began_with"), minimum=1, maximum=dealing.MAX_RANKS)
-            # Of an epoch of which nothing was read it does not matter how many ranks would have begun it.
+            # If nothing of an epoch was read, the number of ranks that would have begun it does not matter.
             if state["position"] and not state["dealt_at"] and began_with != state["num_replicas"]:
                 raise StateError(
                     f"the state is damaged: began_with={began_with}, but num_replicas={state['num_replicas']} have "

@@ -11,10 +11,7 @@ from torch_dpflow.samplers.indices import CompactArray, IndexArray, Order
 
 
 class FixedOrderGroup(SamplingGroup):
-    """Base class of groups with a fixed order, which the subclass defines.
-
-    Lookaheads have this epoch's and the next one's.
-    """
+    """Base class of groups with a fixed order, which subclasses define. Lookaheads contain this epoch and the next."""
 
     def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None:
         super().__init__(size, capacity=capacity, seed=seed)
@@ -75,8 +72,8 @@ class FixedOrderGroup(SamplingGroup):
 class CoorDLGroup(FixedOrderGroup):
     """Jobs in the same epoch read the same order, which depends on the group's seed and not on the jobs' seeds.
 
-    Jobs share while they are in step: same start, same speed. A job with a set of its own reads the common
-    order without the other samples, so its epoch is uniform too; the original CoorDL has one set only.
+    Jobs share while they are in step: same start, same speed. A job with a smaller set reads the common order without
+    the other samples, so its epoch is uniform too; the original CoorDL has one set only.
     """
 
     strategy = "coordl"

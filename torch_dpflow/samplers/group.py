@@ -50,7 +50,7 @@ class Member:
     epoch: int | None = None
     #: Samples of this epoch that were drawn; `length` when it is over.
     position: int = 0
-    #: How many of them, from the first, came as in `order`; None: all.
+    #: How many of its first samples came as in `order`; None: all.
     ordered: int | None = 0
     #: The time of its latest draw, by the caller's clock, and how many samples it drew then.
     drew_at: float | None = None
@@ -73,8 +73,8 @@ class Member:
     def order(self, epoch: int) -> Order:
         """Return the private permutation of the job's set in an epoch: as torch's RandomSampler for the job's seed.
 
-        From 214 million samples on torch draws in a way that has no first sample before the last draw. The order is
-        another one then, and is drawn as it is read all the same.
+        For 214 million samples or more, torch's shuffle fixes the first sample only at its last draw. The order then
+        differs from torch's, so that it can still be drawn as it is read.
         """
         return self._taken(epoch_order(self.length, self.seed + epoch))
 
@@ -145,7 +145,7 @@ class SamplingGroup(ABC):
 
     #: Its name in `STRATEGIES`.
     strategy: ClassVar[str]
-    #: The most samples of a flow that it orders, whose router must answer heartbeats meanwhile.
+    #: The largest flow that it can order while the router still answers heartbeats in time, in samples.
     max_flow: ClassVar[int] = MAX_SIZE
 
     def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None:
@@ -257,9 +257,9 @@ class SamplingGroup(ABC):
         return self.draw(job, n, now).indices
 
     def in_order(self, job: str) -> int:
-        """Return how many of the epoch's first samples are those of the whole group's order for the job's seed.
+        """Return how many of the epoch's first samples came as in `Member.order`; 0 if the job does not read all samples.
 
-        They follow from seed and epoch, so a state need not have them. Raises UsageError: the job is no member.
+        They follow from seed and epoch, so a state need not list them. Raises UsageError: the job is no member.
         """
         member = self._member(job)
         if member.indices is not None:

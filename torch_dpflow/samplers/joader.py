@@ -1,15 +1,15 @@
 """JOADER (Xie et al., NeurIPS 2022, sections 3 and 4): jobs draw in rounds from a dependent sampling tree.
 
-The jobs that take part in a round, in ascending order of the sizes of their sets, span a tree: its root is the set
-that all of them need, the smallest set's difference to it is a leaf, and the other child is the tree of
-the other sets' differences. A round descends from the root. At each vertex the first job takes the
-intersection with the probability that its set gives it, each next one with the ratio of the two sets'
-sizes if the one before did; the jobs that take it read the same sample, the others continue below. Each job by itself
-draws uniformly from its set (theorem 2), and two draws coincide with the highest probability that this
-allows (theorem 1).
+A round orders its jobs by the number of samples that they still need, fewest first. The tree's root is the set that all
+of them need. One child, a leaf, is the remainder of the first job's set; the other is the tree of the other jobs' sets
+without the root's samples. A round descends from the root. At each vertex a sample of the vertex is drawn:
 
-A vertex is a union of cells: inserting a set splits cells, deleting one merges them, and a job that takes no part
-in a round, because it has enough samples, costs nothing and does not change the tree of the others.
+- the first job takes it with the probability size of the vertex / size of the job's set, else a sample of the leaf
+- each next job takes it if the job before did, with the ratio of the two jobs' sizes as probability
+- the other jobs continue below
+
+Each job draws uniformly from its set (theorem 2), and two draws coincide with the highest probability that this allows
+(theorem 1). A vertex is a union of cells. Jobs that have enough samples take no part in a round.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def sample_round(cells: Cells, jobs: Sequence[int], rng: np.random.Generator) ->
     above, everyone = 0, sum(1 << job for job in level)
     readers: dict[CellSlot, int] = {}
     while level:
-        # A sample that more jobs need, all fewer need too, so the vertex above stands for all those above.
+        # A sample that a larger set of jobs needs, all of `above` need too: this excludes all vertices higher up.
         vertex = cells.needed_by(everyone, above)
         size = cells.samples_in(vertex)
         takers = _takers([left[job] for job in level], size, rng)
@@ -71,7 +71,7 @@ def _takers(left: Sequence[int], size: int, rng: np.random.Generator) -> int:
     if size == 0 or rng.random() * left[0] >= size:
         return 0
     takers = 1
-    # Of equal sizes the next always follows; no random number there saves most of them for jobs in step.
+    # With equal sizes the next job always follows; jobs in step then need almost no random numbers.
     while takers < len(left) and (left[takers] == left[takers - 1] or rng.random() * left[takers] < left[takers - 1]):
         takers += 1
     return takers

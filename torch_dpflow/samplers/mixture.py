@@ -149,7 +149,7 @@ class MixtureSampler(EpochSampler[int]):
         return {**super()._identity(), "sources": self.lengths}
 
     def _checked_rest(self, states: Sequence[dict[str, Any]], at: RankPosition) -> None:
-        """Refuse also a state whose run had other weights so far; weights of later phases may have changed."""
+        """Also refuse a state of a run whose weights differed before it; weights of later phases may differ."""
         super()._checked_rest(states, at)
         for state in states:
             drawn = restored_number("drawn", state.get("drawn"))
@@ -163,9 +163,9 @@ class MixtureSampler(EpochSampler[int]):
                 )
 
     def _drawn(self, state: dict[str, Any]) -> int:
-        """Return after how many samples of the run nothing was read, if ranks are as far as this one.
+        """Return how many first samples of the run were reached, if all ranks are as far as this one.
 
-        Some of the samples before may be left, those at which ranks were behind when their number changed.
+        Some of them may be unread: those at which ranks were behind when the number of ranks changed.
         """
         places = dealing.from_lists(state["places"], self.size)
         read = [state["position"] - state["dealt_at"]] * int(state["num_replicas"])
@@ -204,7 +204,7 @@ MAX_PARTS = 1 << 16
 
 @dataclass(frozen=True)
 class Phase:
-    """The weights of a mixture from a sample of the run on.
+    """The weights of a mixture, starting at a sample of the run.
 
     Args:
         start: the first sample, counted over all epochs and ranks.
@@ -266,7 +266,7 @@ def turns_of(parts: Sequence[int]) -> list[int]:
     period, sources = sum(parts), [source for source, part in enumerate(parts) if part]
     if len(sources) == 1:
         return sources * period
-    # Draw j of a source may come once n * part / period >= j + 1/m. It must before that exceeds j + 1 - 1/m.
+    # Draw j of a source may come once n * part / period >= j + 1/m, and must come before it exceeds j + 1 - 1/m.
     m = 2 * (len(sources) - 1)
     waiting = [(-(-period // (m * parts[source])), source, 0) for source in sources]
     heapify(waiting)

@@ -43,7 +43,7 @@ class GlobalBatches:
     Args:
         batch_size: samples for each rank.
         position: samples, of all ranks, that were drawn before; the group's epoch was started with them.
-        first: the epoch's first samples, from `first` at that time; needed to fill up an uneven end.
+        first: the value of `first` at that time; its samples fill up an uneven end.
     """
 
     def __init__(

@@ -43,10 +43,9 @@ class DynaGCSSampler(EpochSampler[int]):
     contract exactly: padding, `drop_last`, `set_epoch`. Otherwise it follows RandomSampler's: every
     iteration that is read is a new epoch, and `set_epoch` sets the next one.
 
-    In a group it is a job of its own. Its epochs are permutations of its set too, uniform ones under the
-    default strategy, but they depend on what the other jobs do meanwhile. Ranks get consecutive
-    slices of each global batch; each rank's process has a copy of the group and draws the whole batch, so
-    the ranks agree as long as they make the same calls.
+    In a group it is one of the jobs. Its epochs are permutations of its set too, uniform ones under the default
+    strategy, but they depend on what the other jobs do meanwhile. Ranks get consecutive slices of each global batch.
+    Each rank's process has a copy of the group and draws whole batches: ranks agree only if they make the same calls.
 
     One thread at a time may use the samplers of a group. A sampler pickles, with a copy of its group.
 
@@ -70,8 +69,8 @@ class DynaGCSSampler(EpochSampler[int]):
     Raises:
         OptionError: a value is out of range, the group is of another strategy or size, or this process is
             outside `ranks`.
-        OptionTypeError: an argument is of the wrong type; `data_source` is a row of numbers that are not
-            whole, of bools, or without an order.
+        OptionTypeError: an argument is of the wrong type; `data_source` contains bools or numbers that are not whole,
+            or has no order.
     """
 
     def __init__(
@@ -172,9 +171,9 @@ class DynaGCSSampler(EpochSampler[int]):
     def lookahead(self) -> Lookahead | None:
         """Return what this rank reads next, for a cache in the process that draws. Draws nothing.
 
-        Alone, the whole order, and the next epoch's too unless `set_epoch` sets that. In a
-        group, the group's lookahead; for one of several ranks, only how much is left. None
-        after `leave`, and in a worker, whose copy of the sampler draws nothing.
+        Alone, the whole order, and the next epoch's too unless `set_epoch` decides it. In a group, the group's
+        lookahead; for one of several ranks, only the number of remaining samples. None after `leave`, and in a worker,
+        whose copy of the sampler draws nothing.
         """
         if get_worker_info() is not None or (self.group is not None and self.job is None):
             return None

@@ -70,9 +70,9 @@ def bitmap(samples: CompactArray, size: int) -> bytes | None:
     return np.packbits(mask).tobytes()
 
 
-#: Residents that are compared for each one to follow. More would find more that few jobs need, but take longer.
+#: Residents that are compared for each one that is followed. More would find better ones, but take longer.
 _CHOICE = 4
-#: The search for a class that is short among the latest residents covers up to this many times as many.
+#: If a class is rare among the latest residents, up to this many times as many residents are searched.
 _DEPTH = 4
 
 

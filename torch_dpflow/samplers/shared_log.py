@@ -17,11 +17,10 @@ _PROTECTED_ROUNDS = 4
 
 
 class SharedLogGroup(SamplingGroup):
-    """The default strategy: groups by intersection, adapts to start and speed as DynaGCS does, and is uniform.
+    """The default strategy: like DynaGCS, it adapts to the jobs' starts and speeds; unlike it, every epoch is uniform.
 
-    The thesis's intersection tree (3.4.4) draws shared samples of partly overlapping sets first, so its positions are
-    far from uniform. The shared log also shares more: hit rate 58.4 against 48.7 in the scenario speed1 at 5% of cache
-    (the bound is 59.2; benchmarks/SIMULATION.md).
+    It also shares more: hit rate 58.4 against 48.7 in the scenario speed1 at 5% of cache (the bound is 59.2;
+    benchmarks/SIMULATION.md).
 
     Guarantee: if arrivals, sets and request times are independent of the samples' identities, each epoch of each job is
     uniform over all orders of its set. Picks depend on classes, residence, need and load order alone, so renaming the
@@ -30,16 +29,16 @@ class SharedLogGroup(SamplingGroup):
     Consequences of sharing:
 
     - A job's order depends on the times of other jobs' draws. Only the same calls, or ``independence=1``, repeat a run.
-    - The jobs' orders are correlated, so an ensemble whose variance matters should not share a group. With a periodic
-      stagger one job's epochs are correlated too, the less the higher `independence` is.
+    - The jobs' orders are correlated, so an ensemble whose variance matters should not share a group. If jobs stay a
+      fixed part of an epoch apart, one job's epochs are correlated too. A higher `independence` reduces this.
 
     A draw's `led` and `evicted` come from the directory of the caches' content. A job that is alone in the group from
-    the start of its epoch leads throughout: its order is torch's for its seed. Otherwise its private permutation
-    depends on its seed and its identity (its name or, if that is random, its set), so jobs may have equal seeds.
+    the start of its epoch reads torch's order for its seed. Otherwise its private permutation depends on its seed and
+    its identity (its name or, if that is random, its set), so jobs may have equal seeds.
 
-    Cost: O(n) for a draw of n, and for about 1,500 draws after an epoch of 100 million samples a piece of its end;
-    O(size) for a new set.
-    Memory: 11 bytes for each sample of the group, and for each job 1, and 4 for each sample of its set.
+    Cost: O(n) for a draw of n, plus the bookkeeping of an ended epoch, spread over the draws after it (about 1,500
+    draws for 100 million samples); O(size) for a new set.
+    Memory: 11 bytes per sample of the group, 1 more per job, and 4 per sample of a job's set.
     """
 
     strategy = "shared-log"
@@ -145,9 +144,9 @@ class SharedLogGroup(SamplingGroup):
         A resumed job that has read the first samples of its permutation continues it. Otherwise the rest is shuffled
         again: in the order of the permutation, the samples that it skipped to follow others would come first.
         """
-        # Another job may have the same seed, or the sum of seed and epoch: orders that agree place by place put the
-        # same samples of partly overlapping sets side by side. Equal sets are harmless, and a job with a random name
-        # must repeat its order beside an earlier one that was read and is not closed yet.
+        # Another job may have the same seed, or the same sum of seed and epoch. Orders that agree place by place put
+        # the same samples of partly overlapping sets side by side. Equal sets are harmless, and a job with a random
+        # name must repeat its order even if an earlier job that read it is not closed yet.
         alone = all(
             other is member or (not member.named and member.reads_as(other)) for other in self._members.values()
         )

@@ -333,7 +333,6 @@ class _RowFetcher:
     """Reads samples one by one, as torch's fetchers do, without collating them.
 
     Args:
-        first: the row of the first sample.
         seed_row: seeds for the sample of a row; None: samples have no seeds.
     """
 

@@ -75,7 +75,6 @@ class MappedItems:
     """A function as a map-style dataset: an item in place of an index gives the function's result.
 
     Args:
-        fn: the function of one item.
         reads_ahead: whether more quick items may be in flight than `prefetch_factor` says.
     """
 

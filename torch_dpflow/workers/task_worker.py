@@ -188,8 +188,6 @@ class ResultOutbox:
 
     Args:
         connection: to the shard. Other users of it must hold `lock` while results wait.
-        hold_s: as HOLD_S.
-        late_s: as LATE_S.
         compress: compresses frames; None: they are sent unchanged.
         clock: its times are sent with the results; of the worker's thread.
     """

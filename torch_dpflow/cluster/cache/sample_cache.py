@@ -70,8 +70,7 @@ class SampleCache:
         staged: whether there is a per-draw stage; the cacheable one is repeatable.
         policy: makes the cache's policy for a budget of bytes; None: only samples that jobs have requested are kept.
 
-    Raises:
-        OptionError: a number is below 1.
+    Raises OptionError: a number is below 1.
     """
 
     def __init__(
@@ -164,8 +163,7 @@ class SampleCache:
             of the cacheable stage are wanted, if there are two stages.
         counts: whether the policy counts them as reads of the epoch that its job is in.
 
-        Raises:
-            UsageError: the job has not joined, or has wanted samples before and wants outputs now, or the reverse.
+        Raises UsageError: the job has not joined, or has wanted samples before and wants outputs now, or the reverse.
         """
         reader = self._reader(job)
         held = reader.wants
@@ -190,16 +188,14 @@ class SampleCache:
     def fetch(self, job: str, request: RequestId, tickets: Sequence[Ticket]) -> list[CacheInstruction]:
         """Fetch samples that `job` wants; one `Serve` answers with all of them, or with some.
 
-        Raises:
-            UsageError: the job has not joined, a ticket is not wanted, or the request's number is in use.
+        Raises UsageError: the job has not joined, a ticket is not wanted, or the request's number is in use.
         """
         return self._admit([*self._requests.open(request, self._reader(job), tickets)])
 
     def release(self, job: str, tickets: Iterable[Ticket]) -> list[CacheInstruction]:
         """Release tickets of `job`, which has the samples or no longer needs them. Unknown tickets are ignored.
 
-        Raises:
-            UsageError: the job has not joined.
+        Raises UsageError: the job has not joined.
         """
         return self._admit(self._release(self._reader(job), tickets))
 
@@ -215,8 +211,7 @@ class SampleCache:
     def resize(self, capacity_bytes: int) -> list[CacheInstruction]:
         """Change the capacity; bytes beyond it are dropped as soon as no request waits for them.
 
-        Raises:
-            OptionError: it is below 1.
+        Raises OptionError: it is below 1.
         """
         check_int("capacity_bytes", capacity_bytes, minimum=1)
         self._capacity = capacity_bytes

@@ -42,7 +42,6 @@ class Replica:
 
     Args:
         rank: this rank's number, starting at 0.
-        num_replicas: number of ranks.
         drop_last: drop samples that do not divide evenly, instead of reading some twice.
 
     Raises:
@@ -254,7 +253,7 @@ class JobDescription:
 
     @cached_property
     def reader(self) -> str:
-        """Name of this process at the services."""
+        """The name under which services know this process: the job's, with the rank if it has several."""
         if self.rank is None:
             return self.name
         return f"{self.name}/{self.rank.rank}" + (f"~{self.side}" if self.side > 1 else "")

@@ -40,7 +40,6 @@ class OutageLog:
 
     Args:
         reconnect_timeout_s: how long the job waits for the services, seconds.
-        muted: log nothing.
     """
 
     def __init__(

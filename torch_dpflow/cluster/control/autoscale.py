@@ -197,7 +197,6 @@ class Autoscaler:
     """Autoscaler of one flow. Not thread-safe; a step is O(jobs).
 
     Args:
-        bounds: of the number of workers.
         first: initial number of workers.
     """
 

@@ -216,8 +216,7 @@ class FlowRegistry:
     def access(self, name: str, version: int, now: float) -> tuple[Flow, list[FlowInstruction]]:
         """Start a flow's services for a job, unless they run.
 
-        Raises:
-            UnknownFlowError: there is no such flow in this version.
+        Raises UnknownFlowError: there is no such flow in this version.
         """
         flow = self._flows.get(f"{name}:v{version}")
         if flow is None:

@@ -110,8 +110,7 @@ class JointOrder:
             reader: name of the reader, if the rank has several.
             fresh: whether the rank has read nothing, of this epoch or another.
 
-        Raises:
-            UsageError: the ranks are too far apart, or this one has samples that are not the job's.
+        Raises UsageError: the ranks are too far apart, or this one has samples that are not the job's.
         """
         now = held[0]
         if len(now.earlier) > self._shares.length:
@@ -175,8 +174,7 @@ class JointOrder:
         A bit for each sample of the group, the most significant bit of a byte first. None if that is not known: a rank
         had reported a later position, and not in which order it came there.
 
-        Raises:
-            OutOfStepError: the epoch is not in progress, or ranks have to report first.
+        Raises OutOfStepError: the epoch is not in progress, or ranks have to report first.
         """
         joint = self._epochs.get(epoch)
         if joint is None:
@@ -390,7 +388,6 @@ class _OpenSlots:
     """The slots that no rank had when an epoch was begun, ascending: some among the first ones, then all.
 
     Args:
-        total: number of slots of all ranks.
         positions: by rank, how many of its places it has.
     """
 

@@ -23,13 +23,11 @@ class Routing:
     """Owns the routing table of one flow. Not thread-safe.
 
     Args:
-        size: number of keys.
         expected: the shards that are to own keys. There is no table before all of them have registered.
         lease_s: after this long without a registration, a shard's keys are reassigned, seconds.
         first: its first generation, above those of all earlier routers of the flow: shards and jobs use the newest.
 
-    Raises:
-        OptionError: there are no keys, or no shard is expected.
+    Raises OptionError: there are no keys, or no shard is expected.
     """
 
     def __init__(self, *, size: int, expected: Collection[str], lease_s: float, first: int = 1) -> None:
@@ -70,11 +68,7 @@ class Routing:
         )
 
     def expect(self, shards: Collection[str]) -> None:
-        """Set the shards that own keys once they have registered; no others do.
-
-        Raises:
-            OptionError: there are none.
-        """
+        """Set the shards that own keys once they have registered; no others do. Raises OptionError: there are none."""
         if not shards:
             raise OptionError("expected=[]: at least one shard has to own the keys")
         self._expected = frozenset(shards)

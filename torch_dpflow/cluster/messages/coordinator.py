@@ -308,8 +308,7 @@ class ClusterLimits:
         autoscale: bounds between which the number of workers follows the demand of jobs; None: as the flows request.
         shards: number of ports at which remote workers connect; None: any number.
 
-    Raises:
-        OptionError: a limit is below the needs of one flow, or above what can be used.
+    Raises OptionError: a limit is below the needs of one flow, or above what can be used.
     """
 
     workers: int | None = None

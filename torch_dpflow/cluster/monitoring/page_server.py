@@ -56,7 +56,6 @@ class PageServer:
 
     Args:
         listener: a listening socket; owned by the server.
-        authenticator: of requests.
         history: turns observations into updates; used by the server alone.
     """
 

@@ -30,8 +30,6 @@ class Announcement:
     session at logout. Only jobs and people need the file.
 
     Args:
-        path: of the file.
-        connection: its content.
         current_address: returns the address of the coordinator, empty while unknown; called in another thread. The file
             is written again when it changes.
 

@@ -66,7 +66,6 @@ class JoinedNodes:
         server: methods are registered with it.
         store: keeps them for the next coordinator.
         place: of the cluster. Nodes are refused if it has no keys, or a platform for workers.
-        incarnation: of the coordinator.
         limits: of the nodes that a platform runs; None: it runs none.
     """
 

@@ -105,8 +105,6 @@ class CoordinatorLink:
     If the cluster has expired the node, or was started again, the link joins again once nothing runs here.
 
     Args:
-        joining: joins the cluster.
-        cluster: how its coordinator is reached.
         place: of the node's own processes.
     """
 

@@ -34,8 +34,7 @@ class NodeOptions:
         processors: number of processors that it may use, for display; None: the number of this process.
         log: log settings of its processes.
 
-    Raises:
-        OptionError: a file, name, address or module is not usable.
+    Raises OptionError: a file, name, address or module is not usable.
     """
 
     join: str | ConnectionFile

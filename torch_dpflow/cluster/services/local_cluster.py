@@ -76,7 +76,6 @@ class ClusterOptions:
         web_token_file: path of a file with the token of the page, required if other machines can reach HOST; None: no
             token.
         pool_memory: memory of a pool server, which holds datasets for this user on this host, bytes; None: no server.
-        log: how its processes log.
         preload: modules to import once for all workers, such as "torchvision" (saves 2 s and 130 MB a worker). Not
             derived from flows, as a client must not choose what the fork server imports. Not for modules that start
             threads when they are imported.

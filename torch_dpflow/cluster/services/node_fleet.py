@@ -49,7 +49,6 @@ class PlatformNodes:
 
     Args:
         service: of this process.
-        spec: the platform; opened here.
 
     Raises:
         MissingExtraError, OptionError, PlatformError: as `NodePlatform.open_nodes`.

@@ -65,7 +65,6 @@ class Router:
 
     Args:
         server: methods are registered with it; the caller serves.
-        spec: the flow.
         settings: name the shards that own its keys.
         token: of the node that starts its shards.
         incarnation: above that of any earlier router of this flow.

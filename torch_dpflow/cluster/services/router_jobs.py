@@ -98,9 +98,6 @@ class Restoring:
     resumes, and adds jobs that read a part.
 
     Meanwhile the server's thread answers heartbeats, and no other call that uses the sampling group.
-
-    Args:
-        post: of the server.
     """
 
     def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:

@@ -76,7 +76,6 @@ class ClusterPlace:
         directory: holds the sockets; only the node's user can read it.
         host: the address of this host on which services listen over TCP; None: sockets of this host only.
         keys: for TCP; None without TCP. Held here, as the connection file may vanish while processes start.
-        log: how its processes log.
         token: proves to services that the node has started a shard or worker.
         worker_platform: where workers run; None: the node starts them.
     """
@@ -242,8 +241,8 @@ def serve(
     status: returns figures for display.
     poll: called between messages, at least every `poll_s` seconds.
     apply_settings: called with settings that have changed.
-    leave: as for `HeartbeatSender`.
-    heartbeats: of a process that sends some already.
+    leave: called before the process ends; see `HeartbeatSender`.
+    heartbeats: the sender of this process, if it was started before; None starts one.
     """
     heartbeats = heartbeats or HeartbeatSender(
         service,

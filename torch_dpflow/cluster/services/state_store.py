@@ -90,8 +90,7 @@ class SQLiteStore:
     Args:
         path: created if it does not exist.
 
-    Raises:
-        StateError: the file cannot be opened, or is not a store.
+    Raises StateError: the file cannot be opened, or is not a store.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -61,7 +61,6 @@ class SampleShard:
 
     Args:
         listener: where jobs and workers connect; closed with the shard's server.
-        spec: the flow.
         settings: its share of the flow's workers and memory.
         token: of the node that starts its workers.
         end_worker: `end` of `ShardWorkers`.

@@ -24,7 +24,6 @@ class WorkerDemultiplexer:
 
     Args:
         listener: the socket; closed with the demultiplexer.
-        token: of the node.
         on_worker_message: called with each message of a worker, in the thread that receives.
     """
 

@@ -67,7 +67,6 @@ class ShardWorkers:
     Args:
         listener: where workers connect; the caller receives, and passes messages of workers to `on_message`.
         content: the digest of what they load; workers fetch it themselves.
-        workers: the intended number of workers.
         loaded: called by `flush` with the number and the payload of each finished load.
         end: called with the number and incarnation of a worker that is to be killed.
         task_timeout_s: as of `FlowSpec`.

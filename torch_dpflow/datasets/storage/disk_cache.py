@@ -170,8 +170,7 @@ class DiskCache:
     def usage(self) -> CacheUsage:
         """Count the entries, and correct the counts that limit them. Removes what killed writers have left.
 
-        Raises:
-            OSError: the directory does not exist, or cannot be read.
+        Raises OSError: the directory does not exist, or cannot be read.
         """
         entries, total, last_use = 0, 0, None
         with self._counted() if os.path.isdir(self._root) else nullcontext() as counts:
@@ -189,8 +188,7 @@ class DiskCache:
     def clear(self) -> None:
         """Remove all entries. Processes that use the cache continue, and fill it again.
 
-        Raises:
-            OSError: the directory cannot be written.
+        Raises OSError: the directory cannot be written.
         """
         if os.path.isdir(self._root):
             cleared = f"{self._root}-cleared-{os.getpid()}-{time.monotonic_ns()}"

@@ -251,8 +251,7 @@ class Response:
     def read(self, count: int) -> bytes:
         """Read the next `count` bytes of the body; fewer only at its end.
 
-        Raises:
-            http.client.IncompleteRead: the connection ended before the body did.
+        Raises http.client.IncompleteRead: the connection ended before the body did.
         """
         if self._is_chunked:
             return self._read_chunks(count)

@@ -315,7 +315,7 @@ class _ReadBatch:
 
 
 def disk_cache(options: ReadOptions) -> DiskCache | None:
-    """Return the cache of this process, which the environment may name. Raises OptionError for what it names."""
+    """Return the disk cache that the options or DPFLOW_CACHE_DIR name, if any. Raises OptionError if it is unusable."""
     directory = options.cache_dir or os.environ.get("DPFLOW_CACHE_DIR")
     if not directory:
         return None

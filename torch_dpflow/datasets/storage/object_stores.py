@@ -149,8 +149,6 @@ class S3Endpoints:
 
     Args:
         endpoint, addressing_style: the options of these names; None if not given.
-        scheme: the scheme of endpoints without one.
-        region: the region of the client.
         profile: the result of `aws_profile`.
     """
 

@@ -65,10 +65,10 @@ def check_url(url: str) -> None:
 
 
 def stored_url(url: str) -> str:
-    """Return a URL as metadata may have it.
+    """Return the form of a URL that is stored in metadata.
 
-    Web addresses lose the parameters of a signature, which differ each time that they are signed. Bytes of a local path
-    that are no UTF-8 become private characters.
+    The parameters of a signature are removed, as they differ each time that a URL is signed. Bytes of a local path that
+    are not UTF-8 become private-use characters.
     """
     found = unsigned(url)
     return found if found.isascii() else found.translate(_PRIVATE)

@@ -108,8 +108,7 @@ def tls_context(options: Mapping[str, Any], bundle: str | None = None) -> ssl.SS
 
     `verify` is as in botocore and requests: False checks nothing; a path names a file or a directory of certificates.
 
-    Raises:
-        OptionError: the path has no certificates.
+    Raises OptionError: the path has no certificates.
     """
     verify: Any = options.get("verify")
     if verify is False:

@@ -77,8 +77,7 @@ def encode(obj: Any, *, arena: Arena | None = None, contiguous: bool = False) ->
             Tensors of PIL images have the channels last in memory, which each job would take three times as long to
             collate.
 
-    Raises:
-        NotPicklableError: a part of `obj` cannot be pickled; the message names it and its place.
+    Raises NotPicklableError: a part of `obj` cannot be pickled; the message names it and its place.
     """
     pickler = PayloadPickler(laid_out=partial(_laid_out, arena) if contiguous else None)
     try:

@@ -52,9 +52,7 @@ class RecordLayout:
     """Assignment of records to stripes.
 
     Args:
-        identity: of the dataset.
         records: number of records, at least one.
-        per_stripe: number of records in a stripe.
 
     Raises OptionError if a number is below 1.
     """
@@ -177,7 +175,6 @@ def place(
     every part of the dataset has its share in memory.
 
     Args:
-        stripe_bytes: size of each stripe.
         servers: weight of each server, its bytes, by name.
         room: bytes left on each server; its weight by default.
         stripes: numbers of the stripes, for a part of a dataset; from 0 by default.

@@ -65,7 +65,6 @@ class PoolLookup:
     """Looks up one dataset in a pool, for one process. One thread at a time.
 
     Args:
-        address: of a server of the pool.
         silence_s: how long an answer may take, seconds.
     """
 

@@ -59,7 +59,6 @@ class LocalServer:
     Mapped segments stay readable after the server is gone.
 
     Args:
-        directory: of its socket.
         silence_s: the connection is closed after this long without an answer, seconds.
         ready: completely loaded stripes and their segments, also of other and earlier servers; this object adds its
             own.

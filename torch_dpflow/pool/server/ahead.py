@@ -86,7 +86,6 @@ class AheadReading:
     """Reads ahead the records of one dataset that have no place in memory. Thread-safe.
 
     Args:
-        may_read: whether each record is read ahead.
         lengths: bytes of each of those records.
         reader: of the dataset's samples; not closed.
         memory_bytes: to read samples into.

@@ -66,7 +66,6 @@ class PoolLeader:
     """Decides what the pool holds. Thread-safe.
 
     Args:
-        server: this one.
         idle_s: how long a dataset that no command has loaded stays when no process reads it, seconds.
         holdings: what this server holds.
     """

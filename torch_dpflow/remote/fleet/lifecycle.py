@@ -72,7 +72,6 @@ class Fleet:
 
     Args:
         prefix: of the workers' names: see `remote.launchers.contract.prefix_of`.
-        limits: of the platform.
         draw: returns numbers from 0 to below 1, for jitter.
         drain_s: how long a worker may take to finish its tasks, unless it ends before, seconds.
     """

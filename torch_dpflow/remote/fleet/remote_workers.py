@@ -77,7 +77,6 @@ class RemoteWorkers:
     Args:
         platform: settings of the platform. It is opened here, and closed by `close`.
         content: the code and the dataset that are sent to each worker.
-        workers: number of workers.
         listen_at: address to which workers connect, `tcp://HOST:PORT`, or `tcp://HOST:FIRST-LAST` for the first free
             port; empty: the platform chooses it.
         least: number of workers that must be connected before the first one loads; 0: do not wait.

@@ -275,7 +275,6 @@ class StartLimits:
     After a refused start, one start is tried at a time.
 
     Args:
-        limits: of the platform.
         draw: returns the jitter of pauses, from 0 to below 1.
     """
 

@@ -66,8 +66,7 @@ class Launcher(Protocol):
 
         If the platform can tell, a second start under a name returns the first one's worker.
 
-        Raises:
-            PlatformError: AnswerLostError if the worker may have been started, any other if it was not.
+        Raises PlatformError: AnswerLostError if the worker may have been started, any other if it was not.
         """
 
     def look(self, workers: Mapping[str, Ref | None]) -> Mapping[str, Fate]:

@@ -49,8 +49,7 @@ class ContainerGroups(AlibabaClient):
         region: as "cn-hangzhou".
         endpoint: `http(s)://HOST[:PORT]` of the control plane; empty: the region's.
 
-    Raises:
-        MissingExtraError: the vendor's client is not installed.
+    Raises MissingExtraError: the vendor's client is not installed.
     """
 
     def __init__(self, region: str, endpoint: str = "") -> None:
@@ -138,14 +137,12 @@ class NodeGroups:
         cluster: the nodes' cluster, by `cluster_of`.
         address: the cluster's TCP address.
         keys: content of the cluster's connection file, with the keys of services. It is not printed.
-        count: number of groups.
         image: image of the groups' container, in a registry that the region reaches.
         vswitch, security_group: network of the cluster and its jobs.
         cpu, memory_gib: size of each group, for all its workers and the samples that its shards keep.
         spot: whether the platform may end the groups at any time, for a lower price.
 
-    Raises:
-        OptionError: a value is not possible.
+    Raises OptionError: a value is not possible.
     """
 
     cluster: str

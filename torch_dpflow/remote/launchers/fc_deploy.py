@@ -19,7 +19,7 @@ ASYNCHRONOUS = {"asyncTask": True, "maxAsyncEventAgeInSeconds": QUEUE_S, "maxAsy
 
 
 def function_of(settings: FunctionCompute, image: str, module: str = MODULE) -> dict[str, Any]:
-    """Return the function, as the vendor's JSON. module: whose `run(launch_spec)` workers run."""
+    """Return the vendor's JSON for the function. module: its `run(launch_spec)` is the workers' program."""
     vpc = settings.vpc
     return {
         "description": "a worker of torch_dpflow",

@@ -53,10 +53,8 @@ class ClusterManifest:
 
     Args:
         workers: settings of the flows' workers; they run in its cluster, from the same image.
-        name: of the cluster, and of all its objects.
         scaling: how many workers there are, as options of `dpflow up`.
         hold_s: how long a job that pauses keeps its workers, seconds.
-        memory_bytes: memory for samples.
         cpu: processors that the coordinator requests, as a quantity of Kubernetes.
         state: URL of the Redis in which flows are stored: redis://HOST:PORT/NUMBER. With all four empty, flows are lost
             when the coordinator ends.
@@ -68,8 +66,7 @@ class ClusterManifest:
         metrics_to: the namespace whose pods read metrics; empty: metrics are off.
         page: whether to serve the live page, within the pod.
 
-    Raises:
-        OptionError: a value is not allowed.
+    Raises OptionError: a value is not allowed.
     """
 
     workers: Kubernetes

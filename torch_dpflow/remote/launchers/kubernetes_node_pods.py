@@ -33,8 +33,7 @@ class NodePods:
         cpu, memory: requests of each, as quantities: for all its workers, and for the samples that its shards keep.
         preload: modules that are imported once for its workers.
 
-    Raises:
-        OptionError: a value is not possible.
+    Raises OptionError: a value is not possible.
     """
 
     count: int = 0
@@ -65,7 +64,6 @@ class NodePods:
 
         Args:
             settings: image, user, and additions to the pods and containers of this cluster.
-            labels: of the pods.
             keys: the secret with the cluster's keys and address, the folder where it is mounted, its file.
             digest: changes with them.
         """

@@ -76,8 +76,7 @@ class ThreadedPlatform:
         deadline_s: how long a start may take, seconds.
         sweep_s: how often to look at all workers, seconds.
 
-    Raises:
-        DescriptorLimitError: this process has too many files open.
+    Raises DescriptorLimitError: this process has too many files open.
     """
 
     def __init__(self, launcher: Launcher, *, deadline_s: float = DEADLINE_S, sweep_s: float = SWEEP_S) -> None:

@@ -40,7 +40,6 @@ def pack(obj: Any, *, sent_arguments: Collection[str] | None = None, replaced: C
     """Pickle `obj`, with the code of the script's classes and functions in it. Raises what pickling raises.
 
     Args:
-        obj: what is pickled.
         sent_arguments: names of the attributes of `argparse.Namespace` that are sent; None: all.
         replaced: ids of functions that are sent by value although they can be found by their names.
     """
@@ -175,7 +174,6 @@ def pack_load_spec(
     """Pickle a `LoadSpec` for workers; `unpack_load_spec` is its inverse.
 
     Args:
-        spec: what is pickled.
         limit: maximum bytes.
         before: what is unpickled first; it is returned with `spec`. None: nothing.
         replaced: as of `pack`.

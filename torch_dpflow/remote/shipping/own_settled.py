@@ -37,7 +37,6 @@ class Settled(NamedTuple):
         """Return the functions of a module that are settled.
 
         Args:
-            module: the module.
             source: what its file defines.
             members: of the module, as `own_state.members_of` has them.
             others: paths that are not provably as the file defines them.

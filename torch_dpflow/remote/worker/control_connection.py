@@ -76,7 +76,6 @@ class ControlConnection(threading.Thread):
 
     Args:
         launch_spec: where to connect, with which keys.
-        versions: what is installed here.
     """
 
     def __init__(self, launch_spec: LaunchSpec, versions: dict[str, str]) -> None:

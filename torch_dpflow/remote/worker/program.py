@@ -32,8 +32,7 @@ def run(launch_spec: bytes) -> int:
         The exit code. 0: the shard has ended or rejected it. Otherwise the reason is written to standard error, and
         sent to the shard if that answers.
 
-    Raises:
-        MessageError: it is not a launch spec.
+    Raises MessageError: it is not a launch spec.
     """
     result = decode_launch_spec(launch_spec)
     control = ControlConnection(result, versions_here())

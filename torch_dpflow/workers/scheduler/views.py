@@ -201,9 +201,6 @@ class WorkerViews:
     The level of a view is its load, 0 to window + 1 (a full window behind a task that is no longer needed); from its
     own window on, where that is smaller, it is as if that were `window`. A view that must not get anything, because
     of a suspect or because it was overtaken, is on the last level, whatever its load.
-
-    Args:
-        window: the largest of any worker.
     """
 
     def __init__(self, window: int) -> None:
