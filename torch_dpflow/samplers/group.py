@@ -257,7 +257,7 @@ class SamplingGroup(ABC):
         return self.draw(job, n, now).indices
 
     def in_order(self, job: str) -> int:
-        """Return how many of the epoch's first samples came as in `Member.order`; 0 if the job does not read all samples.
+        """Return how many of the epoch's first samples came as in `Member.order`; 0 if it does not read all samples.
 
         They follow from seed and epoch, so a state need not list them. Raises UsageError: the job is no member.
         """
