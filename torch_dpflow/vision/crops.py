@@ -32,8 +32,8 @@ Lend: TypeAlias = "Callable[[int], Pixels | None]"
 #: torchvision's defaults.
 SCALE: Range = (0.08, 1.0)
 RATIO: Range = (3 / 4, 4 / 3)
-#: An image is decoded smaller if even then the crop has this many times the pixels of the output along both sides. With
-#: fewer, the decoder's averages over squares would be visible.
+#: An image is decoded at reduced size only if the crop then still has this many times the output's pixels along both
+#: sides. With fewer, the decoder's averages over squares would be visible.
 _GAP = 2
 _TRIES = 10
 #: Images whose files are in memory at a time.
@@ -44,7 +44,7 @@ class _Drawn:
     """One thread's tensors for a drawn number and a drawn position, and numpy views of their memory.
 
     Between two images each call of torch takes tens of microseconds, as the decoder's pixels have evicted its code from
-    the processor's caches. Making tensors and getting their items was half of these calls.
+    the processor's caches. Half of these calls made tensors and read their items.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -382,7 +382,7 @@ class DecodedImages(Dataset[tuple[Any, Any]]):
             return self._transformed(self._decode(source), target)
 
     def fill_images(self, lend: Lend) -> None:
-        """Decode a loader's batches into memory that the loader lends, unless a transform might keep an image."""
+        """Decode batches into memory that `lend` returns: with `DecodeRandomResizedCrop` and without a `transform` only."""
         if self._transform is None and type(self._decode) is DecodeRandomResizedCrop:
             self._lend = lend
 

@@ -91,7 +91,7 @@ def open_image(source: Source) -> EncodedImage:
 
 
 def _contents(path: str | os.PathLike[str]) -> bytearray:
-    """Read a file with half of the calls of the system that Python's files make. Raises OSError that names it."""
+    """Read a file with half of the system calls that Python's files make. Raises OSError that names it."""
     with stage("read"):
         return _read(path)
 
@@ -184,9 +184,9 @@ class _TurboJpeg:
         return pixels
 
     def _of_height(self, height: int) -> Any:
-        """Return the file with a smaller height in its header, so that the decoder ends with the last needed row.
+        """Return the file with a smaller height in its header, so that the decoder stops after the last needed row.
 
-        Entropy decoding is most of a decoder's work, and no binding with wheels can end it early.
+        Entropy decoding is most of a decoder's work, and no Python binding can stop it early.
         """
         if height == self.height and not self._is_own:
             return self._data
@@ -298,5 +298,5 @@ def unevenness(factors: Sequence[tuple[int, int]]) -> int:
 
 
 def _ends(data: bytes | bytearray | memoryview, start: int) -> bool:
-    """Return whether the image has an end mark. One that was cut short has none, and Pillow refuses it."""
+    """Return whether the image has an end mark. A truncated image has none, and Pillow refuses it."""
     return (data if isinstance(data, bytes | bytearray) else bytes(data)).rfind(EOI, start) > 0

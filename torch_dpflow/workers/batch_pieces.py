@@ -1,13 +1,12 @@
 """A batch that several workers load: one begins it and opens it to others, which write their rows into its memory.
 
-A worker begins each batch as a whole. Where the loader allows it, and once that has taken a while and the rest will
-take longer, it makes the batch's memory, writes the rows that it has, and returns the batch as opened. The shard then
-has other rows loaded by all workers, each of which collates its rows straight into that memory. So a batch that costs
-little is never divided.
+A worker begins each batch as a whole. If the batch is slow (`OPEN_S`, `REST_S`) and the loader allows it, the worker
+makes the batch's memory, writes the rows that it has, and returns the batch as opened. The shard then distributes the
+other rows to all workers, each of which collates its rows straight into that memory.
 
-The result equals that of one worker: torch's default collate joins rows independently of each other, and rows whose
-collated form is another one than that of the first rows make the batch be loaded as a whole. So do rows that have drawn
-random numbers where these are seeded by batch.
+The result equals that of one worker, as torch's default collate joins rows independently of each other. If later rows
+have another collated form than the first rows, or draw random numbers that are seeded by batch, the batch is loaded
+again as a whole.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from torch_dpflow.ipc.messages.headers import BATCH, OPENED, UNFIT, Frame, Paylo
 from torch_dpflow.ipc.serialization.codec import decode, encode_in
 from torch_dpflow.ipc.serialization.pickling import is_plain
 
-#: A batch is opened once its first rows have taken this long, if the rest takes about `REST_S` or longer, seconds. A
-#: piece costs all processes together about 0.3 ms of processor time.
+#: A batch is opened once its first rows have taken `OPEN_S`, if the others will take about `REST_S` or longer, seconds.
+#: A piece costs all processes together about 0.3 ms of processor time.
 OPEN_S, REST_S = 0.01, 0.1
 
 #: A task's number: the generation of its epoch, its batch's position, and the part of the batch, 0 for a whole one.
@@ -103,7 +102,7 @@ def loads_by_sample(dataset: Any) -> bool:
 
 
 def _joins_rows() -> bool:
-    """Return whether the default collate has torch's functions only, which join rows independently of each other."""
+    """Return whether the user has added no collate function: torch's own join rows independently of each other."""
     return all(
         function.__module__ in ("torch.utils.data._utils.collate", "torch_dpflow.workers.batch_worker")
         for function in default_collate_fn_map.values()
@@ -111,7 +110,7 @@ def _joins_rows() -> bool:
 
 
 class PieceLoader:
-    """Loads batches that may be opened, and rows of batches that others have opened. Of a worker.
+    """Loads a worker's batches, which it may open, and rows of batches that other workers have opened.
 
     Args:
         arena: for the memory of opened batches.

@@ -1,7 +1,7 @@
 """A private loader's worker: connect to the shard, load batches.
 
 A worker collates its batches into shared memory, without a copy. torch's `default_collate_fn_map` is its public
-registry of collate functions. The one for tensors is replaced by one that differs in the memory of the result only.
+registry of collate functions. Its function for tensors is replaced by one that differs only in the result's memory.
 Other types, and tensors for which it fails, go to torch's function, so that results and errors are torch's. A dataset
 of rows may get the block for its batch (`let_fill`), so that its rows need not be stacked. The batches of a shared flow
 are collated in the job, by `cluster/client/collate`.

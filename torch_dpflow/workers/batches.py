@@ -60,9 +60,9 @@ class LoadSpec:
     worker_init_fn: Callable[[int], Any] | None
     num_workers: int
     base_seed: int
-    #: Whether random numbers are the worker's own stream, as torch's, and not keyed by batch.
+    #: Whether random numbers are one stream per worker, as in torch, and not seeded by batch.
     own_stream: bool
-    #: Whether they are keyed by sample.
+    #: Whether they are seeded by sample.
     by_sample: bool = False
     #: Whether other workers may load rows of a batch.
     divides: bool = False
@@ -71,7 +71,7 @@ class LoadSpec:
     shared_memory: int | None
     #: Whether results may wait for others: of a stream of single items.
     holds: bool = False
-    #: Of the script; None: workers are started from its process and have them anyway.
+    #: The script's settings; None: workers are started from its process and inherit them.
     settings: ScriptSettings | None = None
 
     @property
@@ -98,7 +98,7 @@ class EpochSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
-    """Report of a worker that has begun an epoch with a stream of its own."""
+    """Report of a worker that has begun an epoch with a separate stream."""
 
     generation: int
     #: Its beginning, if the dataset has a state.
@@ -114,7 +114,7 @@ class LoadedBatch(NamedTuple):
     kind: int
     #: The batch, an ExceptionWrapper, or None; an encoded `OpenedBatch`; of a piece: as `PieceLoader.load` returns it.
     value: Any
-    #: Where the worker's own stream is now, where a saved state needs it.
+    #: The new position of the worker's stream, if a saved state needs it.
     stream: StreamState | None
 
 
@@ -145,7 +145,7 @@ class BatchSource:
         _become_worker(spec, worker)
 
     def begin(self, epoch: EpochSpec) -> Begun | None:
-        """Begin an epoch; return the report if this worker has a stream of its own.
+        """Begin an epoch; return the report if this worker has a separate stream.
 
         An error here, also in `worker_init_fn`, becomes the result of every task.
         """
@@ -284,7 +284,7 @@ class BatchSource:
         return sealed(self._dataset, self._fetcher.state() if self._iterable else at_rest(self._dataset))
 
     def _beginning(self) -> StreamState | None:
-        """Return the stream's state before its first batch; None if that follows without the dataset's state."""
+        """Return the stream's state before its first batch; None if the dataset's state is not needed for it."""
         assert self._epoch is not None
         over = self._epoch.stream is not None and self._epoch.stream.ended
         kept = None if over or self._broken is not None else self._kept()

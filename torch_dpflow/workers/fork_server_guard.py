@@ -1,13 +1,13 @@
 """Imported first by a fork server, and by nothing else; importing it has effects.
 
-With it the fork server drops a connection that does not speak its protocol. Python's own would end, and start again for
-seconds, in which no process starts. It also ignores SIGINT from here on. Python's own does so only after all imports,
-and Control-C, which reaches every process of a terminal, would print a traceback until then.
+With it the fork server drops a connection that does not speak its protocol; Python's own would end, and take seconds to
+start again. It also ignores SIGINT from the start. Python's own does so only after all imports: until then Control-C,
+which reaches every process of a terminal, would print a traceback.
 
-Python's fork server has no other hook while it imports: it passes over modules that are not found. So a list of modules
-can have marks between them, names that no module has; each becomes the name of the process in `top` and for
-`ForkServerPlatform`. Between the first and the last mark the process ends with its parent, which waits: a module whose
-import hangs would keep it from noticing that its parent has ended.
+Python's fork server has no hook between imports, but skips modules that are not found. So the list of modules contains
+marks between them: names that no module has. Each mark becomes the name of the process, for `top` and for
+`ForkServerPlatform`. Between the first and the last mark the kernel ends the process with its parent, as a module whose
+import hangs would keep it from noticing the parent's end.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class LocalPlatform:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _release(self, handle: LocalHandle) -> None:
-        # Closing alone would not do: forked processes inherit the descriptor, and epoll watches it while one is open.
+        # Closing is not enough: forked processes inherit the descriptor, and epoll watches it while any copy is open.
         if self._running.pop(handle.descriptor, None) is not None:
             self._poller.unregister(handle.descriptor)
             handle.release()
@@ -132,7 +132,7 @@ class _ProcessName(str):
 
 def _run(spec: ProcessSpec, owner: int, by_kernel: bool, is_fork: bool) -> None:
     """Main function of a process. It makes the process end with its owner, then runs the target."""
-    # Else the first full collection would look at all that was imported, or copy the pages of all that was inherited.
+    # Else the first full collection would visit everything imported, or copy all inherited pages.
     gc.freeze()
     if is_fork:  # the user's handlers are for their process: one may save a checkpoint, another wakes its event loop
         signal.set_wakeup_fd(-1)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-#: How many more workers than there are may end in a row before one can load anything: then no more are started, for
-#: `RETRY_S` seconds where starting is tried again.
+#: After this many failed starts in a row, beyond the number of workers, no more are started; with a platform, until
+#: `RETRY_S` seconds have passed.
 FALSE_STARTS, RETRY_S = 2, 30.0
 #: Most characters of a process's exit report.
 MAX_REPORT_CHARS = 4000
@@ -120,9 +120,9 @@ class Platform(Protocol):
     One thread may launch while another, which waits for `wakeup_fd`, calls `take_ended`.
     """
 
-    #: A descriptor that is readable while `take_ended` has something to return. Users wait for it beside their socket.
-    #: With a callback there would be another thread and a lock that a fork could copy, and a death could be handled
-    #: before earlier messages.
+    #: A descriptor that is readable while `take_ended` has something to return; users wait for it and their socket
+    #: together. A callback would need a thread and a lock, which a fork could copy, and could report a death before
+    #: earlier messages are handled.
     wakeup_fd: int
 
     def launch(self, spec: ProcessSpec) -> Handle:

@@ -114,8 +114,8 @@ def use_sched_batch() -> bool:
     return not failed
 
 
-#: Bytes of freed memory that stay at the top of a heap; and the size from which blocks are mapped, and unmapped when
-#: freed, of which glibc allows no larger one.
+#: Bytes of freed memory that stay at the top of a heap; and the size from which blocks are mapped separately, and
+#: unmapped when freed: the largest that glibc allows.
 KEPT, MAPPED = 64 << 20, 32 << 20
 #: glibc's numbers of these parameters of `mallopt`.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3

@@ -64,7 +64,7 @@ class ScriptSettings:
     def apply(self) -> None:
         """Apply the settings to this process; numpy's to this thread only.
 
-        Where the script's directory does not exist, as on another host, this process stays in its own.
+        If the script's directory does not exist, as on another host, this process stays in its current directory.
         """
         if self.directory and self.directory != (here := current_directory()):
             sys.path[:] = [os.path.join(here, path) for path in sys.path]
@@ -104,7 +104,7 @@ def current_directory() -> str:
 
 
 class RelativePaths:
-    """Looks for paths from the current directory among texts that workers are sent."""
+    """Looks for paths relative to the current directory in texts that are sent to workers."""
 
     def __init__(self) -> None:
         #: The first one.

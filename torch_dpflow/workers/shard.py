@@ -52,8 +52,7 @@ from torch_dpflow.workers.scheduler.machine import (
 #: Most malformed messages that are logged, as a peer can send any number.
 MAX_MALFORMED_LOGGED = 10
 
-#: Why a worker is replaced to which a message could not be sent. One that has ended is among them, until its end is
-#: noticed.
+#: The reason for replacing a worker to which a message could not be sent. It may have ended, which is noticed later.
 UNREACHABLE = "it cannot be reached, or does not read its messages"
 
 #: Most bytes of a message's frames after decompression.
@@ -107,7 +106,7 @@ class Requester(Protocol):
 
 
 class Sender(Protocol):
-    """What a shard sends by: a `Listener`, or an owner of one that counts messages."""
+    """The object by which a shard sends: a `Listener`, or a wrapper that counts messages."""
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
         """As `Listener.send`."""
@@ -118,7 +117,7 @@ class _Admitted:
     """A worker that is admitted."""
 
     peer: bytes
-    #: Of its shared memory, and of the record of the task that it runs; None if they cannot be read here.
+    #: Readers of its shared memory, and of the record of the task that it runs; None if they cannot be read here.
     reader: ArenaReader | None
     running: RunningTaskReader | None
     #: When it was admitted or last sent a message, seconds, until it is ready; None: it is.
@@ -173,7 +172,7 @@ class Shard:
         """Cancel the rest of the last epoch and send the new one to every worker.
 
         A worker that has not answered since the last epoch gets it with its next task, or once it answers. So a worker
-        that sits in one sample is sent one epoch, and not every epoch that a script begins meanwhile.
+        that loads one slow sample gets one message, and not one for every epoch that a script begins meanwhile.
         """
         self.cancel(list(self._payloads))
         for number, worker in list(self._workers.items()):

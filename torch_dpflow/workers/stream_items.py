@@ -1,4 +1,4 @@
-"""Items of a stream as tasks: a task carries the item itself, where that of a map-style dataset carries indices.
+"""Items of a stream as tasks: a task contains the item itself, and not indices as for a map-style dataset.
 
 Workers import this without torchdata.
 """

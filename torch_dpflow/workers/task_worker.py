@@ -141,8 +141,8 @@ class TaskWorker:
     def _may_hold(self) -> bool:
         """Return whether the result of the task that was just loaded may wait for others.
 
-        In the middle of the window it is sent at once: the shard refills the window, instead of letting others steal
-        from it. And not where the shard cannot read which task runs: it would suspect one whose result waits.
+        In the middle of the window it is sent at once, so that the shard refills the window before others steal from
+        it. If the shard cannot read which task runs, no result waits: a finished task could be suspected.
         """
         return self._running.ref is not None and len(self._tasks) not in (self._low, 0)
 

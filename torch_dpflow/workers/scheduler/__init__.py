@@ -31,7 +31,7 @@ the queue, and the running task is copied to the first worker with room.
 `task_timeout_s`, a worker that has run one task for that long is killed, even if no job needs the task any more. This
 counts as any other loss: the task becomes a suspect, and fails when it has cost `poison_limit` workers. With three
 losses and a copy an in-order consumer waits for two time limits. A third copy at once would halve that, but occupy one
-worker more over each slow sample, and all three would fail in one outage of a storage.
+more worker for each slow sample, and all three would fail in one outage of a storage.
 
 **Loss.** The window of a lost worker returns to the queue in its old order, before everything newer. The task that it
 ran is a suspect from then on and runs alone: only an empty worker gets it, and nothing else with it. Otherwise, where

@@ -198,9 +198,9 @@ class WorkerView:
 class WorkerViews:
     """All views, by level.
 
-    The level of a view is its load, 0 to window + 1 (a full window behind a task that is no longer needed); from its
-    own window on, where that is smaller, it is as if that were `window`. A view that must not get anything, because
-    of a suspect or because it was overtaken, is on the last level, whatever its load.
+    The level of a view is its load, 0 to window + 1 (a full window behind a task that is no longer needed). A view
+    whose own smaller window is full counts as if its load were `window` or more. A view that must not get anything,
+    because of a suspect or because it was overtaken, is on the last level, whatever its load.
     """
 
     def __init__(self, window: int) -> None:
