@@ -382,7 +382,7 @@ class DecodedImages(Dataset[tuple[Any, Any]]):
             return self._transformed(self._decode(source), target)
 
     def fill_images(self, lend: Lend) -> None:
-        """Decode batches into memory that `lend` returns: with `DecodeRandomResizedCrop` and without a `transform` only."""
+        """Decode batches into memory that `lend` returns: only with `DecodeRandomResizedCrop` and no `transform`."""
         if self._transform is None and type(self._decode) is DecodeRandomResizedCrop:
             self._lend = lend
 
