@@ -1,13 +1,12 @@
-"""Shared memory on one host: large buffers get from a worker to the training process without a copy.
+"""Shared memory on one host: large buffers travel from a worker to the training process without a copy.
 
-torch's loader makes a shared-memory file for every tensor of every batch, so that every batch pays for new pages,
-zeroed by the kernel and faulted in one by one in both processes. An `Arena` keeps its segments and reuses them; their
-pages are present in both mappings.
+torch's loader makes a shared-memory file for every tensor of every batch, so every batch pays for new pages, zeroed by
+the kernel and faulted in one by one in both processes. An `Arena` reuses its segments, whose pages are mapped already.
 
-A segment is reused only when neither side uses it any more. The reader's side is a byte in the segment, which a weakref
-callback of the `ArenaReader` clears when the last object over the memory is gone. The writer's side is a weakref on the
-array that all tensors and views over the memory keep alive. Neither counts the references of a forked child, so that a
-segment that was in use while its process forked is freed and not reused.
+A segment is reused only when neither side uses it any more. The reader's use is recorded in a byte of the segment,
+which a weakref callback of the `ArenaReader` clears when the last object over the memory is gone. The writer's use is a
+weakref to the array that all tensors and views over the memory keep alive. Neither counts the references of a forked
+child, so a segment that was in use during a fork is freed and not reused.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from torch_dpflow.ipc.messages.headers import BlockRef, ProbeRef
 #: Sizes of segments are rounded up to 1/16 of their power of two: at most 6% is wasted.
 _CLASS_BITS = 5
 _SMALLEST_SEGMENT = 1 << 16
-#: A free segment may be this many times as large as a request. More would waste memory; less would create segments all
-#: the time where batches differ in size.
+#: A free segment may be this many times as large as a request. More would waste memory; with less, batches of different
+#: sizes would need new segments all the time.
 _LARGEST_EXCESS = 2
 #: How many segments of a class are checked for a free one before a new one is created.
 _CHECKED = 8

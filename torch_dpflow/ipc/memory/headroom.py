@@ -1,8 +1,7 @@
 """The memory that can be allocated before the kernel kills processes.
 
-Shared memory is reserved page by page. When the memory of the machine or container is exhausted meanwhile, Linux
-returns no error but kills a process, so the available memory is checked first. The figures are only used for tuning, so
-an estimate replaces a figure that the system lacks.
+Shared memory is reserved page by page. If the memory of the machine or container is exhausted meanwhile, Linux returns
+no error but kills a process, so the available memory is checked first. A figure that the system lacks is estimated.
 """
 
 from __future__ import annotations

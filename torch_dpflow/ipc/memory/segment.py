@@ -12,10 +12,10 @@ A segment is a memfd: it has no name that could outlive its processes, does not 
 access can fail with SIGBUS. A system without memfds has no segments.
 
 A segment may be filled by several processes: the writer's siblings map it as well. The header then holds the loan
-for which they may write, and each of them locks the file while it checks that and writes (`locked`). Who ends the
-writing locks the file alone and clears the loan, so that no late write follows. The kernel drops a dead process's lock.
+for which they may write, and each of them locks the file while it checks that and writes (`locked`). To end the
+writing, a process takes the exclusive lock and clears the loan. The kernel drops a dead process's lock.
 
-The functions before it turn plain memory into arrays, storages and tensors, and back.
+The functions above `Segment` turn plain memory into arrays, storages and tensors, and back.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-#: Maximum parts of a description; those below are joined to one digest. Maximum characters of a part's name and text.
+#: Maximum parts of a description, whose smaller parts are joined; maximum characters of a part's name and text.
 MAX_PARTS, MAX_PATH, MAX_SHOWN = 512, 300, 80
 #: Maximum patterns of parts that do not count.
 MAX_IGNORED = 64
@@ -101,7 +101,7 @@ def shown(path: str, script: str) -> str:
 
 
 def _counts_alone(path: str, here: Mapping[str, PartDigest], there: Mapping[str, PartDigest]) -> bool:
-    """Return whether a part that one side lacks is a difference that no other entry has."""
+    """Return whether a part that one side lacks is a difference that no other entry shows."""
     part = here.get(path) or there[path]
     if part.optional:
         return False

@@ -31,7 +31,7 @@ class ClientOptions:
 
     #: How long a call waits for its answer by default, seconds.
     timeout_s: float = 60.0
-    #: A call open for this long is inquired about, this often, seconds.
+    #: An inquiry about a call is sent once it is open this long, and again at this interval, seconds.
     inquire_s: float = 0.5
     #: Maximum shared memory lent to a server on this host, bytes; 0 sends everything through the socket.
     shared_bytes: int = 1 << 28

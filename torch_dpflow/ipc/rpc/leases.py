@@ -7,8 +7,7 @@ work has been given to others. It is then `STALE`; the peer rejoins under a new 
 A name belongs to the process that joined under it until its lease expires or it leaves. Another process that requests
 it has to repeat the request, because the holder may have ended or be about to leave. If the holder renews its lease
 `LEAVING_S` after the first request, the other process is refused for good; otherwise the lease expires, and the next
-process that requests the name gets it.
-A holder that is known to have ended is replaced at once.
+process that requests the name gets it. A holder that is known to have ended is replaced at once.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Expiry(Generic[K]):
 
 
 class Renewal(enum.Enum):
-    """What a message of a peer's generation has done."""
+    """The effect of a message of a peer's generation."""
 
     RENEWED = enum.auto()
     #: It is a member now; `REPLACED`: in the place of an earlier generation, whose work goes to others.
