@@ -3,15 +3,14 @@
 A private loader's workers collate its batches; see `workers/batch_worker`.
 
 torch's default collate stacks large tensors with all threads of the process. In a training process this wakes threads
-that the training loop uses itself: on a busy machine it took thirty times as long as one thread takes.
+that the training loop uses itself: on a busy machine it took thirty times as long as with one thread. Tensors that are
+contiguous in memory, such as those of one answer of a shard, are not copied: the batch is the memory in which they were
+received.
 
-Tensors that are contiguous in memory, such as those of one answer of a shard, are not copied: the batch is the memory
-in which they were received.
-
-Keys go to the reader's thread, and batches come back. A sampler whose order may still change is called where torch
-calls it: in the training loop's thread, and no further ahead than torch. `PlanFeed` passes its batches of keys to the
-reader's thread. `ReadyBatches` passes batches in order from the reader's thread to the training loop. A batch stays the
-next one until it was taken, which is one assignment, `ready.outcome = TAKEN`; see `PlannedBatch` for the reason.
+`PlanFeed` passes batches of keys to the reader's thread, `ReadyBatches` passes batches in order back to the training
+loop. A sampler whose order may still change is called where torch calls it: in the training loop's thread, and no
+further ahead than torch. A batch stays the next one until it was taken, which is one assignment,
+`ready.outcome = TAKEN`; see `PlannedBatch` for the reason.
 """
 
 from __future__ import annotations
@@ -149,10 +148,7 @@ def _kept_results(mapping: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[
 
 
 def _kept(function: Callable[..., Any], batch: Any, **keywords: Any) -> Any:
-    """Call `function`; `share_memory_` of the result will free no memory that an array refers to.
-
-    torch's loader gets this from its workers' shared memory. The batch is not copied.
-    """
+    """Call `function`; make `share_memory_` of the result safe for arrays that refer to its memory, without a copy."""
     result = function(batch, **keywords)
     if type(result) is not torch.Tensor or not is_plain(result):
         return result
@@ -233,7 +229,7 @@ def build_batch(
 
 
 def received_sample(kind: int, table: PayloadTable, frames: Sequence[Frame]) -> Received:
-    """Payload of a sample from a shard, or the error in its place."""
+    """Return the payload of a sample from a shard, or the error in its place."""
     if kind == POISONED:
         return PoisonTaskError(bytes(frames[0]).decode(errors="replace"))
     if kind == WORKERLESS:

@@ -5,12 +5,12 @@ instead of `done` while its order follows from seed and epoch: always with the s
 "shared-log" until the job first reads what another job has loaded.
 
 - `done`: samples that were delivered to this rank.
-- `together`: samples that all ranks had when each had as many as this one, by the router's answer.
-- `earlier`: samples that had been read when the rest was dealt to the present ranks.
+- `together`: samples that all ranks had read when each had read as many samples as this one, by the router's answer.
+- `earlier`: samples that had been read when the others were dealt to the present ranks.
 
-A run with the same number of ranks resumes each rank from its own `done`. With a different number of ranks, or from the
-states of ranks that were out of step, the samples that were read become `earlier`, and the rest is dealt again. The
-samples that were read are `together` of one state where the ranks were in step, else `done` of the states of all ranks.
+A run with the same number of ranks resumes each rank from its own `done`. With a different number of ranks, or if ranks
+were out of step, the samples that were read become `earlier`, and the others are dealt again. The samples that were
+read are `together` of one state if the ranks were in step, else `done` of the states of all ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class EpochCursor:
     def __init__(self, job: JobDescription, epoch: int) -> None:
         self._job = job
         self.epoch = epoch
-        #: Samples that were delivered, of this rank's part of the samples that are not in `earlier`.
+        #: How many samples were delivered to this rank, without those in `earlier`.
         self.position = 0
         self.marks: Marks = np.zeros(-(-job.size // 8), np.uint8)
         #: The samples that had been read when the rest was dealt to the present ranks; None: all were dealt.
@@ -167,7 +167,7 @@ class EpochCursor:
 
 @dataclass(slots=True)
 class DrawnEpoch:
-    """The samples that were drawn of an epoch, as its router has to know them."""
+    """The samples of an epoch that were drawn, as a job reports them to its router."""
 
     number: int
     drawn: Marks

@@ -78,8 +78,7 @@ class EpochReader:
         delivered: called with the number of each delivered batch, its keys, and the number of samples delivered by
             then; twice after an interrupt.
         meter: counts batches, and the time that the training loop waits for them.
-        options: how far ahead the epoch is read, and how long samples are awaited. As many batches as are ready are
-            fetched at a time besides, or two calls of small ones.
+        options: how far ahead the epoch is read, and how long samples are awaited.
         closed: set to end the epoch early.
         await_plan: waits until the plan may continue after `LATER`, at most for the given seconds.
     """
@@ -371,7 +370,7 @@ class EpochReader:
         outages, options = self._router.outages, self._options
         batch.faults += isinstance(error, RemoteCallError) and error.kind is ErrorKind.INTERNAL
         kind = outages.on_error(error, batch.faults)
-        # POISON_LIMIT workers try a sample that hangs before it fails. Lost workers load nothing, whatever its limit.
+        # A sample that hangs fails after POISON_LIMIT workers have tried it. Lost workers load nothing at all.
         loading_s = 0.0 if kind is ErrorKind.LOST else POISON_LIMIT * (options.task_timeout_s or 0.0)
         deadline = options.reconnect_timeout_s + min(since + loading_s, max(since, outages.answered_at))
         if time.monotonic() >= deadline:

@@ -203,8 +203,7 @@ def content_of(
 ) -> FlowContent:
     """Identify the content of a flow. Takes about as long as pickling the dataset.
 
-    like: the content of an earlier epoch; the user's own modules, of which the workers have what was sent, are not
-        looked at again.
+    like: the content of an earlier epoch; the user's modules are not read again, as workers keep what was sent.
     code: which of them are sent, as of `LoaderOptions`.
     """
     transform = dataset.per_draw
@@ -310,7 +309,7 @@ def register(
 def _store(coordinator: RpcClient, digest: str, packed: bytes, held: int, timeout_s: float) -> int | None:
     """Send the piece of a content that begins at `held`; return where the next one begins.
 
-    Returns None if the coordinator has no flow any more that loads the content.
+    Returns None if no flow of the coordinator loads the content any more.
     """
     piece = [memoryview(packed)[held : held + CONTENT_PIECE_BYTES]]
     body = ContentPiece(digest, held, len(packed))

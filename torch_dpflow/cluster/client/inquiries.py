@@ -1,4 +1,4 @@
-"""Questions of a job to the coordinator that its reading does not wait for: what it costs, how workers ended."""
+"""Requests of a job to the coordinator that its reading does not wait for: costs, and how workers ended."""
 
 from __future__ import annotations
 
