@@ -41,7 +41,7 @@ from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.pool import DataClient
-from torch_dpflow.pool.server_messages import ServerInfo
+from torch_dpflow.pool.messages import ServerInfo
 from torch_dpflow.pool.transport.address import find_address
 from torch_dpflow.pool.transport.control_connection import PoolConnection
 

@@ -23,9 +23,8 @@ from torch_dpflow.cluster.control.placement import NodeTable
 from torch_dpflow.cluster.control.worker_owners import WorkerOwners
 from torch_dpflow.ipc.rpc.leases import MAX_REMEMBERED, Expiry, Leases, NameLeases
 from torch_dpflow.pool.planning.allocator import StripeAllocator
-from torch_dpflow.pool.planning.block_allocator import BlockAllocator
+from torch_dpflow.pool.planning.free_space import FreeSpace
 from torch_dpflow.pool.planning.read_ahead import ReadAhead
-from torch_dpflow.pool.planning.send_turns import SendTurns
 from torch_dpflow.samplers import directory as directories
 from torch_dpflow.samplers.buffered import MAX_JOBS, BufferedGroup, Cells
 from torch_dpflow.samplers.directory import LISTED, Directory
@@ -122,8 +121,8 @@ def _sample_cache(cache: SampleCache) -> None:
 def _read_ahead(ahead: ReadAhead) -> None:
     validate(ahead._cache)
     for name, state in ahead._readers.items():
-        wanted = [one for one in range(len(state.order)) if ahead._cache.is_wanted(name, one)]
-        assert all(state.order.is_taken(position) for position in wanted)
+        wanted = [one for one in range(len(state)) if ahead._cache.is_wanted(name, one)]
+        assert all(state.is_taken(position) for position in wanted)
         assert len(wanted) == state.out
 
 
@@ -209,19 +208,9 @@ def _stripe_allocator(allocator: StripeAllocator) -> None:
 
 
 @validate.register
-def _block_allocator(allocator: BlockAllocator) -> None:
-    assert all(sum(one) < other[0] for one, other in pairwise(allocator._gaps))
-    placed = sorted((offset, length) for _, offset, length in allocator._samples.values())
-    assert all(sum(one) <= other[0] for one, other in pairwise(placed))
-    blocks = {id(block): block for block, _, _ in allocator._samples.values()}.values()
-    pieces = sorted([*allocator._gaps, *((block.offset, block.length) for block in blocks if block.length)])
-    assert [offset for offset, _ in pieces] == [sum(piece) for piece in [(0, 0), *pieces]][: len(pieces)]
-    assert sum(length for _, length in pieces) == allocator.capacity
-
-
-@validate.register
-def _send_turns(turns: SendTurns) -> None:
-    assert not turns._line.keys() & turns._sending.keys()
+def _free_space(space: FreeSpace) -> None:
+    assert all(sum(one) < other[0] for one, other in pairwise(space._gaps))
+    assert all(0 <= offset < offset + length <= space.capacity for offset, length in space._gaps)
 
 
 @validate.register

@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -35,7 +36,6 @@ from torch_dpflow.pool.messages import AnnounceAccessPlan
 from torch_dpflow.pool.planning.read_ahead import ReadAhead
 from torch_dpflow.pool.sources import identity_of
 from torch_dpflow.pool.transport.address import find_address
-from torch_dpflow.pool.transport.control_connection import encode
 from torch_dpflow.pool.transport.data_frames import CONTROL, hello
 
 COUNT = 120
@@ -194,7 +194,7 @@ def test_the_orders_of_a_job_that_is_killed_are_forgotten(
 
 def test_an_unauthenticated_peer_announces_nothing(stored: StoredDataset, pool: DataServer) -> None:
     order = AnnounceAccessPlan(identity=identity_of(stored), plan="its", first=0, total=2, spread=8, records=bytes(8))
-    packet = encode(order)
+    packet = msgspec.msgpack.encode(order)
     _, _, port = str(pool.address).rpartition(":")
     with socket.create_connection(("127.0.0.1", int(port)), PATIENCE_S) as peer:
         peer.sendall(hello(CONTROL) + len(packet).to_bytes(4, "little") + packet)

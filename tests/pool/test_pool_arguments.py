@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from torch_dpflow.cli.main import root
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.pool import DataClient, DataServer
-from torch_dpflow.pool.server_messages import boot_id
+from torch_dpflow.pool.messages import boot_id
 from torch_dpflow.pool.transport.address import find_address
 
 

@@ -33,14 +33,20 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.flows import DataLoadFlow, LocalDataLoadFlowReader
 from torch_dpflow.pool import DataClient, PooledArray, open_array
-from torch_dpflow.pool.messages import DatasetSource, GetRecordStates, OpenDataset, PreloadDataset, PushStripe
-from torch_dpflow.pool.server_messages import GetStripeTable, StripeTablePart
+from torch_dpflow.pool.messages import (
+    DatasetSource,
+    GetRecordStates,
+    GetStripeTable,
+    OpenDataset,
+    PreloadDataset,
+    PushStripe,
+    StripeTablePart,
+)
 from torch_dpflow.pool.sources import identity_of
 from torch_dpflow.pool.transport.control_connection import (
     REQUESTS,
-    PacketChannel,
+    Channel,
     PoolConnection,
-    StreamChannel,
 )
 
 COUNT = 40
@@ -191,19 +197,16 @@ def test_requests_for_what_is_not_there(stored: StoredDataset, client: DataClien
     assert client.read_batch(stored, range(COUNT)) == numbers(COUNT)
 
 
-@pytest.mark.parametrize(
-    ("channel", "kind"), [(PacketChannel, socket.SOCK_SEQPACKET), (StreamChannel, socket.SOCK_STREAM)]
-)
-def test_a_message_is_nested_as_deep_with_every_python(channel: type[Any], kind: socket.SocketKind) -> None:
+def test_a_message_is_nested_as_deep_with_every_python() -> None:
     source = DatasetSource(store="/s", ref="a/b:v1:c", options={"a": "b"})
     message = msgspec.msgpack.encode(PreloadDataset(source=source, identity=bytes(16), is_explicit=True, whole=True))
     assert message.count(b"\xa1a\xa1b") == 1
-    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+    ours, theirs = socket.socketpair()
     with ours, theirs:
-        receiver = channel(ours)
+        receiver = Channel(ours)
         for levels in (90, 101, 500, 5_000):
             packet = message.replace(b"\xa1a\xa1b", b"\xa1a" + b"\x81\xa1a" * levels + b"\x00")
-            theirs.sendall((struct.pack("<I", len(packet)) if channel is StreamChannel else b"") + packet)
+            theirs.sendall(struct.pack("<I", len(packet)) + packet)
             if levels == 90:
                 request, _ = receiver.receive(REQUESTS)
                 assert isinstance(request, PreloadDataset)

@@ -23,19 +23,19 @@ from torch_dpflow import PooledDataset
 from torch_dpflow.cli.main import root
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.datasets import DatasetStore, StoredDataset
-from torch_dpflow.errors import OptionError, UsageError
+from torch_dpflow.errors import OptionError, StorageUnavailableError, UsageError
 from torch_dpflow.pool import CachedDataset, DataClient, DataServer
-from torch_dpflow.pool.messages import DatasetSource
-from torch_dpflow.pool.planning.layout import ALL
-from torch_dpflow.pool.server.holdings import Holdings
-from torch_dpflow.pool.server_messages import (
+from torch_dpflow.pool.messages import (
     DatasetPart,
+    DatasetSource,
     DropDataset,
     FollowerHeartbeat,
     Instructions,
     JoinPool,
     ServerInfo,
 )
+from torch_dpflow.pool.planning.layout import ALL
+from torch_dpflow.pool.server.holdings import Holdings
 from torch_dpflow.pool.sources import identity_of, source_of
 from torch_dpflow.pool.transport.address import find_address
 from torch_dpflow.pool.transport.control_connection import PoolConnection
@@ -317,8 +317,12 @@ def test_a_server_ends_at_once_though_a_storage_does_not_answer(monkeypatch: pyt
     """Its thread ends, which the check after each test awaits."""
     monkeypatch.setattr("torch_dpflow.pool.server.holdings.FIRST_PAUSE_S", 1e6)
     monkeypatch.setattr("torch_dpflow.pool.server.holdings.MAX_PAUSE_S", 1e6)
-    options = {"endpoint": "http://127.0.0.1:9", "key": "k", "secret": "s"}
-    source = DatasetSource(store="oss://bucket/datasets", options=options, ref="core/numbers:v1:train")
+
+    def unavailable(*_: object) -> None:
+        raise StorageUnavailableError("down")
+
+    monkeypatch.setattr("torch_dpflow.pool.server.holdings.open_source", unavailable)
+    source = DatasetSource(store="oss://bucket/datasets", options={}, ref="core/numbers:v1:train")
     holdings, identity = Holdings(0), bytes(16)
     holdings.apply(DatasetPart(source=source, identity=identity, is_explicit=False, cut=ALL, stripes=[0]))
     wait(lambda: holdings.state(identity).error, what="that its metadata cannot be read")

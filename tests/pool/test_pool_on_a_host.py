@@ -7,10 +7,11 @@ import os
 import random
 import signal
 import socket
+import struct
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from torch_dpflow.pool import CachedDataset, DataClient, DataServer
 from torch_dpflow.pool.messages import (
     ELSEWHERE,
     HERE,
+    MAX_MESSAGE_BYTES,
     DatasetSource,
     GetRecordStates,
     PreloadDataset,
@@ -348,11 +350,13 @@ def test_readers_find_in_memory_what_came_after_its_storage_was_gone(pool: Path)
 def test_unauthenticated_peers_disturb_nobody(stored: StoredDataset, pool: Path) -> None:
     path = socket_path(find_directory(pool))
     for packet in (b"\x00", b"\xc1" * 100, b"x" * 65_000, b"\x82\xa4type"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
-            peer.connect(path)
-            peer.send(packet)
-            peer.settimeout(PATIENCE_S)
-            assert peer.recv(10) == b""  # the server closes it
+        for length in (len(packet), len(packet) + 1, 0, MAX_MESSAGE_BYTES + 1, (1 << 32) - 1):
+            with socket.socket(socket.AF_UNIX) as peer, suppress(ConnectionResetError):  # it has bytes left to read
+                peer.connect(path)
+                peer.sendall(struct.pack("<I", length) + packet)
+                peer.shutdown(socket.SHUT_WR)
+                peer.settimeout(PATIENCE_S)
+                assert peer.recv(10) == b""  # the server closes it
     DataClient(pool, silence_s=PATIENCE_S).preload(stored)
     connection = PoolConnection(pool)
     for records in ([COUNT], [-1], [0] * 5000):
@@ -449,7 +453,7 @@ def test_a_reader_maps_anew_what_is_held_again_under_its_connection(
         wait(is_placed, what="memory that nothing is read into")
         ready: dict[int, PoolSegment] = {}
         per_stripe = open_source(source, identity).records.per_stripe
-        near = LocalServer(tmp_path / "p", identity, per_stripe, PATIENCE_S, ready)
+        near = LocalServer(tmp_path / "p", PoolConnection, identity, per_stripe, PATIENCE_S, ready)
         assert near.send([])
         assert not near.receive([])
         connection.unload(identity)

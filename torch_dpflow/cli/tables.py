@@ -28,8 +28,7 @@ from torch_dpflow.datasets.spec import Dataset, DatasetRef, SampleMeta, encode_f
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.datasets.verify import Compared, Problem, checksums_in
 from torch_dpflow.errors import DatasetError
-from torch_dpflow.pool.messages import CachedDataset, CachedDatasetList
-from torch_dpflow.pool.server_messages import ServerInfo
+from torch_dpflow.pool.messages import CachedDataset, CachedDatasetList, ServerInfo
 
 
 def print_json(record: Dataset | SampleMeta) -> None:

@@ -28,7 +28,6 @@ from torch_dpflow.pool.sources import source_of
 from torch_dpflow.pool.transport.address import AddressLike, find_address
 from torch_dpflow.pool.transport.authentication import check_keys
 from torch_dpflow.pool.transport.data_connection import WantedRecord
-from torch_dpflow.pool.transport.segments import PoolSegment
 
 #: A tensor; a numpy array for dtypes that torch does not have (text, big-endian numbers).
 Rows: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
@@ -145,7 +144,7 @@ class PooledArray(Dataset[Rows]):
         blocks, block_of = np.unique(numbers // rows.per_block, return_inverse=True)
         is_there = np.zeros(len(numbers), dtype=bool)
         within = numbers % rows.per_block * rows.record_bytes
-        for segment, begins in self._merged(self._reading.get().places(blocks)):
+        for segment, begins in self._reading.get().places(blocks).items():
             own = begins[block_of] >= 0
             if own.any():
                 _gather(segment.memory, (begins[block_of] + within)[own], np.flatnonzero(own), out)
@@ -170,15 +169,6 @@ class PooledArray(Dataset[Rows]):
         ]
         for (at, _, count), has_come in zip(runs, self._reading.get().fetch(wanted)):
             is_there[at : at + count] = has_come
-
-    @staticmethod
-    def _merged(places: list[tuple[PoolSegment, _Numbers]]) -> list[tuple[PoolSegment, _Numbers]]:
-        """Return one entry for each segment."""
-        found: dict[int, tuple[PoolSegment, _Numbers]] = {}
-        for segment, begins in places:
-            known = found.get(id(segment))
-            found[id(segment)] = segment, begins if known is None else np.maximum(begins, known[1])
-        return [*found.values()]
 
     def _load(self, numbers: _Numbers, missing: _Numbers, out: npt.NDArray[Any]) -> None:
         if self.source.is_pushed:

@@ -22,8 +22,7 @@ So a small capacity costs requests, not hits: a request has as many samples, up 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Any, TypeAlias
 
@@ -42,8 +41,7 @@ _SIDES: tuple[Any, Any] = ("left", "right")
 class KnownOrder:
     """Order of one epoch; each position is taken once, and several later ones with it.
 
-    `following` and `left_before` visit each position up to their last one that was not taken; in reading ahead those
-    are few. Takes 8 bytes per position.
+    It has also what `ReadAhead` knows of its reader. Takes 8 bytes per position.
 
     order: keys in reading order; not copied if it is an array of int32.
     """
@@ -56,6 +54,12 @@ class KnownOrder:
         #: Position of the first key that is kept, and of the first one that may be read.
         self._first = self.passed = 0
         self._taken: set[int] = set()
+        #: No position from here on was read, but that the first one counts as read from the beginning.
+        self.next = 1
+        #: Number of positions requested and not consumed.
+        self.out = 0
+        #: Heap of requested positions, including consumed ones.
+        self.asked: list[int] = []
 
     def __len__(self) -> int:
         return self._first + len(self._order)
@@ -87,23 +91,13 @@ class KnownOrder:
     def is_taken(self, position: int) -> bool:
         return position < self._nearest or position in self._taken
 
-    def nearest(self) -> int | None:
-        """Return the first position that was not taken; None if all were."""
-        return self._nearest if self._nearest < len(self) else None
+    def untaken(self) -> Iterator[int]:
+        """Yield the positions that were not taken, in order."""
+        return (one for one in range(self._nearest, len(self)) if one not in self._taken)
 
     def left_before(self, end: int) -> int:
         """Return how many positions before `end` were not taken."""
         return max(0, end - self._nearest) - sum(position < end for position in self._taken)
-
-    def following(self, position: int, count: int) -> list[int]:
-        """Return up to `count` positions that were not taken, for one request together with `position`."""
-        found: list[int] = []
-        for one in range(position, len(self)):
-            if len(found) >= count:
-                break
-            if not self.is_taken(one):
-                found.append(one)
-        return found
 
     def take(self, positions: Sequence[int]) -> None:
         """Take positions. Raises UsageError if one of them was taken before."""
@@ -129,17 +123,6 @@ class StorageRequest(msgspec.Struct, frozen=True):
 ReadAheadInstruction: TypeAlias = StorageRequest | Serve | Cancel
 
 
-@dataclass(slots=True)
-class _AheadReader:
-    order: KnownOrder
-    #: No position from here on was read, but that the first one counts as read from the beginning.
-    next: int = 1
-    #: Number of positions requested and not consumed.
-    out: int = 0
-    #: Heap of requested positions, including consumed ones.
-    asked: list[int] = field(default_factory=list)
-
-
 class ReadAhead:
     """Decides what to fetch ahead, for readers that announce what they read. One thread owns it.
 
@@ -156,7 +139,7 @@ class ReadAhead:
         self._k = check_int("k", k, minimum=1)
         self._sample_bytes = check_int("sample_bytes", sample_bytes, minimum=1)
         self._cache = SampleCache(capacity_bytes=capacity_bytes, concurrency=_UNBOUNDED, repeatable=True)
-        self._readers: dict[str, _AheadReader] = {}
+        self._readers: dict[str, KnownOrder] = {}
         self._requests = itertools.count()
 
     @property
@@ -177,18 +160,18 @@ class ReadAhead:
 
     def is_open(self, reader: str, position: int) -> bool:
         """Return whether `reader` may read this position: it was not consumed. Raises UsageError."""
-        return not self._reader(reader).order.is_taken(position) or self._cache.is_wanted(reader, position)
+        return not self._reader(reader).is_taken(position) or self._cache.is_wanted(reader, position)
 
     def announce(self, reader: str, order: KnownOrder) -> list[ReadAheadInstruction]:
         """Begin a reader's order, which replaces an earlier one."""
         out = self.leave(reader)
         self._cache.join(reader)
-        self._readers[reader] = _AheadReader(order)
+        self._readers[reader] = order
         return [*out, *self._fill(reader)]
 
     def extend(self, reader: str, keys: npt.NDArray[np.int32]) -> list[ReadAheadInstruction]:
         """Append keys to a reader's order. Raises UsageError."""
-        self._reader(reader).order.extend(keys)
+        self._reader(reader).extend(keys)
         return self._fill(reader)
 
     def read(self, reader: str, position: int) -> list[ReadAheadInstruction]:
@@ -199,30 +182,30 @@ class ReadAhead:
 
         Raises UsageError if the reader has announced nothing, or the position is consumed or out of range.
         """
-        state = self._reader(reader)
-        if not 0 <= position < len(state.order):
-            raise UsageError(f"position {position} of an order of {len(state.order)}; read what was announced")
+        order = self._reader(reader)
+        if not 0 <= position < len(order):
+            raise UsageError(f"position {position} of an order of {len(order)}; read what was announced")
         if not self.is_open(reader, position):
             raise UsageError(f"position {position} was consumed already; each one is read once an epoch")
-        state.next = max(state.next, position + 1)
+        order.next = max(order.next, position + 1)
         out = self._fill(reader)
-        if not state.order.is_taken(position):  # it does not fit, but a reader waits for it
+        if not order.is_taken(position):  # it does not fit, but a reader waits for it
             out += self._want(reader, [position])
         return out + self._run(self._cache.fetch(reader, (reader, position, next(self._requests)), [position]))
 
     def consumed(self, reader: str, positions: Iterable[int]) -> list[ReadAheadInstruction]:
         """Record that `reader` has these positions, or no longer needs them; unknown ones are ignored."""
-        state = self._reader(reader)
+        order = self._reader(reader)
         known = {one for one in positions if self._cache.is_wanted(reader, one)}
-        state.out -= len(known)
+        order.out -= len(known)
         return [*self._run(self._cache.release(reader, known)), *self._fill(reader)]
 
     def pass_over(self, reader: str, before: int) -> list[ReadAheadInstruction]:
         """Record that `reader` no longer needs any position before `before`, read or not."""
-        state, passed = self._reader(reader), list[int]()
-        state.order.pass_over(before)
-        while state.asked and state.asked[0] < before:
-            passed.append(heappop(state.asked))
+        order, passed = self._reader(reader), list[int]()
+        order.pass_over(before)
+        while order.asked and order.asked[0] < before:
+            passed.append(heappop(order.asked))
         return self.consumed(reader, passed) if passed else []
 
     def arrived(self, arrivals: Sequence[Arrival]) -> list[ReadAheadInstruction]:
@@ -235,32 +218,31 @@ class ReadAhead:
         self._readers.pop(reader, None)
         return self._run(self._cache.leave(reader))
 
-    def _reader(self, name: str) -> _AheadReader:
+    def _reader(self, name: str) -> KnownOrder:
         try:
             return self._readers[name]
         except KeyError:
             raise UsageError(f"reader {name!r} has announced no order; announce one first") from None
 
     def _want(self, reader: str, positions: Sequence[int]) -> list[ReadAheadInstruction]:
-        state = self._readers[reader]
-        state.order.take(positions)
-        state.out += len(positions)
+        order = self._readers[reader]
+        order.take(positions)
+        order.out += len(positions)
         for position in positions:
-            heappush(state.asked, position)
-        wanted = [(position, state.order.key(position)) for position in positions]
+            heappush(order.asked, position)
+        wanted = [(position, order.key(position)) for position in positions]
         return self._run(self._cache.want(reader, wanted, 0))
 
     def _fill(self, reader: str) -> list[ReadAheadInstruction]:
         """Request missing samples of the window and samples that follow them, as far as capacity allows."""
-        state, out = self._readers[reader], list[ReadAheadInstruction]()
-        end = min(state.next + max(1, self.room - 1), len(state.order))
-        while (first := state.order.nearest()) is not None and first < end:
-            room = self.room - state.out
-            if room < 1:
+        order, out = self._readers[reader], list[ReadAheadInstruction]()
+        end = min(order.next + max(1, self.room - 1), len(order))
+        while (room := self.room - order.out) > 0:
+            positions = [*itertools.islice(order.untaken(), min(self._k, room))]
+            if not positions or positions[0] >= end:
                 break
-            positions = state.order.following(first, min(self._k, room))
             within = sum(position < end for position in positions)
-            beyond = max(0, room - state.order.left_before(end))
+            beyond = max(0, room - order.left_before(end))
             out += self._want(reader, positions[: within + beyond])
         return out
 

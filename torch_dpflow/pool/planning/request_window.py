@@ -181,34 +181,23 @@ class ConnectionQueues:
 
     def take(self, room: int) -> list[int]:
         """Return the indices of the next records: at least one if any is left, and more up to `room` bytes."""
-        share = (sum(self._out.values()) + room) / max(1, len(self._waiting))
         taken = list[int]()
         while self._waiting:
-            connection = self._next()
-            queue = self._waiting[connection]
-            while queue and (not self._run or self._run < self._together or self._has_room(connection, share)):
-                size = self._sizes[queue[0]]
-                if taken and size > room:
-                    self._at += len(taken)
-                    return taken
-                room -= size
-                self._run += max(1, size)
-                self._out[connection] += size
-                taken.append(queue.popleft())
+            if self._current not in self._waiting or self._run >= self._together:
+                self._current = min(self._waiting, key=lambda one: (self._out[one], -len(self._waiting[one])))
+                self._run = 0
+            queue = self._waiting[self._current]
+            size = self._sizes[queue[0]]
+            if taken and size > room:
+                break
+            taken.append(queue.popleft())
+            room -= size
+            self._run += max(1, size)
+            self._out[self._current] += size
             if not queue:
-                del self._waiting[connection]
+                del self._waiting[self._current]
         self._at += len(taken)
         return taken
-
-    def _next(self) -> str:
-        """Return the current connection until `together` bytes were requested over it, then the least loaded one."""
-        if self._current not in self._waiting or self._run >= self._together:
-            self._current = min(self._waiting, key=lambda one: (self._out[one], -len(self._waiting[one])))
-            self._run = 0
-        return self._current
-
-    def _has_room(self, connection: str, share: float) -> bool:
-        return self._out[connection] + self._sizes[self._waiting[connection][0]] <= share
 
     def received(self, place: int) -> None:
         """Record that a record is no longer outstanding."""

@@ -5,14 +5,22 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from torch_dpflow.errors import DPFlowError, MessageError, OptionError, PeerLostError, UsageError
 from torch_dpflow.log import DATASETS
-from torch_dpflow.pool.messages import AnySource, CachedDataset, CountReads, PreloadDataset, StartReading
-from torch_dpflow.pool.server_messages import GetStripeTable, ServerInfo, StripeTablePart
+from torch_dpflow.pool.messages import (
+    AnySource,
+    CachedDataset,
+    CountReads,
+    GetStripeTable,
+    PreloadDataset,
+    ServerInfo,
+    StartReading,
+    StripeTablePart,
+)
 from torch_dpflow.pool.transport.address import PoolAddress, check_private
 from torch_dpflow.pool.transport.control_connection import PoolConnection
 
@@ -47,20 +55,6 @@ def log_fallback(what: str, error: DPFlowError) -> None:
 _COUNTS_INTERVAL_S = 1.0
 
 
-class StripeOwners(NamedTuple):
-    """Owner of each stripe of a dataset: an index in `servers`, or -1."""
-
-    per_stripe: int
-    servers: list[ServerInfo]
-    owners: list[int]
-    #: Whether all servers have reserved memory for it.
-    is_placed: bool
-    #: Name of the server that answered.
-    answered_by: str
-    #: Whether some samples have no place in memory.
-    is_part: bool
-
-
 class PoolLookup:
     """Looks up one dataset in a pool, for one process. One thread at a time.
 
@@ -76,18 +70,23 @@ class PoolLookup:
         self.connection: PoolConnection | None = None
         #: Whether the last server that was contacted timed out.
         self.is_silent = False
+        #: Whether all servers have reserved memory for it.
+        self.is_placed = False
+        #: Owner of each stripe in the last table: an index in its servers, or -1.
+        self.owners: list[int] = []
         #: Other servers that this process can reach.
         self._others: list[PoolAddress] = []
         #: Last reported numbers of samples read from memory and storage, and when.
         self._reported, self._reported_at = (0, 0), 0.0
 
-    def table(self) -> StripeOwners | None:
+    def table(self) -> StripeTablePart | None:
         """Return the owners of the dataset's stripes, and make the pool cache it if it does not; None if not known yet.
 
         Raises PeerLostError if no server answers, or the error that keeps the dataset from being cached.
         """
         for address in [self._address, *self._others]:
-            if self.connection is None:
+            if self.connection is None or not self.connection.is_open:
+                self.connection = None
                 self.contacted = address
             try:
                 connection = self.connection = self.connection or PoolConnection(address, silence_s=self._silence_s)
@@ -107,10 +106,16 @@ class PoolLookup:
         has_keys = self._address.connection is not None
         return self._address.at(server.listen) if server.listen and has_keys else None
 
+    def connect(self, directory: Path) -> PoolConnection:
+        """Return the connection to a server on this host: the same one if it was contacted. Raises PeerLostError."""
+        if self.connection is not None and self.connection.is_open and self.contacted.directory == directory:
+            return self.connection
+        return PoolConnection(directory, silence_s=self._silence_s)
+
     def is_unloaded(self) -> bool:
         """Return whether the pool does not hold the dataset. Raises PeerLostError if the configured server is lost."""
-        if self.connection is None:
-            self.connection = PoolConnection(self._address, silence_s=self._silence_s)
+        if self.connection is None or not self.connection.is_open:
+            self.connection, self.contacted = PoolConnection(self._address, silence_s=self._silence_s), self._address
         return all(one.identity != self._identity for one in self.connection.contents().datasets)
 
     def report_reads(self, hits: int, misses: int, pause_s: float = _COUNTS_INTERVAL_S) -> None:
@@ -128,7 +133,7 @@ class PoolLookup:
         if connection is not None:
             connection.close()
 
-    def _table(self, connection: PoolConnection) -> StripeOwners | None:
+    def _table(self, connection: PoolConnection) -> StripeTablePart | None:
         request = PreloadDataset(source=self._source, identity=self._identity, is_explicit=False, whole=False)
         info = connection.get(request, CachedDataset)
         if not info.records:
@@ -142,23 +147,28 @@ class PoolLookup:
                     return None
         except UsageError:  # dropped since
             return None
-        table = parts[0]
+        table = msgspec.structs.replace(parts[0], owners=b"".join(one.owners for one in parts))
         self._come_near(table)
         self._others = [one for one in map(self.address_of, table.servers) if one is not None]
-        owners = np.frombuffer(b"".join(one.owners for one in parts), dtype="<i2").tolist()
+        try:
+            owners = np.frombuffer(table.owners, "<i2").tolist()
+        except ValueError:  # half a number
+            owners = [len(table.servers)]
         if table.per_stripe < 1 or not all(-1 <= one < len(table.servers) for one in owners):
             raise MessageError("the pool's stripe table is invalid")
-        return StripeOwners(table.per_stripe, table.servers, owners, info.is_placed, table.answered_by, table.is_part)
+        self.is_placed, self.owners = info.is_placed, owners
+        return table
 
     def _come_near(self, table: StripeTablePart) -> None:
         """Switch to the server's Unix socket, which passes memory, if this process may map it."""
         contacted = next((one for one in table.servers if one.name == table.answered_by), None)
         if self.connection is None or self.connection.passes_memory or contacted is None or not contacted.is_near:
             return
+        address = PoolAddress(directory=Path(contacted.directory))
         try:
-            near = PoolConnection(PoolAddress(directory=Path(contacted.directory)), silence_s=self._silence_s)
+            near = PoolConnection(address, silence_s=self._silence_s)
             near.request(StartReading(self._identity))
         except DPFlowError:  # it does answer over the network
             return
         self.connection.close()
-        self.connection = near
+        self.connection, self.contacted = near, address

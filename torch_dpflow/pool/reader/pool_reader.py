@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -14,10 +15,9 @@ import numpy.typing as npt
 
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.lookahead import Order
-from torch_dpflow.pool.messages import AnySource
-from torch_dpflow.pool.reader.lookup import PoolLookup, StripeOwners, log_fallback
-from torch_dpflow.pool.reader.server_memory import AheadReader, LocalServer, RemoteMemory, pauses
-from torch_dpflow.pool.server_messages import ServerInfo
+from torch_dpflow.pool.messages import AnySource, ServerInfo, StripeTablePart
+from torch_dpflow.pool.reader.lookup import PoolLookup, log_fallback
+from torch_dpflow.pool.reader.server_memory import AheadReader, LocalServer, pauses, receive_ahead
 from torch_dpflow.pool.transport.address import PoolAddress
 from torch_dpflow.pool.transport.control_connection import PoolConnection
 from torch_dpflow.pool.transport.data_connection import WantedRecord
@@ -49,7 +49,7 @@ class PoolReader:
         self._ahead = AheadReader(identity, silence_s)
         self._lock = threading.Lock()
         self._is_closed = False
-        self._table: StripeOwners | None = None
+        self._table: StripeTablePart | None = None
         #: Segments of completely loaded stripes.
         self._ready: dict[int, PoolSegment] = {}
         #: Servers by name, also lost ones whose memory is mapped.
@@ -114,9 +114,9 @@ class PoolReader:
             self._lookup.report_reads(self.hits, self.misses)
         return found
 
-    def places(self, records: npt.NDArray[np.int64]) -> list[tuple[PoolSegment, npt.NDArray[np.int64]]]:
+    def places(self, records: npt.NDArray[np.int64]) -> dict[PoolSegment, npt.NDArray[np.int64]]:
         """Return segments in which some of these records are mapped, and the offset of each there; -1: not there."""
-        found: list[tuple[PoolSegment, npt.NDArray[np.int64]]] = []
+        found: dict[PoolSegment, npt.NDArray[np.int64]] = {}
         with self._lock:
             if not self._is_closed:
                 self._look(records.tolist())
@@ -127,9 +127,7 @@ class PoolReader:
                 own, server = stripes == stripe, self._server_of(stripe * self._table.per_stripe)
                 place = server.offsets(stripe, records[own]) if isinstance(server, LocalServer) else None
                 if place is not None:
-                    begins = np.full(len(records), -1, np.int64)
-                    begins[own] = place[1]
-                    found.append((place[0], begins))
+                    found.setdefault(place[0], np.full(len(records), -1, np.int64))[own] = place[1]
         return found
 
     def fetch(self, wanted: Sequence[WantedRecord]) -> list[bool]:
@@ -162,17 +160,14 @@ class PoolReader:
         """Return the connection to the server that reads ahead for this process; None if none does."""
         return self._lookup.connection if self._table is not None and self._table.is_part else None
 
-    def _remote_memory(self, connection: PoolConnection) -> RemoteMemory | None:
-        """Return that server's memory for reading ahead, if it is on another host."""
-        if connection.passes_memory or self._data_reader is None or self._asked is None:
-            return None
-        return RemoteMemory(self._data_reader, self._asked)
-
     def _read_ahead(self, plan: str, records: Sequence[int], found: Sequence[Any]) -> list[Any]:
         if (connection := self._ahead_from()) is not None:
             missing = [record for record, content in zip(records, found) if content is None]
             with self._from_storage():
-                ahead = self._ahead.read(connection, plan, missing, self._remote_memory(connection))
+                far = None
+                if not connection.passes_memory and self._data_reader is not None and self._asked is not None:
+                    far = partial(receive_ahead, self._data_reader, self._asked)
+                ahead = self._ahead.read(connection, plan, missing, far)
                 return [ahead.get(one) if content is None else content for one, content in zip(records, found)]
         return [*found]
 
@@ -258,7 +253,7 @@ class PoolReader:
             self._is_unloaded = False
             table = self._lookup.table()
             self._backoff.reset()
-            is_settled = table is not None and table.is_placed
+            is_settled = table is not None and self._lookup.is_placed
             self._ask_at = time.monotonic() + (_TABLE_S if is_settled else _PLANNING_S)
             if table is not None:
                 self._take(table)
@@ -273,26 +268,33 @@ class PoolReader:
             self._ask_at = time.monotonic() + self._backoff.pause_s()
             log_fallback(f"{self._ref} is read from storage for now", error)
 
-    def _take(self, table: StripeOwners) -> None:
+    def _take(self, table: StripeTablePart) -> None:
         owners = [self._servers.get(one.name) or self._open(one, table) for one in table.servers]
         asked = (self._data_address(info, table) for info in table.servers if info.name == table.answered_by)
         self._asked = next(asked, None)
         # In one statement, as Control-C may come between any two.
-        self._owners, self._table = [owners[one] if one >= 0 else None for one in table.owners], table
+        self._owners, self._table = [owners[one] if one >= 0 else None for one in self._lookup.owners], table
         for server in owners:
             if isinstance(server, LocalServer):
                 server.refresh()
 
-    def _open(self, info: ServerInfo, table: StripeOwners) -> LocalServer | str | None:
+    def _open(self, info: ServerInfo, table: StripeTablePart) -> LocalServer | str | None:
         """Return a reader of a server's records; None if the server cannot be reached."""
         address = self._lookup.address_of(info)
         if address is not None and address.directory is not None:
-            server = LocalServer(address.directory, self._identity, table.per_stripe, self._silence_s, self._ready)
+            server = LocalServer(
+                address.directory,
+                self._lookup.connect,
+                self._identity,
+                table.per_stripe,
+                self._silence_s,
+                self._ready,
+            )
             self._servers[info.name] = server
             return server
         return self._data_address(info, table)
 
-    def _data_address(self, info: ServerInfo, table: StripeOwners) -> str | None:
+    def _data_address(self, info: ServerInfo, table: StripeTablePart) -> str | None:
         """Return where to open data connections to a server; None without keys or address."""
         asked = self._lookup.contacted
         if info.name == table.answered_by and asked.directory is None:

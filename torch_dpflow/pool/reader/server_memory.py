@@ -26,21 +26,19 @@ from torch_dpflow.pool.messages import (
     MAX_RECORDS,
     ON_ITS_WAY,
     PENDING,
-    AheadOpened,
     AheadPlaces,
     AnnounceAccessPlan,
-    ConfirmAhead,
     DatasetOpened,
     GetAheadPlaces,
     GetRecordStates,
-    OpenAhead,
     OpenDataset,
+    PoolAnswer,
     RecordStates,
-    memory_name,
 )
 from torch_dpflow.pool.reader.lookup import log_fallback
 from torch_dpflow.pool.transport.control_connection import PoolConnection
 from torch_dpflow.pool.transport.data_connection import WantedRecord
+from torch_dpflow.pool.transport.data_frames import memory_name
 from torch_dpflow.pool.transport.data_reader import DataReader
 from torch_dpflow.pool.transport.segments import PoolSegment, map_sealed, map_segment
 
@@ -59,6 +57,7 @@ class LocalServer:
     Mapped segments stay readable after the server is gone.
 
     Args:
+        connect: returns the connection to the server there, which its lookup may share.
         silence_s: the connection is closed after this long without an answer, seconds.
         ready: completely loaded stripes and their segments, also of other and earlier servers; this object adds its
             own.
@@ -67,12 +66,13 @@ class LocalServer:
     def __init__(
         self,
         directory: Path,
+        connect: Callable[[Path], PoolConnection],
         identity: bytes,
         per_stripe: int,
         silence_s: float,
         ready: dict[int, PoolSegment],
     ) -> None:
-        self._directory, self._identity = directory, identity
+        self._directory, self._connect_to, self._identity = directory, connect, identity
         self._per_stripe, self._silence_s = per_stripe, silence_s
         self._connection: PoolConnection | None = None
         self._retry_at, self._backoff = 0.0, pauses()
@@ -134,7 +134,7 @@ class LocalServer:
     def refresh(self) -> None:
         """Map further segments, and forget which records were not this server's."""
         self._states = {one: state for one, state in self._states.items() if state != ELSEWHERE}
-        if self._connection is not None:
+        if self._connection is not None and self._connection.is_open:
             self._try(self._map_more)
 
     def send(self, records: Sequence[int]) -> bool:
@@ -143,7 +143,7 @@ class LocalServer:
             return False
 
         def request() -> None:
-            if self._connection is None:
+            if self._connection is None or not self._connection.is_open:
                 self._connect()
             assert self._connection is not None
             wait_s = min(_ANSWER_S, self._silence_s / 2)
@@ -180,7 +180,7 @@ class LocalServer:
             connection.close()
 
     def _connect(self) -> None:
-        self._connection = PoolConnection(self._directory, silence_s=self._silence_s)
+        self._connection = self._connect_to(self._directory)
         self._leave_regions(0)
         self._map_more()
         self._backoff.reset()
@@ -235,20 +235,18 @@ class LocalServer:
 AheadRecord: TypeAlias = tuple[int, int, int]
 
 
-class RemoteMemory:
-    """Memory of another host's server that samples are read ahead into."""
+#: Returns the records that have arrived from memory of this number of another host.
+Receive: TypeAlias = Callable[[int, Sequence[AheadRecord]], dict[int, bytes]]
 
-    def __init__(self, data_reader: DataReader, server: str) -> None:
-        self._data_reader, self._server = data_reader, server
 
-    def read(self, number: int, there: Sequence[AheadRecord]) -> dict[int, bytes]:
-        """Return the requested records that have arrived. number: of the memory."""
-        filled = [one for one in there if one[2]]
-        name, servers = memory_name(number), [self._server] * len(filled)
-        contents = self._data_reader.read(name, servers, [WantedRecord(one[1], one[2]) for one in filled])
-        self._data_reader.gone.discard(name)
-        empty = {record: b"" for record, _, length in there if not length}
-        return empty | {one[0]: content for one, content in zip(filled, contents) if isinstance(content, bytes)}
+def receive_ahead(data_reader: DataReader, server: str, number: int, there: Sequence[AheadRecord]) -> dict[int, bytes]:
+    """Return the requested records that have arrived from a server's memory of this number."""
+    filled = [one for one in there if one[2]]
+    name, servers = memory_name(number), [server] * len(filled)
+    contents = data_reader.read(name, servers, [WantedRecord(one[1], one[2]) for one in filled])
+    data_reader.gone.discard(name)
+    empty = {record: b"" for record, _, length in there if not length}
+    return empty | {one[0]: content for one, content in zip(filled, contents) if isinstance(content, bytes)}
 
 
 class AheadReader:
@@ -296,55 +294,52 @@ class AheadReader:
                 return
 
     def read(
-        self, connection: PoolConnection, plan: str, records: Sequence[int], far: RemoteMemory | None
+        self, connection: PoolConnection, plan: str, records: Sequence[int], far: Receive | None
     ) -> dict[int, bytes]:
         """Return the requested records that the server has read ahead or reads now.
 
-        far: the server's memory, if it is on another host.
+        far: receives from the server's memory, if it is on another host.
 
         Raises as `PoolConnection.request`.
         """
         found: dict[int, bytes] = {}
+        copied: dict[int, bytes] = {}
         left = list(dict.fromkeys(records))
         deadline = time.monotonic() + self._silence_s
         try:
-            while left and time.monotonic() < deadline:
+            while copied or (left and time.monotonic() < deadline):
                 asked, rest = left[:MAX_RECORDS], left[MAX_RECORDS:]
-                places, _ = connection.request(GetAheadPlaces(self._identity, plan, asked))
+                request = GetAheadPlaces(self._identity, plan, asked, [*copied], self._number)
+                places, fds = connection.request(request)
+                self._map(fds, places)
                 assert isinstance(places, AheadPlaces)
-                there = [one for one in zip(asked, places.offsets, places.lengths) if one[2] >= 0]
-                if far is None:
-                    copied = self._copies(connection, places.memory, there)
-                else:
-                    copied = far.read(places.memory, there)
                 if copied:
-                    connection.request(ConfirmAhead(self._identity, [*copied]))
                     found |= copied
                     deadline = time.monotonic() + self._silence_s
+                there = [one for one in zip(asked, places.offsets, places.lengths) if one[2] >= 0]
+                copied = self._copies(places.memory, there) if far is None else far(places.memory, there)
                 left = [one for one, length in zip(asked, places.lengths) if length == ON_ITS_WAY] + rest
         except (UsageError, PoolFullError):  # the plan of this process or its parent has ended
             pass
         return found
 
-    def _copies(self, connection: PoolConnection, number: int, there: Sequence[AheadRecord]) -> dict[int, bytes]:
+    def _copies(self, number: int, there: Sequence[AheadRecord]) -> dict[int, bytes]:
         if not there:
             return {}
-        memory = self._mapped(connection, number)
+        if self._memory is None or number != self._number:
+            raise UsageError(f"memory {number} of the pool is gone")
+        memory = self._memory
         if any(not 0 <= offset <= offset + length <= len(memory) for _, offset, length in there):
             raise MessageError("the pool reported a place outside of its memory")
         return {record: memory[offset : offset + length] for record, offset, length in there}
 
-    def _mapped(self, connection: PoolConnection, number: int) -> mmap.mmap:
-        if self._memory is None or number != self._number:
-            opened, fds = connection.request(OpenAhead(self._identity))
-            try:
-                assert isinstance(opened, AheadOpened)
-                self._memory, self._number = map_sealed(fds[0]), opened.memory
-            except (OSError, ValueError, IndexError) as error:
-                raise MessageError(f"memory of the pool cannot be mapped: {error}") from error
-            finally:
-                for fd in fds:
-                    os.close(fd)
-            if number != self._number:
-                raise UsageError(f"memory {number} of the pool is gone")
-        return self._memory
+    def _map(self, fds: list[int], places: PoolAnswer) -> None:
+        """Map the memory that came with an answer."""
+        try:
+            if fds and isinstance(places, AheadPlaces):
+                self._memory, self._number = map_sealed(fds[0]), places.memory
+        except (OSError, ValueError) as error:
+            raise MessageError(f"memory of the pool cannot be mapped: {error}") from error
+        finally:
+            for fd in fds:
+                os.close(fd)

@@ -28,13 +28,11 @@ from torch_dpflow.pool.messages import (
     IN_STORAGE,
     IN_STORAGE_ONLY,
     MAX_PLAN_RECORDS,
-    MAX_PLANS,
-    MAX_UPCOMING,
     ON_ITS_WAY,
     AheadPlaces,
     AnnounceAccessPlan,
 )
-from torch_dpflow.pool.planning.block_allocator import BlockAllocator
+from torch_dpflow.pool.planning.free_space import FreeSpace
 from torch_dpflow.pool.planning.read_ahead import KnownOrder, ReadAhead, ReadAheadInstruction, StorageRequest
 from torch_dpflow.pool.server import start_thread
 from torch_dpflow.pool.sources import RecordReader
@@ -72,12 +70,16 @@ class AccessPlan:
     refused: set[int] = field(default_factory=set)
 
 
+#: Maximum unread records of a plan that is extended; earlier ones are skipped.
+MAX_UPCOMING = 1 << 16
+#: Maximum access plans of a dataset; they share its memory.
+MAX_PLANS = 4096
 #: Samples per storage request, and threads that make requests.
 REQUEST_SAMPLES, FETCHERS = 16, 4
-#: Share of the memory to plan with: a block of several samples is only free once all of them were read.
+#: Share of the memory to plan with, as gaps between samples may be too small for others.
 _PLANNED = 0.85
-#: Minimum number of requests that fit.
-_MIN_BLOCKS = 16
+#: Minimum number of requests that fit, so that several are under way.
+_MIN_REQUESTS = 16
 #: How long an answer waits for other readers to free memory, and for a part of a plan on its way, seconds.
 _REFUSED_S, _ON_ITS_WAY_S = 0.05, 0.05
 
@@ -107,10 +109,9 @@ class AheadReading:
         self.memory_bytes, self.number = memory_bytes, number
         mean = max(1, int(lengths[may_read].mean())) if may_read.any() else 1
         planned = max(1, int(_PLANNED * memory_bytes))
-        # A block is in use until the last of its samples was read, so many small blocks waste less.
-        k = min(REQUEST_SAMPLES, max(1, planned // mean // _MIN_BLOCKS))
+        k = min(REQUEST_SAMPLES, max(1, planned // mean // _MIN_REQUESTS))
         self._machine = ReadAhead(capacity_bytes=planned, k=k, sample_bytes=mean)
-        self._space = BlockAllocator(memory_bytes)
+        self._space = FreeSpace(memory_bytes)
         #: Length of the sample at each offset.
         self._stored_at: dict[int, int] = {}
         # Reentrant: dropping the last reference to a place frees it, on any thread.
@@ -204,6 +205,11 @@ class AheadReading:
                 self._consume(name, plan, [lent[one][1] for one in own])
             for record in records:
                 lent.pop(record, None)
+
+    def descriptors(self, mapped: int) -> list[int]:
+        """Return the memory's descriptor, which the caller closes, unless memory of this number is mapped already."""
+        with self._changed:
+            return [] if mapped == self.number or self._is_closed else [os.dup(self.fd)]
 
     def leave(self, connection: str) -> None:
         """Drop a connection's plans, and its right to copy."""
@@ -347,30 +353,24 @@ class AheadReading:
                 return
             arrivals = [
                 Arrival(load.load, value, getattr(value, "length", 0), keep=False)
-                for load, value in zip(loads, self._stored(contents))
+                for load, value in zip(loads, map(self._stored, contents))
             ]
             self._cancelled.difference_update(one.load for one in loads)
             self._apply(self._machine.arrived(arrivals))
 
-    def _stored(self, contents: Sequence[bytes | DPFlowError]) -> list[AheadPlace | DPFlowError]:
-        """Store samples together, or each alone if they do not fit together."""
-        keys = [object() for _ in contents]
-        sized = [(key, len(one)) for key, one in zip(keys, contents) if isinstance(one, bytes)]
-        is_together = self._space.store(sized)
-        out: list[AheadPlace | DPFlowError] = []
-        for key, one in zip(keys, contents):
-            if isinstance(one, DPFlowError):
-                out.append(one)
-            elif is_together or self._space.store([(key, len(one))]):
-                offset, length = self._space.locate(key)
-                self._memory[offset : offset + length] = one
-                self._stored_at[offset] = length
-                out.append(AheadPlace(offset, length, partial(self._free, key, offset)))
-            else:
-                out.append(PoolFullError("the memory for reading ahead is in use"))
-        return out
+    def _stored(self, content: bytes | DPFlowError) -> AheadPlace | DPFlowError:
+        if isinstance(content, DPFlowError):
+            return content
+        offset, length = self._space.take(len(content)), len(content)
+        if offset is None:
+            return PoolFullError("the memory for reading ahead is in use")
+        if length:
+            self._memory[offset : offset + length] = content
+            self._stored_at[offset] = length
+        return AheadPlace(offset, length, partial(self._free, offset, length))
 
-    def _free(self, key: object, offset: int) -> None:
+    def _free(self, offset: int, length: int) -> None:
         with self._changed:
-            self._stored_at.pop(offset, None)
-            self._space.spend(key)
+            if length:
+                del self._stored_at[offset]
+            self._space.free(offset, length)

@@ -8,7 +8,6 @@ import select
 import socket
 import ssl
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +15,6 @@ from functools import partial
 from torch_dpflow.errors import DPFlowError, MessageError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.pool.messages import IN_STORAGE, MAX_RECORDS, PENDING
-from torch_dpflow.pool.planning.send_turns import SendTurns
 from torch_dpflow.pool.server.holdings import Holdings
 from torch_dpflow.pool.transport.data_frames import (
     ABSENT,
@@ -40,8 +38,6 @@ _READ_BYTES = 64 << 10
 _MAX_VIEWS = 1024
 #: Status codes of records that are not in memory.
 _ANSWERS = {PENDING: LATER, IN_STORAGE: ABSENT}
-#: Poll timeout while connections wait for stalled ones, seconds.
-_STALL_POLL_S = 0.1
 
 
 class _Connection:
@@ -134,7 +130,8 @@ class DataSender:
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
         self._connections: dict[int, _Connection] = {}
-        self._turns: SendTurns[_Connection] = SendTurns()
+        #: Connections whose turn is next, in order; none of them waits for its socket.
+        self._line: dict[_Connection, None] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -168,14 +165,12 @@ class DataSender:
             self._is_running = not self._is_closed
             self._wake_up()  # connections may have been adopted before
         while self._is_running and not self._is_closed:
-            may_go_on = len(self._turns) and self._turns.has_room(time.monotonic())
-            self._handle(0 if may_go_on else _STALL_POLL_S if len(self._turns) else None)
-            for _ in range(len(self._turns)):
-                connection = self._turns.next(time.monotonic())
-                if connection is None:
-                    break
-                connection.turn = TURN_BYTES
-                self._go_on(connection)
+            self._handle(0 if self._line else None)
+            line, self._line = self._line, {}
+            for connection in line:
+                if connection.is_open:
+                    connection.turn = TURN_BYTES
+                    self._guarded(connection, self._send)
         if self._is_running:
             self._make_calls()  # connections adopted meanwhile are closed too
         for connection in list(self._connections.values()):
@@ -218,7 +213,7 @@ class DataSender:
                 if events & ~select.EPOLLOUT:
                     self._guarded(connection, self._receive)
                 if events & select.EPOLLOUT and connection.is_open:
-                    self._go_on(connection)
+                    self._guarded(connection, self._send)
 
     def _guarded(self, connection: _Connection, act: Callable[[_Connection], None]) -> None:
         """Run `act`; close the connection if it fails."""
@@ -233,22 +228,20 @@ class DataSender:
     def _receive(self, connection: _Connection) -> None:
         connection.receive()
         self._settle(connection)
-        if connection.has_work:
-            self._turns.add(connection)
+        self._queue(connection)
 
-    def _go_on(self, connection: _Connection) -> None:
-        self._guarded(connection, self._send)
+    def _queue(self, connection: _Connection) -> None:
+        """Queue a connection that has something to send, unless it waits for its socket in the midst of a turn."""
+        if connection.has_work and not connection.events & select.EPOLLOUT:
+            self._line.setdefault(connection)
 
     def _send(self, connection: _Connection) -> None:
         """Send until the turn ends or the socket accepts no more."""
         is_taken = True
         while is_taken and connection.turn > 0 and (connection.outgoing or self._prepare(connection)):
             is_taken = connection.send()
-        if is_taken:
-            self._turns.done(connection, more=connection.has_work)
-        else:
-            self._turns.sent(connection, time.monotonic())
         self._settle(connection, blocked=not is_taken)
+        self._queue(connection)
 
     def _settle(self, connection: _Connection, *, blocked: bool | None = None) -> None:
         """Update the events that epoll reports for a connection."""
@@ -312,11 +305,11 @@ class DataSender:
     def _tell(self, connection: _Connection, identity: bytes, record: int, is_here: bool) -> None:
         if connection.is_open:
             connection.ready.append((identity, record, 0 if is_here else ABSENT))
-            self._turns.add(connection)
+            self._queue(connection)
 
     def _drop(self, connection: _Connection) -> None:
         connection.is_open = False
-        self._turns.drop(connection)
+        self._line.pop(connection, None)
         self._connections.pop(connection.socket.fileno(), None)
         with contextlib.suppress(OSError, ValueError):
             self._epoll.unregister(connection.socket)

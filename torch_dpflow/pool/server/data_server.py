@@ -10,7 +10,6 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,37 +20,35 @@ from torch_dpflow.errors import DPFlowError, MessageError, OptionError, PeerLost
 from torch_dpflow.ipc.memory.headroom import check_memory
 from torch_dpflow.log import SERVICE
 from torch_dpflow.pool.messages import (
+    LOCK_FILE,
+    Acknowledged,
     AnnounceAccessPlan,
-    ConfirmAhead,
     CountReads,
     DatasetOpened,
+    DatasetPart,
+    FollowerHeartbeat,
     GetAheadPlaces,
     GetRecordStates,
+    GetStripeTable,
+    JoinPool,
     ListDatasets,
-    OpenAhead,
+    ListServers,
     OpenDataset,
+    PoolAnswer,
     PoolRefusal,
+    PoolRequest,
     PreloadDataset,
     PushStripe,
+    ServerInfo,
     StartReading,
     UnloadDataset,
+    boot_id,
 )
 from torch_dpflow.pool.server import start_thread
 from torch_dpflow.pool.server.follower import PoolFollower
 from torch_dpflow.pool.server.holdings import ANSWER_S, MAX_DATASETS, Holdings
 from torch_dpflow.pool.server.leader import PoolLeader
 from torch_dpflow.pool.server.listener import MAX_CONNECTIONS, PoolListener
-from torch_dpflow.pool.server_messages import (
-    LOCK_FILE,
-    Acknowledged,
-    DatasetPart,
-    FollowerHeartbeat,
-    GetStripeTable,
-    JoinPool,
-    ListServers,
-    ServerInfo,
-    boot_id,
-)
 from torch_dpflow.pool.transport.address import (
     AddressLike,
     PoolAddress,
@@ -62,14 +59,7 @@ from torch_dpflow.pool.transport.address import (
     socket_path,
 )
 from torch_dpflow.pool.transport.authentication import check_keys
-from torch_dpflow.pool.transport.control_connection import (
-    REQUESTS,
-    Channel,
-    PacketChannel,
-    PoolAnswer,
-    PoolRequest,
-    StreamChannel,
-)
+from torch_dpflow.pool.transport.control_connection import REQUESTS, Channel
 
 #: Maximum default memory for reading ahead.
 MAX_AHEAD_BYTES = 1 << 30
@@ -122,8 +112,7 @@ class DataServer:
         if leader is not None and leader.directory is None:
             _check_reach(listen, leader)
             check_keys(leader)
-        admit = partial(self._admit, kind=StreamChannel)
-        self._tcp_listener = None if listen is None else PoolListener(listen, admit, self._holdings)
+        self._tcp_listener = None if listen is None else PoolListener(listen, self._admit, self._holdings)
         #: Address at which other hosts reach it.
         self.address = None if self._tcp_listener is None else self._tcp_listener.address
         incarnation = secrets.token_hex(8)
@@ -157,7 +146,7 @@ class DataServer:
                 time.sleep(0.1)  # no descriptor is free
                 continue
             if peer_uid(connection) == os.getuid():
-                self._admit(connection, PacketChannel)
+                self._admit(connection)
             else:
                 connection.close()
 
@@ -180,20 +169,21 @@ class DataServer:
         self._holdings.close()
         os.close(self._held_lock)
 
-    def _admit(self, connection: socket.socket, kind: Callable[[socket.socket], Channel]) -> None:
+    def _admit(self, connection: socket.socket) -> None:
         """Serve a control connection in a thread, if there may be one more."""
         if self._stop.is_set() or len(self._connections) >= MAX_CONNECTIONS:
             connection.close()
             return
         self._connections.add(connection)
         try:
-            start_thread(partial(self._talk, connection, kind(connection)), "dpflow-control")
+            start_thread(partial(self._talk, connection), "dpflow-control")
         except PoolFullError as error:  # connected clients continue
             SERVICE.warning("a client of the pool was refused: %s", error)
             self._connections.discard(connection)
             connection.close()
 
-    def _talk(self, connection: socket.socket, channel: Channel) -> None:
+    def _talk(self, connection: socket.socket) -> None:
+        channel = Channel(connection)
         client = _PoolClient(f"reader {next(self._readers)}", maps=channel.passes_memory)
         try:
             while True:
@@ -247,14 +237,11 @@ class DataServer:
             case AnnounceAccessPlan(identity=identity):
                 self._holdings.ahead.announce(self._holdings.get(identity), client.name, request)
                 return Acknowledged(), []
-            case OpenAhead(identity):
-                return self._holdings.ahead.open(identity)
-            case GetAheadPlaces(identity, order, records):
-                reading = self._holdings.ahead.of(identity, records)
-                return reading.want(client.name, order, records, ANSWER_S), []
-            case ConfirmAhead(identity, records):
-                self._holdings.ahead.of(identity).confirm(client.name, records)
-                return Acknowledged(), []
+            case GetAheadPlaces(identity, plan, records, copied, memory):
+                reading = self._holdings.ahead.of(identity, max(records, copied, key=len))
+                reading.confirm(client.name, copied)
+                places = reading.want(client.name, plan, records, ANSWER_S)
+                return places, reading.descriptors(memory) if client.maps else []
             case UnloadDataset() | ListDatasets() | ListServers():
                 return self._pool.command(request), []
             case DatasetPart() | JoinPool() | FollowerHeartbeat():
@@ -326,7 +313,7 @@ def _listen(directory: os.PathLike[str], incarnation: str) -> tuple[socket.socke
     os.write(lock, incarnation.encode())
     with contextlib.suppress(FileNotFoundError):
         os.unlink(socket_path(path))
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(socket_path(path))
     listener.listen(MAX_CONNECTIONS)  # further readers are refused, and read from storage
     # A signal delivered to another thread, as may happen after SIGCONT, does not interrupt `accept`.

@@ -11,27 +11,27 @@ import numpy as np
 from torch_dpflow.errors import DPFlowError, PeerLostError, UsageError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.pool.messages import (
+    MAX_STRIPES,
     CachedDataset,
     CountReads,
-    ListDatasets,
-    PreloadDataset,
-    UnloadDataset,
-)
-from torch_dpflow.pool.server.holdings import MAX_DATASETS, Holdings
-from torch_dpflow.pool.server.leader_state import KnownDataset
-from torch_dpflow.pool.server_messages import (
-    MAX_STRIPES,
     DatasetState,
     FollowerHeartbeat,
     GetStripeTable,
     Instructions,
     JoinPool,
+    ListDatasets,
     ListServers,
+    PoolAnswer,
+    PoolRequest,
+    PreloadDataset,
     ServerInfo,
     StripeTablePart,
+    UnloadDataset,
 )
+from torch_dpflow.pool.server.holdings import MAX_DATASETS, Holdings
+from torch_dpflow.pool.server.leader_state import KnownDataset
 from torch_dpflow.pool.transport.address import PoolAddress
-from torch_dpflow.pool.transport.control_connection import AnswerT, PoolAnswer, PoolConnection, PoolRequest
+from torch_dpflow.pool.transport.control_connection import AnswerT, PoolConnection
 
 #: Timeouts of the leader's answers to forwarded requests, below those of readers and commands for this server (5 s and
 #: 60 s), and to a heartbeat: seconds.

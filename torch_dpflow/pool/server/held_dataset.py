@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, islice
 
 import numpy as np
 import numpy.typing as npt
@@ -23,39 +23,6 @@ from torch_dpflow.pool.server import start_thread
 from torch_dpflow.pool.server.ahead import AheadReading
 from torch_dpflow.pool.sources import OpenedSource
 from torch_dpflow.pool.transport.segments import PoolSegment, check_pushed, create_segment
-
-
-class RecordQueue:
-    """Queue of records to read before others, each once, in the order of requests."""
-
-    def __init__(self) -> None:
-        self._queue: OrderedDict[int, None] = OrderedDict()
-        #: Callbacks for when a record is in memory, or has failed.
-        self._watchers: dict[int, list[Callable[[bool], None]]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._queue)
-
-    def add(self, record: int) -> None:
-        """Queue a record, unless it is queued already."""
-        self._queue.setdefault(record)
-
-    def take(self, most: int) -> list[int]:
-        return [self._queue.popitem(last=False)[0] for _ in range(min(most, len(self._queue)))]
-
-    def watch(self, record: int, callback: Callable[[bool], None]) -> None:
-        """Call `callback` once, when the record is in memory or has failed."""
-        self._watchers.setdefault(record, []).append(callback)
-
-    def notify(self, record: int, *, is_here: bool) -> None:
-        for callback in self._watchers.pop(record, ()):
-            callback(is_here)
-
-    def give_up(self) -> None:
-        """Report all watched records as failed."""
-        for record in [*self._watchers]:
-            self.notify(record, is_here=False)
-
 
 #: Samples per read of the thread that reads everything.
 _AT_ONCE = 64
@@ -99,7 +66,10 @@ class HeldDataset:
         self._taken = bytearray(records.records)
         #: Stripes that have memory, or are about to.
         self._stripes: set[int] = set()
-        self._wanted = RecordQueue()
+        #: Records to read before others, in the order of requests.
+        self._wanted: dict[int, None] = {}
+        #: Callbacks for when a record is in memory, or has failed.
+        self._watchers: dict[int, list[Callable[[bool], None]]] = {}
         #: Number of records of each stripe that are not in memory.
         self._left: Counter[int] = Counter()
         #: Number of fills whose memory is not reserved yet.
@@ -185,7 +155,7 @@ class HeldDataset:
                 self._loaded += len(own)
                 self._changed.notify_all()
                 for one in own:
-                    self._wanted.notify(one, is_here=True)
+                    self._notify(one, is_here=True)
             ready = [] if self._left[stripe] else [stripe]
             return RecordStates(bytes(self._states[own.start : own.stop]), ready, self.number)
 
@@ -232,7 +202,7 @@ class HeldDataset:
                 if self._states[record] == PENDING and not self._is_closed:
                     notify = watch(record)
                     if notify is not None:
-                        self._wanted.watch(record, notify)
+                        self._watchers.setdefault(record, []).append(notify)
                     self._want(record)
                     self._changed.notify_all()
                     return PENDING
@@ -247,7 +217,8 @@ class HeldDataset:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-            self._wanted.give_up()
+            for record in [*self._watchers]:
+                self._notify(record, is_here=False)
         for segment in self.segments:
             if why is not None:
                 segment.retire(why)
@@ -258,7 +229,11 @@ class HeldDataset:
     def _want(self, record: int) -> None:
         """Queue a record to be read before others, unless a thread has taken it."""
         if self._reader is not None and self._states[record] == PENDING and not self._taken[record]:
-            self._wanted.add(record)
+            self._wanted.setdefault(record)
+
+    def _notify(self, record: int, *, is_here: bool) -> None:
+        for callback in self._watchers.pop(record, ()):
+            callback(is_here)
 
     def _fill(self, stripes: Sequence[int]) -> None:
         own = self._records_of(stripes)
@@ -321,7 +296,9 @@ class HeldDataset:
                 self._changed.wait_for(lambda: self._wanted or self._is_closed)
                 if self._is_closed:
                     return
-                wanted = self._wanted.take(_AT_ONCE)
+                wanted = [*islice(self._wanted, _AT_ONCE)]
+                for record in wanted:
+                    del self._wanted[record]
             self._read(wanted)
 
     def _read(self, records: Iterable[int]) -> None:
@@ -352,7 +329,7 @@ class HeldDataset:
                 self._states[one] = state
                 self._left[one // self.records.per_stripe] -= state == HERE
                 self._loaded += state == HERE
-                self._wanted.notify(one, is_here=state == HERE)
+                self._notify(one, is_here=state == HERE)
             self.error = self.error if self._failed else ""
             self._changed.notify_all()
 

@@ -15,20 +15,22 @@ from torch_dpflow.datasets.storage.failures import is_transient
 from torch_dpflow.errors import StorageError, UsageError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.pool.messages import (
+    ALL_FAILED,
     ELSEWHERE,
     MAX_RECORDS,
     MAX_SEGMENTS,
-    AheadOpened,
     AnnounceAccessPlan,
     DatasetOpened,
+    DatasetPart,
+    DatasetState,
+    DropDataset,
     RecordStates,
-    memory_name,
 )
 from torch_dpflow.pool.server import start_thread
 from torch_dpflow.pool.server.ahead import AheadReading
 from torch_dpflow.pool.server.held_dataset import FIRST_PAUSE_S, MAX_PAUSE_S, HeldDataset
-from torch_dpflow.pool.server_messages import ALL_FAILED, DatasetPart, DatasetState, DropDataset
 from torch_dpflow.pool.sources import open_source
+from torch_dpflow.pool.transport.data_frames import memory_name
 
 
 class AheadMemory:
@@ -55,12 +57,6 @@ class AheadMemory:
                 self._readings[part.identity] = reading
                 self._left -= reading.memory_bytes
             reading.announce(connection, part)
-
-    def open(self, identity: bytes) -> tuple[AheadOpened, list[int]]:
-        """Return the memory of a dataset and its descriptor, which the caller closes. Raises as `of`."""
-        with self._lock:
-            reading = self.of(identity)
-            return AheadOpened(reading.number), [os.dup(reading.fd)]
 
     def of(self, identity: bytes, records: Sequence[int] = ()) -> AheadReading:
         """Return the `AheadReading` of a dataset.
@@ -118,9 +114,8 @@ class _Holding:
     held: HeldDataset | None = None
     #: Stripes to read once its metadata was read.
     waiting: list[list[int]] = field(default_factory=list)
-    #: Why its metadata could not be read, and whether it is worth retrying.
+    #: Why its metadata could not be read.
     error: str = ""
-    is_gone: bool = False
 
 
 class Holdings:
@@ -161,7 +156,7 @@ class Holdings:
             holding.is_explicit = instruction.is_explicit
             if holding.held is None:
                 holding.waiting.append(instruction.stripes)
-            elif instruction.stripes:
+            else:
                 holding.held.fill(instruction.stripes)
 
     def drop(self, identity: bytes, why: int) -> None:
@@ -287,34 +282,25 @@ class Holdings:
 
     def _open(self, instruction: DatasetPart, holding: _Holding) -> None:
         """Read a dataset's metadata, with retries if its storage does not answer; then hold the dataset."""
-        backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
-        while (held := self._opened(instruction, holding)) is None and holding.is_gone:
-            with self._changed:
-                if self._changed.wait_for(
-                    lambda: self._datasets.get(instruction.identity) is not holding, backoff.pause_s()
-                ):
+        backoff, source, identity = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S), instruction.source, instruction.identity
+        while True:
+            try:
+                held = HeldDataset(source, open_source(source, identity), instruction.cut)
+                break
+            except Exception as error:  # its readers have to go on, whatever it is
+                if not holding.error:
+                    SERVICE.warning("%s cannot be held: %s", source.ref, error)
+                holding.error = f"{type(error).__name__}: {error}"
+                if not (isinstance(error, StorageError) and is_transient(error)):
                     return
-        if held is None:
-            return
+            with self._changed:
+                if self._changed.wait_for(lambda: self._datasets.get(identity) is not holding, backoff.pause_s()):
+                    return
         with self._lock:
-            if self._datasets.get(instruction.identity) is holding:
+            holding.error = ""
+            if self._datasets.get(identity) is holding:
                 holding.held = held
                 for stripes in holding.waiting:
-                    if stripes:
-                        held.fill(stripes)
+                    held.fill(stripes)
                 return
         held.close()  # dropped meanwhile
-
-    def _opened(self, instruction: DatasetPart, holding: _Holding) -> HeldDataset | None:
-        try:
-            held = HeldDataset(
-                instruction.source, open_source(instruction.source, instruction.identity), instruction.cut
-            )
-        except Exception as error:  # its readers have to go on, whatever it is
-            if not holding.error:
-                SERVICE.warning("%s cannot be held: %s", instruction.source.ref, error)
-            holding.error = f"{type(error).__name__}: {error}"
-            holding.is_gone = isinstance(error, StorageError) and is_transient(error)
-            return None
-        holding.error = ""
-        return held

@@ -20,12 +20,22 @@ from torch_dpflow.errors import PoolFullError, UsageError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.pool.messages import (
     MAX_MESSAGE_BYTES,
+    MAX_STRIPES,
     CachedDataset,
     CachedDatasetList,
     CountReads,
+    DatasetPart,
+    DropDataset,
+    FollowerHeartbeat,
+    Instructions,
     ListDatasets,
+    ListServers,
+    PoolAnswer,
     PoolRefusal,
     PreloadDataset,
+    ServerInfo,
+    ServerList,
+    StripeTablePart,
     UnloadDataset,
 )
 from torch_dpflow.pool.planning.allocator import AllocatorInstruction, Fill, StripeAllocator
@@ -42,19 +52,7 @@ from torch_dpflow.pool.server.leader_state import (
     find_base,
     stripe_bytes,
 )
-from torch_dpflow.pool.server_messages import (
-    MAX_STRIPES,
-    DatasetPart,
-    DropDataset,
-    FollowerHeartbeat,
-    Instructions,
-    ListServers,
-    ServerInfo,
-    ServerList,
-    StripeTablePart,
-)
 from torch_dpflow.pool.sources import open_source
-from torch_dpflow.pool.transport.control_connection import PoolAnswer
 from torch_dpflow.pool.transport.segments import IDLE, UNLOADED
 
 #: A server is lost after this much silence, seconds; how long a heartbeat's answer waits for instructions at most.

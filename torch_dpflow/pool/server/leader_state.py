@@ -16,28 +16,27 @@ from torch_dpflow.errors import PeerLostError, UsageError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.pool.array_files import array_layout
 from torch_dpflow.pool.messages import (
+    ALL_FAILED,
     MAX_MESSAGE_BYTES,
     ArraySource,
     CachedDataset,
-    PoolRefusal,
-    PreloadDataset,
-)
-from torch_dpflow.pool.planning.allocator import StripeAllocator, StripeTable
-from torch_dpflow.pool.planning.layout import ALL, SampleLayout, cut_that_fits
-from torch_dpflow.pool.server.held_dataset import HeldDataset
-from torch_dpflow.pool.server.holdings import Holdings
-from torch_dpflow.pool.server_messages import (
-    ALL_FAILED,
-    MAX_SERVERS,
     DatasetPart,
     DatasetState,
     DropDataset,
     FollowerHeartbeat,
     Instructions,
+    PoolRefusal,
+    PreloadDataset,
     ServerInfo,
 )
+from torch_dpflow.pool.planning.allocator import StripeAllocator, StripeTable
+from torch_dpflow.pool.planning.layout import ALL, SampleLayout, cut_that_fits
+from torch_dpflow.pool.server.held_dataset import HeldDataset
+from torch_dpflow.pool.server.holdings import Holdings
 from torch_dpflow.pool.sources import OpenedSource, samples_in
 
+#: Maximum servers of a pool.
+MAX_SERVERS = 100
 #: File in the leader's directory while it has followers: the next leader waits for them.
 _FILE = "followers"
 

@@ -15,10 +15,9 @@ import hmac
 import secrets
 import socket
 import ssl
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
 from torch_dpflow.cluster.security.certificates import (
     CLIENT_NAME,
@@ -38,14 +37,14 @@ T = TypeVar("T")
 
 
 class TLSStream:
-    """Client side of a TLS connection, with the socket methods that its users need. Owns the socket.
+    """Client side of a TLS connection, with the socket methods that its users need. Owns the socket, `plain`.
 
     It reads from the socket in large pieces: `ssl.SSLSocket` makes two system calls per 16 KiB and competes for the GIL
     as often. Raises OSError (including ssl.SSLError) if the handshake fails.
     """
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, server_name: str) -> None:
-        self._socket = connection
+        self.plain = connection
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=server_name)
         self._piece = memoryview(bytearray(_PIECE_BYTES))
@@ -58,13 +57,7 @@ class TLSStream:
         return bool(self._tls.pending() or self._incoming.pending)
 
     def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def getsockname(self) -> Any:
-        return self._socket.getsockname()
-
-    def getpeername(self) -> Any:
-        return self._socket.getpeername()
+        return self.plain.fileno()
 
     def sendall(self, content: bytes) -> None:
         view = memoryview(content)
@@ -91,14 +84,8 @@ class TLSStream:
             at += came
         return at
 
-    def settimeout(self, seconds: float | None) -> None:
-        self._socket.settimeout(seconds)
-
-    def setsockopt(self, level: int, option: int, value: bytes) -> None:
-        self._socket.setsockopt(level, option, value)
-
     def close(self) -> None:
-        self._socket.close()
+        self.plain.close()
 
     def _fed(self, act: Callable[[], T]) -> T:
         """Call `act`, receiving more bytes until it succeeds."""
@@ -111,7 +98,7 @@ class TLSStream:
     def _feed(self) -> None:
         """Receive more bytes, blocking if there are none."""
         self._flush()
-        came = self._socket.recv_into(self._piece)
+        came = self.plain.recv_into(self._piece)
         if came:
             self._incoming.write(self._piece[:came])
         else:
@@ -119,7 +106,7 @@ class TLSStream:
 
     def _flush(self) -> None:
         if self._outgoing.pending:
-            self._socket.sendall(self._outgoing.read())
+            self.plain.sendall(self._outgoing.read())
 
 
 #: Carries control messages and records.
@@ -134,20 +121,8 @@ _HANDSHAKE = b"\x16"
 _ALERT = b"\x15\x03\x03\x00\x02\x02\x46"
 
 
-class StreamAuthenticator(ABC):
-    """Admits peers that hold one cluster's keys. Methods raise OSError and DPFlowError."""
-
-    @abstractmethod
-    def accept(self, connection: socket.socket) -> Handshake[socket.socket]:
-        """Server: authenticate the client; return the connection to use."""
-
-    @abstractmethod
-    def connect(self, connection: socket.socket) -> Stream:
-        """Client: authenticate both sides; return the connection to use."""
-
-
-class TLSAuthenticator(StreamAuthenticator):
-    """TLS 1.3 with certificates on both sides."""
+class TLSAuthenticator:
+    """TLS 1.3 with certificates on both sides. Methods raise OSError and DPFlowError."""
 
     def __init__(self, keys: ConnectionFile, *, serves: bool) -> None:
         if keys.certificates is None:
@@ -164,6 +139,7 @@ class TLSAuthenticator(StreamAuthenticator):
             self._context = client_context(keys.certificates)
 
     def accept(self, connection: socket.socket) -> Handshake[socket.socket]:
+        """Server: authenticate the client; return the connection to use."""
         if (yield from _come(partial(connection.recv, 1, socket.MSG_PEEK))) != _HANDSHAKE:
             _refuse(connection)
             raise MessageError("a client that does not speak TLS")
@@ -178,6 +154,7 @@ class TLSAuthenticator(StreamAuthenticator):
         return admitted
 
     def connect(self, connection: socket.socket) -> Stream:
+        """Client: authenticate both sides; return the connection to use."""
         try:
             return TLSStream(connection, self._context, SERVER_NAME)
         except ssl.SSLCertVerificationError as error:
@@ -192,8 +169,8 @@ class TLSAuthenticator(StreamAuthenticator):
             ) from None
 
 
-class HMACAuthenticator(StreamAuthenticator):
-    """Plain bytes, after both sides have proved by HMAC that they hold the cluster's key."""
+class HMACAuthenticator:
+    """Plain bytes, after both sides have proved by HMAC that they hold the cluster's key. Raises as the other one."""
 
     def __init__(self, keys: ConnectionFile) -> None:
         self._key = hashlib.blake2b(keys.client_secret.encode(), person=b"dpflow-pool").digest()
@@ -232,6 +209,10 @@ class HMACAuthenticator(StreamAuthenticator):
 
     def _proof(self, who: bytes, begun: bytes, drawn: bytes) -> bytes:
         return hmac.digest(self._key, who + begun + drawn, "sha256")
+
+
+#: Admits peers that hold one cluster's keys.
+StreamAuthenticator: TypeAlias = TLSAuthenticator | HMACAuthenticator
 
 
 def authenticator_for(address: PoolAddress, *, serves: bool) -> StreamAuthenticator:

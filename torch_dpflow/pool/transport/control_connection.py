@@ -1,7 +1,7 @@
-"""Control connections between pool processes: a packet of a Unix socket per message, or a length prefix over TCP.
+"""Control connections between pool processes: MessagePack messages, each after its length, over Unix sockets or TCP.
 
-A message is MessagePack. Over the Unix socket, shared memory comes along as descriptors; the socket lies in a directory
-of mode 0700, and only its owner is answered.
+Over a Unix socket, shared memory comes along as descriptors. The socket lies in a directory of mode 0700, and only its
+owner is answered.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import socket
 import struct
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -26,25 +25,21 @@ from torch_dpflow.log import DATASETS
 from torch_dpflow.pool.messages import (
     MAX_MESSAGE_BYTES,
     MAX_SEGMENTS,
-    AheadAnswer,
-    AheadRequest,
     AnnounceAccessPlan,
     AnySource,
     CachedDataset,
     CachedDatasetList,
     CountReads,
-    DatasetOpened,
-    GetRecordStates,
     ListDatasets,
-    OpenDataset,
+    ListServers,
+    PoolAnswer,
     PoolRefusal,
+    PoolRequest,
     PreloadDataset,
-    PushStripe,
-    RecordStates,
-    StartReading,
+    ServerInfo,
+    ServerList,
     UnloadDataset,
 )
-from torch_dpflow.pool.server_messages import ListServers, ServerAnswer, ServerInfo, ServerList, ServerRequest
 from torch_dpflow.pool.transport.address import AddressLike, check_private, find_address, socket_path
 from torch_dpflow.pool.transport.authentication import (
     Stream,
@@ -55,56 +50,69 @@ from torch_dpflow.pool.transport.authentication import (
 )
 from torch_dpflow.pool.transport.data_frames import CONTROL
 
-PoolRequest: TypeAlias = (
-    PreloadDataset
-    | StartReading
-    | OpenDataset
-    | GetRecordStates
-    | PushStripe
-    | ListDatasets
-    | UnloadDataset
-    | AheadRequest
-    | ServerRequest
-)
-PoolAnswer: TypeAlias = (
-    CachedDataset | DatasetOpened | RecordStates | CachedDatasetList | PoolRefusal | AheadAnswer | ServerAnswer
-)
-PoolMessage: TypeAlias = PoolRequest | PoolAnswer | CountReads
 REQUESTS: msgspec.msgpack.Decoder[PoolRequest | CountReads] = msgpack_decoder(PoolRequest | CountReads)
 ANSWERS: msgspec.msgpack.Decoder[PoolAnswer] = msgpack_decoder(PoolAnswer)
-
-
-def encode(message: PoolMessage) -> bytes:
-    """Encode a message. Raises OptionError if it is too long."""
-    packet = msgspec.msgpack.encode(message)
-    if len(packet) > MAX_MESSAGE_BYTES:
-        raise OptionError(f"a message of {len(packet)} bytes; at most {MAX_MESSAGE_BYTES} are allowed: shorten options")
-    return packet
-
 
 T = TypeVar("T")
 _LENGTH = struct.Struct("<I")
 
 
-class Channel(ABC):
-    """Connection that carries control messages."""
+class Channel:
+    """Control messages over one connection."""
 
-    #: Whether descriptors can be passed, as both sides are on one host.
-    passes_memory: bool
-    _socket: Stream
+    def __init__(self, connection: Stream) -> None:
+        self._socket = connection
+        #: The Unix socket, which passes descriptors as both sides are on one host; None for TCP.
+        self._here = (
+            connection if isinstance(connection, socket.socket) and connection.family == socket.AF_UNIX else None
+        )
 
-    @abstractmethod
-    def send(self, message: PoolMessage, fds: list[int] | None = None) -> None:
+    @property
+    def passes_memory(self) -> bool:
+        """Whether descriptors can be passed, as both sides are on one host."""
+        return self._here is not None
+
+    def send(self, message: PoolRequest | PoolAnswer | CountReads, fds: list[int] | None = None) -> None:
         """Send one message. Raises OSError if the peer is gone, OptionError if the message is too long."""
+        packet = msgspec.msgpack.encode(message)
+        if len(packet) > MAX_MESSAGE_BYTES:
+            raise OptionError(
+                f"a message of {len(packet)} bytes; at most {MAX_MESSAGE_BYTES} are allowed: shorten options"
+            )
+        packet = _LENGTH.pack(len(packet)) + packet
+        if fds:
+            if self._here is None:
+                raise UsageError("memory is pushed to servers of this host alone; give the directory of one as address")
+            packet = packet[socket.send_fds(self._here, [packet], fds) :]
+        self._socket.sendall(packet)
 
-    @abstractmethod
     def receive(self, decoder: msgspec.msgpack.Decoder[T], max_fds: int = 0) -> tuple[T, list[int]]:
         """Receive one message and at most `max_fds` descriptors.
 
         Raises PeerLostError at the end of the connection, MessageError for an invalid or too long message.
         """
+        head, fds = b"", list[int]()
+        try:
+            if self._here is not None:
+                head, fds, flags, _ = socket.recv_fds(self._here, _LENGTH.size, max_fds)
+                if not head:
+                    raise PeerLostError("the pool's other side has closed the connection")
+                if flags & socket.MSG_CTRUNC:
+                    raise MessageError(f"a message to or from the pool has more than {max_fds} descriptors")
+            (length,) = _LENGTH.unpack(head + receive_exactly(self._socket, _LENGTH.size - len(head)))
+            if not 1 <= length <= MAX_MESSAGE_BYTES:
+                raise MessageError(f"a message of {length} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
+            content = receive_exactly(self._socket, length)
+            check_msgpack(content)
+            return decoder.decode(content), fds
+        except BaseException as error:
+            for fd in fds:
+                os.close(fd)
+            if isinstance(error, msgspec.MsgspecError | RecursionError):
+                raise MessageError(f"a message to or from the pool cannot be read: {error}") from error
+            raise
 
-    def send_nowait(self, message: PoolMessage) -> bool:
+    def send_nowait(self, message: PoolRequest | CountReads) -> bool:
         """Send without blocking; return whether the message was sent."""
         # On a socket with a timeout, Python waits for buffer space in spite of MSG_DONTWAIT.
         if not self._is_ready(select.POLLOUT):
@@ -121,71 +129,20 @@ class Channel(ABC):
         has_bytes = isinstance(self._socket, TLSStream) and self._socket.has_bytes
         return has_bytes or self._is_ready(select.POLLIN)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` was not called."""
+        return self._socket.fileno() >= 0
+
     def close(self) -> None:
         self._socket.close()
 
     def _is_ready(self, event: int) -> bool:
-        if self._socket.fileno() < 0:  # closed; the next request reports it
+        if not self.is_open:  # the next request reports it
             return False
         poll = select.poll()  # `select` takes no descriptor above 1023
         poll.register(self._socket, event)
         return bool(poll.poll(0))
-
-
-class PacketChannel(Channel):
-    """Channel over a Unix socket: one packet per message."""
-
-    passes_memory = True
-
-    _socket: socket.socket
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-
-    def send(self, message: PoolMessage, fds: list[int] | None = None) -> None:
-        socket.send_fds(self._socket, [encode(message)], fds or [])
-
-    def receive(self, decoder: msgspec.msgpack.Decoder[T], max_fds: int = 0) -> tuple[T, list[int]]:
-        packet, fds, flags, _ = socket.recv_fds(self._socket, MAX_MESSAGE_BYTES + 1, max_fds)
-        try:
-            if not packet:
-                raise PeerLostError("the pool's other side has closed the connection")
-            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(packet) > MAX_MESSAGE_BYTES:
-                raise MessageError(f"a message to or from the pool has more than {MAX_MESSAGE_BYTES} bytes")
-            return _decoded(decoder, packet), fds
-        except BaseException:
-            for fd in fds:
-                os.close(fd)
-            raise
-
-
-class StreamChannel(Channel):
-    """Channel over TCP: each message follows its length."""
-
-    passes_memory = False
-
-    def __init__(self, connection: Stream) -> None:
-        self._socket = connection
-
-    def send(self, message: PoolMessage, fds: list[int] | None = None) -> None:
-        if fds:
-            raise UsageError("memory is pushed to servers of this host alone; give the directory of one as address")
-        packet = encode(message)
-        self._socket.sendall(_LENGTH.pack(len(packet)) + packet)
-
-    def receive(self, decoder: msgspec.msgpack.Decoder[T], max_fds: int = 0) -> tuple[T, list[int]]:
-        (length,) = _LENGTH.unpack(receive_exactly(self._socket, _LENGTH.size))
-        if not 1 <= length <= MAX_MESSAGE_BYTES:
-            raise MessageError(f"a message of {length} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
-        return _decoded(decoder, receive_exactly(self._socket, length)), []
-
-
-def _decoded(decoder: msgspec.msgpack.Decoder[T], content: bytes) -> T:
-    try:
-        check_msgpack(content)
-        return decoder.decode(content)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise MessageError(f"a message to or from the pool cannot be read: {error}") from error
 
 
 #: Commands consider a server lost after this much silence, seconds.
@@ -211,12 +168,16 @@ class PoolConnection:
         self._is_pending = False
         #: Outstanding answers to posted requests, which arrive before that one.
         self._posted = 0
-        self._channel: Channel
-        if found.directory is None:
-            authenticator = authenticator_for(found, serves=False)
-            self._channel = StreamChannel(connect_stream(found, authenticator, CONTROL, silence_s))
-        else:
-            self._channel = PacketChannel(_connect_here(found.directory, silence_s))
+        self._channel = Channel(
+            _connect_here(found.directory, silence_s)
+            if found.directory is not None
+            else connect_stream(found, authenticator_for(found, serves=False), CONTROL, silence_s)
+        )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was not closed, as it is once an answer fails to come."""
+        return self._channel.is_open
 
     @property
     def passes_memory(self) -> bool:
@@ -349,7 +310,7 @@ class PoolConnection:
 
 
 def _connect_here(directory: Path, silence_s: float) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(silence_s)
     try:
         check_private(directory)

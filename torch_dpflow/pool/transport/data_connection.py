@@ -147,14 +147,15 @@ class DataConnection:
         self.received_at = 0.0
         #: Records that the server answered LATER, by number.
         self.later: dict[int, list[RequestedRecord]] = {}
+        plain = self._socket.plain if isinstance(self._socket, TLSStream) else self._socket
         #: Whether both ends have the same address, so no network lies between them.
-        self.is_on_host = self._socket.getsockname()[0] == self._socket.getpeername()[0]
+        self.is_on_host = plain.getsockname()[0] == plain.getpeername()[0]
         # Without a Python timeout one call returns a whole record, in memory of its own.
-        self._socket.settimeout(None)
+        plain.settimeout(None)
         seconds, rest = divmod(silence_s, 1)
         timeout = struct.pack("ll", int(seconds), max(1, int(rest * 1e6)))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            self._socket.setsockopt(socket.SOL_SOCKET, option, timeout)
+            plain.setsockopt(socket.SOL_SOCKET, option, timeout)
 
     def fileno(self) -> int:
         return self._socket.fileno()

@@ -31,7 +31,7 @@ WHOLE = -1
 MAX_RECORD_BYTES = 1 << 40
 
 _HELLO = struct.Struct("<6sBB")
-_MAGIC, _VERSION = b"dpflow", 2
+_MAGIC, _VERSION = b"dpflow", 3
 HELLO_BYTES = _HELLO.size
 _REQUEST = struct.Struct("<4sI16s")
 _QUERY = b"dpf?"
@@ -40,6 +40,11 @@ _REPLY = b"dpf!"
 ANSWER_BYTES = _ANSWER.size
 #: Number and length of a record.
 ENTRY_BYTES = 16
+
+
+def memory_name(memory: int) -> bytes:
+    """Return the name of memory for reading ahead, in place of a dataset's identity; offsets are its records."""
+    return memory.to_bytes(16, "big")
 
 
 def hello(purpose: int) -> bytes:
@@ -54,7 +59,7 @@ def purpose_of(content: bytes) -> int:
         raise MessageError("the other side is no server or client of a pool")
     if version != _VERSION:
         raise MessageError(
-            f"the peer speaks version {version} of the pool's data connections, and this side {_VERSION}; use the same "
+            f"the peer speaks version {version} of the pool's connections, and this side {_VERSION}; use the same "
             "release on both sides"
         )
     return int(purpose)
