@@ -30,28 +30,27 @@ from tests.time_outs import EndsOfWorkers, TimeOuts
 
 #: How long a test's threads, processes and files may take to go after its end; seconds.
 GRACE_S = 60.0
-#: What forks workers of the test process: first, while that is small.
-FORKING = ("tests/contracts/", "tests/faults/", "tests/flows/")
-#: What waits for processes of its own for half of its time.
+#: What waits for other processes for most of its time, and
 WAITING = (
     "tests/cluster/shared/",
+    "tests/remote/launchers/",
     "tests/chaos/",
-    "tests/packaging/",
-    "tests/integration/",
-    "tests/cluster/shard/",
-    "tests/remote/",
+    "tests/flows/",
     "tests/hosts/",
-    "tests/pool/",
+    "tests/cluster/client/",
     "tests/core/test_time_outs.py",
 )
-#: What computes, and fills the other half.
+#: what computes meanwhile: first what forks workers of the test process, while that is small.
 COMPUTING = (
+    "tests/contracts/",
+    "tests/faults/",
+    "tests/packaging/",
+    "tests/integration/",
     "tests/examples/",
-    "tests/benchmarks/",
+    "tests/remote/shipping/",
+    "tests/datasets/",
     "tests/caches/",
     "tests/samplers/",
-    "tests/vision/",
-    "tests/workers/",
 )
 
 
@@ -102,15 +101,16 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first, where `--no-loadscope-reorder` leaves it at that; the rest is of short files.
+    """Begin what waits and what computes together, where `--no-loadscope-reorder` leaves it at that.
 
-    Each file is run whole by one process: begun at the end, a long one would be waited for by all others.
+    The rest is of short files. Each file is run whole by one process: begun at the end, a long one would be waited for
+    by all others.
     """
-    files = [item.nodeid.partition("::")[0] for item in items]
-    place = dict.fromkeys(files, 3.0)
-    for beginning, folders in ((0, FORKING), (1, WAITING), (1, COMPUTING)):
-        lane = [file for folder in folders for file in dict.fromkeys(files) if file.startswith(folder)]
-        place |= {file: beginning + number / len(lane) for number, file in enumerate(lane)}
+    files = list(dict.fromkeys(item.nodeid.partition("::")[0] for item in items))
+    place = dict.fromkeys(files, 1.0)
+    for folders in (WAITING, COMPUTING):
+        lane = [file for folder in folders for file in files if file.startswith(folder)]
+        place |= {file: number / len(lane) for number, file in enumerate(lane)}
     items.sort(key=lambda item: place[item.nodeid.partition("::")[0]])
 
 
@@ -207,7 +207,10 @@ def seeded() -> None:
     """What a test draws depends neither on the tests before it nor on chance."""
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    # `torch.manual_seed` formats a traceback for each kind of accelerator that is not in use: a millisecond.
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ def collapse() -> None:
         area, access, _, _, inode, *_ = line.split()
         begin, end = (int(address, 16) for address in area.split("-"))
         begin, end = -(-begin // SIZE) * SIZE, end // SIZE * SIZE
-        if access == "rw-p" and inode == "0" and begin < end:
-            # What cannot be moved, or not by this kernel, stays as it is.
-            libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_COLLAPSE)
+        if access == "rw-p" and inode == "0":
+            # One by one: the kernel ends at the first that it cannot move, and a third of the memory stayed as it was.
+            for page in range(begin, end, SIZE):
+                libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(SIZE), MADV_COLLAPSE)
