@@ -67,9 +67,9 @@ compiled: $(STAMP)
 	@-$(BIN)/python -m pytest --collect-only -q -n 0 -p no:cacheprovider > /dev/null 2>&1
 
 # What will be skipped here, and why, is said first (`tests/missing_parts.py`).
-# Four at a time on two cores: for half of the time a test waits for processes that it has started.
+# Five at a time on two cores: for half of the time a test waits for processes that it has started.
 unit: $(STAMP)
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m 'not slow and not cloud'
+	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder -m 'not slow and not cloud'
 
 test-slow: $(STAMP)  ## the long tests: uniformity over 10,000 epochs, long soaks
 	$(BIN)/python -m pytest -m slow --timeout 3600
