@@ -1,6 +1,7 @@
 """The flows of a cluster, their life cycle (thesis 4.3.2, figure 4-7), and the jobs that have left them.
 
-A pure state machine: each call returns what to do, in order; there is no socket, thread or clock inside.
+A pure state machine without a socket, thread or clock inside. Its owner stores `flows`, and runs the services of
+`running`.
 
 ::
 
@@ -23,7 +24,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import msgspec
 
@@ -57,33 +58,6 @@ class FlowState(enum.Enum):
     DELETED = "deleted"
 
 
-class StartFlow(msgspec.Struct, frozen=True):
-    """Run a router and shards for this flow, if they do not run already."""
-
-    spec: FlowSpec
-
-
-class StopFlow(msgspec.Struct, frozen=True):
-    """End the services of this instance, if there are any."""
-
-    instance: str
-
-
-class SaveFlow(msgspec.Struct, frozen=True):
-    """Write this flow to the state store."""
-
-    spec: FlowSpec
-
-
-class ForgetFlow(msgspec.Struct, frozen=True):
-    """Remove this flow from the state store."""
-
-    spec: FlowSpec
-
-
-FlowInstruction: TypeAlias = StartFlow | StopFlow | SaveFlow | ForgetFlow
-
-
 @dataclass(slots=True)
 class Flow:
     """One version of a flow, as the registry knows it."""
@@ -113,6 +87,11 @@ class Flow:
         if state is not self.state:
             self.state = state
             self.life.append((state, now))
+
+    @property
+    def runs(self) -> bool:
+        """Whether its services are to run."""
+        return self.starting or self.state in (FlowState.READY, FlowState.ACCESSED)
 
     @property
     def is_stopped(self) -> bool:
@@ -160,6 +139,11 @@ class FlowRegistry:
         """Every version of every flow, in the order of registration."""
         return list(self._flows.values())
 
+    @property
+    def running(self) -> dict[str, FlowSpec]:
+        """The flows whose services are to run, by instance."""
+        return {instance: flow.spec for instance, flow in self._flows.items() if flow.runs}
+
     def restore(self, spec: FlowSpec, now: float) -> None:
         """Add a flow from the state store. Its services, if they run, report their state themselves."""
         if spec.instance not in self._flows:
@@ -169,8 +153,8 @@ class FlowRegistry:
         """Return a flow by its name and version, such as "imagenet/train:v2"; without a version, the highest one."""
         return self._flows.get(self._highest.get(name, name))
 
-    def register(self, spec: FlowSpec, now: float) -> list[FlowInstruction]:
-        """Register a flow for a job.
+    def register(self, spec: FlowSpec, now: float) -> Flow:
+        """Register a flow for a job, and return it.
 
         Raises:
             OptionError: the description is invalid.
@@ -182,7 +166,7 @@ class FlowRegistry:
             if len(self._flows) >= MAX_FLOWS:
                 raise UsageError(f"{len(self._flows)} flows are registered, the most there may be; delete some")
             self._add(Flow(spec, last_used=now))
-            return [SaveFlow(spec)]
+            return self._flows[spec.instance]
         current.last_used = max(now, current.last_used)
         difference = spec.difference(current.spec)
         if difference:
@@ -194,27 +178,24 @@ class FlowRegistry:
         current.announced[spec.content] = spec
         if len(current.announced) > MAX_ANNOUNCED:
             del current.announced[next(iter(current.announced))]
-        return []
+        return current
 
     def flows_of_content(self, content: str) -> list[Flow]:
         """Return the flows for which jobs have announced this content."""
         return [flow for flow in self._flows.values() if flow.spec.content == content or content in flow.announced]
 
-    def accept_content(self, flow: Flow, content: str) -> list[FlowInstruction]:
+    def accept_content(self, flow: Flow, content: str) -> None:
         """Accept an announced content, the first that is uploaded, as the flow's.
 
         Registrations that agree may differ in the bytes of their content, and the job that registered first may have
         ended before it uploaded its own.
         """
-        taken = flow.announced.get(content, flow.spec)
+        if content in flow.announced and content != flow.spec.content:
+            flow.spec = flow.announced[content]
         flow.announced.clear()
-        if taken.content == flow.spec.content:
-            return []
-        flow.spec = taken
-        return [SaveFlow(taken)]
 
-    def access(self, name: str, version: int, now: float) -> tuple[Flow, list[FlowInstruction]]:
-        """Start a flow's services for a job, unless they run.
+    def access(self, name: str, version: int, now: float) -> Flow:
+        """Record that a job is about to read a flow, and return it; then `start` its services.
 
         Raises UnknownFlowError: there is no such flow in this version.
         """
@@ -222,21 +203,24 @@ class FlowRegistry:
         if flow is None:
             raise UnknownFlowError(f"flow {name!r}, version {version}, is not registered; register it")
         flow.last_used = flow.last_read = now
-        if flow.state in (FlowState.READY, FlowState.ACCESSED):
-            return flow, []
-        flow.starting = True
-        return flow, [StartFlow(flow.spec)]
+        return flow
 
-    def report(self, instance: str, jobs: int, now: float, *, reading: int | None = None) -> list[FlowInstruction]:
-        """Process a report of a router. jobs: how many it serves.
+    def start(self, flow: Flow) -> None:
+        """Start a flow's services, unless they run."""
+        flow.starting = flow.starting or not flow.runs
 
+    def report(self, instance: str, jobs: int | None, now: float, *, reading: int | None = None) -> bool:
+        """Process a report of a router; return whether its flow is to run.
+
+        jobs: how many it serves; None: it is not up.
         reading: how many of them are in the middle of an epoch; None: all.
         """
         flow = self._flows.get(instance)
-        if flow is None:
-            return [StopFlow(instance)]
-        if flow.is_stopped:
-            return []  # it is about to end
+        if flow is None or flow.is_stopped:
+            return False  # it is about to end
+        if jobs is None:
+            self.start(flow)
+            return True
         # Time during which the services start does not count as idle: no job could read.
         if jobs or flow.jobs or flow.starting:
             flow.last_used = now
@@ -246,12 +230,10 @@ class FlowRegistry:
             flow.last_read = now
         flow.jobs, flow.reading = jobs, reading
         flow.enter(FlowState.ACCESSED if jobs else FlowState.READY, now)
-        return []
+        return True
 
-    def scale(
-        self, name: str, shards: int | Literal["auto"] | None, workers: int | None
-    ) -> tuple[Flow, list[FlowInstruction]]:
-        """Change a flow's numbers of shards and workers.
+    def scale(self, name: str, shards: int | Literal["auto"] | None, workers: int | None) -> Flow:
+        """Change a flow's numbers of shards and workers, and return it.
 
         name: as for `find`.
         shards: "auto": as many as the rate needs. None: as before.
@@ -268,39 +250,37 @@ class FlowRegistry:
         scaled = msgspec.structs.replace(flow.spec, shards=number, workers=workers)
         scaled.check()
         flow.spec = scaled
-        return flow, [SaveFlow(scaled)]
+        return flow
 
-    def stop_unread(self, now: float) -> list[FlowInstruction]:
-        """Stop the services of the flow that has been unread for longest, if there is one, in favour of another.
+    def stop_unread(self, now: float) -> bool:
+        """Stop the services of the flow that has been unread for longest; return whether there was one.
 
         Flows without jobs come first. Jobs that have a flow open without reading start its services again when they
         read.
         """
         unread = [flow for flow in self._flows.values() if flow.may_give_way(now)]
         if not unread:
-            return []
+            return False
         longest = min(unread, key=lambda flow: (flow.jobs > 0, flow.last_read))
         longest.jobs = longest.reading = 0
         longest.enter(FlowState.IDLE, now)
-        return [StopFlow(longest.spec.instance)]
+        return True
 
-    def delete(self, instance: str, now: float) -> list[FlowInstruction]:
+    def delete(self, instance: str, now: float) -> None:
         """Delete this version of a flow, unless that was done. Raises UsageError if jobs read it."""
         flow = self._flows.get(instance)
         if flow is None:
             if ":" not in instance:
                 raise UsageError(f"flow {instance!r:.80}: name the version to delete, as in {instance!r:.80}:v1")
-            return []
+            return
         if flow.state is FlowState.ACCESSED:
             raise UsageError(f"flow {instance!r} is read by {flow.jobs} jobs; end them first")
         flow.enter(FlowState.DELETED, now)
         self._remove(flow)
-        return [StopFlow(instance), ForgetFlow(flow.spec)]
 
-    def tick(self, now: float) -> list[FlowInstruction]:
+    def tick(self, now: float) -> None:
         """Stop services that no job has used for `idle_s`."""
-        out: list[FlowInstruction] = []
-        for instance, flow in [*self._flows.items()]:
+        for flow in self.flows:
             idle_s = LOWER_S if flow.replaced else flow.spec.idle_s
             # A lower version that was just registered, or restored after a restart, may be about to be accessed.
             if flow.starting or (flow.replaced and flow.state is FlowState.CREATED):
@@ -308,12 +288,9 @@ class FlowRegistry:
             is_over = flow.state is not FlowState.ACCESSED and now - flow.last_used >= idle_s
             if flow.replaced and is_over:
                 self._remove(flow)
-                out += [StopFlow(instance), ForgetFlow(flow.spec)]
-            elif is_over and (flow.starting or flow.state is FlowState.READY):
+            elif is_over and flow.runs:
                 flow.enter(FlowState.IDLE, now)
                 flow.starting = False
-                out.append(StopFlow(instance))
-        return out
 
     def _known(self, name: str) -> Flow:
         flow = self.find(name)

@@ -17,16 +17,7 @@ from typing import Any
 import msgspec
 
 from torch_dpflow._core.decoding import msgpack_decoder
-from torch_dpflow.cluster.control.flow_registry import (
-    EndedJobs,
-    Flow,
-    FlowInstruction,
-    FlowRegistry,
-    ForgetFlow,
-    SaveFlow,
-    StartFlow,
-    StopFlow,
-)
+from torch_dpflow.cluster.control.flow_registry import EndedJobs, Flow, FlowRegistry
 from torch_dpflow.cluster.control.flow_scaling import FlowScaling
 from torch_dpflow.cluster.control.placement import instance_of, launches_of
 from torch_dpflow.cluster.messages.coordinator import (
@@ -121,7 +112,8 @@ class Coordinator:
         self._registry = FlowRegistry()
         ended = EndedJobs(store.get("ended") or b"")
         self._scaling = FlowScaling(self._limits, price_per_hour=price_per_hour, ended=ended, wall_clock=time.time)
-        #: By instance: flows whose services are to run, and addresses of running routers.
+        #: By instance: flows as they are stored, those whose services are to run, and addresses of running routers.
+        self._stored: dict[str, FlowSpec] = {}
         self._running: dict[str, FlowSpec] = {}
         self._routers: dict[str, str] = {}
         #: Processes of the cluster's own node.
@@ -191,7 +183,8 @@ class Coordinator:
             instance, _, kind = view.id.rpartition("/")
             if kind == "router":
                 self._observe_router(instance, view, now)
-        self._apply(self._registry.tick(now))
+        self._registry.tick(now)
+        self._reconcile()
         self._launches = None
         if self._scaling.observe(self._running, self._processes, self.parts(), self._hosts, now):
             self.changed()
@@ -238,12 +231,10 @@ class Coordinator:
                 SERVICE.info(text, self._scaling.worker_seconds(instance).total, extra={"flow": instance})
             reading = view.status.get("reading")
             reading = reading if isinstance(reading, int) else None
-            self._apply(self._registry.report(instance, jobs, now, reading=reading))
-        flow = self._registry.find(instance)
-        if flow is not None and not flow.is_stopped:
-            self._running[instance] = flow.spec
-            if is_up:
-                self._routers[instance] = view.address
+        else:
+            jobs = reading = None
+        if self._registry.report(instance, jobs, now, reading=reading) and is_up:
+            self._routers[instance] = view.address
 
     def _answer_waiting(self, now: float) -> None:
         still: list[_WaitingCall] = []
@@ -256,21 +247,21 @@ class Coordinator:
                 waiting.call.fail(OverloadedError(f"the services of flow {waiting.instance!r} are starting"))
         self._waiting = still
 
-    def _apply(self, instructions: list[FlowInstruction]) -> None:
-        if instructions:
+    def _reconcile(self) -> None:
+        """Store the flows that the registry has by now, and run the services that it wants."""
+        flows = {flow.spec.instance: flow.spec for flow in self._registry.flows}
+        before, self._stored = self._stored, flows
+        for instance, spec in flows.items():
+            if spec is not before.get(instance):
+                self._store.put(f"flow/{instance}", _encode(spec))
+        for instance in before.keys() - flows.keys():
+            self._store.delete(f"flow/{instance}")
+            self._drop_content(before[instance].content)
+        running = self._registry.running
+        self._routers = {instance: at for instance, at in self._routers.items() if instance in running}
+        if running != self._running:
+            self._running = running
             self.changed()
-        for instruction in instructions:
-            match instruction:
-                case StartFlow(spec):
-                    self._running[spec.instance] = spec
-                case StopFlow(instance):
-                    self._running.pop(instance, None)
-                    self._routers.pop(instance, None)
-                case SaveFlow(spec):
-                    self._store.put(f"flow/{spec.instance}", _encode(spec))
-                case ForgetFlow(spec):
-                    self._store.delete(f"flow/{spec.instance}")
-                    self._drop_content(spec.content)
 
     # -- calls -----------------------------------------------------------------------------------------------
 
@@ -278,9 +269,8 @@ class Coordinator:
         spec: FlowSpec = call.body
         self._check_ports(spec.shards or 1)
         self._check_memory(spec)
-        self._apply(self._registry.register(spec, self._clock()))
-        flow = self._registry.find(spec.instance)
-        assert flow is not None
+        flow = self._registry.register(spec, self._clock())
+        self._reconcile()
         return Result(self._is_stored(flow))
 
     def _check_ports(self, shards: int) -> None:
@@ -324,7 +314,8 @@ class Coordinator:
         try:
             for flow in flows:
                 if flow.spec.content == piece.digest or not self._is_stored(flow):
-                    self._apply(self._registry.accept_content(flow, piece.digest))
+                    self._registry.accept_content(flow, piece.digest)
+            self._reconcile()
         except DPFlowError as error:
             call.fail(error)
             return
@@ -337,13 +328,14 @@ class Coordinator:
 
     def _on_access(self, call: IncomingCall) -> Result | Later:
         access: Access = call.body
-        flow, instructions = self._registry.access(access.flow, access.version, self._clock())
+        flow = self._registry.access(access.flow, access.version, self._clock())
         if not self._is_stored(flow):
             raise UnknownFlowError(f"the content of flow {access.flow!r} is not stored; store it first")
         self._free_capacity_for(flow)
         self._scaling.begin(flow.spec, self._clock())
+        self._registry.start(flow)
+        self._reconcile()
         self.changed()
-        self._apply(instructions)
         if (address := self._routers.get(flow.spec.instance)) is not None:
             return Result(address)
         self._waiting.append(_WaitingCall(call, flow.spec.instance, self._clock() + ACCESS_S))
@@ -359,8 +351,8 @@ class Coordinator:
             raise OverloadedError("the coordinator has just started and does not know yet what runs; retry")
         if most is None or flow.spec.instance in self._running or len(self._running) < most:
             return
-        while len(self._running) >= most and (ended := self._registry.stop_unread(self._clock())):
-            self._apply(ended)
+        while len(self._running) >= most and self._registry.stop_unread(self._clock()):
+            self._reconcile()
         if len(self._running) >= most:
             raise OverloadedError(
                 f"flow {flow.spec.name!r} cannot start: {most} flows take all workers, memory or ports of the cluster, "
@@ -378,12 +370,9 @@ class Coordinator:
                     "give no more, or start `dpflow up` with more"
                 )
         self._check_ports(shards or 1)
-        flow, instructions = self._registry.scale(scale.flow, scale.shards, scale.workers)
-        self._apply(instructions)
+        flow = self._registry.scale(scale.flow, scale.shards, scale.workers)
+        self._reconcile()
         spec = flow.spec
-        if spec.instance in self._running:
-            self._running[spec.instance] = spec
-            self.changed()
         text = "flow scaled to %s shards and %d workers"
         SERVICE.info(text, spec.shards or "auto", spec.workers, extra={"flow": spec.instance})
         view = self._view(flow, self.parts(), self._clock())
@@ -393,7 +382,8 @@ class Coordinator:
 
     def _on_delete(self, call: IncomingCall) -> Later:
         # A repeated call finds the version deleted.
-        self._apply(self._registry.delete(call.body, self._clock()))
+        self._registry.delete(call.body, self._clock())
+        self._reconcile()
         self._store.once_written(partial(_acknowledge, call, None))
         return LATER
 
@@ -426,6 +416,7 @@ class Coordinator:
                 SERVICE.error("state store: %s cannot be decoded and is ignored: %s", key, error)
         for spec in specs:
             self._registry.restore(spec, self._clock())
+        self._stored = {spec.instance: spec for spec in specs}
         for digest in self._contents.digests - {flow.spec.content for flow in self._registry.flows}:
             self._contents.drop(digest)
 
