@@ -115,11 +115,9 @@ def _model(
 
 
 def _run(model: FlowModel, duration_s: float, seed: int) -> ScalingOutcome:
-    from benchmarks.scaling_model import ScalingRun
-    from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds
+    from benchmarks.scaling_model import ScalingRun, autoscaled
 
-    law = Autoscaler(Bounds(most=_MAX_WORKERS), 2)
-    return ScalingRun(model, lambda counts, now: law.step(counts, now).workers, seed).run(duration_s)
+    return ScalingRun(model, autoscaled(2, _MAX_WORKERS), seed).run(duration_s)
 
 
 def _facts(model: FlowModel, outcomes: list[ScalingOutcome], duration_s: float, price: float | None) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TypeAlias
 
-from torch_dpflow.cluster.control.autoscale import FlowCounts, JobCounts
+from torch_dpflow.cluster.control.autoscale import Autoscaler, FlowCounts, JobCounts
+from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits
 from torch_dpflow.remote.fleet.lifecycle import Fleet
 from torch_dpflow.remote.fleet.worker_states import (
     AdmitWorker,
@@ -35,6 +36,17 @@ SPREAD = 0.35
 
 #: A policy: returns the number of workers, each second.
 Law: TypeAlias = Callable[[FlowCounts, float], int]
+
+
+def autoscaled(first: int, most: int) -> Law:
+    """Return the autoscaling of a flow that begins with `first` workers."""
+    law = Autoscaler(AutoscaleLimits(0, most), first)
+
+    def step(counts: FlowCounts, now: float) -> int:
+        law.step(counts, now)
+        return law.target
+
+    return step
 
 
 @dataclass(frozen=True, kw_only=True)

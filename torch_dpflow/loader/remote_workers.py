@@ -12,7 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds, FlowCounts, JobCounts
+from torch_dpflow.cluster.control.autoscale import Autoscaler, FlowCounts, JobCounts
+from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits
 from torch_dpflow.loader.arguments import listen_address
 from torch_dpflow.loader.private_shard import GRACE_S, PrivateShard
 from torch_dpflow.loader.shard_events import RemoteWorkerLost, ShardFailed
@@ -118,7 +119,7 @@ class LoaderLimit:
 
     def __init__(self, meter: LoaderMeter, remote: RemoteWorkers, workers: int) -> None:
         self._meter, self._remote = meter, remote
-        self._rule = Autoscaler(Bounds(least=workers, most=workers), workers)
+        self._rule = Autoscaler(AutoscaleLimits(workers, workers), workers)
         #: Worker seconds since the start, and those in which workers had tasks.
         self._worker_s = self._busy_s = 0.0
         self._counted_at: float | None = None
@@ -151,5 +152,5 @@ class LoaderLimit:
             working=workers,
             refused=self._remote.limited_by,
         )
-        limited_by = self._rule.step(counts, now).limited_by
+        limited_by = self._rule.step(counts, now)
         meter.limited_by = "workers" if limited_by == "budget" else limited_by

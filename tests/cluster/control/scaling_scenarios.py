@@ -10,8 +10,8 @@ from benchmarks.scaling_model import (
     FlowModel,
     ScalingOutcome,
     ScalingRun,
+    autoscaled,
 )
-from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds
 
 #: workers before anything changes, and samples a second that they can just serve, at 90% of their time
 FIRST, STEADY = 24, 432.0
@@ -73,8 +73,7 @@ SCENARIOS = [
 
 def run(scenario: Scenario, seed: int) -> ScalingOutcome:
     """Simulate a scenario once."""
-    law = Autoscaler(Bounds(most=512), scenario.model.first)
-    return ScalingRun(scenario.model, lambda counts, now: law.step(counts, now).workers, seed).run(scenario.duration_s)
+    return ScalingRun(scenario.model, autoscaled(scenario.model.first, 512), seed).run(scenario.duration_s)
 
 
 def settled_s(outcome: ScalingOutcome, since: float) -> float:

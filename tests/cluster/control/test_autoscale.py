@@ -14,11 +14,10 @@ from torch_dpflow.cluster.control.autoscale import (
     EMPTY_S,
     SATURATED_S,
     Autoscaler,
-    Bounds,
     FlowCounts,
     JobCounts,
-    Target,
 )
+from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits
 
 MOST = 64
 
@@ -46,7 +45,7 @@ class Flow:
     working: int = 0
     coming: list[float] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
-    latest: Target = field(default_factory=lambda: Target(0, ""))
+    limited_by: str = ""
     taken: float = 0.0
     loads: float = 0.0
     due: float = 0.0
@@ -82,9 +81,9 @@ class Flow:
             working=self.working,
             refused=self.refused,
         )
-        self.latest = self.law.step(counts, self.now)
-        self.targets.append(self.latest.workers)
-        wanted = min(self.latest.workers, self.ceiling)
+        self.limited_by = self.law.step(counts, self.now)
+        self.targets.append(self.law.target)
+        wanted = min(self.law.target, self.ceiling)
         there = self.working + len(self.coming)
         self.coming += [self.now + self.cold_s] * (wanted - there)
         if wanted < there:
@@ -116,7 +115,7 @@ class Flow:
 
 
 def flow(demand: float = 0.0, *, least: int = 0, most: int = MOST, first: int = 2, hold_s: float = 60.0) -> Flow:
-    return Flow(Autoscaler(Bounds(least=least, most=most, hold_s=hold_s), first), demand=demand)
+    return Flow(Autoscaler(AutoscaleLimits(least, most, hold_s), first), demand=demand)
 
 
 @given(
@@ -162,7 +161,7 @@ def test_without_jobs_there_are_none(demand: float, first: int) -> None:
     one.run(30)
     one.jobs = 0
     one.run(EMPTY_S + 1)
-    assert one.latest == Target(0, "")
+    assert (one.law.target, one.limited_by) == (0, "")
     one.run(60)
     assert set(one.targets[-60:]) == {0}
 
@@ -190,7 +189,7 @@ def test_what_does_not_change_is_answered_by_one_number(
 def test_a_pause_is_held(demand: float, pause_s: int) -> None:
     one = flow(demand)
     one.run(120)
-    before = one.latest.workers
+    before = one.law.target
     one.demand = 0.0
     one.run(pause_s)
     one.demand = demand
@@ -202,22 +201,22 @@ def test_a_pause_is_held(demand: float, pause_s: int) -> None:
 def test_after_a_long_pause_it_has_the_former_number_at_once(demand: float) -> None:
     one = flow(demand)
     one.run(120)
-    before = one.latest.workers
+    before = one.law.target
     one.demand = 0.0
     one.run(62)
-    assert one.latest.workers == 0
+    assert one.law.target == 0
     one.demand = demand
     one.run(2)
-    assert before <= one.latest.workers <= 1.1 * before + 1
+    assert before <= one.law.target <= 1.1 * before + 1
 
 
 def test_a_job_that_comes_finds_the_former_number_on_its_way() -> None:
     one = flow(200.0)
     one.run(60)
-    before = one.latest.workers
+    before = one.law.target
     one.jobs = 0
     one.run(60)
-    assert one.latest.workers == 0
+    assert one.law.target == 0
     one.law.begin(one.now)
     assert one.law.target == before
 
@@ -228,13 +227,13 @@ def test_a_ceiling_of_the_platform_is_respected(ceiling: int, demand: float) -> 
     one.ceiling = ceiling
     one.run(3)
     one.refused = "quota"
-    before = one.latest.workers
+    before = one.law.target
     one.run(60)
     assert max(one.targets[-60:]) <= before
-    assert one.latest.limited_by == "quota"
+    assert one.limited_by == "quota"
     one.refused, one.ceiling = "", MOST
     one.run(60)
-    assert one.latest.workers >= min(MOST, demand / one.rate)
+    assert one.law.target >= min(MOST, demand / one.rate)
 
 
 @pytest.mark.parametrize("storage", [100.0, 250.0])
@@ -242,11 +241,11 @@ def test_full_storage_is_not_chased_and_the_cap_lifts_again(storage: float) -> N
     one = flow(600.0)
     one.storage = storage
     one.run(120)
-    assert one.latest.limited_by == "storage"
-    assert one.latest.workers <= 1.5 * storage / one.rate
+    assert one.limited_by == "storage"
+    assert one.law.target <= 1.5 * storage / one.rate
     one.storage = math.inf
     one.run(SATURATED_S + 120)
-    assert one.latest.workers >= 60
+    assert one.law.target >= 60
     assert one.stall_s > 0
     stalled = one.stall_s
     one.run(60)
@@ -261,18 +260,18 @@ def _of(demand: float, seconds: float, change: Callable[[Flow], None]) -> Flow:
 
 
 def test_what_limits_a_flow_is_named() -> None:
-    assert _of(100.0, 60, lambda one: None).latest.limited_by == "job"
-    assert _of(300.0, 3, lambda one: None).latest.limited_by == "cold start"
-    assert _of(5000.0, 60, lambda one: None).latest.limited_by == "budget"
+    assert _of(100.0, 60, lambda one: None).limited_by == "job"
+    assert _of(300.0, 3, lambda one: None).limited_by == "cold start"
+    assert _of(5000.0, 60, lambda one: None).limited_by == "budget"
 
     def by_network(one: Flow) -> None:
         one.by_loading = False
 
     slow = _of(15.0, 60, by_network)
-    assert slow.latest == Target(slow.targets[0], "network")
+    assert (slow.law.target, slow.limited_by) == (slow.targets[0], "network")
     slow.by_link = False
     slow.run(60)
-    assert slow.latest == Target(slow.targets[0], "job")
+    assert (slow.law.target, slow.limited_by) == (slow.targets[0], "job")
 
 
 @pytest.mark.parametrize(
@@ -291,19 +290,19 @@ def test_workers_that_wait_for_processors_are_limited_by_them(
     one = flow(5000.0)
     one.cpu, one.queued, one.processors = cpu, queued, processors
     one.run(60)
-    assert one.latest == Target(MOST, limit)
+    assert (one.law.target, one.limited_by) == (MOST, limit)
 
 
 def test_workers_whose_link_is_full_get_no_others_beside_them() -> None:
     def narrow(one: Flow) -> None:
-        one.law, one.link = Autoscaler(Bounds(most=MOST), 8), 20.0
+        one.law, one.link = Autoscaler(AutoscaleLimits(0, MOST), 8), 20.0
 
     full = _of(300.0, 60, narrow)
-    assert full.latest == Target(8, "network")
+    assert (full.law.target, full.limited_by) == (8, "network")
     full.link = math.inf
     full.run(60)
-    assert full.latest == Target(full.targets[-1], "job")
-    assert full.latest.workers > 25
+    assert (full.law.target, full.limited_by) == (full.targets[-1], "job")
+    assert full.law.target > 25
 
 
 @pytest.mark.parametrize("link", [25.0, 45.0, 100.0, 250.0])
@@ -311,18 +310,18 @@ def test_a_full_link_is_not_chased_and_the_cap_lifts_again(link: float) -> None:
     one = flow(600.0)
     one.link = link
     one.run(120)
-    assert one.latest.limited_by == "network"
-    assert one.latest.workers <= 2 * link / one.rate + 1
+    assert one.limited_by == "network"
+    assert one.law.target <= 2 * link / one.rate + 1
     one.link = math.inf
     one.run(SATURATED_S + 120)
-    assert one.latest.workers >= 60
-    assert one.latest.limited_by == "job"
+    assert one.law.target >= 60
+    assert one.limited_by == "job"
 
 
 def test_a_service_that_counts_anew_is_no_reason_for_anything() -> None:
     one = flow(300.0)
     one.run(60)
-    before = one.latest.workers
+    before = one.law.target
     one.taken = one.due = one.loads = one.busy_s = one.worker_s = one.stall_s = one.late_s = one.reading_s = 0.0
     one.run(30)
     assert set(one.targets[-30:]) == {before}
@@ -333,6 +332,6 @@ def test_a_flow_served_from_its_cache_has_no_workers() -> None:
     one.run(60)
     one.per_sample = 0.0
     one.run(60)
-    assert one.latest.workers == 1
+    assert one.law.target == 1
     one.run(30)
-    assert one.latest.workers == 0
+    assert one.law.target == 0

@@ -25,11 +25,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from torch_dpflow._core.processor_time import are_processors_short
+from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits
 
 
 class JobCounts(msgspec.Struct, frozen=True):
@@ -47,10 +48,10 @@ class FlowCounts(msgspec.Struct, frozen=True, kw_only=True):
     jobs: int
     readings: Mapping[str, JobCounts] = {}
     #: Samples that jobs have requested, and loads that these requests have caused or will cause.
-    requested: int = 0
-    due: int = 0
+    requested: float = 0
+    due: float = 0
     #: Finished loads, seconds in which workers had tasks, and seconds in which they existed, summed over workers.
-    loads: int = 0
+    loads: float = 0
     busy_s: float = 0.0
     worker_s: float = 0.0
     #: The part of `busy_s` in which workers were idle while their results were in transit.
@@ -64,7 +65,7 @@ class FlowCounts(msgspec.Struct, frozen=True, kw_only=True):
     queued_s: float = 0.0
     processors: int = 0
     #: Workers that are ready to work.
-    working: int = 0
+    working: float = 0
     #: Why the platform starts no more workers; empty if nothing limits it.
     refused: str = ""
 
@@ -111,24 +112,6 @@ SELDOM_S, EMPTY_S = 60.0, 5.0
 HOLD_STARTS, COLD_S = 6.0, 3.0
 
 
-class Target(msgspec.Struct, frozen=True):
-    """Number of workers that a flow should have, and what keeps its jobs from reading faster."""
-
-    workers: int
-    #: "workers", "processors", "cold start", "storage", "network", "job", "budget", what a platform reports, as
-    #: "quota"; empty if no job reads, or if that is not known yet.
-    limited_by: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """Minimum and maximum number of workers of a flow, and for how long a job that pauses keeps them, seconds."""
-
-    least: int = 0
-    most: int
-    hold_s: float = 120.0
-
-
 @dataclass(slots=True)
 class _JobDemand:
     """Demand of a job in samples per second, and when it last requested any, seconds."""
@@ -149,25 +132,48 @@ class _Step:
     #: The largest number of workers it may reach.
     most: int
     #: When its workers were ready, seconds, and the counts at that time.
-    there_at: float | None = None
-    there: FlowCounts | None = None
+    there: tuple[float, FlowCounts] | None = None
 
 
-@dataclass(slots=True)
-class _Measured:
-    """Figures of the last window; nan if unknown."""
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Figures of a window of counts; shares of the time of jobs, and of workers."""
 
+    #: Waits of jobs, the parts of them for loads and for links, and the time in which workers had tasks.
     stall: float = 0.0
     late: float = 0.0
     link: float = 0.0
     busy: float = 0.0
     #: Share of the busy time in which workers were idle because their results were in transit.
     away: float = 0.0
-    #: Loads per second of a worker, while busy and over all time.
+    #: Loads per second of a worker, while busy (nan before the first) and over all time; loads per requested sample.
     rate: float = math.nan
-    each: float = math.nan
+    each: float = 0.0
     per_sample: float = 1.0
+    #: Whether the workers use up the processors.
     processors: bool = False
+
+
+def measure(first: FlowCounts, last: FlowCounts, passed_s: float, before: Figures) -> Figures:
+    """Return the figures of a window of `passed_s` seconds. before: earlier ones, for rates that it does not show."""
+    grown, stall_s, reading_s = between(first, last)
+
+    def share(part: float, whole: float) -> float:
+        return part / whole if whole > 0 else 0.0
+
+    return Figures(
+        stall=min(1.0, share(stall_s, reading_s)),
+        late=min(1.0, share(grown.late_s, reading_s)),
+        link=share(grown.link_s, reading_s),
+        busy=share(grown.busy_s, grown.worker_s),
+        away=share(grown.away_s, grown.busy_s),
+        rate=share(grown.loads, grown.busy_s) or before.rate,
+        each=share(grown.loads, grown.worker_s),
+        per_sample=max(0.0, grown.due / grown.requested) if grown.requested > 0 else before.per_sample,
+        processors=are_processors_short(
+            grown.cpu_s, grown.queued_s, passed_s, workers=int(last.working), processors=last.processors
+        ),
+    )
 
 
 @dataclass(slots=True)
@@ -183,16 +189,6 @@ class _Saturation:
     by: str = "storage"
 
 
-@dataclass(slots=True)
-class _Known:
-    """Figures that are kept for longer than a window."""
-
-    per_sample: float = 1.0
-    rate: float = math.nan
-    cold_s: float = COLD_S
-    jobs: dict[str, _JobDemand] = field(default_factory=dict)
-
-
 class Autoscaler:
     """Autoscaler of one flow. Not thread-safe; a step is O(jobs).
 
@@ -200,7 +196,7 @@ class Autoscaler:
         first: initial number of workers.
     """
 
-    def __init__(self, bounds: Bounds, first: int) -> None:
+    def __init__(self, bounds: AutoscaleLimits, first: int) -> None:
         self._bounds = bounds
         #: The number of workers that the flow should have.
         self.target = self._within(first)
@@ -213,12 +209,13 @@ class Autoscaler:
         self._history: deque[tuple[float, FlowCounts]] = deque()
         self._needs: deque[tuple[float, float]] = deque()
         self._usual_need = 0.0
-        self._measured = _Measured()
-        self._known = _Known()
+        self._figures = Figures()
+        #: Seconds of a cold start, and the demand of each job.
+        self._cold_s, self._jobs = COLD_S, dict[str, _JobDemand]()
         self._saturation = _Saturation()
         self._step: _Step | None = None
 
-    def bound(self, bounds: Bounds) -> None:
+    def bound(self, bounds: AutoscaleLimits) -> None:
         self._bounds = bounds
         self.target = self._within(self.target)
 
@@ -231,21 +228,25 @@ class Autoscaler:
         """Measure again what limits the flow: its shards change."""
         self._step, self._saturation = None, _Saturation()
 
-    def step(self, counts: FlowCounts, now: float) -> Target:
-        """Process the present counts; return the new target."""
+    def step(self, counts: FlowCounts, now: float) -> str:
+        """Process the present counts: set `target`, and return what keeps jobs from reading faster.
+
+        That is "workers", "processors", "cold start", "storage", "network", "job", "budget", or what a platform
+        reports, such as "quota"; empty if no job reads, or if it is not known yet.
+        """
         if not self._history:
             self._read_at = self._requested_at = max(now, self._read_at)
         self._note(counts, now)
         if counts.jobs:
             self._read_at = now
-        hold_s = max(self._bounds.hold_s, HOLD_STARTS * self._known.cold_s)
+        hold_s = max(self._bounds.hold_s, HOLD_STARTS * self._cold_s)
         if now - self._read_at >= EMPTY_S or now - self._requested_at >= hold_s:
             self._rest()
-            return Target(self.target, "")
+            return ""
         self._wake(now)
         if counts.jobs:
             self._adjust(counts, self._demand(now, hold_s), now)
-        return Target(self.target, self._limited_by(counts) if counts.jobs else "")
+        return self._limited_by(counts) if counts.jobs else ""
 
     def _note(self, counts: FlowCounts, now: float) -> None:
         """Record these counts, and measure the changes over the window."""
@@ -259,10 +260,11 @@ class Autoscaler:
         while len(history) > 2 and history[1][0] <= now - WINDOW_S:
             history.popleft()
         self._note_jobs(before, counts, now)
-        self._measure(*between(history[0][1], counts), now - history[0][0], counts)
+        began, first = history[0]
+        self._figures = measure(first, counts, now - began, self._figures)
 
     def _note_jobs(self, before: FlowCounts | None, counts: FlowCounts, now: float) -> None:
-        jobs, base = self._known.jobs, self._history[0][1]
+        jobs, base = self._jobs, self._history[0][1]
         for name in jobs.keys() - counts.readings.keys():
             del jobs[name]
         late = before is not None and counts.late_s > before.late_s
@@ -280,29 +282,9 @@ class Autoscaler:
         if late or (counts.jobs and not counts.readings):
             self._requested_at = now
 
-    def _measure(self, grown: FlowCounts, stall_s: float, reading_s: float, passed_s: float, now: FlowCounts) -> None:
-        known, measured = self._known, _Measured()
-        measured.processors = are_processors_short(
-            grown.cpu_s, grown.queued_s, passed_s, workers=now.working, processors=now.processors
-        )
-        if reading_s > 0:
-            measured.stall = min(1.0, stall_s / reading_s)
-            measured.late = min(1.0, grown.late_s / reading_s)
-            measured.link = grown.link_s / reading_s
-        if grown.worker_s > 0:
-            measured.busy = grown.busy_s / grown.worker_s
-            measured.each = grown.loads / grown.worker_s
-        if grown.busy_s > 0:
-            measured.away = grown.away_s / grown.busy_s
-            known.rate = grown.loads / grown.busy_s if grown.loads > 0 else known.rate
-        if grown.requested > 0:
-            known.per_sample = max(0.0, grown.due / grown.requested)
-        measured.rate, measured.per_sample = known.rate, known.per_sample
-        self._measured = measured
-
     def _demand(self, now: float, hold_s: float) -> float:
         """Return the demand of all jobs, samples per second; a job that pauses counts with its last demand."""
-        return sum(job.demand for job in self._known.jobs.values() if now - job.requested_at < hold_s)
+        return sum(job.demand for job in self._jobs.values() if now - job.requested_at < hold_s)
 
     def _within(self, workers: int) -> int:
         return max(self._bounds.least, min(workers, self._bounds.most))
@@ -329,7 +311,7 @@ class Autoscaler:
         if not self._needs:
             self._begin_needs(now)
         need = self._need(demand, now)
-        waits = self._measured.late > 0
+        waits = self._figures.late > 0
         if need is None:
             if waits and not self.target:
                 self.target = self._within(1)
@@ -337,11 +319,11 @@ class Autoscaler:
         need = self._within(max(need, 1) if waits else need)
         self._usual_need += SMOOTHING * (need - self._usual_need)
         self._needs.append((now, self._usual_need))
-        oldest = now - max(DOWN_S, DOWN_STARTS * self._known.cold_s)
+        oldest = now - max(DOWN_S, DOWN_STARTS * self._cold_s)
         while self._needs[0][0] < oldest:
             self._needs.popleft()
         self._settle(counts, need, now)
-        has_room = not counts.refused and self._measured.away <= AWAY
+        has_room = not counts.refused and self._figures.away <= AWAY
         if need > self.target and (self._is_short() or not self.target) and has_room:
             self._raise(counts, need, now)
         elif self._step is None:
@@ -351,8 +333,8 @@ class Autoscaler:
 
     def _need(self, demand: float, now: float) -> int | None:
         """Return how many workers are needed; None if that is not known."""
-        measured, saturation = self._measured, self._saturation
-        load, rate = measured.per_sample * demand, measured.rate
+        figures, saturation = self._figures, self._saturation
+        load, rate = figures.per_sample * demand, figures.rate
         if load == 0 and demand > 0:
             return int(now - self._due_at < SELDOM_S)
         if not demand or math.isnan(rate):
@@ -362,16 +344,16 @@ class Autoscaler:
         return math.ceil(load / rate / HEADROOM)
 
     def _is_short(self) -> bool:
-        measured = self._measured
-        stalls = measured.stall > STALLED and measured.late >= LATE * measured.stall
-        return stalls or measured.busy > BUSY
+        figures = self._figures
+        stalls = figures.stall > STALLED and figures.late >= LATE * figures.stall
+        return stalls or figures.busy > BUSY
 
     def _raise(self, counts: FlowCounts, need: int, now: float) -> None:
-        step, measured = self._step, self._measured
+        step, figures = self._step, self._figures
         if step is None:
             before = self.target
             most = math.ceil(TRIAL * before) + 1 if self._saturation.tries else int(TIMES * before) + MORE
-            step = self._step = _Step(now, before, measured.each, measured.rate, most)
+            step = self._step = _Step(now, before, figures.each, figures.rate, most)
         elif now - step.began > CORRECT_S:
             need = min(need, math.ceil(self._usual_need))
         self.target = self._within(max(self.target, min(need, step.most)))
@@ -381,16 +363,17 @@ class Autoscaler:
         step = self._step
         if step is None:
             return
-        if step.there is None or step.there_at is None:
+        if step.there is None:
             # As many as there were may be at work from the first moment on where a step is small.
             if now > step.began and counts.working >= max(THERE * self.target, min(step.before + 1, self.target)):
-                step.there_at, step.there = now, counts
-                self._known.cold_s += 0.5 * (now - step.began - self._known.cold_s)
+                step.there = now, counts
+                self._cold_s += 0.5 * (now - step.began - self._cold_s)
             return
-        if now - step.there_at < MEASURE_S:
+        ready_at, ready = step.there
+        if now - ready_at < MEASURE_S:
             return
         self._step = None
-        passed, _, _ = between(step.there, counts)
+        passed, _, _ = between(ready, counts)
         if (
             not step.before
             or self.target < (1 + JUDGED) * step.before
@@ -410,23 +393,23 @@ class Autoscaler:
         if self._saturation.tries:
             rate = max(rate, self._saturation.rate)  # there were too many before this step already
         # Of more workers than a link carries some always wait for it; a storage makes them work for longer.
-        by = "network" if self._measured.away > AWAY / 2 else "storage"
+        by = "network" if self._figures.away > AWAY / 2 else "storage"
         self._saturation = _Saturation(load, rate, now + SATURATED_S, tries=True, by=by)
         self.target = self._within(min(self.target, max(step.before, math.ceil(load / rate / HEADROOM))))
         self._begin_needs(now)
 
     def _limited_by(self, counts: FlowCounts) -> str:
-        measured = self._measured
-        if measured.stall <= STALLED and not (measured.late > 0 and not counts.working):
-            return "job" if self._known.jobs and any(job.demand for job in self._known.jobs.values()) else ""
-        if measured.away > AWAY:
+        figures = self._figures
+        if figures.stall <= STALLED and not (figures.late > 0 and not counts.working):
+            return "job" if any(job.demand for job in self._jobs.values()) else ""
+        if figures.away > AWAY:
             return "network"
-        if measured.late < LATE * measured.stall:
+        if figures.late < LATE * figures.stall:
             # Neither for loads nor for a link: the job's own process, or the processor that it shares with others.
-            return "network" if measured.link >= LATE * measured.stall else "job"
+            return "network" if figures.link >= LATE * figures.stall else "job"
         if counts.refused:
             return counts.refused
-        if measured.processors:
+        if figures.processors:
             return "processors"
         if self._history[-1][0] < self._saturation.until:
             return self._saturation.by

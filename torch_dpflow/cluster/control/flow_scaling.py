@@ -13,13 +13,14 @@ from typing import Any
 
 import msgspec
 
-from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds, FlowCounts, JobCounts
+from torch_dpflow.cluster.control.autoscale import Autoscaler, FlowCounts, JobCounts
 from torch_dpflow.cluster.control.flow_registry import EndedJobs
-from torch_dpflow.cluster.control.placement import flow_parts, max_min, spread
+from torch_dpflow.cluster.control.placement import flow_parts, spread
 from torch_dpflow.cluster.control.shard_scaling import ShardCounts, Shards, ShardScaler
 from torch_dpflow.cluster.messages.coordinator import (
     MAX_SHARDS,
     MIN_MEMORY,
+    AutoscaleLimits,
     ClusterLimits,
     FlowSpec,
     Part,
@@ -159,13 +160,12 @@ class FlowScaling:
             flow = self._flows[spec.instance] = _ScaledFlow(Autoscaler(self._bounds(spec, 1), spec.workers))
         return flow
 
-    def _bounds(self, spec: FlowSpec, flows: int) -> Bounds:
+    def _bounds(self, spec: FlowSpec, flows: int) -> AutoscaleLimits:
         limits = self._autoscale
         if limits is None:
-            return Bounds(least=spec.workers, most=spec.workers)
+            return AutoscaleLimits(spec.workers, spec.workers)
         # The least number is one for all flows together, of which each has its part.
-        least = max_min([limits.least] * flows, limits.least)
-        return Bounds(least=min(least), most=limits.most, hold_s=limits.hold_s)
+        return msgspec.structs.replace(limits, least=limits.least // flows)
 
     def _step(
         self,
@@ -198,7 +198,7 @@ class FlowScaling:
         if flow.shards.is_limit:
             counts = msgspec.structs.replace(counts, refused=SHARD)  # more workers would not help
         flow.law.bound(self._bounds(spec, len(parts)))
-        limited_by = flow.law.step(counts, now).limited_by
+        limited_by = flow.law.step(counts, now)
         if limited_by == "cold start" and part is not None and counts.working >= part.workers:
             limited_by = "budget"  # other flows have the rest
         if self._autoscale is None and limited_by == "budget":
@@ -282,6 +282,10 @@ def _serving(own: Sequence[ProcessView]) -> Shards:
     }
 
 
+#: Fields of `FlowCounts` that are sums over shards, each under its name in their status.
+_OF_SHARDS = ("requested", "due", "busy_s", "worker_s", "away_s", "late_s", "link_s", "working")
+
+
 def counts_of(router: ProcessView, own: Sequence[ProcessView], *, processors: int) -> FlowCounts:
     """Return the figures of a flow, from the status of its processes.
 
@@ -297,18 +301,11 @@ def counts_of(router: ProcessView, own: Sequence[ProcessView], *, processors: in
             str(name): JobCounts(int(_number(one, "samples")), _number(one, "stall_s"), _number(one, "reading_s"))
             for name, one in known.items()
         },
-        requested=int(_sum(shards, "requested")),
-        due=int(_sum(shards, "due")),
-        loads=int(_sum(shards, "loads_done")),
-        busy_s=_sum(shards, "busy_s"),
-        worker_s=_sum(shards, "worker_s"),
-        away_s=_sum(shards, "away_s"),
-        late_s=_sum(shards, "late_s"),
-        link_s=_sum(shards, "link_s"),
+        loads=_sum(shards, "loads_done"),
         cpu_s=_sum(workers, "cpu_s"),
         queued_s=_sum(workers, "queued_s"),
         processors=processors if workers else 0,
-        working=int(_sum(shards, "working")),
+        **{name: _sum(shards, name) for name in _OF_SHARDS},
         refused=next((str(one["limited_by"]) for one in shards if one.get("limited_by")), ""),
     )
 
