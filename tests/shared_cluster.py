@@ -20,7 +20,7 @@ from tests.worker_cases import has_ended
 from torch_dpflow.cluster.client import open_job as client
 from torch_dpflow.cluster.client.open_job import FlowDefinition, JobOptions, JobReading, SharedJob
 from torch_dpflow.cluster.messages.coordinator import FlowView
-from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.messages.node import ProcessView, Running
 from torch_dpflow.cluster.security.connection_file import find_cluster
 from torch_dpflow.errors import ErrorKind, RemoteCallError
 from torch_dpflow.ipc.rpc import ClientOptions, RpcClient
@@ -151,7 +151,7 @@ class TestCluster:
         """What runs, as the node says it: also while the coordinator does not answer. Not over tcp."""
         folder = find_cluster(self.address).address.rpartition("/")[0]
         with RpcClient(f"{folder}/node", options=ClientOptions(timeout_s=timeout_s)) as node:
-            views: list[ProcessView] = node.call("processes", reply_type=list[ProcessView]).body
+            views: list[ProcessView] = node.call("changes", 0, reply_type=Running).body.processes
         return [view for view in views if view.pid]
 
     def process(self, part: str, role: str = "") -> ProcessView:

@@ -325,7 +325,6 @@ def node(folder: Path) -> Iterator[Service]:
     script = [
         Step("heartbeat", Heartbeat("f:v1/router", 1, "ipc:///r", {})),
         Step("desire", Desire([], {"x": "ipc:///x"})),
-        Step("processes"),
         Step("changes", 0),
         Step("end", Ending("f:v1/shard-000/worker-0", 1)),
     ]

@@ -16,7 +16,7 @@ import pytest
 from tests.new_process import ROOT
 from tests.shared_cluster import free_port, wait
 from tests.worker_cases import has_ended
-from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.messages.node import Running
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.ipc.rpc import ClientOptions, RpcClient
 
@@ -80,7 +80,7 @@ def test_a_cluster_whose_fork_server_imports_for_long_answers_names_the_module_a
         (node,) = folder.glob("*/node")
         # The node answers, knows that the coordinator does not run, and no job finds a cluster yet.
         with RpcClient(f"ipc://{node}", options=ClientOptions(timeout_s=60.0)) as client:
-            views: list[ProcessView] = client.call("processes", reply_type=list[ProcessView]).body
+            views = client.call("changes", 0, reply_type=Running).body.processes
         assert [(view.id, view.runs) for view in views] == [("coordinator", False)]
         assert not (folder / "connection").exists()
         wait(lambda: "it imports torch" in (folder / "log").read_text(), what="the line that names the module")

@@ -1,12 +1,18 @@
-"""A node that joins the cluster of another host: `dpflow node --join`. It runs shards of flows and their workers."""
+"""A node that joins the cluster of another host, and runs shards of flows and their workers.
+
+`dpflow node --join` starts one, and so does a platform, such as in a Ray actor: see `node_fleet`.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal
+
+import msgspec
 
 from torch_dpflow._core.clocks import HEARTBEAT_S, START_S
 from torch_dpflow._core.decoding import msgpack_decoder
@@ -36,12 +42,13 @@ from torch_dpflow.cluster.services.node_host import (
     fork_platform,
     keep_fork_server_in,
     private_directory,
+    stopped_by_signals,
 )
 from torch_dpflow.cluster.services.service import ClusterPlace, DesiredProcesses
 from torch_dpflow.errors import DPFlowError, ErrorKind, RemoteCallError, UsageError
 from torch_dpflow.ipc.memory.headroom import Headroom
 from torch_dpflow.ipc.transport import TransportOptions
-from torch_dpflow.log import SERVICE, write_lines
+from torch_dpflow.log import SERVICE, LogOptions, write_lines
 from torch_dpflow.remote.shipping.compatibility import versions_here
 from torch_dpflow.workers.fork_server import end_fork_server
 
@@ -329,3 +336,30 @@ class JoiningNode:
         self._link.leave()
         if not self._link.has_joined:
             self._platform.interrupt()
+
+
+class NodeLaunchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that a node which a platform runs receives at its start, msgpack."""
+
+    name: str
+    #: With the cluster's address and its server key.
+    keys: ConnectionFile
+    processors: int
+    preload: list[str]
+    log: LogOptions
+
+
+def run(launch_spec: bytes) -> int:
+    """Run a node until it has left or the cluster ends, and return its exit code. In a process of its own."""
+    spec = msgpack_decoder(NodeLaunchSpec).decode(launch_spec)
+    given = {name: getattr(spec, name) for name in ("name", "processors", "preload", "log")}
+    try:
+        node = JoiningNode(NodeOptions(join=spec.keys, **given))
+        with stopped_by_signals(node.stop):
+            node.serve()
+    except DPFlowError as error:
+        print(error, file=sys.stderr)  # the platform reports the last output
+        return 1
+    finally:
+        end_fork_server()
+    return 0

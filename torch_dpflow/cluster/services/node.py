@@ -28,7 +28,6 @@ from torch_dpflow.cluster.messages.node import (
     Heartbeat,
     HeartbeatReply,
     Launch,
-    ProcessView,
     Running,
 )
 from torch_dpflow.cluster.services.node_host import max_processes
@@ -124,7 +123,6 @@ class Node:
         self._server = RpcServer(listener, options=options)
         self._server.register("heartbeat", self._on_heartbeat, body_type=Heartbeat)
         self._server.register("desire", self._on_desire, body_type=Desire)
-        self._server.register("processes", self._on_processes, body_type=None)
         self._server.register("changes", self._on_changes, body_type=Count)
         self._server.register("end", self._on_end, body_type=Ending)
         self._server.register("stop", self._on_stop, body_type=None)
@@ -323,10 +321,6 @@ class Node:
                 raise UsageError(f"{launch.id!r}: a node runs no process of role {launch.role!r} for clients")
         self._elsewhere = desired.elsewhere
         self._apply(self._supervisor.desire([*self._own, *desired.launches], self._clock()))
-
-    def _on_processes(self, call: IncomingCall) -> Result:
-        views: list[ProcessView] = self._supervisor.views()
-        return Result(views)
 
     def _on_changes(self, call: IncomingCall) -> Later:
         # Held until there is a change, so that clients need not poll: an idle cluster takes 6 ms of processor time a

@@ -19,8 +19,8 @@ from torch_dpflow._core.clocks import HEARTBEAT_S
 from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow.cluster.messages.node import FleetTarget, NodeFleet
-from torch_dpflow.cluster.services.joining_node import LEAVE_S
-from torch_dpflow.cluster.services.launched_node import MODULE, NodeLaunchSpec
+from torch_dpflow.cluster.services import joining_node
+from torch_dpflow.cluster.services.joining_node import LEAVE_S, NodeLaunchSpec
 from torch_dpflow.cluster.services.service import COORDINATOR, HeartbeatSender, ServiceSpec, locate
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.ipc.rpc import RpcClient
@@ -59,7 +59,7 @@ class PlatformNodes:
         assert service.place.keys is not None
         self._keys = msgspec.structs.replace(service.place.keys, certificates=None, version=1)
         self._preload = msgpack_decoder(list[str]).decode(service.arguments)
-        self._platform = spec.open_nodes(MODULE)
+        self._platform = spec.open_nodes(joining_node.__name__)
         self._prefix = prefix_of(service.place.cluster)
         # Another group than that of an earlier provisioner, whose nodes may not have ended yet.
         group = prefix_of(service.place.cluster, secrets.token_hex(5))

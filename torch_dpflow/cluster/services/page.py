@@ -12,7 +12,7 @@ import time
 from torch_dpflow._core.clocks import HEARTBEAT_S
 from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow.cluster.messages.coordinator import FlowView
-from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.messages.node import ProcessView, Running
 from torch_dpflow.cluster.monitoring.page_access import PagePlace, listen_at
 from torch_dpflow.cluster.monitoring.page_figures import Observation, observation_of
 from torch_dpflow.cluster.monitoring.page_history import PageHistory
@@ -41,7 +41,7 @@ class ClusterObserver:
         """Return the current state. Waits for answers, up to three times `ANSWER_S`."""
         failure = ""
         try:
-            self._processes = self._node.call("processes", reply_type=list[ProcessView]).body
+            self._processes = self._node.call("changes", 0, reply_type=Running).body.processes
             self._flows = self._request_flows()
         except RemoteCallError as error:
             failure = f"refuses: {error.text}"

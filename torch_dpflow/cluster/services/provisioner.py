@@ -12,6 +12,7 @@ import select
 import signal
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +32,7 @@ from torch_dpflow.cluster.messages.provisioner import (
     StopRequest,
     SuspectRequest,
 )
-from torch_dpflow.cluster.services.service import ServiceSpec, WorkerPlatform, ask_in, serve
+from torch_dpflow.cluster.services.service import ServiceSpec, WorkerPlatform, ask_in, run_apart, serve
 from torch_dpflow.errors import DeniedError, DPFlowError, OptionError, RejectedError, UsageError
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
 from torch_dpflow.log import SERVICE
@@ -115,7 +116,8 @@ class Provisioner:
                 self._opened.platform.stop(name, "its shard has ended")
             if now >= self._sweep_at:
                 self._sweep_at = now + SWEEP_S
-                threading.Thread(target=self._sweep, name="dpflow-sweep", daemon=True).start()
+                list_ = partial(self._listed, self._opened.launcher)
+                run_apart(self._server.post, "dpflow-sweep", list_, self._end_strays)
         self._answer_watching()
 
     def status(self) -> dict[str, Any]:
@@ -219,18 +221,20 @@ class Provisioner:
     def open(self) -> None:
         """Connect to the platform, without waiting for it. In the server's thread."""
         self._opens = True
-        threading.Thread(target=self._connect, name="dpflow-platform", daemon=True).start()
+        run_apart(self._server.post, "dpflow-platform", self._open, self._on_outcome)
 
-    def _connect(self) -> None:
-        try:
-            opened = self._open()
-        except Exception as error:
-            if not isinstance(error, DPFlowError):
-                SERVICE.exception("platform %s could not be opened", self._spec.name)
-            # As an error of usage, whose text is shown unchanged.
-            self._server.post(partial(self._on_failed, UsageError(str(error))))
-        else:
-            self._server.post(partial(self._on_opened, opened))
+    def _on_outcome(self, outcome: Future[Opened]) -> None:
+        error = outcome.exception()
+        if error is None:
+            self._on_opened(outcome.result())
+            return
+        if not isinstance(error, DPFlowError):
+            SERVICE.error("platform %s could not be opened", self._spec.name, exc_info=error)
+        self._opens = False
+        self._refusal = str(error)
+        attaching, self._attaching = self._attaching, []
+        for call in attaching:
+            call.fail(UsageError(self._refusal))  # whose text is shown unchanged
 
     def _open(self) -> Opened:
         spec, listen_at = self._spec, self._place.listen_at
@@ -244,13 +248,6 @@ class Provisioner:
             platform.close()
             raise
         return Opened(platform=platform, launcher=launcher, listen_at=listen_at, found=self._listed(launcher))
-
-    def _on_failed(self, error: UsageError) -> None:
-        self._opens = False
-        self._refusal = str(error)
-        attaching, self._attaching = self._attaching, []
-        for call in attaching:
-            call.fail(error)
 
     def _on_opened(self, opened: Opened) -> None:
         self._opened = opened
@@ -291,14 +288,10 @@ class Provisioner:
             SERVICE.warning("workers on platform %s cannot be listed: %s", self._spec.name, error)
             return {}
 
-    def _sweep(self) -> None:
+    def _end_strays(self, outcome: Future[Mapping[str, Ref]]) -> None:
         """End workers of this cluster that no shard owns, as after the death of a shard and a provisioner."""
         assert self._opened is not None
-        found = self._listed(self._opened.launcher)
-        self._server.post(partial(self._end_strays, found))
-
-    def _end_strays(self, found: Mapping[str, Ref]) -> None:
-        assert self._opened is not None
+        found = outcome.result()
         for name in self._owners.strays(found):
             SERVICE.warning("%s belongs to no shard and is ended", name)
             self._opened.platform.adopt(name, found[name])

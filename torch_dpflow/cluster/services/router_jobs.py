@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -13,6 +13,7 @@ import numpy as np
 
 from torch_dpflow.cluster.control.joint_order import JointOrder
 from torch_dpflow.cluster.messages.router import JobRank, Join
+from torch_dpflow.cluster.services.service import run_apart
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import UNNAMED, NameBusyError, OverloadedError
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result
@@ -117,29 +118,18 @@ class Restoring:
     def run(self, call: IncomingCall, work: Callable[[], Finish]) -> Later:
         """Do this work in a thread, and then what it returns in the server's, which answers the call."""
         self.is_running = True
-        threading.Thread(target=self._run, args=(call, work), name="dpflow-restore", daemon=True).start()
+        run_apart(self._post, "dpflow-restore", work, partial(self._answer, call))
         return LATER
 
-    def _run(self, call: IncomingCall, work: Callable[[], Finish]) -> None:
-        try:
-            finish = work()
-        except Exception as error:
-            finish = partial(_raise, error)
-        self._post(partial(self._answer, call, finish))
-
-    def _answer(self, call: IncomingCall, finish: Finish) -> None:
+    def _answer(self, call: IncomingCall, outcome: Future[Finish]) -> None:
         self.is_running = False
         try:
-            answer = finish()
+            answer = outcome.result()()
         except Exception as error:
             call.fail(error)
         else:
             if answer is not LATER:
                 call.answer(*(answer or ()))
-
-
-def _raise(error: Exception) -> Result:
-    raise error
 
 
 def new_job(group: SamplingGroup, join: Join, rank: JobRank, indices: IndexArray | None, members: bytes) -> FlowJob:

@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import signal
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -288,15 +289,34 @@ class DesiredProcesses:
 def ask_in(server: RpcServer, question: Callable[[], T]) -> T:
     """Call `question` in the server's thread, wait, and return its result. Raises what it raises."""
     answer: Future[T] = Future()
-
-    def ask() -> None:
-        try:
-            answer.set_result(question())
-        except Exception as error:
-            answer.set_exception(error)
-
-    server.post(ask)
+    server.post(partial(_carry_out, question, answer))
     return answer.result()
+
+
+def run_apart(
+    post: Callable[[Callable[[], None]], None],
+    name: str,
+    work: Callable[[], T],
+    done: Callable[[Future[T]], None],
+) -> None:
+    """Do work that blocks in a thread of this name; then call `done` with its outcome in a server's thread.
+
+    post: of the server.
+    """
+
+    def run() -> None:
+        outcome: Future[T] = Future()
+        _carry_out(work, outcome)
+        post(partial(done, outcome))
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+
+
+def _carry_out(work: Callable[[], T], outcome: Future[T]) -> None:
+    try:
+        outcome.set_result(work())
+    except Exception as error:
+        outcome.set_exception(error)
 
 
 def locate(place: ClusterPlace, id: str, *, timeout_s: float = 60.0) -> str:

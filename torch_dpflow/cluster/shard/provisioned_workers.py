@@ -11,6 +11,7 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import IO, Any
 
@@ -32,7 +33,7 @@ from torch_dpflow.cluster.messages.provisioner import (
     SuspectRequest,
 )
 from torch_dpflow.cluster.services.contents import open_content
-from torch_dpflow.cluster.services.service import COORDINATOR, ServiceSpec, WorkerPlatform
+from torch_dpflow.cluster.services.service import COORDINATOR, ServiceSpec, WorkerPlatform, run_apart
 from torch_dpflow.cluster.shard.server import SampleShard
 from torch_dpflow.errors import DPFlowError, RemoteCallError, UnavailableError
 from torch_dpflow.ipc.messages.fields import MAX_TEXT
@@ -266,23 +267,22 @@ class ProvisionedWorkers:
         return True
 
     def _open(self) -> None:
-        threading.Thread(target=self._connect, name="dpflow-platform", daemon=True).start()
+        run_apart(self._shard.server.post, "dpflow-platform", self._connected, self._on_outcome)
 
-    def _connect(self) -> None:
-        try:
-            remote = self._connected()
-        except Exception as error:
-            text = f"no worker can be had of platform {self._platform.name!r} for {self._service.id}: {error}"
-            if isinstance(error, PortsInUseError):
-                text += (
-                    "; end what listens there, reduce the shards by `dpflow flow scale`, or start `dpflow up` with "
-                    "more ports in --worker-listen"
-                )
-            if not isinstance(error, DPFlowError):
-                SERVICE.exception("the platform could not be opened")
-            self._shard.server.post(lambda: self._shard.workers.fail(text))
-        else:
-            self._shard.server.post(lambda: self._begin(remote))
+    def _on_outcome(self, outcome: Future[RemoteWorkers]) -> None:
+        error = outcome.exception()
+        if error is None:
+            self._begin(outcome.result())
+            return
+        text = f"no worker can be had of platform {self._platform.name!r} for {self._service.id}: {error}"
+        if isinstance(error, PortsInUseError):
+            text += (
+                "; end what listens there, reduce the shards by `dpflow flow scale`, or start `dpflow up` with more "
+                "ports in --worker-listen"
+            )
+        if not isinstance(error, DPFlowError):
+            SERVICE.error("the platform could not be opened", exc_info=error)
+        self._shard.workers.fail(text)
 
     def _connected(self) -> RemoteWorkers:
         def check(error: DPFlowError, is_late: bool) -> None:

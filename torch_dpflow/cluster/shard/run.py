@@ -17,7 +17,7 @@ from torch_dpflow._core.clocks import HEARTBEAT_S
 from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._core.threads import PeriodicCall, SuspendAwareClock
 from torch_dpflow.cluster.control.lookaheads import LookaheadParts
-from torch_dpflow.cluster.messages.node import Ending, ProcessView
+from torch_dpflow.cluster.messages.node import Ending, Running
 from torch_dpflow.cluster.messages.router import (
     JobLookahead,
     LookaheadRequest,
@@ -169,8 +169,8 @@ class WorkerWatch:
         unwatched = ask_in(server, lambda: workers.unwatched)
         if not unwatched:
             return
-        views: list[ProcessView] = self._node.call("processes", reply_type=list[ProcessView]).body
-        running = {view.id: view.incarnation for view in views if view.runs}
+        views: Running = self._node.call("changes", 0, reply_type=Running).body
+        running = {view.id: view.incarnation for view in views.processes if view.runs}
         for worker, incarnation in unwatched.items():
             if running.get(self._id_of(worker)) != incarnation:
                 server.post(partial(workers.ended, worker, incarnation))
