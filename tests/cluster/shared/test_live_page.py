@@ -106,11 +106,14 @@ def test_it_shows_a_flow_with_its_job_and_workers(cluster: CommandedCluster, job
         "all samples of the job, and both workers, on the page",
         lambda told: (
             any(row["samples"] == 2 * SAMPLES for row in told["jobs"])
-            and any(row["flow"] == f"{FLOW}:v1" and row["decodes"] and row["workers"] == 2 for row in told["flows"])
+            and any(
+                row["flow"] == f"{FLOW}:v1" and row["decodes"] and row["figures"]["workers"] == 2
+                for row in told["flows"]
+            )
         ),
     )
     (line,) = [row for row in told["flows"] if row["flow"] == f"{FLOW}:v1"]
-    assert (line["state"], line["jobs"], line["shards"], line["workers"]) == ("being read", 1, 1, 2)
+    assert (line["state"], line["jobs"], line["shards"], line["figures"]["workers"]) == ("being read", 1, 1, 2)
     assert 0 < line["decodes"] < 2
     assert 0 <= line["hit_rate"] <= 1
     (mine,) = [row for row in told["jobs"] if row["flow"] == f"{FLOW}:v1"]

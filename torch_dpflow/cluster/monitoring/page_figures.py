@@ -54,58 +54,34 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     failure: str = ""
 
 
-class FlowLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A flow on the page. None: not known yet."""
+class FlowLine(FlowRow, frozen=True, kw_only=True):
+    """A flow on the page: its row, with its state in words, and what follows from those before. None: not known yet."""
 
-    flow: str
-    state: str
-    jobs: int
-    shards: int
-    workers: int
-    desired: int
     #: Since its shards started, and over the last seconds.
     hit_rate: float | None
     hit_rate_now: float | None
     decodes: float | None
     decodes_now: float | None
     samples_per_s: float | None
-    queued: int
     #: How long samples took over the last seconds, and the shares of the stages; empty if not known.
     sample: str
     stages: str
-    cached: int
-    held_bytes: int
-    room_bytes: int
-    restarts: int
-    #: In one word for programs, and in words for display.
-    limited_by: str
+    #: `limited_by` in words, and what to change; empty for nothing.
     limit: str
-    #: What to change; empty for nothing.
     advice: str
-    sharing: str
-    #: What to change about caches that hold little; empty for nothing.
-    cache_advice: str
 
 
-class JobLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A job on the page. None: it has read nothing in the last seconds."""
+class JobLine(JobRow, frozen=True, kw_only=True):
+    """A job on the page: its row, and what follows from those before. None: it has read nothing in the last seconds."""
 
-    key: str
-    flow: str
-    job: str
     #: Since it started, and over the last seconds.
     stall: float
     stall_now: float | None
     samples_per_s: float | None
-    batches: int
-    samples: int
-    bytes: int
-    #: As in `FlowLine`.
+    #: As in `FlowLine`; advice only if it is not in the line of its flow, times for a loader.
     limited_by: str
     limit: str
-    #: What to change, if not in the line of its flow.
     advice: str
-    #: As in `FlowLine`, for a loader.
     sample: str
     stages: str
 

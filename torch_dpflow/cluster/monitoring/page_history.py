@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
+import msgspec
+
 from torch_dpflow._core.stage_times import StageTimes
 from torch_dpflow._version import __version__
 from torch_dpflow.cluster.control.flow_registry import LITTLE_STALL
@@ -112,16 +114,11 @@ class PageHistory:
             limit, advice = "" if stall is None else OWN_PACE, ""
         sample, stages = ("", "") if row.times is None else _recent(row.times, before.times)
         return JobLine(
-            key=row.key,
-            flow=row.flow,
-            job=row.job,
+            **{**msgspec.structs.asdict(row), "times": None},
             stall=round(row.stall_share, 4),
             stall_now=stall,
             # By the clock of the job, as its reports arrive at uneven times.
             samples_per_s=_rate(row.samples - before.samples, row.reading_s - before.reading_s),
-            batches=row.batches,
-            samples=row.samples,
-            bytes=row.bytes,
             limited_by=limit,
             limit=limit_of(limit).words if limit else "",
             advice=advice,
@@ -139,29 +136,16 @@ class PageHistory:
         was = before.figures if row.jobs else now  # else the last seconds of a job that has left would be shown
         sample, stages = _recent(now.times, was.times)
         return FlowLine(
-            flow=row.flow,
-            state=state_words(row.state),
-            jobs=row.jobs,
-            shards=row.shards,
-            workers=now.workers,
-            desired=row.desired,
+            **{**msgspec.structs.asdict(row), "state": state_words(row.state)},
             hit_rate=round(now.hit_rate, 4) if now.wants else None,
             hit_rate_now=_share(now.hits - was.hits, now.wants - was.wants),
             decodes=round(now.decodes_per_sample, 4) if now.served else None,
             decodes_now=_ratio(now.decodes - was.decodes, now.served - was.served),
             samples_per_s=_rate(now.served - was.served, at - since) if row.jobs else None,
-            queued=now.queued + now.loading,
             sample=sample,
             stages=stages,
-            cached=now.cached,
-            held_bytes=now.held_bytes,
-            room_bytes=now.room_bytes,
-            restarts=row.restarts,
-            limited_by=row.limited_by,
             limit=limit_of(row.limited_by).words if row.limited_by else "",
             advice=advice_of(row.limited_by, row.flow),
-            sharing=row.sharing,
-            cache_advice=row.cache_advice,
         )
 
     def _summary(self, seen: Observation, jobs: list[JobLine]) -> Summary:

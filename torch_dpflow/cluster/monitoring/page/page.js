@@ -120,17 +120,19 @@ const flows = new Rows(
     put(parts.rate, plain(flow.samples_per_s));
     putTwo(parts.hits, percent(flow.hit_rate_now), `${percent(flow.hit_rate)} overall`);
     putTwo(parts.decodes, plain(flow.decodes_now), `${plain(flow.decodes)} overall`);
-    put(parts.workers, flow.desired ? `${flow.workers} of ${flow.desired}` : `${flow.workers}`);
+    put(parts.workers, flow.desired ? `${flow.figures.workers} of ${flow.desired}` : `${flow.figures.workers}`);
     putTwo(parts.sample, flow.sample || "–", flow.stages);
-    put(parts.waiting, flow.queued.toLocaleString("en"));
-    put(parts.memory, `${bytes(flow.held_bytes)} of ${bytes(flow.room_bytes)}`);
+    put(parts.waiting, (flow.figures.queued + flow.figures.loading).toLocaleString("en"));
+    put(parts.memory, `${bytes(flow.figures.held_bytes)} of ${bytes(flow.figures.room_bytes)}`);
     parts.decodes.title = flow.sharing;
   },
 );
 
+const keyOf = (job) => `${job.flow} ${job.job}`;
+
 const jobs = new Rows(
   byId("jobs"),
-  (job) => job.key,
+  keyOf,
   () => {
     const row = rowOf("jobs", [["now", ""], ["stall", "number wide"], ["rate", "number"], ["samples", "number wide"],
       ["read", "number wide"], ["sample", "wide why"], ["limit", "why"]], marker());
@@ -142,8 +144,8 @@ const jobs = new Rows(
     return row;
   },
   (parts, job) => {
-    fillMarker(parts, job.key, job.job);
-    classed(parts.node, `c${colours.of(job.key)}`);
+    fillMarker(parts, keyOf(job), job.job);
+    classed(parts.node, `c${colours.of(keyOf(job))}`);
     put(parts.small, job.flow);
     parts.meter.value = job.stall_now ?? 0;
     parts.meter.setAttribute("aria-label", `Stall share of ${job.job}`);
