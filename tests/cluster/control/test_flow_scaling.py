@@ -110,7 +110,7 @@ def test_jobs_that_have_ended_are_kept_with_what_limited_them_last() -> None:
     assert EndedJobs(b"of another release").views == []
     read({"waits": (9, 0.5)}, 13)
     assert [one.job for one in scaling.ended.views] == ["trains"]
-    scaling.keep({})  # its services have ended, and the job with them
+    observe(scaling, {}, [], 14.0)  # its services have ended, and the job with them
     assert [one.job for one in scaling.ended.views] == ["trains", "waits"]
 
 

@@ -26,7 +26,7 @@ from torch_dpflow.cluster.messages.coordinator import (
     Part,
     WorkerSeconds,
 )
-from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.messages.node import ProcessView, by_flow
 
 #: Maximum number of jobs of a flow whose worker-seconds are kept.
 MAX_JOBS = 1024
@@ -82,12 +82,6 @@ class FlowScaling:
         """Record that a job is about to read this flow."""
         self._of(spec).law.begin(now)
 
-    def keep(self, running: Mapping[str, FlowSpec]) -> None:
-        """Forget flows that do not run any more."""
-        for instance in self._flows.keys() - running.keys():
-            del self._flows[instance]
-            self.ended.forget(instance, self._wall_clock())
-
     def parts(self, running: Mapping[str, FlowSpec], hosts: int, unread: Collection[str]) -> dict[str, Part | None]:
         """Return the part of the cluster of each running flow; None if nothing is left for it.
 
@@ -116,17 +110,14 @@ class FlowScaling:
 
         parts: of the running flows, by `parts`. hosts: processors of the hosts that run shards, by name.
         """
-        self.keep(running)
-        own: dict[str, list[ProcessView]] = {}
-        for view in processes:
-            for instance in running:
-                if view.id.startswith(f"{instance}/"):
-                    own.setdefault(instance, []).append(view)
-        changed = False
+        for instance in self._flows.keys() - running.keys():
+            del self._flows[instance]
+            self.ended.forget(instance, self._wall_clock())
+        own, changed = by_flow(processes), False
         for instance, spec in running.items():
             flow = self._of(spec)
             if now - flow.stepped_at >= STEP_S:
-                changed = self._step(flow, spec, own.get(instance, []), parts, hosts, now) or changed
+                changed = self._step(flow, spec, own[instance], parts, hosts, now) or changed
         return changed
 
     def shards(self, spec: FlowSpec) -> int:

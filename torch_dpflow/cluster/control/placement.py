@@ -153,12 +153,6 @@ def _is_own(view: ProcessView, node: str) -> bool:
     return view.role in ("shard", "worker") and id.rpartition("/")[2].startswith(f"shard-{node}-")
 
 
-def instance_of(id: str) -> str:
-    """Return the flow's name and version in the id of one of its processes; empty for other processes."""
-    name, _, rest = id.partition(":")
-    return f"{name}:{rest.partition('/')[0]}" if rest else ""
-
-
 _encode = msgspec.msgpack.encode
 
 

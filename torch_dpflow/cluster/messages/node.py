@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -96,6 +98,20 @@ class ProcessView(Body):
     node: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
 
 
+def instance_of(id: str) -> str:
+    """Return the flow's name and version in the id of one of its processes; empty for other processes."""
+    name, _, rest = id.partition(":")
+    return f"{name}:{rest.partition('/')[0]}" if rest else ""
+
+
+def by_flow(processes: Iterable[ProcessView]) -> Mapping[str, list[ProcessView]]:
+    """Return the processes of each flow, by its name and version."""
+    found: defaultdict[str, list[ProcessView]] = defaultdict(list)
+    for view in processes:
+        found[instance_of(view.id)].append(view)
+    return found
+
+
 class Running(Body):
     """Processes of a node: the answer to `changes`, which names the latest revision that the caller has seen."""
 
@@ -151,9 +167,7 @@ class NodeAssignment(Body):
     ends: bool = False
     #: Whether the node is to leave, as fewer are needed.
     leaves: bool = False
-    launches: Annotated[list[Launch], msgspec.Meta(max_length=MAX_PROCESSES)] = []
-    #: Addresses of processes of the cluster's own host, by id.
-    elsewhere: dict[Name, Text] = {}
+    desire: Desire = msgspec.field(default_factory=lambda: Desire([]))
 
 
 class NodeFleet(Body):

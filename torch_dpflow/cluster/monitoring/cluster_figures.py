@@ -11,7 +11,7 @@ from torch_dpflow._core.decoding import converted
 from torch_dpflow._core.stage_times import StageTimes, total_of
 from torch_dpflow.cluster.control.flow_registry import FlowState
 from torch_dpflow.cluster.messages.coordinator import FlowView
-from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.messages.node import ProcessView, by_flow
 
 #: Little is shared if at least this many samples were served and this share of them was loaded for it.
 MIN_SERVED, LITTLE = 100, 0.9
@@ -169,9 +169,10 @@ def figures_of(flows: Sequence[FlowView], processes: Sequence[ProcessView]) -> C
     shards: list[ShardRow] = []
     jobs: list[JobRow] = []
     rows: list[FlowRow] = []
+    views = by_flow(processes)
     for flow in flows:
         instance = flow.spec.instance
-        own = [view for view in processes if view.id.startswith(f"{instance}/")]
+        own = views[instance]
         mine = [_shard_row(instance, view, own) for view in own if view.role == "shard"]
         routers = [view for view in own if view.role == "router"]
         shards += mine

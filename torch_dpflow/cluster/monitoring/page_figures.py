@@ -15,7 +15,7 @@ from torch_dpflow._core.decoding import converted
 from torch_dpflow.cluster.control.flow_registry import LITTLE_STALL
 from torch_dpflow.cluster.control.supervision import UP
 from torch_dpflow.cluster.messages.coordinator import FlowView
-from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.messages.node import ProcessView, instance_of
 from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, figures_of
 from torch_dpflow.ipc.messages.remote_worker import RemoteWorkerView
 
@@ -162,7 +162,7 @@ def observation_of(flows: Sequence[FlowView], processes: Sequence[ProcessView], 
 
 
 def _rows_of(view: ProcessView) -> Iterator[ProcessRow]:
-    flow = _flow_of(view.id)
+    flow = instance_of(view.id)
     is_up = bool(view.status.get(UP)) if view.role == "worker" else bool(view.address)
     has_run = view.runs or view.restarts > 0 or bool(view.ended)
     yield ProcessRow(
@@ -176,12 +176,6 @@ def _rows_of(view: ProcessView) -> Iterator[ProcessRow]:
     )
     for worker in _remote_workers_of(view.status):
         yield ProcessRow(id=worker.name, flow=flow, role="worker", state=worker.state, where=worker.where)
-
-
-def _flow_of(id: str) -> str:
-    """Return the flow in NAME:vN/shard-000/worker-0."""
-    name, mark, rest = id.partition(":v")
-    return f"{name}:v{rest.partition('/')[0]}" if mark else ""
 
 
 def _remote_workers_of(status: dict[str, Any]) -> list[RemoteWorkerView]:

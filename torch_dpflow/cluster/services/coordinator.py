@@ -19,7 +19,7 @@ import msgspec
 from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow.cluster.control.flow_registry import EndedJobs, Flow, FlowRegistry
 from torch_dpflow.cluster.control.flow_scaling import FlowScaling
-from torch_dpflow.cluster.control.placement import instance_of, launches_of
+from torch_dpflow.cluster.control.placement import launches_of
 from torch_dpflow.cluster.messages.coordinator import (
     Access,
     ClusterLimits,
@@ -32,7 +32,7 @@ from torch_dpflow.cluster.messages.coordinator import (
     Part,
     Scale,
 )
-from torch_dpflow.cluster.messages.node import Launch, ProcessView
+from torch_dpflow.cluster.messages.node import Launch, ProcessView, by_flow
 from torch_dpflow.cluster.services.contents import Contents, check_piece
 from torch_dpflow.cluster.services.joined_nodes import JoinedNodes
 from torch_dpflow.cluster.services.service import WorkerPlatform
@@ -149,10 +149,7 @@ class Coordinator:
         if self._launches is not None:
             return self._launches
         found: defaultdict[str, list[Launch]] = defaultdict(list)
-        views: defaultdict[str, list[ProcessView]] = defaultdict(list)
-        for view in self._processes:
-            views[instance_of(view.id)].append(view)
-        unread = self._unread()
+        views, unread = by_flow(self._processes), self._unread()
         for instance, part in self.parts().items():
             spec = self._running[instance]
             if part is None:

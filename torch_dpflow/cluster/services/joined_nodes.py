@@ -15,6 +15,7 @@ from torch_dpflow._version import __version__
 from torch_dpflow.cluster.control.placement import NodeScaling, NodeTable
 from torch_dpflow.cluster.messages.coordinator import NodeLimits, Part
 from torch_dpflow.cluster.messages.node import (
+    Desire,
     FleetTarget,
     Launch,
     NodeAssignment,
@@ -194,9 +195,8 @@ class JoinedNodes:
         launches = self._coordinator.assigned_to(name)
         if launches is None:
             raise OverloadedError("the coordinator has just started and does not know yet what runs; retry")
-        return Result(
-            NodeAssignment(True, leaves=name in self._leaving, launches=launches, elsewhere=self._addresses())
-        )
+        desire = Desire(launches, self._addresses())
+        return Result(NodeAssignment(True, leaves=name in self._leaving, desire=desire))
 
     def _on_node_fleet(self, call: IncomingCall) -> Result:
         fleet: NodeFleet = call.body

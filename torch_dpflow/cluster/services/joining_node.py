@@ -198,7 +198,8 @@ class CoordinatorLink:
         else:
             if assigned.leaves:
                 self.leave()
-            self._apply(assigned)
+            if self._desired.send(assigned.desire):
+                self._warn_of_memory(assigned.desire.launches)
             self._stop_when_drained(assigned, running)
 
     def _report(self, standing: Literal["here", "leaving", "gone"], running: Running) -> NodeAssignment:
@@ -206,10 +207,6 @@ class CoordinatorLink:
         report = NodeReport(self._joining.name, joined.generation, joined.token, standing, running.processes)
         assigned: NodeAssignment = self._coordinator.call("report_node", report, reply_type=NodeAssignment).body
         return assigned
-
-    def _apply(self, assigned: NodeAssignment) -> None:
-        if self._desired.send(Desire(assigned.launches, assigned.elsewhere)):
-            self._warn_of_memory(assigned.launches)
 
     def _warn_of_memory(self, launches: Sequence[Launch]) -> None:
         """Log once for each amount that shards here may hold more than this host has."""
@@ -231,7 +228,7 @@ class CoordinatorLink:
         is_late = time.monotonic() - self._leaves_since >= LEAVE_S
         if is_late:
             SERVICE.warning("the node ends although jobs read from its shards: they have not left in time")
-        if is_late or not (assigned.launches or running.processes):
+        if is_late or not (assigned.desire.launches or running.processes):
             self._node.stop()
 
     def _join_again(self) -> None:
