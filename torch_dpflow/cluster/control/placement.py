@@ -175,8 +175,6 @@ def launches_of(
     shards and their workers, in turns. The empty name is the cluster's own node, which also runs the router. is_unread:
     whether no job reads the flow, so that workers that cannot start are not started again.
     """
-    # Arguments hold nothing that may change while a process runs: a process with other arguments is replaced.
-    lasting = msgspec.structs.replace(spec, shards=1, workers=1)
     router = f"{spec.instance}/router"
     hosts = _hosts(spec, part.shards, nodes)
     shards = [*hosts]
@@ -191,25 +189,27 @@ def launches_of(
     extra = [one for one in lent if one[0] in serving or hosts[one[0]] not in nodes]
     lent = [one for one in lent if one not in extra][: max(0, part.workers - part.shards)]
     divided = _divide(part.workers - len(lent), part.shards)
-    memory_bytes = part.memory_bytes // (part.shards + len(draining))
-    launches = [Launch(router, "router", _encode(lasting), _encode(RouterSettings(serving, limited_by)))]
     staying = _divide(max(lingering - len(lent), 0), part.shards)
+    # Arguments hold nothing that may change while a process runs: a process with other arguments is replaced.
+    lasting = msgspec.structs.replace(spec, shards=1, workers=1)
+    arguments = _encode(ShardArguments(router, lasting))
+    memory_bytes = part.memory_bytes // (part.shards + len(draining))
+
+    def shard_of(id: str, workers: int) -> Launch:
+        return Launch(id, "shard", arguments, _encode(ShardSettings(workers, memory_bytes)), hosts[id])
+
+    def worker(shard: str, number: int) -> Launch:
+        own = _encode(WorkerArguments(shard, number))
+        return Launch(f"{shard}/worker-{number}", "worker", own, node=hosts[shard], needed=not is_unread)
+
+    launches = [Launch(router, "router", _encode(lasting), _encode(RouterSettings(serving, limited_by)))]
     for shard, workers, stay in zip(shards, divided, staying):
-        launches.append(_shard(shard, router, lasting, workers, memory_bytes))
+        launches.append(shard_of(shard, workers))
         if not has_platform:
-            launches += [_worker(shard, number) for number in range(max(workers, stay))]
+            launches += [worker(shard, number) for number in range(max(workers, stay))]
     kept = {shard for shard, _ in lent} if has_platform else set()
-    launches += [_shard(view.id, router, lasting, int(view.id in kept), memory_bytes) for view in draining]
-    if not has_platform:
-        launches += [_worker(shard, number) for shard, number in (*lent, *extra)]
-    return [
-        msgspec.structs.replace(
-            one,
-            node=hosts.get(one.id.rpartition("/worker-")[0] or one.id, ""),
-            needed=not (is_unread and one.role == "worker"),
-        )
-        for one in launches
-    ]
+    launches += [shard_of(view.id, int(view.id in kept)) for view in draining]
+    return launches if has_platform else launches + [worker(shard, number) for shard, number in (*lent, *extra)]
 
 
 def _hosts(spec: FlowSpec, shards: int, nodes: Sequence[str]) -> dict[str, str]:
@@ -254,15 +254,6 @@ def _workers_of(draining: Sequence[ProcessView], processes: Sequence[ProcessView
     shards = {view.id for view in draining if view.status.get("keys")}
     found = [view.id.rpartition("/worker-") for view in processes if view.role == "worker"]
     return sorted((shard, int(number)) for shard, _, number in found if shard in shards)
-
-
-def _shard(id: str, router: str, spec: FlowSpec, workers: int, memory_bytes: int) -> Launch:
-    settings = ShardSettings(workers, memory_bytes)
-    return Launch(id, "shard", _encode(ShardArguments(router, spec)), _encode(settings))
-
-
-def _worker(shard: str, number: int) -> Launch:
-    return Launch(f"{shard}/worker-{number}", "worker", _encode(WorkerArguments(shard, number)))
 
 
 def _divide(total: int, parts: int) -> list[int]:

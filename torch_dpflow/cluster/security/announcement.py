@@ -5,8 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -75,16 +75,8 @@ class Announcement:
 
     def _update(self, address: str) -> None:
         connection = msgspec.structs.replace(self._connection, address=address)
-        draft = draft_connection_file(self._path, connection)
-        lock = None
-        try:
-            lock = _lock_draft(draft)
+        with _draft(self._path, connection) as (draft, lock):
             draft.replace(self._path)
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            if lock is not None:
-                os.close(lock)
-            raise
         self._connection = connection
         self._replace_lock(lock)
 
@@ -120,10 +112,7 @@ def lock_file(path: Path) -> int | None:
 
 def _publish(path: Path, connection: ConnectionFile) -> int:
     """Create the file, complete and locked, and return a descriptor that locks it."""
-    draft = draft_connection_file(path, connection)
-    lock = None
-    try:
-        lock = _lock_draft(draft)
+    with _draft(path, connection) as (draft, lock):
         while True:
             try:
                 os.link(draft, path)  # fails if the path exists
@@ -134,19 +123,25 @@ def _publish(path: Path, connection: ConnectionFile) -> int:
                 draft.replace(path)
                 os.close(leftover)
                 return lock
+
+
+@contextmanager
+def _draft(path: Path, connection: ConnectionFile) -> Iterator[tuple[Path, int]]:
+    """Write a file next to `path`, and lock it; yields its path and the descriptor, which is closed after an error."""
+    draft = draft_connection_file(path, connection)
+    lock = None
+    try:
+        lock = lock_file(draft)
+        if lock is None:  # a file system without locks
+            text = f"connection file {os.fspath(draft)!r} cannot be locked; give an --address on another disk"
+            raise OptionError(text)
+        yield draft, lock
     except BaseException:
         if lock is not None:
             os.close(lock)
         raise
     finally:
         draft.unlink(missing_ok=True)
-
-
-def _lock_draft(draft: Path) -> int:
-    lock = lock_file(draft)
-    if lock is None:  # a file system without locks
-        raise OptionError(f"connection file {os.fspath(draft)!r} cannot be locked; give an --address on another disk")
-    return lock
 
 
 def _lock_leftover(path: Path) -> int | None:
