@@ -137,7 +137,7 @@ def test_a_wait_for_others_is_told_once_with_its_reason_and_so_is_its_end(
 def test_nothing_is_told_once_a_job_has_ended(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     outages = OutageLog("images", "one", reconnect_timeout_s=9.0, clock=lambda: now)
-    outages.mute()
+    outages.muted = True
     now = 2 * SILENCE_S
     with caplog.at_level(logging.WARNING, "torch_dpflow"):
         outages.on_no_answer(DeadlineError("no answer"))

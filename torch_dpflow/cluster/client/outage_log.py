@@ -59,14 +59,10 @@ class OutageLog:
         self._flow = flow
         self._job = job
         self._clock = clock
-        self._logged, self._muted = False, muted
+        self._logged, self.muted = False, muted
         #: Since when a service makes the job wait; None if none does. And whether that was logged.
         self._waiting_since: float | None = None
         self._logged_wait = False
-
-    def mute(self) -> None:
-        """Log nothing more: the job has ended."""
-        self._muted = True
 
     def on_answer(self) -> None:
         if self._logged:
@@ -129,7 +125,7 @@ class OutageLog:
         self.on_answer()
 
     def _warn(self, text: str, *of: object) -> None:
-        if not self._muted:
+        if not self.muted:
             LOADER.warning(f"flow %r, job %r: {text}", self._flow, self._job, *of)
 
     def deadline_error(self, error: DPFlowError) -> DeadlineError:

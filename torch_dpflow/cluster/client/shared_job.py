@@ -207,7 +207,7 @@ class SharedJob:
         """
         self._closed.set()
         self._heartbeat.stop()
-        self._router.outages.mute()
+        self._router.outages.muted = True
         if self._reader is not None:
             self._reader.abandon()
 

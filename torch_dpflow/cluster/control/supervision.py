@@ -100,9 +100,8 @@ class _Process:
     restarts: int = 0
     #: How the latest that has ended did so, for display.
     ended: str = ""
-    #: Where the latest incarnation that reported an address listens, and whether that is the running one.
+    #: Where the latest incarnation that reported an address listens.
     address: str = ""
-    listens: bool = False
     status: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -113,7 +112,7 @@ class _Process:
     @property
     def reported_address(self) -> str:
         """Where the running incarnation listens; empty until it has reported that."""
-        return self.address if self.listens else ""
+        return self.address if self.heartbeat is not None else ""
 
 
 class Supervisor:
@@ -210,8 +209,8 @@ class Supervisor:
         if not self.is_desired(id, incarnation):
             return False
         process = self._processes[id]
-        self.revision += not process.listens or process.address != address
-        process.address, process.status, process.listens = address, status, True
+        self.revision += process.heartbeat is None or process.address != address
+        process.address, process.status = address, status
         process.interval = 0.0 if process.heartbeat is None else now - process.heartbeat
         process.heartbeat, process.late_starts = now, 0
         # A worker is up once it has its dataset, which takes longer than everything before.
@@ -323,7 +322,7 @@ class Supervisor:
             process.restarts += process.incarnation > 0 and not process.stopped
             process.incarnation = self._spawns
             process.due, process.began, process.heartbeat, process.killed = None, now, None, False
-            process.listens = process.stopped = process.up = False
+            process.stopped = process.up = False
             process.starting, process.launching = is_worker, True
             out.append(Spawn(process.launch, process.incarnation, process.address))
         return out

@@ -86,7 +86,11 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
 
         Otherwise they would fail at the start and be restarted forever.
         """
-        check_flow_name(self.name)
+        if not _NAME.fullmatch(self.name):
+            raise OptionError(
+                f"flow={self.name!r}: 1 to 100 of the characters A-Z a-z 0-9 . _ / - are allowed, a letter or digit "
+                "first"
+            )
         flow, shards = f"flow {self.name!r}: ", self.shards or 1
         for name, least, most in (
             ("version", 1, 2**53),
@@ -135,14 +139,6 @@ def check_algorithms(policy: str, strategy: str, size: int = 1) -> None:
         raise OptionError(
             f"strategy={strategy!r} with {size:,} samples: at most {most:,} are allowed, as it passes over all samples "
             'when an epoch begins; use strategy="shared-log" or "independent"'
-        )
-
-
-def check_flow_name(name: str) -> None:
-    """Raise OptionError unless this is a valid name of a flow."""
-    if not _NAME.fullmatch(name):
-        raise OptionError(
-            f"flow={name!r}: 1 to 100 of the characters A-Z a-z 0-9 . _ / - are allowed, a letter or digit first"
         )
 
 

@@ -168,18 +168,13 @@ def check_page(name: str, address: str, token_file: str | None, *, vacant: bool 
             f"characters, by `dpflow up --web-token-file` or {TOKEN_FILE}"
         )
     digest = b"" if token_file is None else digest_of(_read_token(token_file))
-    require_server()
-    if vacant:
-        check_vacant(name, host, port)
-    return PagePlace(host, port, digest)
-
-
-def require_server() -> None:
-    """Raise MissingExtraError unless the packages for the page are installed."""
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
         raise MissingExtraError(
             "the live page needs the packages uvicorn and starlette: pip install 'torch_dpflow[web]'"
         )
+    if vacant:
+        check_vacant(name, host, port)
+    return PagePlace(host, port, digest)
 
 
 def _read_token(path: str) -> str:

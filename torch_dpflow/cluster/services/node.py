@@ -126,7 +126,9 @@ class Node:
         self._server.register("changes", self._on_changes, body_type=Count)
         self._server.register("end", self._on_end, body_type=Ending)
         self._server.register("stop", self._on_stop, body_type=None)
-        self._launches = LaunchThread(platform, self._report_launch)
+        self._launches = LaunchThread(
+            platform, lambda spec, outcome: self._server.post(partial(self._on_launched, spec, outcome))
+        )
 
     def serve(self, ready: Callable[[], None] | None = None) -> None:
         """Keep everything running until `stop` is called, here or by a client.
@@ -260,9 +262,6 @@ class Node:
         )
         self._launching.add((service.id, service.incarnation))
         self._launches.launch(spec)
-
-    def _report_launch(self, spec: ProcessSpec, outcome: Handle | Exception) -> None:
-        self._server.post(partial(self._on_launched, spec, outcome))
 
     def _on_launched(self, spec: ProcessSpec, outcome: Handle | Exception) -> None:
         id, incarnation = spec.name, spec.incarnation
