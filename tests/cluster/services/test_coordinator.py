@@ -14,7 +14,7 @@ import pytest
 
 from tests.new_process import in_fork
 from torch_dpflow.cluster.control.flow_registry import UNREAD_S
-from torch_dpflow.cluster.control.placement import launches_of
+from torch_dpflow.cluster.control.placement import NodeTable, launches_of
 from torch_dpflow.cluster.messages.coordinator import Access, ClusterLimits, FlowSpec, FlowView, Scale
 from torch_dpflow.cluster.messages.node import Launch, ProcessView
 from torch_dpflow.cluster.services import coordinator as services
@@ -126,7 +126,9 @@ def assign(folder: Path) -> None:
     names, looked = "abcd", Counter[str]()
     for name in names:
         state.put(f"flow/{name}:v1", msgspec.msgpack.encode(spec(name)))
-    nodes, changed = JoinedNodesOf(64), Counter[str]()
+    nodes, changed = NodeTable("cluster", generations=0, lease_s=10.0), Counter[str]()
+    for number in range(64):
+        nodes.join(f"node{number}", "process", "127.0.0.1", 1, 0.0)
 
     def count(spec: FlowSpec, part: Any, processes: Sequence[ProcessView], **given: Any) -> list[Launch]:
         looked[spec.instance] += 1
@@ -141,29 +143,15 @@ def assign(folder: Path) -> None:
         Contents(folder / "contents"),
         ClusterLimits(),
         changed=lambda: changed.update(["changed"]),
-        nodes=nodes,  # type: ignore[arg-type]
+        nodes=nodes,
     )
     for times in (1, 2):
         coordinator.observe([router(name) for name in names])
-        assigned = [launch for node in nodes.processors for launch in nodes.assigned(node)]
+        assigned = [launch for node in nodes.usable for launch in coordinator.assigned_to(node) or []]
         assert [launch.id for launch in coordinator.desired()] == [f"{name}:v1/router" for name in names]
         assert {launch.id.partition("/")[0] for launch in assigned} == {f"{name}:v1" for name in names}
         assert looked == {f"{name}:v1": times for name in names}
-    nodes.changed()
-    nodes.assigned("node0")
+    coordinator.changed()
+    coordinator.assigned_to("node0")
     assert looked == {f"{name}:v1": 3 for name in names}
     assert changed.total() >= 1
-
-
-class JoinedNodesOf:
-    """So many nodes, which ask for their processes."""
-
-    def __init__(self, number: int) -> None:
-        self.processors, self.processes = {f"node{place}": 1 for place in range(number)}, list[ProcessView]()
-
-    def use(self, coordinator: Coordinator) -> None:
-        self.assigned: Any = coordinator.assigned_to
-        self.changed = coordinator.changed
-
-    def poll(self) -> None:
-        pass

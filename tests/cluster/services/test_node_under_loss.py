@@ -18,7 +18,7 @@ from torch_dpflow.cluster.messages.node import Desire, Launch, Running
 from torch_dpflow.cluster.messages.shard import ShardSettings
 from torch_dpflow.cluster.security.connection_file import generate_keys
 from torch_dpflow.cluster.services import joined_nodes, joining_node
-from torch_dpflow.cluster.services.joined_nodes import NODE_LEASE_S, JoinedNodes
+from torch_dpflow.cluster.services.joined_nodes import NODE_LEASE_S, JoinedNodes, node_table
 from torch_dpflow.cluster.services.joining_node import CoordinatorLink, Joining
 from torch_dpflow.cluster.services.service import ClusterPlace
 from torch_dpflow.cluster.services.state_store import WriteBehindStore
@@ -95,10 +95,10 @@ class Cluster:
         if fate == "restarted":
             self.incarnation += 1
             server = self.network.listen(COORDINATOR)
-            self.nodes = JoinedNodes(server, self.store, PLACE, incarnation=self.incarnation)
+            self.table = node_table(PLACE, self.incarnation)
+            own: Any = SimpleNamespace(assigned_to=lambda node: self.launches, observed=[], changed=lambda: None)
+            self.nodes = JoinedNodes(server, self.store, PLACE, self.table, own)
             self.nodes._clock = self.network.clock  # type: ignore[assignment]
-            coordinator = SimpleNamespace(assigned_to=lambda node: self.launches, observed=[], changed=lambda: None)
-            self.nodes.use(coordinator)  # type: ignore[arg-type]
         elif fate == "sessions dropped":
             for server in self.network.servers.values():
                 server._sessions.clear()
@@ -147,5 +147,5 @@ def run_node(fates: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(host.running) == [launch.id for launch in cluster.launches]
     assert host.started == sorted({*host.started}), "each process has a higher incarnation than those before"
     assert min(host.running.values()) > link._joined.generation << 20
-    assert cluster.nodes.processors == {"n": 1}
-    assert {view.id for view in cluster.nodes.processes} == host.running.keys()
+    assert cluster.table.usable == {"n": 1}
+    assert {view.id for view in cluster.table.processes} == host.running.keys()

@@ -60,7 +60,7 @@ from torch_dpflow.cluster.messages.shard import Ask, ShardSettings
 from torch_dpflow.cluster.security.connection_file import generate_keys, node_proof
 from torch_dpflow.cluster.services.contents import Contents
 from torch_dpflow.cluster.services.coordinator import Coordinator
-from torch_dpflow.cluster.services.joined_nodes import JoinedNodes
+from torch_dpflow.cluster.services.joined_nodes import JoinedNodes, node_table
 from torch_dpflow.cluster.services.node import Node
 from torch_dpflow.cluster.services.provisioner import Provisioner
 from torch_dpflow.cluster.services.router import Router
@@ -259,9 +259,10 @@ def coordinator(folder: Path) -> Iterator[Service]:
         keys = generate_keys("tcp://127.0.0.1:0")
         server = RpcServer(listen(f"ipc://{folder}/coordinator"))
         place = ClusterPlace(directory=str(folder), host="127.0.0.1", keys=keys, token="t" * 32)
-        nodes = JoinedNodes(server, state, place, incarnation=1, limits=NodeLimits(0, 2, 2))
+        table = node_table(place, 1)
         limits, contents = ClusterLimits(workers=8), Contents(folder / "contents")
-        one = Coordinator(server, state, contents, limits, clock=lambda: 0.0, nodes=nodes)
+        one = Coordinator(server, state, contents, limits, clock=lambda: 0.0, nodes=table)
+        JoinedNodes(server, state, place, table, one, limits=NodeLimits(0, 2, 2))
         one.observe(
             [ProcessView(f"f:v{version}/router", "router", 1, 1, "ipc:///r", {"jobs": 0}) for version in (1, 2)]
         )

@@ -19,7 +19,7 @@ import msgspec
 from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow.cluster.control.flow_registry import EndedJobs, Flow, FlowRegistry
 from torch_dpflow.cluster.control.flow_scaling import FlowScaling
-from torch_dpflow.cluster.control.placement import launches_of
+from torch_dpflow.cluster.control.placement import NodeTable, launches_of
 from torch_dpflow.cluster.messages.coordinator import (
     Access,
     ClusterLimits,
@@ -34,7 +34,6 @@ from torch_dpflow.cluster.messages.coordinator import (
 )
 from torch_dpflow.cluster.messages.node import Launch, ProcessView, by_flow
 from torch_dpflow.cluster.services.contents import Contents, check_piece
-from torch_dpflow.cluster.services.joined_nodes import JoinedNodes
 from torch_dpflow.cluster.services.service import WorkerPlatform
 from torch_dpflow.cluster.services.state_store import WriteBehindStore
 from torch_dpflow.errors import DPFlowError, OptionError, UsageError
@@ -80,7 +79,7 @@ class Coordinator:
         limits: of all flows together.
         changed: called when the desired processes may have changed.
         worker_platform: where workers run; None: the nodes start them.
-        nodes: table of the nodes on other hosts; None: no other host can join.
+        nodes: the nodes on other hosts; None: no other host can join.
         price_per_hour: of a worker, for reports.
         host_bytes: memory of the cluster's host if no other host can join it.
     """
@@ -95,7 +94,7 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         changed: Callable[[], None] = lambda: None,
         worker_platform: WorkerPlatform | None = None,
-        nodes: JoinedNodes | None = None,
+        nodes: NodeTable | None = None,
         price_per_hour: float = 0.0,
         host_bytes: int | None = None,
     ) -> None:
@@ -126,8 +125,6 @@ class Coordinator:
         self._restore()
         for name, body in METHODS.items():
             server.register(name, getattr(self, f"_on_{name}"), body_type=body)
-        if nodes is not None:
-            nodes.use(self)
 
     # -- what runs -------------------------------------------------------------------------------------------
 
@@ -172,8 +169,6 @@ class Coordinator:
         """Record the processes of the cluster's own node, and apply leases and deadlines."""
         now = self._clock()
         self.observed = processes
-        if self._nodes is not None:
-            self._nodes.poll()
         self._has_observed = True
         self._routers = {}
         for view in processes:
@@ -205,7 +200,7 @@ class Coordinator:
     @property
     def _hosts(self) -> Mapping[str, int]:
         """Processors of the hosts that run shards, by name."""
-        joined = {} if self._nodes is None else self._nodes.processors
+        joined = {} if self._nodes is None else self._nodes.usable
         return joined or {"": len(os.sched_getaffinity(0))}
 
     def parts(self, *, hosts: int = 0) -> dict[str, Part | None]:

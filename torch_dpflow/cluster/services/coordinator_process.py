@@ -15,7 +15,7 @@ from torch_dpflow.cluster.messages.coordinator import CoordinatorArguments
 from torch_dpflow.cluster.messages.node import END_NOTICE_S, WAITING, Desire, Launch, ProcessView, Running
 from torch_dpflow.cluster.services.contents import Contents
 from torch_dpflow.cluster.services.coordinator import METHODS, Coordinator
-from torch_dpflow.cluster.services.joined_nodes import NODE_METHODS, JoinedNodes
+from torch_dpflow.cluster.services.joined_nodes import NODE_METHODS, JoinedNodes, node_table
 from torch_dpflow.cluster.services.service import DesiredProcesses, HeartbeatSender, ServiceSpec, ask_in, serve
 from torch_dpflow.cluster.services.state_store import WriteBehindStore, open_store
 from torch_dpflow.ipc.memory.headroom import Headroom
@@ -84,7 +84,7 @@ def run(service: ServiceSpec) -> None:
     # jobs that need it upload it again.
     contents = Contents(Path(service.place.directory, "state.contents"))
     reconciler = Reconciler(service, server)
-    nodes.append(JoinedNodes(server, state, service.place, incarnation=service.incarnation, limits=arguments.nodes))
+    table = node_table(service.place, service.incarnation)
     coordinator = Coordinator(
         server,
         state,
@@ -92,16 +92,18 @@ def run(service: ServiceSpec) -> None:
         arguments.limits,
         changed=reconciler.changed,
         worker_platform=service.place.worker_platform,
-        nodes=nodes[0],
+        nodes=table,
         price_per_hour=arguments.price_per_hour,
         host_bytes=Headroom().total() if service.place.host is None else None,
     )
+    joined = JoinedNodes(server, state, service.place, table, coordinator, limits=arguments.nodes)
+    nodes.append(joined)
     reconciler.start(coordinator.observe, coordinator.desired)
     if arguments.metrics:
         from torch_dpflow.cluster.monitoring.metrics_server import serve_metrics
 
         serve_metrics(arguments.metrics, lambda: ask_in(server, coordinator.views))
-    serve(service, server, poll_s=IDLE_POLL_S, heartbeats=heartbeats)
+    serve(service, server, poll=joined.poll, poll_s=IDLE_POLL_S, heartbeats=heartbeats)
 
 
 def _load(state: WriteBehindStore, server: RpcServer, heartbeats: HeartbeatSender) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -13,20 +13,19 @@ from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow._version import __version__
 from torch_dpflow.cluster.control.placement import NodeScaling, NodeTable
-from torch_dpflow.cluster.messages.coordinator import NodeLimits, Part
+from torch_dpflow.cluster.messages.coordinator import NodeLimits
 from torch_dpflow.cluster.messages.node import (
     Desire,
     FleetTarget,
-    Launch,
     NodeAssignment,
     NodeFleet,
     NodeJoin,
     NodeJoined,
     NodeRecord,
     NodeReport,
-    ProcessView,
 )
 from torch_dpflow.cluster.security.connection_file import ConnectionFile, is_proved
+from torch_dpflow.cluster.services.coordinator import Coordinator
 from torch_dpflow.cluster.services.service import COORDINATOR, ClusterPlace
 from torch_dpflow.cluster.services.state_store import WriteBehindStore
 from torch_dpflow.errors import UsageError
@@ -48,16 +47,9 @@ NODE_METHODS: dict[str, Any] = {
 }
 
 
-class NodesCoordinator(Protocol):
-    """What joined nodes ask of their cluster's coordinator, which describes each."""
-
-    observed: list[ProcessView]
-
-    def changed(self) -> None: ...
-
-    def assigned_to(self, node: str) -> list[Launch] | None: ...
-
-    def parts(self, *, hosts: int = 0) -> dict[str, Part | None]: ...
+def node_table(place: ClusterPlace, incarnation: int) -> NodeTable:
+    """Return the empty table of a cluster's nodes. incarnation: of the coordinator."""
+    return NodeTable(place.cluster, generations=incarnation * _MAX_JOINS, lease_s=NODE_LEASE_S)
 
 
 class JoinedNodes:
@@ -75,8 +67,9 @@ class JoinedNodes:
         server: RpcServer,
         store: WriteBehindStore,
         place: ClusterPlace,
+        table: NodeTable,
+        coordinator: Coordinator,
         *,
-        incarnation: int,
         limits: NodeLimits | None = None,
     ) -> None:
         self._store, self._place = store, place
@@ -84,27 +77,12 @@ class JoinedNodes:
         #: Nodes that are to leave, as fewer are needed.
         self._leaving: Collection[str] = ()
         self._clock = SuspendAwareClock()
-        self._table = NodeTable(place.cluster, generations=incarnation * _MAX_JOINS, lease_s=NODE_LEASE_S)
-        #: Set by `use`.
-        self._coordinator: NodesCoordinator
+        self._table, self._coordinator = table, coordinator
         #: Whether the cluster ends, and the nodes to which that was reported.
         self._ends, self._notified = False, set[str]()
         self._restore()
         for name, body in NODE_METHODS.items():
             server.register(name, getattr(self, f"_on_{name}"), body_type=body)
-
-    def use(self, coordinator: NodesCoordinator) -> None:
-        """Connect it with a coordinator. Call once, before the server serves."""
-        self._coordinator = coordinator
-
-    @property
-    def processors(self) -> dict[str, int]:
-        """Processors of the joined nodes that accept shards, by name, sorted."""
-        return self._table.usable
-
-    @property
-    def processes(self) -> list[ProcessView]:
-        return self._table.processes
 
     def poll(self) -> None:
         """Expire leases. To be called at least once a second."""
