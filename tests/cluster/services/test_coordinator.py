@@ -142,9 +142,9 @@ def assign(folder: Path) -> None:
         state,
         Contents(folder / "contents"),
         ClusterLimits(),
-        changed=lambda: changed.update(["changed"]),
         nodes=nodes,
     )
+    coordinator.on_change = lambda: changed.update(["changed"])
     for times in (1, 2):
         coordinator.observe([router(name) for name in names])
         assigned = [launch for node in nodes.usable for launch in coordinator.assigned_to(node) or []]

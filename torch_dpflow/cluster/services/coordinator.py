@@ -77,7 +77,6 @@ class Coordinator:
         store: where flows are stored.
         contents: pickled datasets that workers load.
         limits: of all flows together.
-        changed: called when the desired processes may have changed.
         worker_platform: where workers run; None: the nodes start them.
         nodes: the nodes on other hosts; None: no other host can join.
         price_per_hour: of a worker, for reports.
@@ -92,13 +91,14 @@ class Coordinator:
         limits: ClusterLimits,
         *,
         clock: Callable[[], float] = time.monotonic,
-        changed: Callable[[], None] = lambda: None,
         worker_platform: WorkerPlatform | None = None,
         nodes: NodeTable | None = None,
         price_per_hour: float = 0.0,
         host_bytes: int | None = None,
     ) -> None:
-        self._on_change, self._host_bytes = changed, host_bytes
+        #: Called when the desired processes may have changed.
+        self.on_change: Callable[[], None] = lambda: None
+        self._host_bytes = host_bytes
         self._worker_platform = worker_platform
         self._nodes = nodes
         self._post = server.post
@@ -139,7 +139,7 @@ class Coordinator:
     def changed(self) -> None:
         """Compute the processes that should run again, and report that they may have changed."""
         self._launches = None
-        self._on_change()
+        self.on_change()
 
     def _by_node(self) -> dict[str, list[Launch]]:
         """Return the processes that should run, as of the latest change or observation."""

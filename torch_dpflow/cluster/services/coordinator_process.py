@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow.cluster.messages.coordinator import CoordinatorArguments
-from torch_dpflow.cluster.messages.node import END_NOTICE_S, WAITING, Desire, Launch, ProcessView, Running
+from torch_dpflow.cluster.messages.node import END_NOTICE_S, WAITING, Desire, Running
 from torch_dpflow.cluster.services.contents import Contents
 from torch_dpflow.cluster.services.coordinator import METHODS, Coordinator
 from torch_dpflow.cluster.services.joined_nodes import NODE_METHODS, JoinedNodes, node_table
@@ -26,37 +26,23 @@ from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, RpcServer
 class Reconciler:
     """Two daemon threads: one observes the node's running processes, one sends the node the desired ones."""
 
-    def __init__(self, service: ServiceSpec, server: RpcServer) -> None:
+    def __init__(self, service: ServiceSpec, server: RpcServer, coordinator: Coordinator) -> None:
         self._node = service.place.connect(service.place.node_address, timeout_s=10.0)
-        self._server = server
-        self._observe: Callable[[list[ProcessView]], None]
-        self._desired: Callable[[], list[Launch]]
+        self._server, self._coordinator = server, coordinator
         #: Latest observed revision of the node's processes; 0 before the first.
         self._seen = 0
-        self._desired_processes = DesiredProcesses(self._node)
-        # Without a pause: the node answers as soon as anything changes, or after half a second with new figures. So an
-        # idle cluster takes 6 ms of processor time a second; polling took 15.
-        self._observer = PeriodicCall(self._observe_once, 0.0, "dpflow-observe", what="observing the node's processes")
+        self._desired = DesiredProcesses(self._node)
         self._applier = PeriodicCall(
             self._apply, math.inf, "dpflow-desire", what="sending the node the desired processes"
         )
+        coordinator.on_change = self._applier.wake
+        # Without a pause: the node answers as soon as anything changes, or after half a second with new figures. So an
+        # idle cluster takes 6 ms of processor time a second; polling took 15.
+        PeriodicCall(self._observe, 0.0, "dpflow-observe", what="observing the node's processes").start()
 
-    def start(self, observe: Callable[[list[ProcessView]], None], desired: Callable[[], list[Launch]]) -> None:
-        """Start the threads. Call once.
-
-        observe: called with the running processes. desired: returns the processes to run. Both run in the server's
-            thread.
-        """
-        self._observe, self._desired = observe, desired
-        self._observer.start()
-
-    def changed(self) -> None:
-        """Send the desired processes soon, if they have changed. Any thread may call."""
-        self._applier.wake()
-
-    def _observe_once(self) -> None:
+    def _observe(self) -> None:
         running: Running = self._node.call("changes", self._seen, reply_type=Running).body
-        ask_in(self._server, partial(self._observe, running.processes))
+        ask_in(self._server, partial(self._coordinator.observe, running.processes))
         self._seen = running.revision
         self._applier.wake()
         # Not earlier: before its first observation a coordinator desires nothing, which would end all processes.
@@ -64,7 +50,7 @@ class Reconciler:
             self._applier.start()
 
     def _apply(self) -> None:
-        self._desired_processes.send(Desire(ask_in(self._server, self._desired)))
+        self._desired.send(Desire(ask_in(self._server, self._coordinator.desired)))
 
 
 #: Longest wait for a message, and while the state is loaded, seconds.
@@ -83,14 +69,12 @@ def run(service: ServiceSpec) -> None:
     # In the cluster's directory and not in the state store: a pickled dataset may hold credentials of a storage, and
     # jobs that need it upload it again.
     contents = Contents(Path(service.place.directory, "state.contents"))
-    reconciler = Reconciler(service, server)
     table = node_table(service.place, service.incarnation)
     coordinator = Coordinator(
         server,
         state,
         contents,
         arguments.limits,
-        changed=reconciler.changed,
         worker_platform=service.place.worker_platform,
         nodes=table,
         price_per_hour=arguments.price_per_hour,
@@ -98,7 +82,7 @@ def run(service: ServiceSpec) -> None:
     )
     joined = JoinedNodes(server, state, service.place, table, coordinator, limits=arguments.nodes)
     nodes.append(joined)
-    reconciler.start(coordinator.observe, coordinator.desired)
+    Reconciler(service, server, coordinator)
     if arguments.metrics:
         from torch_dpflow.cluster.monitoring.metrics_server import serve_metrics
 
