@@ -358,7 +358,7 @@ def test_a_shard_whose_thread_is_busy_keeps_registering(tmp_path: Path, monkeypa
         return RangeAssignment(1, 0, FEW)
 
     server.register("register_shard", on_register, body_type=RegisterShard)
-    monkeypatch.setattr(shard_run, "locate", lambda place, id: server.address)
+    monkeypatch.setattr("torch_dpflow.cluster.services.service.locate", lambda *_, **__: server.address)
     monkeypatch.setattr(shard_run, "REGISTER_S", 0.01)
     place = ClusterPlace(directory=str(tmp_path))
     spec = spec_of(FEW, "shared-log")
@@ -378,10 +378,11 @@ def test_a_shard_whose_thread_is_busy_keeps_registering(tmp_path: Path, monkeypa
         try:
             shard.server.post(be_busy)
             is_busy.wait()
-            lookahead_calls.wake()  # waits for the shard's thread
+            lookahead_calls.thread.wake()  # waits for the shard's thread
             for _ in range(5):
                 assert registered.acquire(timeout=150)
         finally:
             released.set()
-            calls.stop()
-            lookahead_calls.stop()
+            for thread in (calls.thread, lookahead_calls.thread):
+                thread.stop()
+                thread.join()

@@ -92,7 +92,7 @@ def test_each_key_has_one_owner_in_the_end(fates: list[str], monkeypatch: pytest
 
 def register_through(fates: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "PeriodicCall", NoThread)
-    monkeypatch.setattr(run, "locate", lambda *_: ADDRESS)
+    monkeypatch.setattr("torch_dpflow.cluster.services.service.locate", lambda *_, **__: ADDRESS)
     for module in (router_module, shard_server):
         monkeypatch.setattr(
             module, "SERVICE", SimpleNamespace(warning=lambda *_, **__: None, info=lambda *_, **__: None)

@@ -21,9 +21,8 @@ from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow.cluster.messages.node import FleetTarget, NodeFleet
 from torch_dpflow.cluster.services import joining_node
 from torch_dpflow.cluster.services.joining_node import LEAVE_S, NodeLaunchSpec
-from torch_dpflow.cluster.services.service import COORDINATOR, HeartbeatSender, ServiceSpec, locate
+from torch_dpflow.cluster.services.service import COORDINATOR, HeartbeatSender, ServiceClient, ServiceSpec
 from torch_dpflow.errors import DPFlowError
-from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.fleet.lifecycle import Fleet
 from torch_dpflow.remote.fleet.worker_states import (
@@ -65,8 +64,7 @@ class PlatformNodes:
         group = prefix_of(service.place.cluster, secrets.token_hex(5))
         self._fleet = Fleet(group, self._platform.limits, draw=SystemRandom().random, drain_s=NODE_LEAVE_S)
         self._clock = SuspendAwareClock()
-        self._coordinator: RpcClient | None = None
-        self._address = ""
+        self._coordinator = ServiceClient(service.place, COORDINATOR, timeout_s=ANSWER_S, locate_s=ANSWER_S)
         #: Number of nodes that should run, and why fewer do.
         self._wanted, self._shortage = 0, ""
         #: When to start nodes again after a failure, seconds.
@@ -111,15 +109,9 @@ class PlatformNodes:
         leaving = [one.name for one in self._fleet.workers if one.state is WorkerState.DRAINING]
         report = NodeFleet(self._place.token, self._prefix, names, leaving)
         try:
-            if self._coordinator is None:
-                self._address = locate(self._place, COORDINATOR, timeout_s=ANSWER_S)
-                self._coordinator = self._place.connect(self._address, timeout_s=ANSWER_S)
-            target: FleetTarget = self._coordinator.call("node_fleet", report, reply_type=FleetTarget).body
+            target: FleetTarget = self._coordinator.call("node_fleet", report, FleetTarget).body
         except DPFlowError as error:
             SERVICE.debug("the coordinator does not answer, retrying (%s)", error)
-            if self._coordinator is not None:
-                self._coordinator.close()
-                self._coordinator = None
             return None
         return target
 
@@ -156,7 +148,7 @@ class PlatformNodes:
                 pass  # about connections of workers: nodes have theirs to the coordinator
 
     def _launch_spec(self, name: str) -> bytes:
-        keys = msgspec.structs.replace(self._keys, address=self._address)
+        keys = msgspec.structs.replace(self._keys, address=self._coordinator.address)
         spec = NodeLaunchSpec(name, keys, self._spec.workers_each, self._preload, self._place.log)
         return msgspec.msgpack.encode(spec)
 

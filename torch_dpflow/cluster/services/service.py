@@ -25,7 +25,7 @@ from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow.cluster.messages.node import Desire, Heartbeat, HeartbeatReply, Running
 from torch_dpflow.cluster.security.connection_file import NODE_SOCKET, ConnectionFile
 from torch_dpflow.errors import DeadlineError, DPFlowError, TransportError
-from torch_dpflow.ipc.rpc import ClientOptions, RpcClient, RpcServer
+from torch_dpflow.ipc.rpc import Answer, ClientOptions, RpcClient, RpcServer
 from torch_dpflow.ipc.transport import Listener, TransportOptions, listen
 from torch_dpflow.log import SERVICE, LogOptions, write_lines
 from torch_dpflow.remote.launchers.contract import PlatformSpec
@@ -336,6 +336,32 @@ def locate(place: ClusterPlace, id: str, *, timeout_s: float = 60.0) -> str:
             if address := own or running.elsewhere.get(id, ""):
                 return address
     raise DeadlineError(f"{id!r} does not listen after {timeout_s} s; is it desired?")
+
+
+class ServiceClient:
+    """Client of the process `id`, which is located again after each failure, as it may have moved. One thread calls.
+
+    timeout_s, locate_s: timeouts of a call, and of locating it, seconds.
+    """
+
+    def __init__(self, place: ClusterPlace, id: str, *, timeout_s: float, locate_s: float = START_S) -> None:
+        self._place, self._id, self._timeout_s, self._locate_s = place, id, timeout_s, locate_s
+        self._client: RpcClient | None = None
+        #: Where it was found last; empty before.
+        self.address = ""
+
+    def call(self, method: str, body: Any, reply_type: Any) -> Answer:
+        """Call it. Raises DPFlowError if it does not answer, or refuses the call."""
+        try:
+            if self._client is None:
+                self.address = locate(self._place, self._id, timeout_s=self._locate_s)
+                self._client = self._place.connect(self.address, timeout_s=self._timeout_s)
+            return self._client.call(method, body, reply_type=reply_type)
+        except DPFlowError:
+            if self._client is not None:
+                self._client.close()
+                self._client = None
+            raise
 
 
 def main(service: ServiceSpec) -> None:

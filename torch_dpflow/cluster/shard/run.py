@@ -25,15 +25,14 @@ from torch_dpflow.cluster.messages.router import (
     RegisterShard,
 )
 from torch_dpflow.cluster.messages.shard import ShardArguments, ShardSettings
-from torch_dpflow.cluster.services.service import ServiceSpec, WorkerPlatform, ask_in, locate, serve
+from torch_dpflow.cluster.services.service import ServiceClient, ServiceSpec, WorkerPlatform, ask_in, serve
 from torch_dpflow.cluster.shard.provisioned_workers import ProvisionedWorkers
 from torch_dpflow.cluster.shard.server import SampleShard
 from torch_dpflow.errors import DPFlowError, ErrorKind, RemoteCallError
-from torch_dpflow.ipc.rpc import Answer, RpcClient
 from torch_dpflow.log import SERVICE
 
-#: How often a shard registers with its router, which is its heartbeat, seconds.
-REGISTER_S = HEARTBEAT_S
+#: How often a shard registers with its router, which is its heartbeat, and the timeout of that call, seconds.
+REGISTER_S, REGISTER_TIMEOUT_S = HEARTBEAT_S, 10.0
 #: Timeout of a request for a lookahead, seconds.
 LOOKAHEAD_S = 30.0
 #: Interval of requests to the node for workers whose end the shard cannot detect, seconds.
@@ -45,49 +44,19 @@ LEAVE_S = 8.0
 GC_OBJECTS = 50_000
 
 
-class _RouterThread:
-    """Thread of a shard that calls the router of its flow."""
-
-    #: Timeout of a call, seconds.
-    timeout_s = 10.0
-    _thread: PeriodicCall
-
-    def __init__(self, service: ServiceSpec, shard: SampleShard, router: str) -> None:
-        self._service, self._shard, self._router = service, shard, router
-        #: To the router; None before it is located, and after a failure, as it may have moved.
-        self._client: RpcClient | None = None
-
-    def stop(self) -> None:
-        self._thread.stop()
-        self._thread.join()
-
-    def _call_router(self, method: str, body: Any, reply_type: Any) -> Answer:
-        try:
-            if self._client is None:
-                place = self._service.place
-                self._client = place.connect(locate(place, self._router), timeout_s=self.timeout_s)
-            return self._client.call(method, body, reply_type=reply_type)
-        except DPFlowError:
-            if self._client is not None:
-                self._client.close()
-                self._client = None
-            raise
-
-
-class LookaheadCalls(_RouterThread):
+class LookaheadCalls:
     """Thread that requests lookaheads from the router, and passes them to the shard."""
 
     # Apart from the registration: it waits for the threads of shard and router, which may be busy for a second each.
     # Meanwhile the shard must not be taken for dead.
-    timeout_s = LOOKAHEAD_S
 
     def __init__(self, service: ServiceSpec, shard: SampleShard, router: str) -> None:
-        super().__init__(service, shard, router)
-        self._thread = PeriodicCall(
+        self._shard, self._router = shard, ServiceClient(service.place, router, timeout_s=LOOKAHEAD_S)
+        self.thread = PeriodicCall(
             self._request_all, math.inf, "dpflow-lookahead", what="requesting lookaheads from the router"
         )
-        shard.on_lookahead_due = self.wake = self._thread.wake
-        self._thread.start()
+        shard.on_lookahead_due = self.thread.wake
+        self.thread.start()
 
     def _request_all(self) -> None:
         requests = ask_in(self._shard.server, self._shard.lookahead_requests)
@@ -100,7 +69,7 @@ class LookaheadCalls(_RouterThread):
 
     def _get_lookahead(self, request: LookaheadRequest) -> None:
         try:
-            answer = self._call_router("lookahead", request, JobLookahead)
+            answer = self._router.call("lookahead", request, JobLookahead)
         except RemoteCallError as error:  # of the lookahead alone; the shard works without
             if error.kind is ErrorKind.OVERLOADED:  # the router restores an order
                 raise
@@ -110,21 +79,22 @@ class LookaheadCalls(_RouterThread):
         self._shard.server.post(partial(self._shard.take_lookahead, request, answer.body, parts))
 
 
-class RouterCalls(_RouterThread):
+class RouterCalls:
     """Thread that registers a shard with its router, and passes on the keys that the router assigns."""
 
     def __init__(self, service: ServiceSpec, shard: SampleShard, router: str) -> None:
-        super().__init__(service, shard, router)
-        self._thread = PeriodicCall(self._register, REGISTER_S, "dpflow-register", what="registering with the router")
-        self._thread.wake()
-        self._thread.start()
+        self._service, self._shard = service, shard
+        self._router = ServiceClient(service.place, router, timeout_s=REGISTER_TIMEOUT_S)
+        self.thread = PeriodicCall(self._register, REGISTER_S, "dpflow-register", what="registering with the router")
+        self.thread.wake()
+        self.thread.start()
 
     def _register(self) -> None:
         service, server = self._service, self._shard.server
         body = RegisterShard(
             service.id, service.incarnation, server.address, service.place.token, self._shard.cache_samples
         )
-        range_: RangeAssignment = self._call_router("register_shard", body, RangeAssignment).body
+        range_: RangeAssignment = self._router.call("register_shard", body, RangeAssignment).body
         server.post(partial(self._shard.assign, range_))
 
 
