@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
+from msgspec.structs import asdict
 
 from torch_dpflow.cli.cluster_views import (
     address_option,
@@ -156,13 +157,10 @@ def _with_rates(figures: ClusterFigures) -> dict[str, list[dict[str, Any]]]:
     named: dict[str, list[dict[str, Any]]] = {"flows": [], "shards": [], "jobs": []}
     for kind, rows in (("flows", figures.flows), ("shards", figures.shards)):
         for row in rows:
-            own = {name: getattr(row, name) for name in row.__struct_fields__ if name != "figures"}
-            counts = {name: getattr(row.figures, name) for name in row.figures.__struct_fields__}
             rates = {"hit_rate": row.figures.hit_rate, "decodes_per_sample": row.figures.decodes_per_sample}
-            named[kind].append({**counts, **own, **rates})
-    for job in figures.jobs:
-        counts = {name: getattr(job, name) for name in job.__struct_fields__}
-        named["jobs"].append({**counts, "stall_share": job.stall_share})
+            named[kind].append({**asdict(row.figures), **asdict(row), **rates})
+            del named[kind][-1]["figures"]
+    named["jobs"] = [{**asdict(job), "stall_share": job.stall_share} for job in figures.jobs]
     return named
 
 
