@@ -132,10 +132,10 @@ def _flow_registry(registry: FlowRegistry) -> None:
         assert flow.spec.instance == instance
         assert (flow.state is FlowState.ACCESSED) == (flow.jobs > 0)
         assert flow.state is not FlowState.DELETED
-        assert flow.replaced == (registry._highest[flow.spec.name] != instance)
-    for name, instance in registry._highest.items():
-        versions = [flow.spec.version for flow in registry._flows.values() if flow.spec.name == name]
-        assert registry._flows[instance].spec.version == max(versions)
+        versions = [other.spec.version for other in registry.flows if other.spec.name == flow.spec.name]
+        assert flow.replaced == (flow.spec.version < max(versions))
+        assert registry.find(instance) is flow
+        assert flow.replaced or registry.find(flow.spec.name) is flow
 
 
 def _check_joint_epoch(epoch: Any) -> None:

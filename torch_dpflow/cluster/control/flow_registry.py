@@ -131,8 +131,6 @@ class FlowRegistry:
 
     def __init__(self) -> None:
         self._flows: dict[str, Flow] = {}
-        #: The instance of the highest version, by name.
-        self._highest: dict[str, str] = {}
 
     @property
     def flows(self) -> list[Flow]:
@@ -151,7 +149,8 @@ class FlowRegistry:
 
     def find(self, name: str) -> Flow | None:
         """Return a flow by its name and version, such as "imagenet/train:v2"; without a version, the highest one."""
-        return self._flows.get(self._highest.get(name, name))
+        found = (flow for flow in self._flows.values() if flow.spec.name == name and not flow.replaced)
+        return self._flows.get(name) or next(found, None)
 
     def register(self, spec: FlowSpec, now: float) -> Flow:
         """Register a flow for a job, and return it.
@@ -310,13 +309,9 @@ class FlowRegistry:
     def _rank(self, name: str) -> None:
         """Find the highest version of a flow after a change. O(flows)."""
         versions = [flow for flow in self._flows.values() if flow.spec.name == name]
-        highest = max(versions, key=lambda flow: flow.spec.version, default=None)
-        if highest is None:
-            del self._highest[name]
-        else:
-            self._highest[name] = highest.spec.instance
+        highest = max((flow.spec.version for flow in versions), default=0)
         for flow in versions:
-            flow.replaced = flow is not highest
+            flow.replaced = flow.spec.version < highest
 
 
 #: A job that waits less than this share of its time is limited by its training, whatever limits its flow.

@@ -262,11 +262,7 @@ def _serving(own: Sequence[ProcessView]) -> Shards:
     """Return the counters of a flow's shards that own keys."""
     return {
         (view.id, view.incarnation): ShardCounts(
-            thread_s=_number(view.status, "thread_s"),
-            serving_s=_number(view.status, "serving_s"),
-            served=int(_number(view.status, "served")),
-            busy_s=_number(view.status, "busy_s"),
-            worker_s=_number(view.status, "worker_s"),
+            *(_number(view.status, name) for name in ShardCounts.__struct_fields__)
         )
         for view in own
         if view.role == "shard" and view.status.get("keys")

@@ -51,7 +51,7 @@ class ShardCounts(msgspec.Struct, frozen=True):
     #: Processor time of its thread, and time that it has served, seconds.
     thread_s: float
     serving_s: float
-    served: int
+    served: float
     #: Sums over its workers of the seconds in which they had tasks, and in which they were there.
     busy_s: float
     worker_s: float
