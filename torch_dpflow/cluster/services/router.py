@@ -23,7 +23,6 @@ from torch_dpflow.cluster.messages.router import (
     MAX_JOBS,
     SHARD_LEASE_S,
     DrawSamples,
-    JobFigures,
     JobHeartbeat,
     JobHeartbeatReply,
     JobId,
@@ -96,10 +95,6 @@ class Router:
         self._readers: dict[str, Reader] = {}
         self._jobs: dict[str, FlowJob] = {}
         self._jobs_seen = 0
-        #: By reader name: figures of its last heartbeat.
-        self._figures: dict[str, JobFigures] = {}
-        #: Readers that are between two epochs.
-        self._resting: set[str] = set()
         #: By shard: the generation at its latest report, and how many samples its cache can hold; 0 if not known.
         self._reported: dict[str, tuple[int, int]] = {}
         #: Calls that wait for a complete table, with their deadlines, seconds.
@@ -159,9 +154,11 @@ class Router:
             "jobs": len(jobs),
             "jobs_seen": self._jobs_seen,
             "names": jobs,
-            "reading": len({self._readers[name].job for name in self._readers.keys() - self._resting}),
+            "reading": len({reader.job for reader in self._readers.values() if not reader.rests}),
             "cache_samples": self._group.capacity,
-            "readings": {name: msgspec.structs.asdict(one) for name, one in self._figures.items()},
+            "readings": {
+                name: msgspec.structs.asdict(one.figures) for name, one in self._readers.items() if one.figures
+            },
             "generation": self._routing.generation,
             "complete": self._routing.complete,
             "shards": len(self._shards),
@@ -325,7 +322,7 @@ class Router:
     def _on_start(self, call: IncomingCall) -> Result | Later | None:
         start: StartEpoch = call.body
         reader = self._renew_lease(start.job)
-        self._resting.discard(start.job.name)
+        reader.rests = False
         needed = sum(1 + place.has_earlier for place in start.places)
         if len(call.frames) != needed:
             raise UsageError(f"{len(call.frames)} bitmaps for {len(start.places)} epochs: {needed} are required")
@@ -388,10 +385,8 @@ class Router:
 
     def _on_heartbeat(self, call: IncomingCall) -> Result:
         heartbeat: JobHeartbeat = call.body
-        self._renew_lease(heartbeat.job)
-        (self._resting.discard if heartbeat.reads else self._resting.add)(heartbeat.job.name)
-        if heartbeat.figures is not None:
-            self._figures[heartbeat.job.name] = heartbeat.figures
+        reader = self._renew_lease(heartbeat.job)
+        reader.rests, reader.figures = not heartbeat.reads, heartbeat.figures or reader.figures
         return Result(JobHeartbeatReply(self._routing.generation, self._limited_by, self._jobs_seen))
 
     def _on_leave(self, call: IncomingCall) -> None:
@@ -412,8 +407,6 @@ class Router:
             raise MisdirectedError(f"this is the router of flow {self._flow!r}, and not of {flow!r}")
 
     def _remove_reader(self, name: str) -> None:
-        self._figures.pop(name, None)
-        self._resting.discard(name)
         reader = self._readers.pop(name, None)
         if reader is None:
             return

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from torch_dpflow.cluster.control.joint_order import JointOrder
-from torch_dpflow.cluster.messages.router import JobRank, Join
+from torch_dpflow.cluster.messages.router import JobFigures, JobRank, Join
 from torch_dpflow.cluster.services.service import run_apart
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import UNNAMED, NameBusyError, OverloadedError
@@ -26,12 +26,16 @@ from torch_dpflow.samplers.passes import RankShares
 _NOTHING: IndexArray = np.empty(0, np.int64)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reader:
     """A process that reads: a job, or a rank of a job."""
 
     job: str
     rank: int
+    #: Of its last heartbeat; None before the first.
+    figures: JobFigures | None = None
+    #: Whether it is between two epochs.
+    rests: bool = False
 
 
 @dataclass
