@@ -191,20 +191,19 @@ def test_who_is_starting_is_not_silent() -> None:
 
 def test_a_start_that_makes_progress_is_not_killed_and_a_repeated_one_gets_more_time() -> None:
     supervisor = running(ROUTER)
-    assert supervisor.unheard() == [(ROUTER.id, 1, 101)]
     now, limit = 100.0, START_S
-    supervisor.on_progress(ROUTER.id, 1, now)
+    for then, used in ((50.0, 1), (now, 2), (now + 10.0, 2)):
+        supervisor.note_progress(lambda pid: (pid, used), then)  # noqa: B023
     for incarnation in range(1, MAX_DOUBLINGS + 3):
         assert supervisor.tick(now + limit - 1.0) == []
         now += limit
         assert supervisor.tick(now) == [Kill(ROUTER.id, incarnation)]
         (spawn,) = supervisor.on_ended(ROUTER.id, incarnation, now)
         assert spawn == Spawn(ROUTER, incarnation + 1, "")
-        supervisor.on_progress(ROUTER.id, incarnation, now + 1e6)  # late news of the one before
         assert supervisor.on_started(ROUTER.id, incarnation + 1, 1, now) == []
         limit = min(2 * limit, START_S * 2**MAX_DOUBLINGS)
     supervisor.on_heartbeat(ROUTER.id, incarnation + 1, "", {}, now)
-    assert supervisor.unheard() == []
+    supervisor.note_progress(lambda pid: pytest.fail("it has sent a heartbeat"), now)
     assert supervisor.tick(now + 10.0) == [Kill(ROUTER.id, incarnation + 1)]
     supervisor.on_ended(ROUTER.id, incarnation + 1, now)
     supervisor.on_started(ROUTER.id, incarnation + 2, 1, now)

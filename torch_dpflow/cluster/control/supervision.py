@@ -11,7 +11,7 @@ all heartbeats are late, the host is short of processor time, and no process is 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -81,6 +81,7 @@ class _Process:
     #: Whether it is being launched, and for a running one without a heartbeat when it last used its processor, seconds.
     launching: bool = False
     progressed: float = 0.0
+    progress: tuple[int, ...] = ()
     #: How many incarnations in a row were killed before their first heartbeat.
     late_starts: int = 0
     #: The time of its last heartbeat, None before the first, and the interval before that one, seconds.
@@ -170,20 +171,19 @@ class Supervisor:
         process = self._processes[id]
         process.runs, process.pid, process.launching = True, pid, False
         process.began = process.progressed = now
+        process.progress = ()
         self.revision += 1
         return self._kill(process) if process.stopped else []
 
-    def on_progress(self, id: str, incarnation: int, now: float) -> None:
-        """Record that a process without a heartbeat runs, such as by the processor time that it has used."""
-        process = self._processes.get(id)
-        if process is not None and process.incarnation == incarnation:
-            process.progressed = now
+    def note_progress(self, progress_of: Callable[[int], tuple[int, ...]], now: float) -> None:
+        """Record which of the running processes that have sent no heartbeat have progressed since the last call.
 
-    def unheard(self) -> list[tuple[str, int, int]]:
-        """Return id, incarnation and pid of each running process that has sent no heartbeat."""
-        return [
-            (id, one.incarnation, one.pid) for id, one in self._processes.items() if one.runs and one.heartbeat is None
-        ]
+        progress_of: returns figures of a process by its pid that change while it runs, such as its processor time.
+        """
+        for process in self._processes.values():
+            if process.runs and process.heartbeat is None:
+                before, process.progress = process.progress, progress_of(process.pid)
+                process.progressed = now if process.progress != before else process.progressed
 
     def on_ended(self, id: str, incarnation: int, now: float, how: str = "") -> list[SupervisorInstruction]:
         """Record that a process has ended, for any reason. how: a description for display."""

@@ -106,8 +106,6 @@ class Node:
         #: Id and incarnation of processes that are being launched; handles of launching processes that have ended.
         self._launching: set[tuple[str, int]] = set()
         self._ended_early: list[Handle] = []
-        #: By incarnation, the progress of processes that have sent no heartbeat.
-        self._progress: dict[int, tuple[int, ...]] = {}
         #: Calls of `changes`: deadline, revision that the caller has, call.
         self._watching: list[tuple[float, int, IncomingCall]] = []
         #: Time of the next check of processes, seconds.
@@ -212,18 +210,9 @@ class Node:
                 SERVICE.info("process %s ended", id, extra=subjects_of(id))
             how = str(end or "").partition("\n")[0]
             self._apply(self._supervisor.on_ended(id, incarnation, now, how))
-        self._note_progress(now)
+        self._supervisor.note_progress(progress_of, now)
         self._apply(self._supervisor.tick(now))
         self._log_refused()
-
-    def _note_progress(self, now: float) -> None:
-        """Report which processes without a heartbeat have used their processor since the last check."""
-        progress: dict[int, tuple[int, ...]] = {}
-        for id, incarnation, pid in self._supervisor.unheard():
-            progress[incarnation] = progress_of(pid)
-            if progress[incarnation] != self._progress.get(incarnation):
-                self._supervisor.on_progress(id, incarnation, now)
-        self._progress = progress
 
     def _log_refused(self) -> None:
         refused = self._supervisor.refused
