@@ -147,20 +147,10 @@ class CoordinatorLink:
     def start(self, node: Node) -> bool:
         """Join and start the thread, or else stop the node. Return whether it has joined. Call once."""
         self._node = node
-        if self.leaves:
-            node.stop()
-            return False
-        try:
-            self._joined = self._joining.join(is_over=lambda: self.leaves)
-        except UsageError as error:
-            if not self.leaves:
-                self.failure = str(error)
-            node.stop()
-            return False
-        self.has_joined = True
-        node.begin(self._joined.token, self._joined.generation * _MAX_STARTS)
-        self._thread.start()
-        return True
+        self.has_joined = self._join()
+        if self.has_joined:
+            self._thread.start()
+        return self.has_joined
 
     def leave(self) -> None:
         """Stop the node once jobs have left its shards. Any thread may call, and signal handlers."""
@@ -239,18 +229,24 @@ class CoordinatorLink:
         self._desired.send(Desire([]))
         while not (self._node.is_vacant or self._closes):
             time.sleep(_POLL_S)
+        if self._join():
+            SERVICE.info("joined again")
+
+    def _join(self) -> bool:
+        """Join the cluster, unless the node leaves, or else stop the node; return whether it has joined."""
         try:
-            if not self.leaves:
-                self._joined = self._joining.join(is_over=lambda: self.leaves or self._closes)
+            if not self._is_over():
+                self._joined = self._joining.join(is_over=self._is_over)
+                self._node.begin(self._joined.token, self._joined.generation * _MAX_STARTS)
+                return True
         except UsageError as error:
-            if not (self.leaves or self._closes):
+            if not self._is_over():
                 self._fail(str(error))
-                return
-        if self.leaves or self._closes:
-            self._node.stop()
-            return
-        self._node.begin(self._joined.token, self._joined.generation * _MAX_STARTS)
-        SERVICE.info("joined again")
+        self._node.stop()
+        return False
+
+    def _is_over(self) -> bool:
+        return self.leaves or self._closes
 
     def _on_error(self, error: Exception) -> None:
         if self._closes:
@@ -267,7 +263,7 @@ class CoordinatorLink:
             SERVICE.warning("the cluster does not answer, retrying (%s)", error)
 
     def _fail(self, why: str) -> None:
-        self.failure = f"node {self._joining.name!r} has ended: {why}"
+        self.failure = f"node {self._joining.name!r} has ended: {why}" if self.has_joined else why
         self._node.stop()
 
 
