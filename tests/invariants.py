@@ -195,16 +195,13 @@ def _stripe_allocator(allocator: StripeAllocator) -> None:
     validate(allocator._leases)
     assert allocator._capacity.keys() == allocator._room.keys() == allocator._leases.members.keys()
     for server, capacity in allocator._capacity.items():
-        held = sum(
-            int(one.sizes[one.owned_by(server)].sum()) + one.copied_bytes(server)
-            for one in allocator._datasets.values()
-        )
+        held = sum(one.bytes_of(one.held.get(server, ())) for one in allocator._datasets.values())
         assert held + allocator._room[server] == capacity
         assert allocator._room[server] >= 0
     for one in allocator._datasets.values():
         assert all(owner is None or owner in allocator._capacity for owner in one.owners)
-        assert one.readers.keys() | one.copies.keys() <= allocator._capacity.keys()
-        assert all(one.copies[name].isdisjoint(one.owned_by(name)) for name in one.copies)
+        assert one.readers.keys() | one.held.keys() <= allocator._capacity.keys()
+        assert all(one.held[name].issuperset(stripes) for name, stripes in one.owned().items())
 
 
 @validate.register

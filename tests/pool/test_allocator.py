@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,12 +52,11 @@ class Servers:
 
     def check(self, alive: Iterable[str], sets: Iterable[bytes]) -> None:
         """Each stripe is where the table says, and nowhere else, but in servers that are away."""
-        tables = {one: self.allocator.table(one) for one in sets if self.allocator.holds(one)}
+        tables = {one: self.allocator.dataset(one) for one in sets if self.allocator.holds(one)}
         owned = {
             (server, identity, stripe)
             for identity, table in tables.items()
-            for found in (table.owned(), table.copies)
-            for server, stripes in found.items()
+            for server, stripes in table.held.items()
             for stripe in stripes
         }
         assert owned == {
@@ -72,6 +73,12 @@ events = st.lists(
     ),
     max_size=40,
 )
+
+
+def facts(allocator: StripeAllocator, identity: bytes) -> dict[str, Any]:
+    """What is known of a dataset, as it is now."""
+    known = copy.deepcopy(vars(allocator.dataset(identity)))
+    return {**known, "sizes": known["sizes"].tolist()}
 
 
 @settings(max_examples=50, deadline=None)
@@ -106,16 +113,16 @@ def test_servers_hold_what_the_tables_say_in_any_order_of_events(
                 alive[number] &= now - renewed[number] < LEASE_S
             servers.apply(allocator.expire(now))
         elif what == "preload":
-            before = [allocator.table(one) for one in known], allocator.rooms()
+            before = [facts(allocator, one) for one in known], allocator.rooms()
             try:
                 sizes.setdefault(identity, [amount] * (which + 2))
                 instructions = allocator.preload(identity, sizes[identity], now, explicit=flag, whole=which > 1)
             except PoolFullError:
-                assert ([allocator.table(one) for one in known], allocator.rooms()) == before
+                assert ([facts(allocator, one) for one in known], allocator.rooms()) == before
             else:
                 servers.apply(instructions)
                 if which > 1 and identity not in known:
-                    assert UNPLACED not in allocator.table(identity).owners
+                    assert None not in allocator.dataset(identity).owners
         elif what == "read":
             allocator.read_by(identity, name, amount % 3, now)
         elif what == "unload" and identity in known:
@@ -134,7 +141,7 @@ def test_servers_hold_what_the_tables_say_in_any_order_of_events(
 
 
 def placed(allocator: StripeAllocator, identity: bytes) -> int:
-    return sum(owner != UNPLACED for owner in allocator.table(identity).owners)
+    return sum(owner is not None for owner in allocator.dataset(identity).owners)
 
 
 def started(*capacities: int) -> tuple[StripeAllocator, Servers]:
@@ -150,24 +157,22 @@ def test_each_stripe_is_read_once_and_those_of_a_lost_server_once_more() -> None
     servers.apply(allocator.preload(A, [10] * 12, 0.0, explicit=True, whole=True))
     assert set(servers.filled.values()) == {1}
     assert len(servers.filled) == 12
-    before = allocator.table(A)
-    lost = {stripe for stripe, owner in enumerate(before.owners) if before.servers[owner] == "server 0"}
+    before = copy.deepcopy(allocator.dataset(A))
+    lost = {*before.owned_by("server 0")}
     servers.lose("server 0")
     servers.apply(allocator.leave("server 0", 1, 1.0))
     assert {stripe for (_, stripe), times in servers.filled.items() if times == 2} == lost
-    after = allocator.table(A)
+    after = allocator.dataset(A)
     assert after.generation > before.generation
     kept = [stripe for stripe in range(12) if stripe not in lost]
-    assert [after.servers[after.owners[stripe]] for stripe in kept] == [
-        before.servers[before.owners[stripe]] for stripe in kept
-    ]
+    assert [after.owners[stripe] for stripe in kept] == [before.owners[stripe] for stripe in kept]
 
 
 def test_a_silent_server_is_lost_and_comes_back_empty() -> None:
     allocator, servers = started(100)
     servers.apply(allocator.preload(A, [10], 0.0, explicit=True, whole=True))
     assert allocator.expire(LEASE_S + 1) == []
-    assert allocator.table(A).owners == [UNPLACED]
+    assert allocator.dataset(A).owners == [None]
     assert (allocator.lives("server 0", 1), allocator.servers()) == (False, {})
     assert allocator.renew("server 0", 1, 100, LEASE_S + 2) == []  # this generation was given up
     assert allocator.renew("server 0", 2, 100, LEASE_S + 2) == [Fill("server 0", A, [0])]
@@ -179,7 +184,7 @@ def test_a_server_that_comes_back_keeps_what_nobody_else_has_by_now() -> None:
     servers.apply(allocator.preload(B, [30], 0.0, explicit=True, whole=True))
     assert allocator.leave("server 0", 1, 1.0) == []
     servers.apply(allocator.renew("another", 1, 40, 1.0))
-    assert allocator.table(B).owners == [UNPLACED]
+    assert allocator.dataset(B).owners == [None]
     back = allocator.renew("server 0", 2, 100, 1.0, servers.held_by("server 0"))
     assert back == [Drop("server 0", A)]
     assert allocator.servers() == {"another": (40, 0), "server 0": (100, 70)}
@@ -192,14 +197,14 @@ def test_a_server_that_comes_back_keeps_copies_beside_what_is_still_its_own() ->
     servers.apply(allocator.renew("another", 1, 30, 1.0))
     mine = servers.held_by("server 0")
     servers.apply(allocator.renew("server 0", 2, 100, 1.0, mine))
-    table = allocator.table(A)
-    assert table.copies == {"server 0": table.owned()["another"]}
-    assert len(table.owned()["server 0"]) == 5
+    allocated = allocator.dataset(A)
+    assert allocated.held["server 0"] == {*range(8)}
+    assert len(allocated.owned()["server 0"]) == 5
     assert allocator.servers() == {"another": (30, 0), "server 0": (100, 20)}  # copies take room
     servers.lose("another")
     assert allocator.leave("another", 1, 2.0) == []  # so nothing is read again
-    table = allocator.table(A)
-    assert (table.owned(), table.copies) == ({"server 0": [*range(8)]}, {"server 0": []})
+    allocated = allocator.dataset(A)
+    assert (allocated.owned(), allocated.held) == ({"server 0": [*range(8)]}, {"server 0": {*range(8)}})
     assert allocator.unload(A) == [Drop("server 0", A)]
     assert allocator.servers() == {"server 0": (100, 100)}
 
@@ -210,7 +215,7 @@ def test_a_new_leader_gives_nothing_away_before_servers_had_time_to_come_back() 
     assert allocator.recover(A, [10] * 3, {"leader": [1]}, 0.0, explicit=True) == []
     assert allocator.preload(A, [], 0.0, explicit=True, whole=True) == []
     assert allocator.renew("server 0", 1, 100, 1.0, {A: [2]}) == []
-    assert allocator.table(A).owners == [UNPLACED, 0, 1]
+    assert allocator.dataset(A).owners == [None, "leader", "server 0"]
     allocator.renew("leader", 1, 100, LEASE_S)
     allocator.renew("server 0", 1, 100, LEASE_S)
     assert [one.stripes for one in allocator.expire(LEASE_S) if isinstance(one, Fill)] == [[0]]
@@ -246,7 +251,7 @@ def test_a_part_of_a_set_is_held_and_grows_with_the_room() -> None:
     servers.apply(allocator.preload(A, [10] * 10, 0.0, explicit=True, whole=False))
     assert placed(allocator, A) == 5
     servers.apply(allocator.renew("another", 1, 100, 0.0))
-    assert (placed(allocator, A), allocator.table(A).placed_bytes) == (10, 100)
+    assert (placed(allocator, A), allocator.dataset(A).placed_bytes) == (10, 100)
 
 
 def test_all_of_a_set_that_is_held_in_part_takes_the_room_of_idle_ones_or_is_refused() -> None:
@@ -282,7 +287,7 @@ def test_an_implicit_set_goes_when_nobody_has_read_it_for_a_while() -> None:
     assert allocator.expire(29.9) == []
     assert allocator.expire(30.0) == [Drop("server 0", A)]
     with pytest.raises(UsageError, match="preload it"):
-        allocator.table(A)
+        allocator.dataset(A)
 
 
 def test_preloading_what_is_there_reads_nothing_and_may_make_it_stay() -> None:

@@ -52,15 +52,15 @@ def test_ours_ends_every_batch_and_stays_within_its_bounds(lengths: list[int], s
             assert MIN_WINDOW <= window.size() <= max(MAX_WINDOW, 1 << 20)
 
 
-@given(lengths=lengths, seed=st.integers(0, 1 << 30), record=st.integers(1, 1 << 20), stages=st.integers(1, 8))
-def test_every_window_ends_every_batch(lengths: list[int], seed: int, record: int, stages: int) -> None:
+@given(lengths=lengths, seed=st.integers(0, 1 << 30), record=st.integers(1, 1 << 20))
+def test_every_window_ends_every_batch(lengths: list[int], seed: int, record: int) -> None:
     chance = random.Random(seed)
-    for window in (FixedWindow(record, stages=stages), MeasuredWindow(stages=stages)):
+    for window in (FixedWindow(record), MeasuredWindow()):
         run(window, lengths, chance)
 
 
 def test_a_fixed_window_is_filled_by_stages() -> None:
-    window = FixedWindow(1_000, stages=4)
+    window = FixedWindow(1_000)
     assert window.grant([400, 400, 400], 0.0) == 2
     tokens = [window.requested(400, 0.0) for _ in range(2)]
     assert window.grant([200], 0.0) == 0  # less than a stage is free

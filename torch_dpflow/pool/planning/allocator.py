@@ -38,8 +38,8 @@ class AllocatedDataset:
     #: Name of each stripe's owner; None if it fits nowhere.
     owners: list[str | None]
     generation: int = 1
-    #: Additional copies of stripes, by server.
-    copies: dict[str, set[int]] = field(default_factory=dict)
+    #: Stripes in each server's memory: those that it owns, and copies.
+    held: dict[str, set[int]] = field(default_factory=dict)
     #: Number of reading processes at each server.
     readers: dict[str, int] = field(default_factory=dict)
     #: Since when no process reads it, seconds.
@@ -55,43 +55,31 @@ class AllocatedDataset:
         """Return the stripes of a server; None for those without an owner."""
         return [stripe for stripe, owner in enumerate(self.owners) if owner == server]
 
-    def copied_bytes(self, server: str) -> int:
-        return int(self.sizes[[*self.copies.get(server, ())]].sum())
+    def owned(self) -> dict[str, list[int]]:
+        """Return the stripes of each owner, by name."""
+        found: dict[str, list[int]] = {}
+        for stripe, owner in enumerate(self.owners):
+            if owner is not None:
+                found.setdefault(owner, []).append(stripe)
+        return dict(sorted(found.items()))
 
-    def own_copies(self) -> None:
-        """Make servers that have copies the owners of stripes without one."""
-        for server, copied in self.copies.items():
-            for stripe in [one for one in copied if self.owners[one] is None]:
-                copied.remove(stripe)
-                self.owners[stripe] = server
-                self.generation += 1
+    def own(self, server: str, stripes: Sequence[int]) -> None:
+        """Make a server the owner of stripes that it holds, or is to hold."""
+        self.held.setdefault(server, set()).update(stripes)
+        for stripe in stripes:
+            self.owners[stripe] = server
+        self.generation += 1
+
+    def bytes_of(self, stripes: Iterable[int]) -> int:
+        return int(self.sizes[[*stripes]].sum())
+
+    @property
+    def placed_bytes(self) -> int:
+        """Bytes of the stripes that have an owner."""
+        return int(self.sizes.sum()) - self.bytes_of(self.owned_by(None))
 
     def without_owner(self) -> npt.NDArray[np.int64]:
         return np.array(self.owned_by(None), dtype=np.int64)
-
-
-class StripeTable(msgspec.Struct, frozen=True, kw_only=True):
-    """Owner of each stripe: an index in `servers`, or `UNPLACED`. A later table has a higher generation."""
-
-    generation: int
-    servers: list[str]
-    owners: list[int]
-    #: Stripes that servers hold in addition to their owners.
-    copies: dict[str, list[int]]
-    #: Bytes of the stripes that have an owner.
-    placed_bytes: int
-    #: Number of reading processes.
-    readers: int
-    #: Whether no stripe waits for a server to return with it.
-    is_settled: bool
-
-    def owned(self) -> dict[str, list[int]]:
-        """Return the stripes of each server."""
-        of_each = [list[int]() for _ in self.servers]
-        for stripe, owner in enumerate(self.owners):
-            if owner != UNPLACED:
-                of_each[owner].append(stripe)
-        return dict(zip(self.servers, of_each))
 
 
 class Fill(msgspec.Struct, frozen=True):
@@ -243,32 +231,17 @@ class StripeAllocator:
 
     def unload(self, identity: bytes) -> list[AllocatorInstruction]:
         """Drop a dataset, even if it is read. Raises UsageError if it is not cached."""
-        self._set(identity)
+        self.dataset(identity)
         return [*self._drop(identity), *self._place_all()]
 
-    def table(self, identity: bytes) -> StripeTable:
-        """Return the owners of a dataset's stripes. Raises UsageError if it is not cached."""
-        one = self._set(identity)
-        names = sorted({owner for owner in one.owners if owner is not None})
-        place_of: dict[str | None, int] = {name: number for number, name in enumerate(names)}
-        owners = [place_of.get(owner, UNPLACED) for owner in one.owners]
-        return StripeTable(
-            generation=one.generation,
-            servers=names,
-            owners=owners,
-            copies={name: sorted(own) for name, own in one.copies.items()},
-            placed_bytes=sum(size for size, owner in zip(one.sizes.tolist(), owners) if owner != UNPLACED),
-            readers=sum(one.readers.values()),
-            is_settled=one.returns_until is None,
-        )
-
-    def holds(self, identity: bytes) -> bool:
-        return identity in self._datasets
-
-    def _set(self, identity: bytes) -> AllocatedDataset:
+    def dataset(self, identity: bytes) -> AllocatedDataset:
+        """Return a cached dataset. Raises UsageError if it is not cached."""
         if identity not in self._datasets:
             raise UsageError(f"dataset {identity.hex()} is not in the pool (any more); preload it")
         return self._datasets[identity]
+
+    def holds(self, identity: bytes) -> bool:
+        return identity in self._datasets
 
     def _may_go(self, identity: bytes) -> bool:
         """Return whether a dataset may be dropped: it is implicit, unread, and its memory is not shared."""
@@ -280,15 +253,11 @@ class StripeAllocator:
         """Add stripes that a server already holds; return Drop if most of them have other owners by now."""
         known = self._datasets.get(identity)
         if known is not None and all(0 <= one < len(known.sizes) for one in stripes):
-            own = [one for one in {*stripes} if known.owners[one] is None]
-            size = int(known.sizes[[*{*stripes}]].sum())
-            if size <= min(self._room[server], 2 * int(known.sizes[own].sum())):
+            own, size = [one for one in {*stripes} if known.owners[one] is None], known.bytes_of({*stripes})
+            if size <= min(self._room[server], 2 * known.bytes_of(own)):
                 self._room[server] -= size
-                known.generation += 1
-                for one in own:
-                    known.owners[one] = server
-                if copied := set(stripes).difference(own):
-                    known.copies[server] = copied
+                known.held[server] = {*stripes}
+                known.own(server, own)
                 return []
         return [Drop(server, identity)]
 
@@ -323,25 +292,21 @@ class StripeAllocator:
         """Return each server's free bytes if these datasets were dropped."""
         room = dict(self._room)
         for one in (self._datasets[identity] for identity in idle):
-            for size, owner in zip(one.sizes.tolist(), one.owners):
-                if owner is not None:
-                    room[owner] += size
-            for server in one.copies:
-                room[server] += one.copied_bytes(server)
+            for server, stripes in one.held.items():
+                room[server] += one.bytes_of(stripes)
         return room
 
     def _drop(self, identity: bytes) -> list[AllocatorInstruction]:
         self._room = self._room_without([identity])
         gone = self._datasets.pop(identity)
-        servers = {owner for owner in gone.owners if owner is not None} | gone.copies.keys()
-        return [Drop(server, identity) for server in sorted(servers)]
+        return [Drop(server, identity) for server in sorted(gone.held)]
 
     def _lose(self, servers: Sequence[str], now: float) -> None:
         for lost in servers:
             self._capacity.pop(lost, None)
             self._room.pop(lost, None)
             for one in self._datasets.values():
-                one.copies.pop(lost, None)
+                one.held.pop(lost, None)
                 if one.readers.pop(lost, None) is not None:
                     one.idle_since = now
                 for stripe in one.owned_by(lost):
@@ -354,7 +319,9 @@ class StripeAllocator:
     def _place(self, identity: bytes) -> list[AllocatorInstruction]:
         """Assign stripes without an owner to servers with free memory."""
         one = self._datasets[identity]
-        one.own_copies()
+        for server, held in one.held.items():  # copies become its own
+            if own := [stripe for stripe in held if one.owners[stripe] is None]:
+                one.own(server, own)
         if one.returns_until is not None:
             return []
         unplaced = one.without_owner()
@@ -363,8 +330,8 @@ class StripeAllocator:
         names, fills = sorted(capacity), dict[str, list[int]]()
         for stripe, owner in zip(unplaced.tolist(), owners.tolist()):
             if owner != UNPLACED:
-                one.owners[stripe] = names[owner]
-                self._room[names[owner]] -= int(one.sizes[stripe])
                 fills.setdefault(names[owner], []).append(stripe)
-        one.generation += bool(fills)
+        for server, stripes in fills.items():
+            one.own(server, stripes)
+            self._room[server] -= one.bytes_of(stripes)
         return [Fill(server, identity, stripes) for server, stripes in fills.items()]

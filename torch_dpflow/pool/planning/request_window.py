@@ -25,6 +25,8 @@ MEASURED, MEASURED_RECORDS = 8, 64
 MEMORY_S = 10.0
 #: Factor beyond rate times latency: with more links than records outstanding, the rate grows with the window.
 SURPLUS = 1.5
+#: Stages in which a window is requested.
+STAGES = 4
 #: Maximum bytes of a stage: while one of several connections waits for it, its link is idle.
 STAGE = 64 << 10
 
@@ -39,9 +41,8 @@ class RequestedBytes(NamedTuple):
 class FixedWindow:
     """Decides how many of the next records may be requested now: up to `size` bytes, but at least one record."""
 
-    def __init__(self, size: int, *, stages: int = 4) -> None:
+    def __init__(self, size: int) -> None:
         self._size = check_int("size", size, minimum=1)
-        self._stages = check_int("stages", stages, minimum=1)
         self.bytes_out = self.records_out = 0
 
     def grant(self, lengths: Sequence[int], now: float) -> int:
@@ -70,7 +71,7 @@ class FixedWindow:
 
         most: maximum bytes of a stage.
         """
-        if self.bytes_out > size - min(most, size // self._stages):
+        if self.bytes_out > size - min(most, size // STAGES):
             return 0
         granted = out = 0
         for length in lengths:
@@ -83,15 +84,15 @@ class FixedWindow:
 class MeasuredWindow(FixedWindow):
     """Algorithm 1 of the DataServer paper, with measured rate and latency, and at least one record.
 
-    The rate is the highest of the last `MEMORY_S` while the window limits requests. The latency is the shortest one
-    of records of about the same length in that time, as it grows with the queue that a window causes. Each batch begins
-    with nothing outstanding, so its first records show what the latency is without a queue.
+    The rate is the highest one while the window limits requests. The latency is the shortest one of records of about
+    the same length, as it grows with the queue that a window causes. Both count for `MEMORY_S`. Each batch begins with
+    nothing outstanding, so its first records show what the latency is without a queue.
     """
 
-    def __init__(self, *, stages: int = 4) -> None:
-        super().__init__(MIN_WINDOW, stages=stages)
-        #: (time, rate) of measurements, each higher than all that follow.
-        self._rates: deque[tuple[float, float]] = deque()
+    def __init__(self) -> None:
+        super().__init__(MIN_WINDOW)
+        #: Highest rate, bytes a second, and when it was measured.
+        self._rate = (0.0, 0.0)
         #: Shortest latency by the power of two of a record's length, seconds, and when it was measured.
         self._latencies: dict[int, tuple[float, float]] = {}
         #: Longest record of the batch.
@@ -138,11 +139,10 @@ class MeasuredWindow(FixedWindow):
         self._last = now
 
     def _measured(self, now: float) -> None:
-        rate = self._came / self._seconds
-        while self._rates and (self._rates[-1][1] <= rate or self._rates[0][0] < now - MEMORY_S):
-            self._rates.pop() if self._rates[-1][1] <= rate else self._rates.popleft()
-        self._rates.append((now, rate))
-        needed = SURPLUS * self._rates[0][1] * self._held / self._came
+        rate, at = self._rate
+        if (came := self._came / self._seconds) >= rate or at < now - MEMORY_S:
+            self._rate = came, now
+        needed = SURPLUS * self._rate[0] * self._held / self._came
         self._size = int(-(-needed // self._longest)) * self._longest  # rounded up, else it would never be two records
         self._begin()
 

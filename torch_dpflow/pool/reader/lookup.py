@@ -99,10 +99,12 @@ class PoolLookup:
                 lost = error
         raise lost
 
-    def address_of(self, server: ServerInfo) -> PoolAddress | None:
+    def address_of(self, server: ServerInfo, answered_by: str) -> PoolAddress | None:
         """Return how this process reaches a server; None if it cannot."""
         if server.is_near:
             return PoolAddress(directory=Path(server.directory))
+        if server.name == answered_by and self.contacted.directory is None:
+            return self.contacted  # as the user gave it
         has_keys = self._address.connection is not None
         return self._address.at(server.listen) if server.listen and has_keys else None
 
@@ -149,7 +151,8 @@ class PoolLookup:
             return None
         table = msgspec.structs.replace(parts[0], owners=b"".join(one.owners for one in parts))
         self._come_near(table)
-        self._others = [one for one in map(self.address_of, table.servers) if one is not None]
+        others = (self.address_of(one, table.answered_by) for one in table.servers)
+        self._others = [one for one in others if one is not None and one != self._address]
         try:
             owners = np.frombuffer(table.owners, "<i2").tolist()
         except ValueError:  # half a number

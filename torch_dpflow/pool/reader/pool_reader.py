@@ -56,8 +56,6 @@ class PoolReader:
         self._servers: dict[str, LocalServer] = {}
         #: Owner of each stripe: a local server, or the address for data connections.
         self._owners: list[LocalServer | str | None] = []
-        #: Address for data connections of the server that answered the lookup.
-        self._asked: str | None = None
         #: Whether another host did not send a record that it should have.
         self._is_stale = False
         #: Whether it was unloaded by a command: this process does not load it, but reads what others load.
@@ -165,8 +163,8 @@ class PoolReader:
             missing = [record for record, content in zip(records, found) if content is None]
             with self._from_storage():
                 far = None
-                if not connection.passes_memory and self._data_reader is not None and self._asked is not None:
-                    far = partial(receive_ahead, self._data_reader, self._asked)
+                if not connection.passes_memory and self._data_reader is not None:
+                    far = partial(receive_ahead, self._data_reader, str(self._lookup.contacted))
                 ahead = self._ahead.read(connection, plan, missing, far)
                 return [ahead.get(one) if content is None else content for one, content in zip(records, found)]
         return [*found]
@@ -270,8 +268,6 @@ class PoolReader:
 
     def _take(self, table: StripeTablePart) -> None:
         owners = [self._servers.get(one.name) or self._open(one, table) for one in table.servers]
-        asked = (self._data_address(info, table) for info in table.servers if info.name == table.answered_by)
-        self._asked = next(asked, None)
         # In one statement, as Control-C may come between any two.
         self._owners, self._table = [owners[one] if one >= 0 else None for one in self._lookup.owners], table
         for server in owners:
@@ -280,26 +276,14 @@ class PoolReader:
 
     def _open(self, info: ServerInfo, table: StripeTablePart) -> LocalServer | str | None:
         """Return a reader of a server's records; None if the server cannot be reached."""
-        address = self._lookup.address_of(info)
-        if address is not None and address.directory is not None:
-            server = LocalServer(
-                address.directory,
-                self._lookup.connect,
-                self._identity,
-                table.per_stripe,
-                self._silence_s,
-                self._ready,
-            )
-            self._servers[info.name] = server
-            return server
-        return self._data_address(info, table)
-
-    def _data_address(self, info: ServerInfo, table: StripeTablePart) -> str | None:
-        """Return where to open data connections to a server; None without keys or address."""
-        asked = self._lookup.contacted
-        if info.name == table.answered_by and asked.directory is None:
-            return str(asked)  # as the user gave it
-        return info.listen if self._data_reader is not None else None
+        address = self._lookup.address_of(info, table.answered_by)
+        if address is None or address.directory is None:
+            return None if address is None else str(address)
+        server = LocalServer(
+            address.directory, self._lookup.connect, self._identity, table.per_stripe, self._silence_s, self._ready
+        )
+        self._servers[info.name] = server
+        return server
 
     def _ask_servers(self, records: Sequence[int]) -> None:
         deadline = time.monotonic() + self._silence_s

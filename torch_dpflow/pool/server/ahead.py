@@ -58,6 +58,7 @@ class AheadPlace:
 class AccessPlan:
     """One reader's order of the records that have no place in memory, and what it has been served."""
 
+    name: str
     #: Connection that announced it.
     owner: str
     spread: int
@@ -118,7 +119,7 @@ class AheadReading:
         self._changed = threading.Condition(threading.RLock())
         self._plans: dict[str, AccessPlan] = {}
         #: Parts of incomplete plans, by connection and name.
-        self._parts: dict[str, dict[str, list[Keys]]] = {}
+        self._parts: dict[tuple[str, str], list[Keys]] = {}
         #: Places that each connection may copy from: plan, position and place of each record.
         self._lent: dict[str, dict[int, tuple[AccessPlan, int, AheadPlace]]] = {}
         self._requests: deque[list[Load]] = deque()
@@ -132,24 +133,24 @@ class AheadReading:
         if len(keys) and not 0 <= keys.min() <= keys.max() < len(self._may_read):
             raise UsageError(f"an access plan with records that the dataset of {len(self._may_read)} does not have")
         with self._changed:
-            whole = self._joined(self._parts.setdefault(connection, {}), part, keys)
+            whole = self._joined(connection, part, keys)
             if whole is not None:
                 keys, spread = whole[self._may_read[whole]], max(1, part.spread)
                 plan = self._plans.get(part.plan)
                 if part.extends and plan is not None and plan.owner == connection:
-                    self._extend(part.plan, plan, keys, spread)
+                    self._extend(plan, keys, spread)
                 else:
                     grows = part.extends or not part.total
-                    self._begin(part.plan, AccessPlan(connection, spread, KnownOrder(keys), grows))
+                    self._begin(AccessPlan(part.plan, connection, spread, KnownOrder(keys), grows))
 
     def want(self, connection: str, name: str, records: Sequence[int], wait_s: float) -> AheadPlaces:
         """Return the places of records, once none is in transit, after `wait_s`, or if they do not all fit."""
         deadline = time.monotonic() + wait_s
         with self._changed:
             plan = self._known(name, records)
-            positions = {} if plan is None else self._open(name, plan, records)
             if plan is None:
                 return AheadPlaces(self.number, [0] * len(records), [IN_STORAGE_ONLY] * len(records))
+            positions = self._open(plan, records)
             for position in positions.values():
                 if position not in plan.served:
                     self._apply(self._machine.read(name, position), is_urgent=True)
@@ -162,15 +163,10 @@ class AheadReading:
                     break
                 awaited -= plan.served.keys()
             plan.refused -= awaited
-            return self._places(connection, name, plan, [(one, positions.get(one, -1)) for one in records], awaited)
+            return self._places(connection, plan, [(one, positions.get(one, -1)) for one in records], awaited)
 
     def _places(
-        self,
-        connection: str,
-        name: str,
-        plan: AccessPlan,
-        requested: list[tuple[int, int]],
-        awaited: set[int],
+        self, connection: str, plan: AccessPlan, requested: list[tuple[int, int]], awaited: set[int]
     ) -> AheadPlaces:
         """Return the answer, which allows the connection to copy; consume records that cannot be read."""
         lent = self._lent.setdefault(connection, {})
@@ -183,7 +179,7 @@ class AheadReading:
             else:
                 places.append((0, ON_ITS_WAY if position in awaited and not self._is_closed else IN_STORAGE_ONLY))
         failed = [position for _, position in requested if isinstance(plan.served.get(position), DPFlowError)]
-        self._consume(name, plan, failed)
+        self._consume(plan, failed)
         return AheadPlaces(self.number, [one for one, _ in places], [one for _, one in places])
 
     def look(self, offset: int, watch: object) -> memoryview | int:
@@ -200,9 +196,8 @@ class AheadReading:
             lent = self._lent.get(connection, {})
             if missing := [one for one in records if one not in lent]:
                 raise UsageError(f"record {missing[0]} was not read ahead for this connection")
-            for name, plan in list(self._plans.items()):
-                own = [one for one in records if lent[one][0] is plan]
-                self._consume(name, plan, [lent[one][1] for one in own])
+            for plan in list(self._plans.values()):
+                self._consume(plan, [lent[one][1] for one in records if lent[one][0] is plan])
             for record in records:
                 lent.pop(record, None)
 
@@ -215,14 +210,14 @@ class AheadReading:
         """Drop a connection's plans, and its right to copy."""
         with self._changed:
             self._lent.pop(connection, None)
-            self._parts.pop(connection, None)
+            self._parts = {own: parts for own, parts in self._parts.items() if own[0] != connection}
             for name in [name for name, plan in self._plans.items() if plan.owner == connection]:
                 self._end(name)
 
     @property
     def is_idle(self) -> bool:
         """Whether no plan is left."""
-        return not self._plans and not any(self._parts.values())
+        return not self._plans and not self._parts
 
     def close(self) -> None:
         """Drop everything; readers that have mapped the memory discard their copies."""
@@ -236,33 +231,29 @@ class AheadReading:
             with suppress(BufferError):  # a data connection still sends from it, and frees it then
                 self._memory.close()
 
-    def _joined(self, own: dict[str, list[Keys]], part: AnnounceAccessPlan, keys: Keys) -> Keys | None:
+    def _joined(self, connection: str, part: AnnounceAccessPlan, keys: Keys) -> Keys | None:
         """Return the whole plan if this is its last part. Raises UsageError for an invalid part, or too many plans."""
-        parts = own.get(part.plan, []) if part.first else []
+        own = connection, part.plan
+        parts = self._parts.get(own, []) if part.first else []
         come = sum(map(len, parts))
         if part.first != come or not come + len(keys) <= part.total <= MAX_PLAN_RECORDS:
             raise UsageError(f"part {part.first} of an access plan of {part.total} records, of which {come} arrived")
         others = [plan.order.kept for name, plan in self._plans.items() if name != part.plan]
-        others += [
-            sum(map(len, of))
-            for waiting in self._parts.values()
-            for name, of in waiting.items()
-            if waiting is not own or name != part.plan
-        ]
+        others += [sum(map(len, waiting)) for name, waiting in self._parts.items() if name != own]
         if len(others) >= MAX_PLANS or sum(others) + come + len(keys) > MAX_PLAN_RECORDS:
             raise UsageError(
                 f"{len(others)} access plans of {sum(others)} records are announced for this dataset; at most "
                 f"{MAX_PLANS} of {MAX_PLAN_RECORDS} are allowed"
             )
-        own[part.plan] = parts
+        self._parts[own] = parts
         parts.append(keys)
-        return np.concatenate(own.pop(part.plan)) if come + len(keys) == part.total else None
+        return np.concatenate(self._parts.pop(own)) if come + len(keys) == part.total else None
 
-    def _begin(self, name: str, plan: AccessPlan) -> None:
-        if name in self._plans:
-            self._end(name)
-        self._apply(self._machine.announce(name, plan.order))
-        self._plans[name] = plan
+    def _begin(self, plan: AccessPlan) -> None:
+        if plan.name in self._plans:
+            self._end(plan.name)
+        self._apply(self._machine.announce(plan.name, plan.order))
+        self._plans[plan.name] = plan
         for _ in range(FETCHERS - self._threads):
             try:
                 start_thread(self._fetch, "dpflow-ahead")
@@ -271,14 +262,14 @@ class AheadReading:
                 break
             self._threads += 1
 
-    def _extend(self, name: str, plan: AccessPlan, keys: Keys, spread: int) -> None:
-        self._pass_over(name, plan, len(plan.order) + len(keys) - MAX_UPCOMING)
+    def _extend(self, plan: AccessPlan, keys: Keys, spread: int) -> None:
+        self._pass_over(plan, len(plan.order) + len(keys) - MAX_UPCOMING)
         plan.spread, plan.grows = spread, True
-        self._apply(self._machine.extend(name, keys))
+        self._apply(self._machine.extend(plan.name, keys))
         self._changed.notify_all()
 
-    def _pass_over(self, name: str, plan: AccessPlan, before: int) -> None:
-        self._apply(self._machine.pass_over(name, before))
+    def _pass_over(self, plan: AccessPlan, before: int) -> None:
+        self._apply(self._machine.pass_over(plan.name, before))
         for position in [one for one in plan.served if one < plan.order.passed]:
             del plan.served[position]
 
@@ -295,20 +286,20 @@ class AheadReading:
                 break
         return plan
 
-    def _open(self, name: str, plan: AccessPlan, records: Sequence[int]) -> dict[int, int]:
+    def _open(self, plan: AccessPlan, records: Sequence[int]) -> dict[int, int]:
         """Return the position of each record that was not consumed; drop positions too far behind."""
         found: dict[int, int] = {}
         for record in records:
-            where = (one for one in plan.order.positions(record) if self._machine.is_open(name, one))
+            where = (one for one in plan.order.positions(record) if self._machine.is_open(plan.name, one))
             if (position := next(where, None)) is not None:
                 found[record] = position
-        self._pass_over(name, plan, max(found.values(), default=0) + 1 - plan.spread)
+        self._pass_over(plan, max(found.values(), default=0) + 1 - plan.spread)
         return {record: position for record, position in found.items() if position >= plan.order.passed}
 
-    def _consume(self, name: str, plan: AccessPlan, positions: list[int]) -> None:
+    def _consume(self, plan: AccessPlan, positions: list[int]) -> None:
         for position in positions:
             plan.served.pop(position, None)
-        self._apply(self._machine.consumed(name, positions))
+        self._apply(self._machine.consumed(plan.name, positions))
 
     def _apply(self, instructions: Iterable[ReadAheadInstruction], *, is_urgent: bool = False) -> None:
         for one in instructions:

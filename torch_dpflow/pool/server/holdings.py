@@ -6,7 +6,7 @@ import itertools
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -78,25 +78,22 @@ class AheadMemory:
     def leave(self, connection: str) -> None:
         """Drop a connection's plans; free the memory of datasets without plans."""
         with self._lock:
-            for identity, reading in list(self._readings.items()):
+            for reading in self._readings.values():
                 reading.leave(connection)
-                if reading.is_idle:
-                    self._drop(identity)
+            self.drop([identity for identity, reading in self._readings.items() if reading.is_idle])
 
-    def drop(self, identity: bytes) -> None:
+    def drop(self, identities: Iterable[bytes]) -> None:
+        """Free the memory of datasets."""
         with self._lock:
-            self._drop(identity)
+            for identity in identities:
+                if (reading := self._readings.pop(identity, None)) is not None:
+                    reading.close()
+                    self._left += reading.memory_bytes
 
     def close(self) -> None:
+        """Drop everything."""
         with self._lock:
-            for identity in list(self._readings):
-                self._drop(identity)
-
-    def _drop(self, identity: bytes) -> None:
-        reading = self._readings.pop(identity, None)
-        if reading is not None:
-            reading.close()
-            self._left += reading.memory_bytes
+            self.drop([*self._readings])
 
 
 #: How long an answer waits for records on their way at most, seconds.
@@ -164,7 +161,7 @@ class Holdings:
         with self._lock:
             holding = self._datasets.pop(identity, None)
             self._changed.notify_all()
-        self.ahead.drop(identity)
+        self.ahead.drop([identity])
         if holding is not None and holding.held is not None:
             holding.held.close(why)
 

@@ -118,16 +118,18 @@ class PoolLeader:
     def table(self, identity: bytes, first: int) -> StripeTablePart:
         """Return the servers of a dataset's stripes, starting at `first`. Raises UsageError if it is not placed."""
         with self._changed:
-            table, held = self._allocator.table(identity), self._holdings.get(identity)
-            infos = self._infos()
+            allocated, held = self._allocator.dataset(identity), self._holdings.get(identity)
+            infos, names = self._infos(), [*allocated.owned()]
+            numbers: dict[str | None, int] = {name: number for number, name in enumerate(names)}
+            owners = [numbers.get(one, -1) for one in allocated.owners[first : first + MAX_STRIPES]]
             return StripeTablePart(
-                generation=table.generation,
+                generation=allocated.generation,
                 per_stripe=held.records.per_stripe,
-                stripes=len(table.owners),
-                servers=[infos[name] for name in table.servers],
+                stripes=len(allocated.owners),
+                servers=[infos[name] for name in names],
                 answered_by=self._server.name,
                 is_part=held.is_part,
-                owners=np.array(table.owners[first : first + MAX_STRIPES], dtype="<i2").tobytes(),
+                owners=np.array(owners, dtype="<i2").tobytes(),
             )
 
     def count_readers(self) -> None:
@@ -174,7 +176,7 @@ class PoolLeader:
                     known = self._begin(request)
                 known.is_explicit |= report.is_explicit
                 if not known.take_back(server.name, report):
-                    self._followers.instruct(server.name, DropDataset(report.identity, IDLE))
+                    self._followers[server.name].instruct(DropDataset(report.identity, IDLE))
                 elif known.held is not None:
                     held.setdefault(report.identity, []).extend(report.stripes)
             self._apply(self._allocator.renew(server.name, generation, server.memory, self._clock(), held))
@@ -187,14 +189,14 @@ class PoolLeader:
         """
         until = time.monotonic() + min(heartbeat.wait_s, _HEARTBEAT_S)
         with self._changed:
-            follower = self._followers.get(name, generation)
+            follower = self._followers.living(name, generation)
             self._apply(self._allocator.renew(name, generation, follower.info.memory, self._clock()))
             for state in follower.take(heartbeat):
                 self._allocator.read_by(state.identity, name, state.readers, self._clock())
             while not follower.instructions and not self._is_closed:
                 if not self._changed.wait(until - time.monotonic()):
                     break
-            self._followers.get(name, generation)
+            self._followers.living(name, generation)
             return follower.next_instructions()
 
     def gone(self, name: str, generation: int) -> None:
@@ -301,7 +303,7 @@ class PoolLeader:
 
     def _send(self, server: str, instruction: DatasetPart | DropDataset) -> None:
         if server != self._server.name:
-            self._followers.instruct(server, instruction)
+            self._followers[server].instruct(instruction)
             self._changed.notify_all()
         elif isinstance(instruction, DatasetPart):
             self._holdings.apply(instruction)
@@ -323,7 +325,7 @@ class PoolLeader:
     def _send_changes(self, identity: bytes) -> None:
         """Send the servers of a dataset its changed fields."""
         if self._datasets[identity].held is not None:
-            for server in self._allocator.table(identity).servers:
+            for server in self._allocator.dataset(identity).owned():
                 self._send(server, self._datasets[identity].instruction([]))
 
     def _forget_lost(self) -> None:
@@ -347,6 +349,6 @@ class PoolLeader:
         if held is None:
             return known.info()
         identity = known.request.identity
-        table = self._allocator.table(identity)
-        states = self._followers.states(identity) | {self._server.name: self._holdings.state(identity)}
-        return known.progress(held, table, states)
+        states = {name: one.states[identity] for name, one in self._followers.items() if identity in one.states}
+        states[self._server.name] = self._holdings.state(identity)
+        return known.progress(held, self._allocator.dataset(identity), states)

@@ -29,7 +29,7 @@ from torch_dpflow.pool.messages import (
     PreloadDataset,
     ServerInfo,
 )
-from torch_dpflow.pool.planning.allocator import StripeAllocator, StripeTable
+from torch_dpflow.pool.planning.allocator import AllocatedDataset, StripeAllocator
 from torch_dpflow.pool.planning.layout import ALL, SampleLayout, cut_that_fits
 from torch_dpflow.pool.server.held_dataset import HeldDataset
 from torch_dpflow.pool.server.holdings import Holdings
@@ -81,7 +81,7 @@ class FollowerRecord:
         return Instructions(instructions, self.issued - len(self.instructions))
 
 
-class Followers:
+class Followers(dict[str, FollowerRecord]):
     """All followers, by name.
 
     directory: the leader's own.
@@ -89,54 +89,42 @@ class Followers:
 
     def __init__(self, directory: str) -> None:
         self._file = Path(directory, _FILE)
-        self._followers: dict[str, FollowerRecord] = {}
         #: Whether an earlier leader at this address had followers.
         self.had_some = self._file.exists()
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._followers
-
     def add(self, info: ServerInfo, generation: int) -> None:
         """Add a follower. Raises UsageError if there are too many."""
-        if len(self._followers) >= MAX_SERVERS - 1 and info.name not in self._followers:
+        if len(self) >= MAX_SERVERS - 1 and info.name not in self:
             raise UsageError(f"the pool has {MAX_SERVERS} servers; have it join another one")
-        self._followers[info.name] = FollowerRecord(info, generation)
+        self[info.name] = FollowerRecord(info, generation)
         self._write()
         SERVICE.info("server %s has joined the pool", info.name)
 
-    def get(self, name: str, generation: int) -> FollowerRecord:
+    def living(self, name: str, generation: int) -> FollowerRecord:
         """Return a follower. Raises PeerLostError if it was removed."""
-        follower = self._followers.get(name)
+        follower = self.get(name)
         if follower is None or follower.generation != generation:
             raise PeerLostError(f"server {name} was removed from the pool after its lease expired; it may join again")
         return follower
 
-    def instruct(self, name: str, instruction: DatasetPart | DropDataset) -> None:
-        self._followers[name].instruct(instruction)
-
     def forget(self, lives: Callable[[str, int], bool]) -> None:
         """Remove followers whose leases have expired."""
-        for name, follower in list(self._followers.items()):
+        for name, follower in list(self.items()):
             if not lives(name, follower.generation):
                 SERVICE.warning("server %s of the pool is lost", name)
-                del self._followers[name]
+                del self[name]
                 self._write()
 
     def infos(self, leader: ServerInfo, rooms: Mapping[str, tuple[int, int]]) -> dict[str, ServerInfo]:
         """Return the leader and its followers. rooms: total and free bytes of each live server."""
-        infos = {leader.name: leader, **{name: follower.info for name, follower in self._followers.items()}}
+        infos = {leader.name: leader, **{name: follower.info for name, follower in self.items()}}
         return {
             name: msgspec.structs.replace(info, free=rooms[name][1]) for name, info in infos.items() if name in rooms
         }
 
-    def states(self, identity: bytes) -> dict[str, DatasetState]:
-        return {
-            name: follower.states[identity] for name, follower in self._followers.items() if identity in follower.states
-        }
-
     def _write(self) -> None:
-        if self._followers:
-            self._file.write_text("".join(f"{name}\n" for name in self._followers))
+        if self:
+            self._file.write_text("".join(f"{name}\n" for name in self))
         else:
             self._file.unlink(missing_ok=True)
 
@@ -202,25 +190,29 @@ class KnownDataset:
             pushed=self.pushed,
         )
 
-    def progress(self, held: HeldDataset, table: StripeTable, states: Mapping[str, DatasetState]) -> CachedDataset:
+    def progress(
+        self, held: HeldDataset, allocated: AllocatedDataset, states: Mapping[str, DatasetState]
+    ) -> CachedDataset:
         """Return how much of the dataset all its servers together have placed and loaded.
 
         states: last reported state of each server that has applied all instructions. States count copies as well.
         """
         records, samples = held.records, partial(samples_in, held.source)
-        placed = {name: held.placed_in(stripes) for name, stripes in table.owned().items()}
+        owned = allocated.owned()
+        placed = {name: held.placed_in(stripes) for name, stripes in owned.items()}
         reported = {name: states[name] for name in placed if name in states}
         failed = [placed[name] if one.failed == ALL_FAILED else one.failed for name, one in reported.items()]
-        loaded = [one.loaded - held.placed_in(table.copies.get(name, ())) for name, one in reported.items()]
+        copies = {name: allocated.held[name].difference(owned[name]) for name in reported}
+        loaded = [one.loaded - held.placed_in(copies[name]) for name, one in reported.items()]
         return msgspec.structs.replace(
             self.info(),
             records=samples(records.records),
             placed=samples(sum(placed.values())),
             loaded=samples(sum(max(0, one) for one in loaded)),
             failed=samples(sum(failed)),
-            reserved_bytes=table.placed_bytes,
-            readers=table.readers,
-            is_placed=table.is_settled
+            reserved_bytes=allocated.placed_bytes,
+            readers=sum(allocated.readers.values()),
+            is_placed=allocated.returns_until is None
             and len(reported) == len(placed)
             and all(one.is_placed for one in reported.values()),
             error=next((one.error for one in reported.values() if one.error), ""),
