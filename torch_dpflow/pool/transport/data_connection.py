@@ -228,10 +228,7 @@ class DataConnection:
             if len(lengths) < total < len(lengths) * _SMALL_BYTES:
                 return self._cut(lengths, total)
             if copy:
-                contents = list[bytes | int]()
-                for length in lengths:
-                    contents.append(self._bytes(length) if length > 0 else b"" if length == 0 else length)
-                return contents
+                return [self._bytes(length) if length > 0 else b"" if length == 0 else length for length in lengths]
         views = [
             self._memory.lend(length) if buffer is None else buffer
             for buffer, length in zip(buffers, lengths)
