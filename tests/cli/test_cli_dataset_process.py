@@ -53,7 +53,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("module", ["click", "torch_dpflow.cli.dataset", "torch_dpflow.datasets.verify"])
+@pytest.mark.parametrize("module", ["click", "torch_dpflow.cli.dataset", "torch_dpflow.datasets.versions"])
 def test_control_c_while_modules_are_imported_is_one_line(module: str) -> None:
     run = run_interpreter(INTERRUPTED_AT, module, "dataset", "list", fresh=True)
     assert (run.returncode, run.stderr) == (130, "Aborted!\n")

@@ -12,8 +12,7 @@ from torch_dpflow.datasets import DatasetStore, Draft, verify
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.folders import ImageFolderImporter
 from torch_dpflow.datasets.importers.iterable import IterableImporter
-from torch_dpflow.datasets.verify import Compared
-from torch_dpflow.datasets.versions import copy, delete
+from torch_dpflow.datasets.versions import Compared, copy, delete
 from torch_dpflow.errors import (
     DamagedStoreError,
     DatasetNotFoundError,

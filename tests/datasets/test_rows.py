@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from tests.datasets.formats.tars import write_shards
 from tests.datasets.samples_source import Numbered, numbers, publish
 from torch_dpflow.datasets import DatasetStore, open_dataset
+from torch_dpflow.datasets.index import PartRows, Rows
 from torch_dpflow.datasets.reader import DatasetReader
-from torch_dpflow.datasets.rows import PartRows, Rows
 from torch_dpflow.datasets.spec import SampleMeta
 from torch_dpflow.datasets.storage import ByteRange
 from torch_dpflow.errors import DamagedStoreError, DPFlowError

@@ -10,7 +10,7 @@ from tests.datasets.samples_source import Numbered, publish
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset, verify
 from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.iterable import IterableImporter
-from torch_dpflow.datasets.verify import Compared
+from torch_dpflow.datasets.versions import Compared
 from torch_dpflow.errors import OptionTypeError
 
 

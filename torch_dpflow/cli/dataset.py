@@ -28,8 +28,7 @@ from torch_dpflow.datasets.importers import IMPORTERS, make_importer
 from torch_dpflow.datasets.spec import Dataset, DatasetRef, next_version
 from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.datasets.store import DatasetStore
-from torch_dpflow.datasets.verify import Compared, verify
-from torch_dpflow.datasets.versions import copy, delete, prune
+from torch_dpflow.datasets.versions import Compared, copy, delete, prune, verify
 from torch_dpflow.errors import DatasetError, DatasetNotFoundError, OptionError
 
 

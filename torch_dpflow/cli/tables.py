@@ -26,7 +26,7 @@ from torch_dpflow.cli.common import cell, stdout_console, to_json
 from torch_dpflow.datasets.importers.base import Importer
 from torch_dpflow.datasets.spec import Dataset, DatasetRef, SampleMeta, encode_file
 from torch_dpflow.datasets.store import StoredDataset
-from torch_dpflow.datasets.verify import Compared, Problem, checksums_in
+from torch_dpflow.datasets.versions import Compared, Problem, checksums_in
 from torch_dpflow.errors import DatasetError
 from torch_dpflow.pool.messages import CachedDataset, CachedDatasetList, ServerInfo
 

@@ -6,7 +6,7 @@ from torch_dpflow._core.lazy import lazy_names
 from torch_dpflow.datasets.draft import Draft
 from torch_dpflow.datasets.spec import Dataset, DatasetRef, DatasetShardMeta, SampleMeta, Variant
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
-from torch_dpflow.datasets.verify import Problem, verify
+from torch_dpflow.datasets.versions import Problem, verify
 from torch_dpflow.datasets.writer import json_schemas
 
 if TYPE_CHECKING:

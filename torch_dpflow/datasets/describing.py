@@ -13,8 +13,7 @@ from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Importer, Item
 from torch_dpflow.datasets.spec import SampleMeta, data_url
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
-from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, checksum_of
-from torch_dpflow.datasets.storage.states import is_local
+from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, checksum_of, is_local
 from torch_dpflow.datasets.storage.urls import check_url, join_url, printable_url
 from torch_dpflow.errors import DatasetError, DPFlowError, ObjectMissingError, OptionError, SourceError
 from torch_dpflow.log import DATASETS

@@ -8,10 +8,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 from torch_dpflow._core.checks import check_int, check_type, parse_bytes
-from torch_dpflow.datasets.export_tar import ENDING, ExportSample, TarFiles
+from torch_dpflow.datasets.export_formats import ENDING, ExportSample, FileFormat, ParquetFiles, TarFiles
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.webdataset import KEY, MAIN, PARTS
 from torch_dpflow.datasets.sample_reader import SampleReader
@@ -19,9 +19,6 @@ from torch_dpflow.datasets.spec import SampleMeta
 from torch_dpflow.datasets.storage.base import ReadOptions
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import DPFlowError, OptionError, SourceError, StorageError
-
-if TYPE_CHECKING:
-    from torch_dpflow.datasets.export_parquet import ParquetFiles
 
 Format = Literal["webdataset", "parquet"]
 Annotations = Literal["columns", "json"]
@@ -38,32 +35,6 @@ _ENCODED = frozenset({"tfrecord", "mds", "litdata"})
 _READ_SAMPLES, _READ_BYTES = 64, 64 << 20
 #: Bytes by which a sample in a file is longer than its parts: headers and padding of tar.
 _OVERHEAD = 2048
-
-
-class FileFormat(Protocol):
-    """Makes the bytes of files of one format."""
-
-    def observe(self, number: int, fields: Mapping[str, Any]) -> None:
-        """Observe a sample's fields. Called for all samples, before the first file.
-
-        Args:
-            fields: the annotations; of a sample from WebDataset the key, and the other members: text, or empty bytes
-                for those that are no text.
-
-        Raises SourceError, which names the sample, if the format cannot hold them.
-        """
-
-    def begin(self, first: ExportSample) -> None:
-        """Observe the first sample. Raises SourceError if the format cannot hold the annotations."""
-
-    def difference(self) -> str:
-        """Return what differs from the layout at `begin`, after further samples were observed; empty for nothing."""
-
-    def name(self, variant: str, number: int, count: int) -> str:
-        """Return the name of file `number`, from 0."""
-
-    def content(self, samples: Iterator[ExportSample]) -> bytes:
-        """Return the bytes of a file with these samples. Raises SourceError, which names the sample."""
 
 
 @dataclass(frozen=True)
@@ -176,12 +147,10 @@ def checked_settings(
     }
 
 
-def format_of(settings: Mapping[str, Any], *, name: str, is_webdataset: bool = False) -> TarFiles | ParquetFiles:
+def format_of(settings: Mapping[str, Any], *, name: str, is_webdataset: bool = False) -> FileFormat:
     """Return what makes the files. name: of the dataset, for errors. Raises MissingExtraError."""
     if settings["format"] == "webdataset":
         return TarFiles(settings["main"])
-    from torch_dpflow.datasets.export_parquet import ParquetFiles
-
     return ParquetFiles(
         settings["main"],
         settings["row_group_size"],

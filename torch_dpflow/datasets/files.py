@@ -16,6 +16,7 @@ from torch_dpflow._core.checks import check_path
 from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.archives import check_member
+from torch_dpflow.datasets.storage.base import read_options_of, state_of_entry, state_of_file
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
 from torch_dpflow.datasets.storage.failures import storage_error, with_retries
 from torch_dpflow.datasets.storage.file_systems import (
@@ -25,9 +26,8 @@ from torch_dpflow.datasets.storage.file_systems import (
     needs_host,
     open_file_system,
 )
-from torch_dpflow.datasets.storage.local import UNFINISHED, beside_name, write_whole
+from torch_dpflow.datasets.storage.local import UNFINISHED, beside_name, written
 from torch_dpflow.datasets.storage.object_reader import service_of
-from torch_dpflow.datasets.storage.states import state_of_entry, state_of_file
 from torch_dpflow.datasets.storage.urls import (
     check_url,
     file_system_of,
@@ -40,7 +40,6 @@ from torch_dpflow.errors import (
     DPFlowError,
     ObjectMissingError,
     OptionError,
-    OptionTypeError,
     StorageError,
     TruncatedObjectError,
 )
@@ -70,7 +69,7 @@ class DirectoryEntry(NamedTuple):
     is_directory: bool
     #: bytes; None if the storage does not report it
     size: int | None
-    #: see `storage.states`; None for directories, and where the storage reports none
+    #: see `storage.base`; None for directories, and where the storage reports none
     state: str | None = None
 
 
@@ -107,9 +106,7 @@ class Files:
         check_path("url", address)
         #: the given options of fsspec, and the user and password of the URL
         self.options = {**(options or {}), **login}
-        if not isinstance(read_options, ReadOptions | None):
-            raise OptionTypeError(f"read_options={read_options!r}: give ReadOptions(...) or None")
-        self.read_options = read_options or ReadOptions()
+        self.read_options = read_options_of(read_options)
         self._reader = ObjectReader(self.options, options=self.read_options)
         if not address or address.endswith("://"):
             raise OptionError(f"{address!r} names no directory; give a path, or a URL such as s3://bucket/datasets")
@@ -204,13 +201,7 @@ class Files:
 
     def write(self, path: str, data: bytes) -> None:
         """Write a file, replacing one that exists."""
-        self._check_writable(path)
-        full = self._full(path)
-        with self._storage_errors(path), self._missing_place(path):
-            if self._is_local:
-                write_whole(full, data, replaces=True)
-            else:
-                self._put(path, data)
+        self._write(path, data, replaces=True)
 
     def create(self, path: str, data: bytes) -> None:
         """Write a file that does not exist yet. Raises FileExistsError: of several writers one succeeds.
@@ -218,15 +209,28 @@ class Files:
         Local disks, memory, S3 and OSS guarantee that. Elsewhere two simultaneous writers can both succeed, and the
         later file stays.
         """
+        self._write(path, data, replaces=False)
+
+    def _write(self, path: str, data: bytes, *, replaces: bool) -> None:
         self._check_writable(path)
-        if self.exists(path):
+        if not replaces and self.exists(path):
             raise FileExistsError(f"{self._url(path)} exists already")
-        full = self._full(path)
-        with self._storage_errors(path), self._missing_place(path):
-            if self._is_local:
-                write_whole(full, data, replaces=False)
-            else:
-                self._put_exclusively(path, data)
+        with self._storage_errors(path):
+            try:
+                if self._is_local:
+                    with written(self._full(path), replaces=replaces, is_durable=True) as file:
+                        file.write(data)
+                else:
+                    self._put(path, data, replaces=replaces)
+            except FileNotFoundError as error:
+                raise ObjectMissingError(
+                    f"{self._url(path)} cannot be written: {' '.join(str(error).split())}; there is no such bucket, or "
+                    "no directory can be made there"
+                ) from error
+            except Exception as error:
+                if replaces or self._is_local or not self.exists(path):
+                    raise
+                raise FileExistsError(f"{self._url(path)} exists already") from error
 
     def ensure(self, path: str, data: bytes) -> None:
         """Write a file, unless one with the same bytes exists. Raises FileExistsError if one with others exists."""
@@ -236,20 +240,12 @@ class Files:
             if self.read(path) != data:
                 raise
 
-    def _put_exclusively(self, path: str, data: bytes) -> None:
-        fs = self.filesystem
-        protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
-        try:
-            self._put(path, data, new=True, **_EXCLUSIVE_PUT.get(protocol, {}))
-        except Exception as error:
-            if self.exists(path):
-                raise FileExistsError(f"{self._url(path)} exists already") from error
-            raise
-
-    def _put(self, path: str, data: bytes, *, new: bool = False, **options: Any) -> None:
+    def _put(self, path: str, data: bytes, *, replaces: bool) -> None:
         fs, full = self.filesystem, self._full(path)
+        protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
+        options = {} if replaces else _EXCLUSIVE_PUT.get(protocol, {})
         with exclusive(fs):
-            if new and not is_thread_safe(fs) and _exists(fs, full):
+            if not replaces and not is_thread_safe(fs) and _exists(fs, full):
                 raise FileExistsError(f"{self._url(path)} exists already")
             if needs_host(type(fs)):
                 fs.makedirs(full.rpartition("/")[0], exist_ok=True)
@@ -387,17 +383,6 @@ class Files:
             if self._is_local and not isinstance(error, PermissionError):
                 raise StorageError(f"{url}: {type(error).__name__}: {error}") from error
             raise storage_error(ByteRange(url), error) from error
-
-    @contextmanager
-    def _missing_place(self, path: str) -> Iterator[None]:
-        """Convert the error for a missing bucket or directory to ObjectMissingError."""
-        try:
-            yield
-        except FileNotFoundError as error:
-            raise ObjectMissingError(
-                f"{self._url(path)} cannot be written: {' '.join(str(error).split())}; there is no such bucket, or no "
-                "directory can be made there"
-            ) from error
 
     def _url(self, path: str) -> str:
         return join_url(self.url, path) if path else self.url

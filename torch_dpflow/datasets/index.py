@@ -1,11 +1,21 @@
-"""Indexes of `open_dataset`: one immutable file of rows for each object, and one that joins those of a source.
+"""Metadata of samples as rows of one width, in files that all processes of a host map instead of decoding it.
 
-::
+A part holds the samples of one object, or of one metadata shard, as bytes without positions of their own, so that parts
+are joined by appending them::
+
+    rows      one of `_ROW` for each sample
+    objects   one of `_OBJECT` for each object of the part
+    texts     checksum and annotations of each sample; path and state of each object, and after a line break its size
+
+Each row and object has a CRC-32 of itself and its texts, which is compared at each read, in 0.2 µs. So a part that is
+damaged, or not yet written in a sparse file, is noticed without a second record of what is there.
+
+Indexes of `open_dataset` join the parts of a source: one immutable file for each object, and one that readers map::
 
     <directory>/parts/<settings>/<object>      the samples of one object, by its URL, size, state, and the settings
     <directory>/packs/<settings>/<object>/     samples that were copied out of a compressed object
-    <directory>/joined/<source>                all parts of a source in order, which readers map
-    <directory>/stored/<version>               rows of a stored dataset that were read, by `rows`
+    <directory>/joined/<source>                all parts of a source in order
+    <directory>/stored/<version>               rows of a stored dataset that were read
 
 A file is written under another name and renamed, or put whole, and never changes. Its name says what is in it, so
 processes that build the same index write equal files, and none has to wait: each scans the objects that no other one
@@ -14,29 +24,292 @@ has scanned yet, beginning somewhere else. A build that was killed leaves the pa
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import struct
+import threading
 import zlib
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from itertools import accumulate, islice, repeat
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from torch_dpflow._core.decoding import json_decoder
+from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.datasets.files import Files
-from torch_dpflow.datasets.rows import Rows, index_directory, map_file, written
-from torch_dpflow.datasets.spec import DatasetRef
+from torch_dpflow.datasets.spec import Dataset, DatasetRef, SampleMeta, url_below
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
+from torch_dpflow.datasets.storage.base import sha256_of
+from torch_dpflow.datasets.storage.local import written
+from torch_dpflow.datasets.storage.urls import join_url, printable_url
 from torch_dpflow.errors import (
     ChecksumError,
     DamagedStoreError,
     DPFlowError,
     ObjectMissingError,
+    StorageError,
     TruncatedObjectError,
 )
+
+#: Locks of a process, of which each is for some of the metadata shards, and shards that are read together.
+_LOCKS, _TOGETHER = 64, 32
+
+
+def index_directory(*, is_local: bool = False) -> str:
+    """Return the directory of indexes by the environment, or one on this host if that is a URL of another storage."""
+    given = os.environ.get("DPFLOW_INDEX_DIR", "").removeprefix("file://")
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    is_given = given and not (is_local and "://" in given)
+    return given if is_given else os.path.join(cache, "torch_dpflow", "index")
+
+
+def map_file(path: str) -> mmap.mmap:
+    """Map a file to read it. Raises FileNotFoundError if there is none, or an empty one; StorageError."""
+    try:
+        with open(path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+        raise FileNotFoundError(f"{path} is missing or empty") from error
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error}") from error
+
+
+def stored_rows(
+    url: str, dataset: Dataset, variant_name: str, reader: ObjectReader, given_urls: Mapping[str, str]
+) -> Rows:
+    """Return the rows of a stored dataset, whose directory is `url`.
+
+    A metadata shard is read when one of its samples is first needed.
+
+    The rows go into a file that all processes of this host map, whose name says what is in it. Two processes that
+    write the same part write the same bytes, so they need no lock. Without space on a disk for it, the rows are in
+    memory that forked processes share.
+    """
+    variant = dataset.variants[variant_name]
+    size, count = variant.shard_size, len(variant.shards)
+    spaces = [one.bytes + variant.shard_samples(n) * (ROW + OBJECT) for n, one in enumerate(variant.shards)]
+    bases = [0, *accumulate(spaces)]
+    name = sha256_of("".join(one.sha256 for one in variant.shards).encode())[:32]
+    data = _shared(f"{index_directory(is_local=True)}/stored/{name}", bases[-1])
+    load = _ShardLoad(url, dataset, variant_name, reader, data, bases)
+    firsts = [*range(0, size * count, size), variant.samples]
+    return Rows(data, firsts, bases, url_below(url, variant.data), given_urls, load)
+
+
+def _shared(path: str, size: int) -> mmap.mmap:
+    """Map a file to read and write it, or memory if there can be no such file."""
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "ab") as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # a write to the mapping would end the process on a full disk
+            os.utime(file.fileno())
+        with open(path, "r+b") as file:
+            return mmap.mmap(file.fileno(), size)
+    except OSError:
+        return mmap.mmap(-1, max(1, size))
+
+
+@dataclass(frozen=True)
+class _ShardLoad:
+    """Reads metadata shards into rows."""
+
+    root: str
+    dataset: Dataset
+    variant_name: str
+    reader: ObjectReader
+    data: mmap.mmap
+    bases: Sequence[int]
+    # A thread of the parent could hold them at the moment of a fork.
+    locks: PerProcess[list[threading.Lock]] = field(default_factory=lambda: PerProcess(_new_locks))
+    #: Parts that this process has kept.
+    kept: set[int] = field(default_factory=set)
+
+    def __call__(self, parts: Sequence[int]) -> dict[int, DPFlowError]:
+        errors: dict[int, DPFlowError] = {}
+        for first in range(0, len(parts), _TOGETHER):
+            group = parts[first : first + _TOGETHER]
+            with ExitStack() as held:
+                for number in sorted({part % _LOCKS for part in group}):
+                    held.enter_context(self.locks.get()[number])
+                missing = [part for part in group if part not in self.kept]  # by another thread meanwhile
+                spans = [ByteRange(self._url(part)) for part in missing]
+                for part, content in zip(missing, self.reader.read_each(spans)):
+                    try:
+                        self._keep(part, content)
+                    except DPFlowError as error:
+                        errors[part] = error
+        return errors
+
+    def _url(self, part: int) -> str:
+        return join_url(self.root, self.dataset.shard_path(self.variant_name, part))
+
+    def _keep(self, part: int, content: bytes | DPFlowError) -> None:
+        url = self._url(part)
+        if isinstance(content, ObjectMissingError):
+            raise DamagedStoreError(f"{url} is missing; restore it from a copy")
+        if isinstance(content, DPFlowError):
+            raise content
+        shard = self.dataset.decode_shard(self.variant_name, part, content, url=url)
+        rows, base = PartRows().add(shard.samples).encoded(), self.bases[part]
+        self.data[base : base + len(rows)] = rows
+        self.kept.add(part)
+
+
+def _new_locks() -> list[threading.Lock]:
+    return [threading.Lock() for _ in range(_LOCKS)]
+
+
+#: Object, bytes of the annotations, offset and length (-1: None), bytes of the checksum, CRC, and where the texts begin
+#: in the part. The CRC covers the fields before it, and the texts.
+_ROW = struct.Struct("<IIqqIIQ")
+#: Bytes of path, and of state and size, CRC, and where the texts begin in the part.
+_OBJECT = struct.Struct("<IIIQ")
+_ROW_HEAD, _OBJECT_HEAD = struct.Struct("<IIqqI"), struct.Struct("<II")
+ROW, OBJECT = _ROW.size, _OBJECT.size
+_LENGTHS = np.dtype({"names": ["length"], "formats": ["<i8"], "offsets": [16], "itemsize": ROW})
+#: Objects of which URL, state and size are kept decoded.
+_KEPT_OBJECTS = 4096
+
+#: The range of a sample, and its annotations, encoded.
+Place = tuple[ByteRange, bytes]
+
+
+class PartRows:
+    """Encodes samples of a part, of which about 100 bytes each are in memory.
+
+    Args:
+        size: bytes of each object that samples are ranges of; None: unknown.
+    """
+
+    def __init__(self, size: int | None = None) -> None:
+        self._size = "" if size is None else f"\n{size}"
+        self._rows = bytearray()
+        self._texts = bytearray()
+        self._objects: dict[tuple[str, str], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows) // ROW
+
+    def add(self, samples: Iterable[SampleMeta]) -> PartRows:
+        for one in samples:
+            named = self._objects.setdefault((one.path, (one.revision or "") + self._size), len(self._objects))
+            checksum, meta = (one.checksum or "").encode(), bytes(one.meta)
+            offset, length = (-1 if value is None else value for value in (one.offset, one.length))
+            head = _ROW_HEAD.pack(named, len(meta), offset, length, len(checksum))
+            self._rows += self._record(head, checksum + meta)
+        return self
+
+    def encoded(self) -> bytes:
+        """Return all of it. Nothing may be added later."""
+        objects = bytearray()
+        for path, state in [(path.encode(), state.encode()) for path, state in self._objects]:
+            objects += self._record(_OBJECT_HEAD.pack(len(path), len(state)), path + state)
+        start = len(self._rows) + len(objects)
+        for table, width in ((self._rows, ROW), (objects, OBJECT)):
+            places = np.dtype({"names": ["at"], "formats": ["<u8"], "offsets": [width - 8], "itemsize": width})
+            np.frombuffer(table, places)["at"] += np.uint64(start)
+        return b"".join([self._rows, objects, self._texts])
+
+    def _record(self, head: bytes, texts: bytes) -> bytes:
+        at = len(self._texts)
+        self._texts += texts
+        return head + zlib.crc32(head + texts).to_bytes(4, "little") + at.to_bytes(8, "little")
+
+
+class Rows:
+    """Samples of a dataset by number, in parts that are mapped.
+
+    Thread-safe, and usable after a fork.
+
+    Args:
+        firsts: number of the first sample of each part, and the number of all samples.
+        bases: where each part begins in `data`.
+        root: URL that paths of objects are relative to.
+        given_urls: given URLs of objects by the URLs in the rows, where the two differ.
+        load: puts parts that are missing or damaged into `data`, and returns the errors of those that it cannot.
+    """
+
+    def __init__(
+        self,
+        data: mmap.mmap,
+        firsts: Sequence[int],
+        bases: Sequence[int],
+        root: str,
+        given_urls: Mapping[str, str],
+        load: Callable[[Sequence[int]], Mapping[int, DPFlowError]],
+    ) -> None:
+        self._data = data
+        self._firsts = firsts
+        self._bases = bases
+        self._root = root
+        self._load = load
+        self._kept = functools.lru_cache(_KEPT_OBJECTS)(functools.partial(_object, data, root, given_urls))
+
+    def places(self, numbers: Sequence[int], *, is_checked: bool = True) -> list[Place | DPFlowError]:
+        """Return range and annotations of each sample, or its error. `is_checked`: with checksums and states."""
+        found = [*map(self._place, numbers, repeat(is_checked))]
+        if None not in found:
+            return found  # type: ignore[return-value]
+        parts = {bisect_right(self._firsts, number) - 1 for number, place in zip(numbers, found) if place is None}
+        errors = self._load(sorted(parts))
+        damaged = DamagedStoreError(f"the metadata of a sample in {printable_url(self._root)} is damaged on this disk")
+        return [
+            place or self._place(number, is_checked) or errors.get(bisect_right(self._firsts, number) - 1, damaged)
+            for number, place in zip(numbers, found)
+        ]
+
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Return the bytes of each sample; -1 if unknown. All parts have to be there."""
+        parts = zip(self._bases, self._firsts, islice(self._firsts, 1, None))
+        columns = [np.frombuffer(self._data, _LENGTHS, stop - first, base)["length"] for base, first, stop in parts]
+        return np.concatenate(columns)
+
+    def _place(self, number: int, is_checked: bool) -> Place | DPFlowError | None:
+        """Return range and annotations of a sample; None if they are damaged or missing."""
+        data, part = self._data, bisect_right(self._firsts, number) - 1
+        first, base = self._firsts[part], self._bases[part]
+        start = base + ROW * (number - first)
+        named, meta_bytes, offset, length, digits, crc, at = _ROW.unpack_from(data, start)
+        at += base
+        texts = data[at : at + digits + meta_bytes]
+        if zlib.crc32(data[start : start + _ROW_HEAD.size] + texts) != crc:
+            return None
+        try:
+            found = self._kept(base, self._firsts[part + 1] - first, named)
+        except DPFlowError as error:  # the path leads out of its root
+            return error
+        if found is None:
+            return None
+        url, state, size = found
+        checksum = texts[:digits].decode() if digits else None
+        if not is_checked:
+            checksum = state = size = None
+        if offset < 0:
+            return ByteRange(url, 0, None, None if length < 0 else length, state, checksum), texts[digits:]
+        return ByteRange(url, offset, offset + length, size, state, checksum), texts[digits:]
+
+
+def _object(
+    data: mmap.mmap, root: str, given_urls: Mapping[str, str], base: int, rows: int, number: int
+) -> tuple[str, str | None, int | None] | None:
+    """Return URL, state and size of an object of a part; None if they are damaged. Raises DamagedStoreError."""
+    start = base + ROW * rows + OBJECT * number
+    path_bytes, state_bytes, crc, at = _OBJECT.unpack_from(data, start)
+    at += base
+    texts = data[at : at + path_bytes + state_bytes]
+    if zlib.crc32(data[start : start + _OBJECT_HEAD.size] + texts) != crc:
+        return None
+    url = url_below(root, texts[:path_bytes].decode())
+    state, _, size = texts[path_bytes:].decode().partition("\n")
+    return given_urls.get(url, url), state or None, int(size) if size else None
+
 
 #: Begin of a joined file: kind, its bytes, where the tables begin, parts, bytes of the description, CRC-32 of tables.
 HEAD = struct.Struct("<8sQQQII")
@@ -113,7 +386,7 @@ class Index:
         if local_path(self.files) is None:
             with suppress(OSError, DPFlowError):
                 self.files.remove(f"joined/{self.name}")
-        return dict.fromkeys(parts, _damaged(self.name))
+        return dict.fromkeys(parts, _damaged_index(self.name))
 
 
 def local_path(files: Files) -> str | None:
@@ -141,6 +414,10 @@ def _mapped(files: Files, name: str) -> mmap.mmap:
             f"there is no index {files.url}/joined/{name}; open the data again, or give index_dir= a directory that "
             "all hosts reach"
         ) from error
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error}") from error
 
 
 def _tables(data: mmap.mmap, name: str) -> tuple[Sequence[int], Sequence[int], Description]:
@@ -154,8 +431,8 @@ def _tables(data: mmap.mmap, name: str) -> tuple[Sequence[int], Sequence[int], D
             return view[at:middle].cast("q"), view[middle:stop].cast("q"), description
     except (struct.error, msgspec.MsgspecError, TypeError):
         pass
-    raise _damaged(name)
+    raise _damaged_index(name)
 
 
-def _damaged(name: str) -> DamagedStoreError:
+def _damaged_index(name: str) -> DamagedStoreError:
     return DamagedStoreError(f"the index {name} is damaged; open the data again, which builds it again")

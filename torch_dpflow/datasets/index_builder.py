@@ -24,12 +24,20 @@ from torch_dpflow.datasets.describing import Describer, ShardPacks
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.shards import ShardImporter
-from torch_dpflow.datasets.index import HEAD, KIND, Description, Index, joined_path, local_path
-from torch_dpflow.datasets.rows import PartRows, index_directory, map_file, written
+from torch_dpflow.datasets.index import (
+    HEAD,
+    KIND,
+    Description,
+    Index,
+    PartRows,
+    index_directory,
+    joined_path,
+    local_path,
+    map_file,
+)
 from torch_dpflow.datasets.storage import ObjectReader
-from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, sha256_of
-from torch_dpflow.datasets.storage.local import UNFINISHED
-from torch_dpflow.datasets.storage.states import is_tag
+from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, is_tag, sha256_of
+from torch_dpflow.datasets.storage.local import UNFINISHED, written
 from torch_dpflow.datasets.storage.urls import printable_url, stored_url
 from torch_dpflow.datasets.writer import ProgressCallback
 from torch_dpflow.errors import DamagedStoreError, SourceError, StorageError
@@ -247,11 +255,11 @@ def _servers(importer: Any, states: Sequence[str | None]) -> list[str]:
     """Return the server of objects whose states are no ETags: objects of equal names on another one are others."""
     if not isinstance(importer, ShardImporter) or all(state is not None and is_tag(state) for state in states):
         return []  # an index of a folder says no more than the names
-    url = importer.files.files[0].url
-    if url.startswith("file://"):
+    first = importer.files.files[0]
+    if first.local_path is not None:
         return []
     with ObjectReader(importer.options) as reader:
-        return [reader.node_of(url)]
+        return [reader.node_of(first.url)]
 
 
 @contextmanager

@@ -12,15 +12,15 @@ from torch.utils.data import DataLoader
 
 from torch_dpflow._core.checks import check_type
 from torch_dpflow.datasets.importers import importer_class
+from torch_dpflow.datasets.importers.packed import LitDataImporter
 from torch_dpflow.datasets.importers.shards import ShardImporter
-from torch_dpflow.datasets.importers.sources import Source, SourceFiles, find_sources
+from torch_dpflow.datasets.importers.sources import Source, SourceFile, SourceFiles, find_sources
 from torch_dpflow.datasets.importers.splits import check_no_split_folders
+from torch_dpflow.datasets.index import index_directory
 from torch_dpflow.datasets.index_builder import open_index
-from torch_dpflow.datasets.lit_rows import LitRows
 from torch_dpflow.datasets.reader import OpenedDataset
-from torch_dpflow.datasets.rows import index_directory
 from torch_dpflow.datasets.spec import ID_PATTERN
-from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, ReadOptions
+from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, read_options_of
 from torch_dpflow.datasets.store import DatasetStore
 from torch_dpflow.datasets.table_files import are_tables
 from torch_dpflow.datasets.tables import TableDataset
@@ -91,16 +91,18 @@ def open_dataset(
             raise OptionError(
                 f"format={format!r}, settings={settings!r}, split={split!r} are not for stored datasets; leave them out"
             )
-        return OpenedDataset(
-            _store(store).open(_ref(source)), decode=decode, storage_options=storage_options, **reading
-        )
+        if not isinstance(source, str):
+            raise OptionError(f"source={source!r:.80} with store=: give the name of one stored dataset")
+        return OpenedDataset(_store(store).open(source), decode=decode, storage_options=storage_options, **reading)
     if settings is not None:
         check_type("settings", settings, Mapping, "a mapping of names")
     check_type("split", split, (str, type(None)), "a name, such as 'train', or None")
-    files = find_sources(source, storage_options, _read_options(reading))
+    files = find_sources(source, storage_options, read_options_of(reading.get("read_options")))
     below = None if split is None else files.of_folder(split)
     files, split = (files, split) if below is None else (below, None)
-    name = found_format(files) if format is None else _known_format(format)
+    if format is not None and format not in FORMATS:
+        raise OptionError(f"format={format!r}: give one of {', '.join(FORMATS)}, or None to find it")
+    name = format or found_format(files)
     settings = {**(settings or {}), **({} if split is None else {"split": split})}
     if name == "table":
         return _table(TableDataset, files, files.given, decode, checksum, {**settings, **reading})
@@ -171,12 +173,6 @@ def _check_endings(files: SourceFiles, formats: Sequence[re.Pattern[str]]) -> No
         )
 
 
-def _known_format(name: str) -> str:
-    if name not in FORMATS:
-        raise OptionError(f"format={name!r}: give one of {', '.join(FORMATS)}, or None to find it")
-    return name
-
-
 def _table(
     kind: Callable[..., TableDataset],
     source: Any,
@@ -193,6 +189,39 @@ def _table(
             f"{given} is a table, which has no {unknown}; give read_options=, and in settings= columns and memory"
         )
     return kind(source, decode=decoder_of(decode), **how)
+
+
+class LitRows(TableDataset):
+    """The rows of a LitData dataset whose chunks are Arrow files, in the order of its index.
+
+    A sample is the dict that LitData gives, with the columns and types of its chunk.
+
+    Args:
+        how: see `TableDataset`.
+
+    Raises SourceError: a chunk has a different number of rows than the index says; and the errors of `TableDataset`.
+    """
+
+    def __init__(self, dataset: LitDataImporter, **how: Any) -> None:
+        self._listed = dataset
+        super().__init__(dataset.files, **how)
+        del self._listed
+
+    def _find_files(self, found: SourceFiles, split: str | None) -> list[SourceFile]:
+        return found.files
+
+    def _count_blocks(self) -> list[list[int]]:
+        counts = super()._count_blocks()
+        for file, of_file in zip(self._files, counts, strict=True):
+            listed = self._listed.samples_of(file)
+            if sum(of_file) != listed:
+                raise SourceError(
+                    f"{file.printable} has {sum(of_file)} rows, and the index says {listed}; it was cut or replaced"
+                )
+        return counts
+
+    def _joined_schema(self, schemas: Mapping[Any, SourceFile]) -> Any:
+        return None  # a chunk may lack columns that no row of it has
 
 
 def _check_apart(files: SourceFiles, index_dir: str | os.PathLike[str] | None) -> None:
@@ -217,24 +246,11 @@ def _importer(name: str, files: SourceFiles, settings: Mapping[str, Any]) -> Any
         raise OptionError(f"settings={dict(settings)!r:.200}: {error}; see the importer {name}") from error
 
 
-def _read_options(reading: Mapping[str, Any]) -> ReadOptions | None:
-    options = reading.get("read_options")
-    if options is not None:
-        check_type("read_options", options, ReadOptions, "a ReadOptions, or None")
-    return options
-
-
 def _is_stored(source: Source) -> bool:
     """Return whether a source is the name of a stored dataset with its version, and not a path."""
     if not isinstance(source, str) or not re.match(ID_PATTERN, source.partition(":")[0]):
         return False
     return ":" in source and "://" not in source and not os.path.exists(source)
-
-
-def _ref(source: Source) -> str:
-    if not isinstance(source, str):
-        raise OptionError(f"source={source!r:.80} with store=: give the name of one stored dataset")
-    return source
 
 
 def _store(store: DatasetStore | str | None) -> DatasetStore:

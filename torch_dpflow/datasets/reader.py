@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from torch_dpflow._core.stage_clock import stage
 from torch_dpflow.datasets.importers.webdataset import PARTS
-from torch_dpflow.datasets.rows import Place
+from torch_dpflow.datasets.index import Place
 from torch_dpflow.datasets.sample_reader import Plan, Sample, SampleReader, SampleTable
 from torch_dpflow.datasets.storage import ByteRange
 from torch_dpflow.datasets.views import COPYING, Decode, decoder_of, view_of

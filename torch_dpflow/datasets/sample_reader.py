@@ -11,11 +11,10 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 from torch_dpflow._core.checks import check_type
 from torch_dpflow._core.processes import PerProcess
 from torch_dpflow._core.stage_clock import stage
-from torch_dpflow.datasets.index import Index
-from torch_dpflow.datasets.rows import Place, Rows
+from torch_dpflow.datasets.index import Index, Place, Rows
 from torch_dpflow.datasets.spec import decode_fields
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
-from torch_dpflow.datasets.storage.base import matches
+from torch_dpflow.datasets.storage.base import matches, read_options_of
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import (
@@ -52,8 +51,7 @@ def check_storage_options(options: object) -> None:
 def check_how_to_read(storage_options: object, read_options: object, check: object) -> None:
     """Check the arguments of readers of stored datasets. Raises OptionError, OptionTypeError."""
     check_storage_options(storage_options)
-    if read_options is not None:
-        check_type("read_options", read_options, ReadOptions, "a ReadOptions, or None")
+    read_options_of(read_options)
     if check is not None:
         check_type("check", check, bool, "True, False or None")
 
@@ -107,7 +105,7 @@ class SampleReader:
                 )
         self.stored = stored
         self._storage_options = None if storage_options is None else dict(storage_options)
-        self._read_options = read_options if read_options is not None else ReadOptions()
+        self._read_options = read_options_of(read_options)
         self._check = check
         self._on_error = on_error
         self._through = through

@@ -27,8 +27,7 @@ import msgspec
 
 from torch_dpflow._core.checks import TOO_DEEP, check_json, is_too_deep, may_be_too_deep
 from torch_dpflow._core.decoding import json_decoder
-from torch_dpflow.datasets.storage.base import CHECKSUM_PATTERN, sha256_of
-from torch_dpflow.datasets.storage.states import STATE_PATTERN
+from torch_dpflow.datasets.storage.base import CHECKSUM_PATTERN, STATE_PATTERN, sha256_of
 from torch_dpflow.datasets.storage.urls import join_url
 from torch_dpflow.errors import (
     DamagedStoreError,

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from torch_dpflow.datasets.files import Files
-from torch_dpflow.datasets.rows import Rows, stored_rows
+from torch_dpflow.datasets.index import Rows, stored_rows
 from torch_dpflow.datasets.spec import (
     Dataset,
     DatasetRef,
@@ -128,7 +128,12 @@ class DatasetStore:
             DatasetNotFoundError: no such dataset or version is published.
             DamagedStoreError, NewerFormatError: its file cannot be read.
         """
-        ref = DatasetRef(dataset_id, version or self._last_version(dataset_id))
+        if version is None:
+            versions = self.versions(dataset_id)
+            if not versions:
+                raise self.not_found(DatasetRef(dataset_id))
+            version = versions[-1]
+        ref = DatasetRef(dataset_id, version)
         path = f"{ref.id}/versions/{ref.version}.json"
         try:
             data = self.files.read(path)
@@ -153,12 +158,6 @@ class DatasetStore:
         dataset.variant(ref.variant)  # raises if there is none, or several and no name
         name = ref.variant or next(iter(dataset.variants))
         return StoredDataset(files=self.files.at(ref.id), dataset=dataset, variant_name=name)
-
-    def _last_version(self, dataset_id: str) -> str:
-        versions = self.versions(dataset_id)
-        if not versions:
-            raise self.not_found(DatasetRef(dataset_id))
-        return versions[-1]
 
     def not_found(self, ref: DatasetRef) -> DatasetNotFoundError:
         """Return the error for a version that is not published; it names those that are."""

@@ -41,7 +41,7 @@ class ParquetBlocks:
         self._reader = reader
         self._unread = _UnreadFile(file, reader)
         self._lock = threading.Lock()  # of Arrow's reader, which is not thread-safe
-        path = local_path_of(file)
+        path = file.local_path
         with errors_of(file):
             pyarrow = pyarrow_with_formats()
             # A path as bytes, as it may be no UTF-8.
@@ -337,10 +337,6 @@ class _UnreadFile(RangeFile):
 def span_of(file: SourceFile, start: int, stop: int) -> ByteRange:
     """Return a range of a file in the state in which it was opened."""
     return ByteRange(file.url, start, stop, file.size, file.state)
-
-
-def local_path_of(file: SourceFile) -> str | None:
-    return file.url.removeprefix("file://") if file.url.startswith("file://") else None
 
 
 class errors_of:

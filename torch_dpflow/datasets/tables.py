@@ -25,17 +25,15 @@ from torch_dpflow.datasets.importers.delimited import check_names
 from torch_dpflow.datasets.importers.sources import Source, SourceFile, SourceFiles, find_sources, is_changed
 from torch_dpflow.datasets.sample_reader import check_storage_options
 from torch_dpflow.datasets.storage import ObjectReader, ReadOptions
+from torch_dpflow.datasets.storage.base import is_settled, read_options_of
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
-from torch_dpflow.datasets.storage.local import local_path
 from torch_dpflow.datasets.storage.object_reader import disk_cache
-from torch_dpflow.datasets.storage.states import is_settled
 from torch_dpflow.datasets.storage.urls import printable_url, stored_url
 from torch_dpflow.datasets.table_blocks import (
     ArrowBlocks,
     ParquetBlocks,
     RemoteArrowBlocks,
     errors_of,
-    local_path_of,
     pyarrow_with_formats,
 )
 from torch_dpflow.datasets.table_files import find_tables, is_parquet
@@ -105,12 +103,11 @@ class TableDataset(Dataset[Any]):
         self._columns = None if columns is None else _column_names(columns)
         self._schema: Any = None
         self._decode = decode
-        self._read_options = read_options if read_options is not None else ReadOptions()
-        check_type("read_options", self._read_options, ReadOptions, "a ReadOptions, or None")
+        self._read_options = read_options_of(read_options)
         found = url if isinstance(url, SourceFiles) else find_sources(url, storage_options, self._read_options)
         self._storage_options = found.options
         self._files = self._find_files(found, split)
-        self._opened = PerProcess(self._open)
+        self._opened = PerProcess(partial(_OpenedTable, self))
         counts = self._count_blocks()
         self.blocks = np.array([rows for of_file in counts for rows in of_file], np.int64)
         #: By block: its file, and its number in it.
@@ -184,16 +181,13 @@ class TableDataset(Dataset[Any]):
         first, *others = schemas
         return _joined(first, {schema: schemas[schema] for schema in others}, self._files[0])
 
-    def _open(self) -> _OpenedTable:
-        return _OpenedTable(self)
-
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name != "_opened"}
         return state | {"_storage_options": options_to_pickle(self._storage_options)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._opened = PerProcess(self._open)
+        self._opened = PerProcess(partial(_OpenedTable, self))
 
     def __repr__(self) -> str:
         return f"TableDataset({len(self._files)} files, {len(self)} rows)"
@@ -292,7 +286,7 @@ class _OpenedTable:
         file = self._table._files[number]
         columns, schema = self._table._columns, self._table._schema
         key = None
-        is_fixed = is_settled(file.state or "") if local_path_of(file) is None else is_parquet(file)
+        is_fixed = is_settled(file.state or "") if file.local_path is None else is_parquet(file)
         if self._disk is not None and is_fixed:
             name = [self._reader.node_of(file.url), stored_url(file.url), file.size, file.state]
             key = json.dumps(["block", *name, group, columns, schema and str(schema)])
@@ -333,18 +327,17 @@ def _opened(reader: ObjectReader, file: SourceFile) -> Blocks:
 def _blocks_of(reader: ObjectReader, file: SourceFile) -> Blocks:
     if is_parquet(file):
         return ParquetBlocks(file, reader)
-    path = local_path_of(file)
-    return RemoteArrowBlocks(file, reader) if path is None else ArrowBlocks(file, path)
+    return RemoteArrowBlocks(file, reader) if file.local_path is None else ArrowBlocks(file, file.local_path)
 
 
 def _is_mapped(file: SourceFile) -> bool:
-    return local_path_of(file) is not None and not is_parquet(file)
+    return file.local_path is not None and not is_parquet(file)
 
 
 def _check_unchanged(file: SourceFile) -> None:
     """Raise an error if a local file was removed or written again. Storages check the revision themselves."""
     if is_changed(file):
-        if not os.path.exists(local_path(file.url)):
+        if not os.path.exists(file.local_path or ""):
             raise ObjectMissingError(f"{printable_url(file.url)}: there is no such file; restore it")
         raise ChecksumError(f"{printable_url(file.url)} was written again after it was opened; open the dataset again")
 

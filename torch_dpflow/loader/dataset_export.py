@@ -21,12 +21,11 @@ from torch_dpflow.datasets.export import (
     Annotations,
     Exported,
     ExportTarget,
-    FileFormat,
     Format,
     checked_settings,
     format_of,
 )
-from torch_dpflow.datasets.export_tar import ExportSample
+from torch_dpflow.datasets.export_formats import ExportSample, FileFormat
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.storage.base import ReadOptions
 from torch_dpflow.epoch.rng import preserved_rng, seed_batch

@@ -14,8 +14,8 @@ import numpy as np
 from torch_dpflow._core.checks import check_name
 from torch_dpflow._core.lazy import imported
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
+from torch_dpflow.datasets.storage.base import is_tag
 from torch_dpflow.datasets.storage.file_systems import open_file_system, path_of, servers_of
-from torch_dpflow.datasets.storage.states import is_tag
 from torch_dpflow.datasets.storage.urls import file_system_of, without_login
 from torch_dpflow.errors import (
     ChecksumError,

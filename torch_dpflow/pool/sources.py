@@ -22,7 +22,7 @@ from torch_dpflow.datasets.spec import DatasetRef, SampleMeta, ShardEntry
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
-from torch_dpflow.datasets.verify import Problem
+from torch_dpflow.datasets.versions import Problem
 from torch_dpflow.errors import (
     DamagedStoreError,
     DPFlowError,

@@ -36,8 +36,7 @@ from torch_dpflow.datasets.storage.urls import (
     split_name,
     without_login,
 )
-from torch_dpflow.datasets.verify import verify
-from torch_dpflow.datasets.versions import delete, prune
+from torch_dpflow.datasets.versions import delete, prune, verify
 from torch_dpflow.errors import (
     DPFlowError,
     ObjectMissingError,

@@ -15,8 +15,8 @@ import pytest
 from tests.datasets.storage.servers import BUCKET
 from tests.support.oss_server import OSSServer, StoredObject
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
+from torch_dpflow.datasets.storage.base import ObjectState
 from torch_dpflow.datasets.storage.batch_reads import Overlap
-from torch_dpflow.datasets.storage.states import ObjectState
 from torch_dpflow.errors import ObjectMissingError, OptionError, TruncatedObjectError
 
 COUNT = 24

@@ -18,7 +18,7 @@ from tests.datasets.formats.tars import write_tar
 from tests.datasets.storage.web_server import WebServer, reply, serve_ranges
 from torch_dpflow.datasets import open_dataset
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
-from torch_dpflow.datasets.storage.states import (
+from torch_dpflow.datasets.storage.base import (
     conditions,
     is_settled,
     is_state_of_entry,
@@ -212,6 +212,6 @@ def test_a_mount_that_numbers_files_anew_is_no_change(tmp_path: Path, monkeypatc
     (tmp_path / "x").write_bytes(b"x")
     found = os.stat(tmp_path / "x")
     assert state_of_file(found).split()[2] == str(found.st_ino)
-    monkeypatch.setattr("torch_dpflow.datasets.storage.states._has_lasting_inodes", lambda device: False)
+    monkeypatch.setattr("torch_dpflow.datasets.storage.base._has_lasting_inodes", lambda device: False)
     assert state_of_file(found).split()[2] == "0"
     assert is_state_of_file(state_of_file(found), found)

@@ -11,8 +11,8 @@ import pytest
 
 from tests.datasets.storage.servers import BUCKET
 from tests.support.oss_server import Fault, OSSServer, StoredObject
-from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
-from torch_dpflow.datasets.storage.batch_reads import BatchDeadline
+from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions, object_reader
+from torch_dpflow.datasets.storage.local import LocalStorage
 from torch_dpflow.errors import (
     AccessDeniedError,
     ObjectMissingError,
@@ -206,13 +206,23 @@ def test_what_waits_behind_reads_that_hang_is_not_asked_for(server: OSSServer) -
     assert len(server.requests) == 2
 
 
-def test_patience_begins_anew_with_every_read_that_brings_bytes() -> None:
-    now = 100.0
-    deadline = BatchDeadline(10.0, clock=lambda: now)
-    now = 109.0
-    assert not deadline.has_passed
-    deadline.renew()
-    now = 118.0
-    assert (deadline.has_passed, deadline.deadline) == (False, 119.0)
-    now = 119.0
-    assert deadline.has_passed
+def test_patience_begins_anew_with_every_read_that_brings_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, taken, deadlines = [100.0], iter([9.0, 9.0, 9.0, 10.0]), list[float]()
+
+    class Slow(LocalStorage):
+        is_remote = True
+
+        def fetch(self, span: ByteRange, deadline: float) -> bytes:
+            deadlines.append(deadline)
+            now[0] += (taken_s := next(taken))
+            if taken_s == 10.0:
+                raise StorageTimeoutError(f"{span}: too late")
+            return b"x"
+
+    monkeypatch.setattr(object_reader, "monotonic", lambda: now[0])
+    monkeypatch.setattr(object_reader, "open_storage", lambda *_: Slow(1))
+    with ObjectReader(options=ReadOptions(deadline_s=10.0, concurrency=1)) as reader:
+        *found, late, later = reader.read_each([ByteRange(f"s3://{BUCKET}/{number}", 0, 1) for number in range(5)])
+    assert (found, deadlines) == ([b"x"] * 3, [110.0, 119.0, 128.0, 137.0])
+    assert str(late).startswith(f"s3://{BUCKET}/3 (bytes 0 to 1): too late")
+    assert "returned nothing of this batch" in str(later)

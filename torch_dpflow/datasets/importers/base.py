@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch_dpflow._core.checks import as_integer
-from torch_dpflow.datasets.storage.base import CHECKSUM_PATTERN, matches
-from torch_dpflow.datasets.storage.states import STATE_PATTERN
+from torch_dpflow.datasets.storage.base import CHECKSUM_PATTERN, STATE_PATTERN, matches
 from torch_dpflow.datasets.storage.urls import printable_url, without_login
 from torch_dpflow.errors import SourceError
 
@@ -38,7 +37,7 @@ class Item:
     #: "crc32:" or "sha256:" and hexadecimal digits. `data` is compared with it at once.
     checksum: str | None = None
     #: State of the object: its ETag in quotes, the time of its last change as an HTTP date, or another of
-    #: `storage.states`. Used if there is no checksum.
+    #: `storage.base`. Used if there is no checksum.
     revision: str | None = None
 
     def __post_init__(self) -> None:
@@ -139,3 +138,15 @@ class Importer(Protocol):
 
     def info(self) -> Mapping[str, Any]:
         """Return information for all samples, such as the names of classes. Complete after the last item."""
+
+
+class BaseImporter:
+    """Base of importers whose samples do not depend on those before them. See `Importer`."""
+
+    def extend(self, info: Mapping[str, Any]) -> None: ...
+
+    def total(self) -> int | None:
+        return None
+
+    def info(self) -> Mapping[str, Any]:
+        return {}

@@ -13,7 +13,7 @@ import msgspec
 from torch_dpflow._core.checks import TOO_DEEP, check_type, is_too_deep
 from torch_dpflow.datasets.annotations import encode_annotations
 from torch_dpflow.datasets.files import Files
-from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.datasets.importers.base import BaseImporter, Item
 from torch_dpflow.datasets.importers.folders import check_folder
 from torch_dpflow.datasets.storage.urls import join_url, split_name
 from torch_dpflow.errors import SourceError
@@ -25,7 +25,7 @@ _ANNOTATION_FIELDS = ("id", "category_id", "bbox", "area", "iscrowd")
 _ID_LIMIT = 2**63
 
 
-class CocoImporter:
+class CocoImporter(BaseImporter):
     """Reads COCO's `instances_*.json`: one sample for each image, in the file's order.
 
     Annotations: `image_id`, `file_name`, `width`, `height` and `annotations`, a list of COCO's own records.
@@ -62,9 +62,6 @@ class CocoImporter:
             "root": self.root,
             "segmentation": segmentation,
         }
-
-    def extend(self, info: Mapping[str, Any]) -> None:
-        """Do nothing: samples of this kind do not depend on those before them."""
 
     def items(self, start: int = 0) -> Iterator[Item]:
         check_folder(self._images)

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from torch_dpflow.datasets.files import DirectoryEntry, Files
-from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.datasets.importers.base import BaseImporter, Item
 from torch_dpflow.datasets.importers.sources import SourceFiles
 from torch_dpflow.datasets.importers.splits import splits_among
 from torch_dpflow.datasets.storage.urls import printable_url
@@ -69,7 +69,7 @@ def endings_of(endings: Sequence[str]) -> tuple[str, ...]:
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
-class ImageFolderImporter:
+class ImageFolderImporter(BaseImporter):
     """Reads `<root>/<class>/**/<image>`, in the order and with the labels of torchvision's ImageFolder.
 
     As there, directories and files whose names begin with a dot are classes and images too.
@@ -151,9 +151,6 @@ class ImageFolderImporter:
                     yield Item(path=image.name, length=image.size, meta=meta, revision=image.state)
             position += len(found)
 
-    def total(self) -> int | None:
-        return None
-
     def info(self) -> Mapping[str, Any]:
         return {"classes": list(self._labels)}
 
@@ -192,7 +189,7 @@ AUDIO_ENDINGS = (".flac", ".wav", ".mp3", ".ogg", ".opus")
 _TRANSCRIPT = ".trans.txt"
 
 
-class SpeechImporter:
+class SpeechImporter(BaseImporter):
     """Reads `<root>/<speaker>/<chapter>/<utterance>.flac` and the chapter's `*.trans.txt`, sorted by name.
 
     A line of a transcript is an utterance's name, a space and its words, in UTF-8, with or without a byte-order mark.
@@ -218,17 +215,8 @@ class SpeechImporter:
         self.root: str | None = self._files.url
         self.source = {"importer": "speech", "root": self.root, "endings": list(self._endings)}
 
-    def extend(self, info: Mapping[str, Any]) -> None:
-        """Do nothing: samples of this kind do not depend on those before them."""
-
     def items(self, start: int = 0) -> Iterator[Item]:
         return islice(self._all_items(), start, None)
-
-    def total(self) -> int | None:
-        return None
-
-    def info(self) -> Mapping[str, Any]:
-        return {}
 
     def _all_items(self) -> Iterator[Item]:
         check_folder(self._files)

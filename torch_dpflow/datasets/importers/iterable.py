@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from itertools import islice
 from typing import Any
 
-from torch_dpflow.datasets.importers.base import Item, local_url
+from torch_dpflow.datasets.importers.base import BaseImporter, Item, local_url
 from torch_dpflow.datasets.storage.urls import split_login
 from torch_dpflow.errors import OptionError, OptionTypeError, SourceError
 
@@ -16,7 +16,7 @@ from torch_dpflow.errors import OptionError, OptionTypeError, SourceError
 IterableItem = Item | tuple[bytes, Mapping[str, Any]]
 
 
-class IterableImporter:
+class IterableImporter(BaseImporter):
     """Reads any iterable, or any dataset that can be indexed and has a length, of `(bytes, annotations)`.
 
     Bytes are packed into larger objects in the store. To continue after a kill, give an iterable that repeats the same
@@ -80,9 +80,6 @@ class IterableImporter:
         if not _is_iterable(iterable):
             raise OptionError(f"{source!r} is no iterable but {iterable!r:.80}; give package.module:name of one")
         return cls(iterable, **{"name": source, **settings})
-
-    def extend(self, info: Mapping[str, Any]) -> None:
-        """Do nothing: samples of this kind do not depend on those before them."""
 
     def items(self, start: int = 0) -> Iterator[Item]:
         for position, found in enumerate(self._from(start), start):

@@ -13,7 +13,7 @@ from typing import IO, Any, Literal
 
 from torch_dpflow._core.lazy import imported
 from torch_dpflow.datasets.files import Files
-from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.datasets.importers.base import BaseImporter, Item
 from torch_dpflow.datasets.importers.delimited import DelimitedRows, check_names
 from torch_dpflow.datasets.importers.folders import files_below
 from torch_dpflow.datasets.importers.splits import check_no_log, check_no_log_above, files_of_split
@@ -33,7 +33,7 @@ _NO_DATA = (".", "_")
 _MAX_NAMES = 5
 
 
-class ListingImporter:
+class ListingImporter(BaseImporter):
     """Reads a table with a column of paths, or of the samples' bytes. Its other columns become annotations.
 
     Null values are left out. The table may be larger than memory. A CSV or TSV file is quoted as in RFC 4180, and read
@@ -107,9 +107,6 @@ class ListingImporter:
             **({} if split is None else {"split": split}),
         }
 
-    def extend(self, info: Mapping[str, Any]) -> None:
-        """Do nothing: samples of this kind do not depend on those before them."""
-
     def items(self, start: int = 0) -> Iterator[Item]:
         rows = self._parquet_rows(start) if self._ending == _PARQUET else self._text_rows(start)
         used = self._used
@@ -118,9 +115,6 @@ class ListingImporter:
 
     def total(self) -> int | None:
         return self._total
-
-    def info(self) -> Mapping[str, Any]:
-        return {}
 
     @property
     def _used(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ from contextlib import closing
 from itertools import chain, islice
 from typing import Any, ClassVar
 
-from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.datasets.importers.base import BaseImporter, Item
 from torch_dpflow.datasets.importers.sources import Source, SourceFile, SourceFiles, find_sources, is_changed
 from torch_dpflow.datasets.importers.splits import check_no_split_folders
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
@@ -99,11 +99,12 @@ class ForwardReader:
         return block
 
 
-class ShardImporter:
+class ShardImporter(BaseImporter):
     """Base of importers of objects that hold many samples each. A subclass has `name` and `scan`.
 
     Args:
-        source: a path, URL, pattern or list, see `find_sources`; or what that has returned.
+        source: a path, URL, directory, pattern such as `train-{000..146}.tar`, or a list of these, see `find_sources`;
+            or what that has returned.
         options: fsspec's options for it.
         split: the split to read of a directory that has several, such as "train".
 
@@ -173,7 +174,7 @@ class ShardImporter:
     def size_of(self, number: int) -> int | None:
         """Return the bytes of an object; None if samples are copied, or if its state, of a local file, shows them."""
         file = self.files.files[number]
-        return None if self.may_copy or file.url.startswith("file://") else file.size
+        return None if self.may_copy or file.local_path is not None else file.size
 
     def settings(self) -> Mapping[str, Any]:
         """Return the settings that decide what the samples are."""
@@ -190,9 +191,6 @@ class ShardImporter:
     def ranges(self, item: Item) -> list[tuple[int, int]]:
         """Return start and length of each part of a sample that is read by itself."""
         return [] if item.offset is None or item.length is None else [(item.offset, item.length)]
-
-    def extend(self, info: Mapping[str, Any]) -> None:
-        """Do nothing: samples of this kind do not depend on those before them."""
 
     def items(self, start: int = 0) -> Iterator[Item]:
         return islice(self._from(0), start, None)
@@ -212,12 +210,6 @@ class ShardImporter:
         items = self._from(numbers[0]) if numbers else iter(())
         found = next((item for item in items if item.offset == offset), None)
         return iter(()) if found is None else chain([found], items)
-
-    def total(self) -> int | None:
-        return None
-
-    def info(self) -> Mapping[str, Any]:
-        return {}
 
     def scanned(self, numbers: Iterable[int]) -> Generator[tuple[int, Iterator[Item]]]:
         """Yield these objects with the samples of each, in order. The next ones are scanned in threads meanwhile."""
@@ -261,7 +253,7 @@ class ShardImporter:
             span = ByteRange(file.url, start, end, size=file.size, state=file.state)
             return reader.read_many([span])[0]
 
-        is_local = file.url.startswith("file://")
+        is_local = file.local_path is not None
         if is_local:
             data = ForwardReader(fetch, file.size, self.local_block, 0)
         else:

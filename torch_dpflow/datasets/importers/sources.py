@@ -6,6 +6,7 @@ import fnmatch
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch_dpflow._core.checks import check_path
@@ -18,8 +19,8 @@ from torch_dpflow.datasets.importers.splits import (
     split_of,
 )
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
+from torch_dpflow.datasets.storage.base import state_of_file
 from torch_dpflow.datasets.storage.object_reader import warn_without_state
-from torch_dpflow.datasets.storage.states import state_of_file
 from torch_dpflow.datasets.storage.urls import join_url, printable_url, split_login, split_name, stored_url
 from torch_dpflow.errors import DPFlowError, ObjectMissingError, OptionError, OptionTypeError, SourceError
 
@@ -41,7 +42,7 @@ class SourceFile(NamedTuple):
 
     url: str
     size: int
-    #: see `storage.states`; None if the storage reports none
+    #: see `storage.base`; None if the storage reports none
     state: str | None
 
     @property
@@ -49,38 +50,29 @@ class SourceFile(NamedTuple):
         """The URL without passwords and signatures, for errors and logs."""
         return printable_url(self.url)
 
+    @property
+    def local_path(self) -> str | None:
+        """The path of a local file; None if it is elsewhere."""
+        return self.url.removeprefix("file://") if self.url.startswith("file://") else None
 
+
+@dataclass(frozen=True)
 class SourceFiles:
-    """The objects of one source, in order, and the names of the directories next to them.
+    """The objects of one source, in order, and the names of the directories next to them."""
 
-    Args:
-        given: the source in words, for errors and descriptions.
-        files: its objects.
-        folders: names of directories, if the source is one directory.
-        options: fsspec's options for all of them.
-        is_directory: whether the source is one directory.
-        broken: names in the directory that are links to nothing, pipes, sockets or devices.
-        read_options: timeouts, retries and disk cache of all reads.
-    """
-
-    def __init__(
-        self,
-        given: str,
-        files: Sequence[SourceFile],
-        folders: Sequence[str],
-        options: Mapping[str, Any],
-        *,
-        is_directory: bool = False,
-        broken: Sequence[str] = (),
-        read_options: ReadOptions | None = None,
-    ) -> None:
-        self.given = given
-        self.files = list(files)
-        self.folders = list(folders)
-        self.options = dict(options)
-        self.is_directory = is_directory
-        self.broken = list(broken)
-        self.read_options = read_options
+    #: the source in words, for errors and descriptions
+    given: str
+    files: list[SourceFile]
+    #: names of directories, if the source is one directory
+    folders: list[str]
+    #: fsspec's options for all objects
+    options: dict[str, Any]
+    #: timeouts, retries and disk cache of all reads
+    read_options: ReadOptions | None
+    #: whether the source is one directory
+    is_directory: bool = False
+    #: names in the directory that are links to nothing, pipes, sockets or devices
+    broken: Sequence[str] = ()
 
     def only(self, names: re.Pattern[str]) -> SourceFiles:
         """Return the objects of a directory whose names match; all of them if they were named or matched.
@@ -126,15 +118,7 @@ class SourceFiles:
         return found
 
     def of(self, files: Sequence[SourceFile]) -> SourceFiles:
-        return SourceFiles(
-            self.given,
-            files,
-            self.folders,
-            self.options,
-            is_directory=True,
-            broken=self.broken,
-            read_options=self.read_options,
-        )
+        return replace(self, files=[*files])
 
     def given_urls(self) -> dict[str, str]:
         """Return the URLs of objects by their names in metadata, if the names differ: see `stored_url`."""
@@ -216,7 +200,7 @@ def find_sources(
     files = [
         file for text in texts for file in ([known[text]] if text in known else _matching(text, login, read_options))
     ]
-    return SourceFiles(given, files, [], login, read_options=read_options)
+    return SourceFiles(given, files, [], login, read_options)
 
 
 def expand_braces(text: str) -> list[str]:
@@ -287,9 +271,7 @@ def _directory(text: str, options: Mapping[str, Any], read_options: ReadOptions 
     # A directory of shards may contain other entries. Only entries of the format have to be files.
     broken = [child.name for child in plain if is_local and not os.path.isfile(f"{_local_path(text)}/{child.name}")]
     found = [_source_file(files.url, child) for child in plain if child.name not in broken]
-    return SourceFiles(
-        files.url, found, folders, files.options, is_directory=True, broken=broken, read_options=read_options
-    )
+    return SourceFiles(files.url, found, folders, files.options, read_options, is_directory=True, broken=broken)
 
 
 def files_in(files: SourceFiles, folder: str) -> Iterator[tuple[str, SourceFile]]:
@@ -403,10 +385,11 @@ def _local_file(path: str) -> SourceFile:
 
 def is_changed(file: SourceFile) -> bool:
     """Return whether a local file was written or removed since it was listed."""
-    if not file.url.startswith("file://"):
+    path = file.local_path
+    if path is None:
         return False
     try:
-        found = os.stat(file.url.removeprefix("file://"))
+        found = os.stat(path)
     except OSError:
         return True
     return (found.st_size, state_of_file(found)) != (file.size, file.state)

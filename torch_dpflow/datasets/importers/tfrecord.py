@@ -26,16 +26,8 @@ _PIECE = 8 << 20
 class TFRecordImporter(ShardImporter):
     """Reads the records of uncompressed TFRecord files in place. A sample's bytes are its record, without annotations.
 
-    All data is read once: both checksums of each record are compared, and the sample gets a CRC-32.
-
-    Args:
-        source: a path, URL, pattern such as `train.tfrecord-*-of-00008`, directory, or a list of these.
-        options: fsspec's options for `source`.
-        split: the split to read of a directory that has several, such as "train".
-
-    Raises:
-        OptionError, OptionTypeError: the source is malformed, or has no such split.
-        SourceError: there are no such files, or they are of several splits.
+    All data is read once: both checksums of each record are compared, and the sample gets a CRC-32. Arguments and
+    errors are those of `ShardImporter`.
     """
 
     name = "tfrecord"

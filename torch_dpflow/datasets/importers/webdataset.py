@@ -251,15 +251,9 @@ class WebDatasetImporter(ShardImporter):
     warning counts these and members without an ending.
 
     Args:
-        source: a path, URL, pattern such as `train-{000..146}.tar`, directory, or a list of these.
         main: the ending of the main member, such as "jpg"; None: the first one that is no text such as cls, txt and
             json, else the first of all.
-        options: fsspec's options for `source`.
-        split: the split to read of a directory that has several, such as "train".
-
-    Raises:
-        OptionError, OptionTypeError: the source is malformed, or has no such split.
-        SourceError: there are no such files, or they are of several splits.
+        source, options, split: see `ShardImporter`, also for errors.
     """
 
     name = "webdataset"

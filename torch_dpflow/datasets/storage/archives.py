@@ -12,7 +12,7 @@ from fsspec.archive import AbstractArchiveFileSystem
 from fsspec.implementations.tar import TarFileSystem
 from fsspec.implementations.zip import ZipFileSystem
 
-from torch_dpflow.datasets.storage.states import state_of_file
+from torch_dpflow.datasets.storage.base import state_of_file
 from torch_dpflow.errors import StorageError
 
 #: Bytes of a block of a tar archive.

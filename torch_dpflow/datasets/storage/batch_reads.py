@@ -1,4 +1,4 @@
-"""Planning and running the reads of a batch: merge neighbouring ranges, overlap requests, extend the deadline.
+"""Planning and running the reads of a batch: merge neighbouring ranges and overlap requests.
 
 The patent on prefetch caches keeps a list of reads for each storage node and requests several samples of a node at
 once. Here one request reads from one object, and requests alternate between the nodes' lists, so that all nodes work
@@ -168,30 +168,3 @@ class Overlap:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-class BatchDeadline:
-    """A deadline that each successful read of a batch extends. Thread-safe.
-
-    Each read has its own deadline, but the reads of a batch do not all run at once. If the storage hangs, reads that
-    start later would each wait for their full deadline in turn; this one ends them all. While reads succeed, a large
-    batch may take any time.
-
-    Args:
-        seconds: the longest time without a successful read.
-        clock: returns the time, seconds.
-    """
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._seconds = seconds
-        self._clock = clock
-        #: On the clock, unless a read succeeds before.
-        self.deadline = clock() + seconds
-
-    def renew(self) -> None:
-        """Extend the deadline after a successful read."""
-        self.deadline = self._clock() + self._seconds
-
-    @property
-    def has_passed(self) -> bool:
-        return self._clock() >= self.deadline

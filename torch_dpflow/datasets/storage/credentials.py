@@ -7,6 +7,7 @@ whose import costs each worker process 0.25 s and 21 MB.
 from __future__ import annotations
 
 import configparser
+import math
 import os
 import threading
 import time
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch_dpflow.datasets.storage.urls import without_login
-from torch_dpflow.errors import AccessDeniedError, MissingExtraError, UsageError
+from torch_dpflow.errors import MissingExtraError, UsageError
 
 #: Minimum seconds between two look-ups by botocore. A look-up may wait for servers that do not exist, and not every
 #: read of a forbidden object may cause one.
@@ -38,17 +39,27 @@ class CredentialSource:
 
     Args:
         find: looks them up cheaply; called again whenever a key is refused.
-        chain: used if `find` returns None.
+        has_chain: whether botocore's chain is used if `find` returns None: roles of instances and containers, SSO, web
+            identities. botocore renews them before they expire. Without botocore there are none.
     """
 
-    def __init__(self, find: Callable[[], Credentials | None], chain: BotocoreChain | None = None) -> None:
+    def __init__(self, find: Callable[[], Credentials | None], *, has_chain: bool = False) -> None:
         self._find = find
-        self._chain = chain
+        self._has_chain = has_chain
         self._lock = threading.Lock()
         self._found = find()
+        #: Credentials of botocore, and when they were looked up.
+        self._of_chain: Any = None
+        self._looked_up = -math.inf
 
     def get(self) -> Credentials | None:
-        return self._found if self._found is not None or self._chain is None else self._chain.get()
+        """Return credentials. Raises ConnectionError if those of botocore cannot be renewed."""
+        if self._found is not None or not self._has_chain:
+            return self._found
+        if self._looked_up == -math.inf:
+            with self._lock:
+                self._look_up()
+        return self._from_chain()
 
     def renew(self, used: Credentials | None) -> Credentials | None:
         """Return credentials other than `used`, which were refused; None if there are none.
@@ -56,52 +67,32 @@ class CredentialSource:
         When many threads are refused at once, one of them looks credentials up for all.
         """
         with self._lock:
-            if self.get() == used:
+            if (self._found or self._from_chain()) == used:
                 self._found = self._find()
-                if self._found is None and self._chain is not None:
-                    self._chain.renew()
-            found = self.get()
+                if self._found is None and self._has_chain:
+                    self._look_up()
+            found = self._found or self._from_chain()
         return None if found == used else found
 
-
-class BotocoreChain:
-    """Credentials from botocore's chain: roles of instances and containers, SSO, web identities. Thread-safe.
-
-    botocore renews them before they expire. Without botocore there are none.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._found: Any = None
-        self._looked_up: float | None = None
-
-    def get(self) -> Credentials | None:
-        """Return valid credentials. Raises ConnectionError if they cannot be renewed."""
-        if self._looked_up is None:
-            with self._lock:
-                if self._looked_up is None:
-                    self._look_up()
-        if self._found is None:
+    def _from_chain(self) -> Credentials | None:
+        if self._of_chain is None:
             return None
         try:
-            frozen = self._found.get_frozen_credentials()
+            frozen = self._of_chain.get_frozen_credentials()
         except Exception as error:
             raise ConnectionError(f"the credentials could not be renewed: {error}") from error
         return Credentials(frozen.access_key, frozen.secret_key, frozen.token)
 
-    def renew(self) -> None:
-        """Look them up again, unless the last look-up was within `_LOOK_UP_AGAIN_S`."""
-        with self._lock:
-            if self._looked_up is None or time.monotonic() - self._looked_up >= _LOOK_UP_AGAIN_S:
-                self._look_up()
-
     def _look_up(self) -> None:
+        """Look them up by botocore, unless the last look-up was within `_LOOK_UP_AGAIN_S`."""
+        if time.monotonic() - self._looked_up < _LOOK_UP_AGAIN_S:
+            return
         try:
             import botocore.session
         except ImportError:
             pass
         else:
-            self._found = botocore.session.get_session().get_credentials()
+            self._of_chain = botocore.session.get_session().get_credentials()
         self._looked_up = time.monotonic()
 
 
@@ -129,14 +120,6 @@ def _from(source: Mapping[str, Any], key_id: str, secret: str, token: str) -> Cr
     if source.get(key_id) and source.get(secret):
         return Credentials(str(source[key_id]), str(source[secret]), source.get(token) or None)
     return None
-
-
-def no_credentials(url: str, variables: str) -> AccessDeniedError:
-    """Return the error for a private object without any credentials."""
-    return AccessDeniedError(
-        f"{url}: no credentials were found; set {variables}, give storage_options with 'key' and 'secret', "
-        f"or with 'anon': True for a public bucket{left_out_hint()}"
-    )
 
 
 def aws_profile() -> Mapping[str, Any]:

@@ -210,9 +210,7 @@ class DiskCache:
         return False
 
     def _make(self) -> None:
-        """Make the directories if they are missing. Raises OSError."""
-        if os.path.isdir(self._root):
-            return
+        """Make the directories. Raises OSError."""
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
         self._is_usable = self._open()  # another user may have made it meanwhile
         if not self._is_usable:
@@ -229,17 +227,14 @@ class DiskCache:
             if counts is None:
                 return False
             before = _counts_in(counts)
-            if change > 0 and not self._allows(sum(before), change):
+            if change > 0 and self._limit is not None and sum(before) + change > self._limit:
                 return False
+            if change > 0 and self._limit is None:
+                found = os.statvfs(self.directory)
+                if found.f_bavail * found.f_frsize - change < _MIN_FREE * found.f_blocks * found.f_frsize:
+                    return False
             _set_count(counts, number, max(0, before[number] + change))
             return True
-
-    def _allows(self, total: int, change: int) -> bool:
-        """Return whether the limit allows `change` more bytes than the entries have."""
-        if self._limit is not None:
-            return total + change <= self._limit
-        found = os.statvfs(self.directory)
-        return found.f_bavail * found.f_frsize - change >= _MIN_FREE * found.f_blocks * found.f_frsize
 
     @contextmanager
     def _counted(self) -> Iterator[int | None]:
@@ -247,7 +242,8 @@ class DiskCache:
 
         Makes the directories if they are missing.
         """
-        self._make()
+        if not os.path.isdir(self._root):
+            self._make()
         with self._counting:
             descriptor = os.open(self._counts, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:

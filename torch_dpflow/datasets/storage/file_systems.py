@@ -20,10 +20,17 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.datasets.storage.archives import check_member, prepare_archive, state_of_archive
-from torch_dpflow.datasets.storage.base import MAX_WAIT_S, WRITTEN_AGAIN, ByteRange, ReadOptions
+from torch_dpflow.datasets.storage.base import (
+    MAX_WAIT_S,
+    WRITTEN_AGAIN,
+    ByteRange,
+    ObjectState,
+    ReadOptions,
+    is_state_of_entry,
+    state_of_entry,
+)
 from torch_dpflow.datasets.storage.credentials import find_oss_credentials, left_out_hint
 from torch_dpflow.datasets.storage.failures import storage_error
-from torch_dpflow.datasets.storage.states import ObjectState, is_state_of_entry, state_of_entry
 from torch_dpflow.datasets.storage.urls import ONE_FILE_SYSTEM, check_url, split_chain, split_login
 from torch_dpflow.datasets.storage.web_service import tls_context, web_headers
 from torch_dpflow.errors import (

@@ -166,15 +166,23 @@ class Response:
             if self.status == 101:
                 raise MalformedResponseError("the server changes to another protocol (101) without a request")
         self._chunk_left = 0
-        self._codings = [] if "transfer-encoding" not in self.fields else _codings(self.fields["transfer-encoding"])
-        self._is_chunked = self._codings != []
-        if self._is_chunked:
-            self._check_chunked()
+        found = [] if "transfer-encoding" not in self.fields else _codings(self.fields["transfer-encoding"])
+        self._is_chunked = found != []
+        length = self.fields.get("content-length")
+        # A length as well as chunks may be an attack (RFC 9112, 6.1). Version 1.0 has no chunks (6.1), and a second
+        # coding "chunked", or one that was not requested, is not allowed (7.1).
+        if self._is_chunked and (self._is_old or length is not None or found != ["chunked"]):
+            raise MalformedResponseError(
+                f"Transfer-Encoding {self.fields['transfer-encoding'][:100]!r} with Content-Length "
+                f"{str(length)[:100]!r} in HTTP/1.{0 if self._is_old else 1} does not say where the body ends"
+            )
         #: Bytes of the body that have not been read; None if the head has no length.
         self.left = 0 if self.status in (204, 304) else self._length()
         #: Whether the whole body has been read.
         self.is_read = self.left == 0
-        self._is_last = self._is_last_of_connection()
+        connection = self.fields.get("connection", "").lower()
+        is_kept = "close" not in connection and (not self._is_old or "keep-alive" in connection)
+        self._is_last = not is_kept or (self.left is None and not self._is_chunked)
 
     def _parse(self, head: str) -> None:
         head = head.replace("\r\n", "\n")
@@ -200,19 +208,6 @@ class Response:
             else:
                 raise MalformedResponseError(f"the head has a line that is no field: {line[:100]!r}")
 
-    def _check_chunked(self) -> None:
-        """Check that only chunks determine where the body ends.
-
-        A length as well as chunks may be an attack (RFC 9112, 6.1). Version 1.0 has no chunks (6.1), and a second
-        coding "chunked", or one that was not requested, is not allowed (7.1).
-        """
-        codings, length = self.fields["transfer-encoding"], self.fields.get("content-length")
-        if self._is_old or length is not None or self._codings != ["chunked"]:
-            raise MalformedResponseError(
-                f"Transfer-Encoding {codings[:100]!r} with Content-Length {str(length)[:100]!r} in "
-                f"HTTP/1.{0 if self._is_old else 1} does not say where the body ends"
-            )
-
     def _length(self) -> int | None:
         text = self.fields.get("content-length")
         if text is None:
@@ -226,12 +221,6 @@ class Response:
                     f"Content-Length {self.fields['content-length'][:100]!r} is no single number"
                 )
         return int(text)
-
-    def _is_last_of_connection(self) -> bool:
-        if self.left is None and not self._is_chunked:
-            return True
-        connection = self.fields.get("connection", "").lower()
-        return "close" in connection or (self._is_old and "keep-alive" not in connection)
 
     @property
     def leaves_connection(self) -> bool:
@@ -283,15 +272,11 @@ class Response:
         if size is None:
             raise MalformedResponseError("a chunk of the response does not say how long it is")
         self._chunk_left = int(size[1], 16)
-        if not self._chunk_left:
-            self._skip_trailers()
-            self.is_read = True
-
-    def _skip_trailers(self) -> None:
-        for _ in range(_MAX_TRAILERS):
-            if self._source.read_line() in (b"\r\n", b"\n"):
-                return
-        raise MalformedResponseError(f"more than {_MAX_TRAILERS} fields follow the last chunk of the response")
+        if self._chunk_left:
+            return
+        if not any(self._source.read_line() in (b"\r\n", b"\n") for _ in range(_MAX_TRAILERS)):
+            raise MalformedResponseError(f"more than {_MAX_TRAILERS} fields follow the last chunk of the response")
+        self.is_read = True
 
     def _exactly(self, count: int) -> bytes:
         data = self._source.read(count)
@@ -339,30 +324,30 @@ class Connections:
         self._context: ssl.SSLContext | None = None
         weakref.finalize(self, _close_all, self._idle)
 
-    def take(self, origin: Origin) -> KeepAliveConnection | None:
-        """Return an open connection that was used recently, or None."""
+    def take(self, origin: Origin) -> KeepAliveConnection:
+        """Return an open connection that was used recently, or one that is opened by its first request.
+
+        Raises OptionError.
+        """
         with self._lock:
             idle = self._idle.get(origin)
-            if idle is None:
-                return None
-            since, connection = idle.pop()
-            self._count -= 1
-            if not idle:
-                del self._idle[origin]
+            if idle is not None:
+                since, connection = idle.pop()
+                self._count -= 1
+                if not idle:
+                    del self._idle[origin]
+        if idle is None:
+            if origin.is_tls and self._context is None:
+                self._context = self._make_context()
+            return KeepAliveConnection(origin, self._context if origin.is_tls else None, proxy_of(origin))
         if time.monotonic() - since < MAX_IDLE_S:
             return connection
         connection.close()
         return self.take(origin)
 
-    def make(self, origin: Origin) -> KeepAliveConnection:
-        """Return a new connection, which connects with its first request. Raises OptionError."""
-        if origin.is_tls and self._context is None:
-            self._context = self._make_context()
-        return KeepAliveConnection(origin, self._context if origin.is_tls else None, proxy_of(origin))
-
     def give_back(self, origin: Origin, connection: KeepAliveConnection) -> None:
         """Return a connection to the pool. Its last response must have been read to the end."""
-        now = time.monotonic()
+        now, connection.is_used = time.monotonic(), True
         dropped = []
         with self._lock:
             self._idle.setdefault(origin, []).append((now, connection))
@@ -399,6 +384,8 @@ class KeepAliveConnection:
         self._tls = context
         self._proxy = proxy
         self._socket: TimedSocket | None = None
+        #: Whether it has answered a request, so that its server may have closed it since.
+        self.is_used = False
 
     def get(self, target: str, headers: Mapping[str, str], silence_s: float, deadline: float) -> Response:
         """Send a GET for the escaped `target`, and read the head of its response."""

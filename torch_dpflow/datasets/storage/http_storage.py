@@ -22,12 +22,19 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from torch_dpflow.datasets.storage.base import MAX_WAIT_S, ByteRange, ReadOptions
+from torch_dpflow.datasets.storage.base import (
+    MAX_WAIT_S,
+    ByteRange,
+    ObjectState,
+    ReadOptions,
+    conditions,
+    is_state_of_fields,
+    state_of_fields,
+)
 from torch_dpflow.datasets.storage.credentials import Credentials
 from torch_dpflow.datasets.storage.failures import error_of_status, storage_error
 from torch_dpflow.datasets.storage.http_connection import MAX_IDLE, Connections, Response
 from torch_dpflow.datasets.storage.proxies import Origin
-from torch_dpflow.datasets.storage.states import ObjectState, conditions, is_state_of_fields, state_of_fields
 from torch_dpflow.errors import DPFlowError, StorageError, StorageUnavailableError, TruncatedObjectError
 from torch_dpflow.log import DATASETS
 
@@ -147,32 +154,27 @@ class HttpStorage:
     def fetch(self, span: ByteRange, deadline: float) -> bytes:
         if (length := span.length or 0) > self._options.longest:
             raise StorageError(f"{span}: {length} bytes are above the limit of {self._options.longest}")
-        found = self._get(span, deadline, self._content)
-        if isinstance(found, ErrorResponse):
-            raise found.error(span)
-        return found
+        return self._get(span, deadline, self._content)
 
     def look(self, span: ByteRange, deadline: float) -> ObjectState:
         # A GET, as presigned URLs allow no HEAD; of one byte, so that the answer has the size of the whole object.
-        found = self._get(msgspec.structs.replace(span, start=0, stop=1), deadline, _state)
-        if isinstance(found, ErrorResponse) and found.status == 416:  # an empty object has no first byte
-            found = self._get(msgspec.structs.replace(span, start=0, stop=None), deadline, _state)
-        if isinstance(found, ErrorResponse):
-            raise found.error(span)
-        return found
-
-    def _get(self, span: ByteRange, deadline: float, take: _Take[T]) -> T | ErrorResponse:
-        """Return what `take` takes from the response with the object, or the response without it."""
         try:
-            request: GetRequest | None = self._service.request(span.url)
+            return self._get(msgspec.structs.replace(span, start=0, stop=1), deadline, _state)
+        except TruncatedObjectError:  # an empty object has no first byte
+            return self._get(msgspec.structs.replace(span, start=0, stop=None), deadline, _state)
+
+    def _get(self, span: ByteRange, deadline: float, take: _Take[T]) -> T:
+        """Return what `take` takes from the response with the object. Raises StorageError."""
+        try:
+            request = self._service.request(span.url)
             for left in reversed(range(_MAX_REQUESTS)):
-                assert request is not None
                 found = self._send(request, span, deadline, take)
                 if not isinstance(found, ErrorResponse):
                     return found
-                request = self._service.follow(span.url, request, found) if left else None
-                if request is None:
-                    return found
+                following = self._service.follow(span.url, request, found) if left else None
+                if following is None:
+                    raise found.error(span)
+                request = following
         except DPFlowError:
             raise
         except Exception as error:
@@ -186,14 +188,11 @@ class HttpStorage:
         if span.state is not None:
             headers.update(conditions(span.state))
         connection = self._connections.take(request.origin)
-        is_used = connection is not None
-        if connection is None:
-            connection = self._connections.make(request.origin)
         try:
             response = connection.get(request.target, headers, self._options.timeout_s, deadline)
         except (ConnectionError, http.client.BadStatusLine):
             connection.close()
-            if is_used and time.monotonic() < deadline:
+            if connection.is_used and time.monotonic() < deadline:
                 # The server closed it while it was idle, or sent more than announced. That is no failure of the
                 # storage, so it does not count as an attempt.
                 return self._send(request, span, deadline, take)

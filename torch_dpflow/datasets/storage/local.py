@@ -7,11 +7,11 @@ import os
 import secrets
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import IO
 
-from torch_dpflow.datasets.storage.base import ByteRange
-from torch_dpflow.datasets.storage.states import ObjectState, is_state_of_file, state_of_file
+from torch_dpflow.datasets.storage.base import ByteRange, ObjectState, is_state_of_file, state_of_file
 from torch_dpflow.errors import AccessDeniedError, ObjectMissingError, StorageError, TruncatedObjectError
 
 #: How the names of files end that are being written.
@@ -131,39 +131,38 @@ def beside_name(path: str) -> str:
     return f"{path[: len(path) - len(name)]}.{name}.{secrets.token_hex(4)}{UNFINISHED}"
 
 
-def write_whole(path: str, data: bytes, *, replaces: bool) -> None:
-    """Write a file of which others see all bytes or none, and which is on the disk on return.
+@contextmanager
+def written(path: str, *, replaces: bool = True, is_durable: bool = False) -> Iterator[IO[bytes]]:
+    """Open a new file, of which others see all bytes under `path` or none.
 
-    Raises FileExistsError if there is such a file, unless it `replaces` one.
+    Args:
+        replaces: take the place of a file that exists; otherwise that is a FileExistsError.
+        is_durable: file and name are on the disk at the end.
     """
-    beside = _written_beside(path, data)
-    if replaces:
-        os.replace(beside, path)
-    else:
-        _link_into_place(beside, path)
-    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)  # else a power cut may take the name away
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some mounts sync no directories
-            raise
-    finally:
-        os.close(folder)
-
-
-def _written_beside(path: str, data: bytes) -> str:
-    """Write a new file in the directory of `path`, and return its path once its bytes are on the disk."""
     beside = beside_name(path)
     try:
         with opened_new(beside) as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            yield file
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
+        if replaces:
+            os.replace(beside, path)
+        else:
+            _link_into_place(beside, path)
     except BaseException:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             os.unlink(beside)
         raise
-    return beside
+    if is_durable:
+        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)  # else a power cut may take the name away
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # some mounts sync no directories
+                raise
+        finally:
+            os.close(folder)
 
 
 def opened_new(path: str) -> IO[bytes]:
@@ -207,6 +206,5 @@ def _link_into_place(beside: str, path: str) -> None:
         if os.path.exists(path):
             raise FileExistsError(f"{path} exists already") from None
         os.replace(beside, path)
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(beside)
+    else:
+        os.unlink(beside)

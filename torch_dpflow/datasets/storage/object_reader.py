@@ -6,22 +6,25 @@ import functools
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
+from time import monotonic
 from typing import Any, NamedTuple, overload
 
 from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.datasets.storage.base import (
     ByteRange,
+    ObjectState,
     ReadOptions,
     Storage,
     check_directory,
+    is_settled,
     matches,
+    read_options_of,
 )
 from torch_dpflow.datasets.storage.batch_reads import (
     LOCAL_MERGE_GAP,
     MAX_MERGED,
     MAX_MERGED_LOCALLY,
     MAX_VIEWED_LOCALLY,
-    BatchDeadline,
     Overlap,
     Read,
     plan_reads,
@@ -33,7 +36,6 @@ from torch_dpflow.datasets.storage.file_systems import FsspecStorage
 from torch_dpflow.datasets.storage.http_storage import HttpStorage, Service
 from torch_dpflow.datasets.storage.local import LocalStorage
 from torch_dpflow.datasets.storage.object_stores import OSS_OPTIONS, S3_OPTIONS, OSSService, S3Service, needs_vendor
-from torch_dpflow.datasets.storage.states import ObjectState, is_settled
 from torch_dpflow.datasets.storage.urls import check_url, file_system_of, printable_url, split_login, stored_url
 from torch_dpflow.datasets.storage.web_service import WebService
 from torch_dpflow.errors import (
@@ -68,8 +70,8 @@ class ObjectReader:
 
     def __init__(self, storage_options: Mapping[str, Any] | None = None, *, options: ReadOptions | None = None) -> None:
         self._storage_options = dict(storage_options or {})
-        self.options = options if options is not None else ReadOptions()
-        self._opened = PerProcess(self._open)
+        self.options = read_options_of(options)
+        self._opened = PerProcess(partial(_Opened, self._storage_options, self.options))
 
     def read(self, url: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return the bytes `start` to `stop` (excluded; None: the end) of one object.
@@ -152,14 +154,7 @@ class ObjectReader:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (options_to_pickle(self._storage_options), self.options)
-
-    def _open(self) -> _Opened:
-        return _Opened(self._storage_options, self.options)
-
-
-def _rebuild(storage_options: Mapping[str, Any], options: ReadOptions) -> ObjectReader:
-    return ObjectReader(storage_options, options=options)
+        return partial(ObjectReader, options=self.options), (options_to_pickle(self._storage_options),)
 
 
 class _ObjectPlace(NamedTuple):
@@ -182,39 +177,13 @@ class _Opened:
     """The storages and threads of one process."""
 
     def __init__(self, storage_options: Mapping[str, Any], options: ReadOptions) -> None:
-        self._storage_options = storage_options
-        self._options = options
+        #: By the storage's address, see `_address_of`.
         self._storages: dict[str, Storage] = {}
-        self._places: dict[str, _ObjectPlace] = {}
         self.overlap = Overlap(options.concurrency)
         self.cache = disk_cache(options)
-
-    def place(self, url: str) -> _ObjectPlace:
-        """Return where an object is read. Raises as `open_storage`."""
-        place = self._places.get(url)
-        if place is None:
-            storage = self._storage(url)
-            node, is_kept = storage.node(url), self.cache is not None and storage.is_remote
-            place = _ObjectPlace(storage, node, f"{node}\n{stored_url(url)}" if is_kept else None)
-            if len(self._places) >= _MAX_PLACES:
-                self._places.clear()
-            self._places[url] = place
-        return place
-
-    def _storage(self, url: str) -> Storage:
-        address = file_system_of(url)
-        if "@" in url:
-            clean, login = split_login(url)
-            if login and "::" not in clean:  # each user has a storage of his own
-                address = "/".join(url.split("/", 3)[:3])
-        elif ("-s3/" in url or "://arn:" in url) and address in ("s3", "s3a"):
-            bucket = url.partition("://")[2].partition("/")[0]
-            address = f"{address}://{bucket}" if needs_vendor(bucket) else address
-        try:
-            return self._storages[address]
-        except KeyError:
-            check_url(url)  # before connecting; later URLs are checked by their storages
-            return self._storages.setdefault(address, open_storage(address, self._storage_options, self._options))
+        opening = partial(_place, self._storages, storage_options, options, self.cache is not None)
+        #: Returns where an object is read. Raises as `open_storage`.
+        self.place = functools.lru_cache(_MAX_PLACES)(opening)
 
     def keep(self, key: str, span: ByteRange, data: bytes | memoryview) -> None:
         """Put bytes from the storage into the disk cache if they match their checksum, or have a settled state."""
@@ -228,8 +197,36 @@ class _Opened:
             storage.close()
 
 
+def _place(
+    storages: dict[str, Storage], storage_options: Mapping[str, Any], options: ReadOptions, has_cache: bool, url: str
+) -> _ObjectPlace:
+    address = _address_of(url)
+    storage = storages.get(address)
+    if storage is None:
+        check_url(url)  # before connecting; later URLs are checked by their storages
+        storage = storages.setdefault(address, open_storage(address, storage_options, options))
+    node = storage.node(url)
+    return _ObjectPlace(storage, node, f"{node}\n{stored_url(url)}" if has_cache and storage.is_remote else None)
+
+
+def _address_of(url: str) -> str:
+    """Return what identifies the storage of a URL: `file_system_of`, or more if users or buckets need separate ones."""
+    address = file_system_of(url)
+    if "@" in url:
+        clean, login = split_login(url)
+        return "/".join(url.split("/", 3)[:3]) if login and "::" not in clean else address
+    if ("-s3/" in url or "://arn:" in url) and address in ("s3", "s3a"):
+        bucket = url.partition("://")[2].partition("/")[0]
+        return f"{address}://{bucket}" if needs_vendor(bucket) else address
+    return address
+
+
 class _ReadBatch:
-    """Reads of ranges that overlap. It is used once."""
+    """Reads of ranges that overlap. It is used once.
+
+    Each read has its own deadline, but they do not all run at once: if the storage hangs, reads that start later would
+    each wait for theirs. So a batch has one too, which each successful read extends: a large batch may take any time.
+    """
 
     def __init__(self, opened: _Opened, spans: Sequence[ByteRange], options: ReadOptions) -> None:
         self._opened = opened
@@ -268,7 +265,7 @@ class _ReadBatch:
                 merge_gap=self._options.merge_gap if is_remote else min(self._options.merge_gap, LOCAL_MERGE_GAP),
                 max_merged=MAX_MERGED if is_remote else MAX_VIEWED_LOCALLY if self._views else MAX_MERGED_LOCALLY,
             )
-        self._limit = BatchDeadline(self._options.deadline_s)
+        self._limit = monotonic() + self._options.deadline_s
         opened.overlap.run(self._fetch, reads, is_remote=is_remote)
         return self._results
 
@@ -287,7 +284,7 @@ class _ReadBatch:
         """Store the parts of one read. If merged ranges fail, read each by itself."""
         storage = self._places[read.positions[0]].storage
         try:
-            if storage.is_remote and self._limit.has_passed:
+            if storage.is_remote and monotonic() >= self._limit:
                 raise StorageTimeoutError(
                     f"{read.span}: the storage returned nothing of this batch within "
                     f"deadline_s={self._options.deadline_s:g}, so the rest of it was not requested"
@@ -296,9 +293,9 @@ class _ReadBatch:
                 partial(storage.fetch, read.span),
                 self._options,
                 is_remote=storage.is_remote,
-                deadline=self._limit.deadline,
+                deadline=self._limit,
             )
-            self._limit.renew()
+            self._limit = monotonic() + self._options.deadline_s
         except DPFlowError as error:
             for position in read.positions:
                 if len(read.positions) == 1 or isinstance(error, _FAIL_ALIKE):

@@ -34,14 +34,13 @@ from urllib.parse import quote, unquote, urlsplit
 
 from torch_dpflow._core.checks import check_type
 from torch_dpflow.datasets.storage.credentials import (
-    BotocoreChain,
     Credentials,
     CredentialSource,
     aws_profile,
     aws_services,
     find_oss_credentials,
     find_s3_credentials,
-    no_credentials,
+    left_out_hint,
     ossutil_settings,
 )
 from torch_dpflow.datasets.storage.file_systems import endpoint_of
@@ -49,7 +48,7 @@ from torch_dpflow.datasets.storage.http_storage import ErrorResponse, GetRequest
 from torch_dpflow.datasets.storage.proxies import Origin
 from torch_dpflow.datasets.storage.urls import check_url
 from torch_dpflow.datasets.storage.web_service import tls_context
-from torch_dpflow.errors import OptionError
+from torch_dpflow.errors import AccessDeniedError, OptionError
 
 #: A part of a bucket's name that may be a label of a host's name.
 _DNS_LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
@@ -127,6 +126,7 @@ def is_address(host: str) -> bool:
     return True
 
 
+@functools.lru_cache(maxsize=4096)
 def split_url(url: str) -> tuple[str, str]:
     """Return bucket and key of a URL such as `oss://bucket/some/key`. Raises OptionError if one is missing or wrong."""
     scheme, _, rest = url.partition("://")
@@ -140,44 +140,6 @@ def split_url(url: str) -> tuple[str, str]:
 def needs_vendor(bucket: str) -> bool:
     """Return whether only s3fs reads a bucket: an access point's ARN, or a bucket of S3 Express or Outposts."""
     return bucket.startswith("arn:") or bucket.endswith(_SPECIAL_BUCKETS)
-
-
-class S3Endpoints:
-    """The addresses of ordinary S3 buckets, from options, the environment and AWS's shared configuration.
-
-    Raises OptionError for settings that are malformed or contradict each other.
-
-    Args:
-        endpoint, addressing_style: the options of these names; None if not given.
-        profile: the result of `aws_profile`.
-    """
-
-    def __init__(
-        self, endpoint: str | None, addressing_style: str | None, scheme: str, region: str, profile: Mapping[str, Any]
-    ) -> None:
-        nested = profile.get("s3")
-        nested = nested if isinstance(nested, Mapping) else {}
-        given = endpoint or _configured_endpoint(profile)
-        switches = [name for variable, name in _OTHER_SERVERS if _aws_switch(variable, name, profile, nested)]
-        if given is not None and switches:
-            raise OptionError(
-                f"{' and '.join(switches)} with the endpoint {given!r}: only AWS has such endpoints; unset one of them "
-                "(options, AWS_USE_* and AWS_ENDPOINT_URL* variables, ~/.aws/config)"
-            )
-        self._endpoint = None if given is None else parse_endpoint(given, scheme)
-        self._scheme = scheme
-        style = addressing_style or nested.get("addressing_style") or "auto"
-        if style not in ("path", "virtual", "auto"):
-            raise OptionError(f"addressing_style={style!r}: give 'path', 'virtual' or 'auto'")
-        self._is_virtual = style == "virtual" or (style == "auto" and given is None)
-        #: Whether these settings are of servers that only botocore can name.
-        self.needs_vendor = bool(switches) or (given is None and not _USUAL_REGION.fullmatch(region))
-
-    def place(self, bucket: str, region: str) -> Endpoint:
-        """Return the address of `bucket`, assuming that it is in `region`."""
-        suffix = ".cn" if region.startswith("cn-") else ""
-        endpoint = self._endpoint or _of_aws(f"s3.{region}.amazonaws.com{suffix}", self._scheme)
-        return endpoint.of_bucket(bucket, self._is_virtual)
 
 
 def _configured_endpoint(profile: Mapping[str, Any]) -> str | None:
@@ -217,24 +179,52 @@ class _ObjectStore:
         self,
         options: Mapping[str, Any],
         find: Callable[[Mapping[str, Any]], Credentials | None],
-        chain: BotocoreChain | None,
         variables: str,
+        *,
+        has_chain: bool = False,
     ) -> None:
         self._options = options
         self._is_anonymous = _switch(options, "anon", False)
         self._variables = variables
+        #: of the client; "" if it is not known
+        self._region = ""
+        #: regions of buckets, from the responses of servers in other regions
+        self._regions: dict[str, str] = {}
         self._source = (
-            CredentialSource(lambda: None) if self._is_anonymous else CredentialSource(lambda: find(options), chain)
+            CredentialSource(lambda: None)
+            if self._is_anonymous
+            else CredentialSource(lambda: find(options), has_chain=has_chain)
         )
 
     def _credentials(self, url: str) -> Credentials:
         found = self._source.get() or self._source.renew(None)
         if found is None:
-            raise no_credentials(url, self._variables)
+            raise AccessDeniedError(
+                f"{url}: no credentials were found; set {self._variables}, give storage_options with 'key' and "
+                f"'secret', or with 'anon': True for a public bucket{left_out_hint()}"
+            )
         return found
 
-    def request(self, url: str) -> GetRequest:
+    def _place(self, bucket: str, region: str) -> Endpoint:
+        """Return the address of `bucket`, assuming that it is in `region`."""
         raise NotImplementedError
+
+    def _signed(self, origin: Origin, path: str, region: str, url: str, credentials: Credentials) -> dict[str, str]:
+        """Return the headers of a request for the encoded `path`."""
+        raise NotImplementedError
+
+    def origin(self, url: str) -> Origin:
+        return self._place(split_url(url)[0], self._region).origin
+
+    def request(self, url: str) -> GetRequest:
+        bucket, key = split_url(url)
+        region = self._regions.get(bucket, self._region)
+        origin, prefix = self._place(bucket, region)
+        path = encode_path(f"{prefix}/{key}")
+        if self._is_anonymous:
+            return GetRequest(origin, path, {}, region=region)
+        credentials = self._credentials(url)
+        return GetRequest(origin, path, self._signed(origin, path, region, url, credentials), credentials, region)
 
     def follow(self, url: str, request: GetRequest, refusal: ErrorResponse) -> GetRequest | None:
         is_refused = request.credentials is not None and refusal.meaning in (401, 403)
@@ -249,50 +239,47 @@ class S3Service(_ObjectStore):
     """S3 and compatible servers. `options` are those in S3_OPTIONS.
 
     With an `endpoint` the bucket is in the path, which every such server supports, unless `addressing_style` is
-    "virtual". At AWS itself it is in the host's name if possible.
+    "virtual". At AWS itself it is in the host's name if possible. Raises OptionError for settings, also of the
+    environment and of AWS's shared configuration, that are malformed or contradict each other.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        super().__init__(
-            options,
-            find_s3_credentials,
-            BotocoreChain(),
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile",
-        )
+        variables = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile"
+        super().__init__(options, find_s3_credentials, variables, has_chain=True)
         profile = aws_profile()
         self._bundle: str | None = os.environ.get("AWS_CA_BUNDLE") or profile.get("ca_bundle")
-        self._region: str = (
+        self._region = (
             options.get("region")
             or os.environ.get("AWS_REGION")
             or os.environ.get("AWS_DEFAULT_REGION")
             or profile.get("region")
             or "us-east-1"
         )
-        scheme = "https" if _switch(options, "use_ssl", True) else "http"
-        endpoint, style = endpoint_of("s3", options), options.get("addressing_style")
-        self._endpoints = S3Endpoints(endpoint, style, scheme, self._region, profile)
-        #: regions of buckets, from the responses of servers in other regions
-        self._regions: dict[str, str] = {}
+        self._scheme = "https" if _switch(options, "use_ssl", True) else "http"
+        nested = profile.get("s3")
+        nested = nested if isinstance(nested, Mapping) else {}
+        given = endpoint_of("s3", options) or _configured_endpoint(profile)
+        switches = [name for variable, name in _OTHER_SERVERS if _aws_switch(variable, name, profile, nested)]
+        if given is not None and switches:
+            raise OptionError(
+                f"{' and '.join(switches)} with the endpoint {given!r}: only AWS has such endpoints; unset one of them "
+                "(options, AWS_USE_* and AWS_ENDPOINT_URL* variables, ~/.aws/config)"
+            )
+        self._endpoint = None if given is None else parse_endpoint(given, self._scheme)
+        style = options.get("addressing_style") or nested.get("addressing_style") or "auto"
+        if style not in ("path", "virtual", "auto"):
+            raise OptionError(f"addressing_style={style!r}: give 'path', 'virtual' or 'auto'")
+        self._is_virtual = style == "virtual" or (style == "auto" and given is None)
+        #: Whether the settings name servers that only s3fs reads.
+        self.needs_vendor = bool(switches) or (given is None and not _USUAL_REGION.fullmatch(self._region))
 
-    @property
-    def needs_vendor(self) -> bool:
-        """Whether the settings name servers that only s3fs reads."""
-        return self._endpoints.needs_vendor
+    def _place(self, bucket: str, region: str) -> Endpoint:
+        suffix = ".cn" if region.startswith("cn-") else ""
+        endpoint = self._endpoint or _of_aws(f"s3.{region}.amazonaws.com{suffix}", self._scheme)
+        return endpoint.of_bucket(bucket, self._is_virtual)
 
-    def origin(self, url: str) -> Origin:
-        return self._endpoints.place(split_url(url)[0], self._region).origin
-
-    def request(self, url: str) -> GetRequest:
-        bucket, key = split_url(url)
-        region = self._regions.get(bucket, self._region)
-        origin, prefix = self._endpoints.place(bucket, region)
-        path = encode_path(f"{prefix}/{key}")
-        if self._is_anonymous:
-            return GetRequest(origin, path, {}, region=region)
-        credentials = self._credentials(url)
-        now = datetime.now(timezone.utc)
-        headers = sign_s3(origin.host_header, path, region, credentials, now)
-        return GetRequest(origin, path, headers, credentials, region)
+    def _signed(self, origin: Origin, path: str, region: str, url: str, credentials: Credentials) -> dict[str, str]:
+        return sign_s3(origin.host_header, path, region, credentials, datetime.now(timezone.utc))
 
     def follow(self, url: str, request: GetRequest, refusal: ErrorResponse) -> GetRequest | None:
         region = refusal.headers.get("x-amz-bucket-region") or refusal.element("Region")
@@ -313,7 +300,7 @@ class OSSService(_ObjectStore):
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        super().__init__(options, find_oss_credentials, None, "OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET")
+        super().__init__(options, find_oss_credentials, "OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET")
         settings = ossutil_settings()
         endpoint = endpoint_of("oss", options) or os.environ.get("OSS_ENDPOINT") or settings.get("endpoint")
         if not endpoint:
@@ -324,29 +311,19 @@ class OSSService(_ObjectStore):
         self._endpoint = parse_endpoint(endpoint)
         if self._endpoint.prefix:
             raise OptionError(f"endpoint {endpoint!r}: OSS has no endpoints with a path; give the host alone")
-        self._region = options.get("region") or os.environ.get("OSS_REGION") or settings.get("region")
+        self._region = options.get("region") or os.environ.get("OSS_REGION") or settings.get("region", "")
         self._is_cname = _switch(options, "cname", False)
         self._is_virtual = not is_address(self._endpoint.origin.host)
 
-    def origin(self, url: str) -> Origin:
-        return self._endpoint_of(split_url(url)[0]).origin
-
-    def request(self, url: str) -> GetRequest:
-        bucket, key = split_url(url)
-        origin, prefix = self._endpoint_of(bucket)
-        path = encode_path(f"{prefix}/{key}")
-        if self._is_anonymous:
-            return GetRequest(origin, path, {})
-        credentials = self._credentials(url)
-        now = datetime.now(timezone.utc)
-        if self._region is None:
-            headers = sign_oss_v1(bucket, key, credentials, now)
-        else:
-            headers = sign_oss_v4(bucket, key, self._region, credentials, now)
-        return GetRequest(origin, path, headers, credentials)
-
-    def _endpoint_of(self, bucket: str) -> Endpoint:
+    def _place(self, bucket: str, region: str) -> Endpoint:
         return self._endpoint if self._is_cname else self._endpoint.of_bucket(bucket, self._is_virtual)
+
+    def _signed(self, origin: Origin, path: str, region: str, url: str, credentials: Credentials) -> dict[str, str]:
+        bucket, key = split_url(url)
+        now = datetime.now(timezone.utc)
+        if not region:
+            return sign_oss_v1(bucket, key, credentials, now)
+        return sign_oss_v4(bucket, key, region, credentials, now)
 
 
 def _switch(options: Mapping[str, Any], name: str, default: bool) -> bool:

@@ -1,20 +1,154 @@
-"""Parquet files of an export, with columns whose types all samples have in common."""
+"""The formats of an export: tar shards as webdataset reads them, and Parquet files.
+
+The columns of Parquet have types that all samples have in common.
+"""
 
 from __future__ import annotations
 
 import io
 import json
+import re
+import tarfile
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from torch_dpflow._core.lazy import imported
-from torch_dpflow.datasets.export_tar import IMAGES, ExportSample, ending_of, main_ending
 from torch_dpflow.datasets.importers.webdataset import KEY
 from torch_dpflow.errors import SourceError
 
-_ANNOTATIONS = "annotations"
+#: An ending that `main` may name.
+ENDING = r"[a-z0-9][a-z0-9._-]{0,63}"
+#: Endings of paths that are kept; longer ones are parts of names.
+_OF_PATHS = re.compile(r"[a-z0-9]{1,5}")
+#: Members as webdataset finds them: no line breaks, and no dot in the last part of the key.
+_MEMBER = re.compile(r"((?:.*/|)[^./\n\0]+)[.]([^/\n\0]+)")
+_HIDDEN = re.compile(r"__[^/]*__($|/)")
+_ANNOTATIONS = "json"
+_SIGNATURES = (
+    (re.compile(rb"\xff\xd8\xff"), "jpg"),
+    (re.compile(rb"\x89PNG\r\n\x1a\n"), "png"),
+    (re.compile(rb"GIF8[79]a"), "gif"),
+    (re.compile(rb"RIFF....WEBP", re.DOTALL), "webp"),
+    (re.compile(rb"II\*\0|MM\0\*"), "tif"),
+    (re.compile(rb"RIFF....WAVE", re.DOTALL), "wav"),
+    (re.compile(rb"fLaC"), "flac"),
+    (re.compile(rb"\x93NUMPY"), "npy"),
+)
+IMAGES = frozenset({"jpg", "png", "gif", "webp", "tif"})
+
+
+class ExportSample(NamedTuple):
+    """A sample to write."""
+
+    number: int
+    #: Its bytes come first. By ending, if it came from WebDataset; else one with the ending of its path, "" if unknown.
+    members: dict[str, bytes]
+    #: The key in WebDataset; None if it came from elsewhere.
+    key: str | None
+    #: The annotations as a JSON object; those from WebDataset are members.
+    annotations: bytes
+    path: str
+
+    @property
+    def data(self) -> bytes:
+        """The sample's bytes."""
+        return next(iter(self.members.values()))
+
+
+def ending_of(data: bytes) -> str | None:
+    """Return the ending of files that begin like these bytes; None if it is unknown."""
+    return next((ending for pattern, ending in _SIGNATURES if pattern.match(data)), None)
+
+
+def main_ending(sample: ExportSample) -> str:
+    """Return the ending of a sample's bytes: that of its path, or one found by the first bytes, else "bin"."""
+    ending = next(iter(sample.members))
+    if sample.key is None and not _OF_PATHS.fullmatch(ending):
+        return ending_of(sample.data) or "bin"
+    return ending
+
+
+class FileFormat:
+    """Makes the bytes of files of one format."""
+
+    def observe(self, number: int, fields: Mapping[str, Any]) -> None:
+        """Observe a sample's fields. Called for all samples, before the first file.
+
+        Args:
+            fields: the annotations; of a sample from WebDataset the key, and the other members: text, or empty bytes
+                for those that are no text.
+
+        Raises SourceError, which names the sample, if the format cannot hold them.
+        """
+
+    def begin(self, first: ExportSample) -> None:
+        """Observe the first sample. Raises SourceError if the format cannot hold the annotations."""
+
+    def difference(self) -> str:
+        """Return what differs from the layout at `begin`, after further samples were observed; empty for nothing."""
+        return ""
+
+    def name(self, variant: str, number: int, count: int) -> str:
+        """Return the name of file `number`, from 0."""
+        raise NotImplementedError
+
+    def content(self, samples: Iterator[ExportSample]) -> bytes:
+        """Return the bytes of a file with these samples. Raises SourceError, which names the sample."""
+        raise NotImplementedError
+
+
+class TarFiles(FileFormat):
+    """Makes tar shards. Headers have no time and no owner, so that shards of every run are equal."""
+
+    def __init__(self, main: str | None) -> None:
+        self._main = main
+
+    def name(self, variant: str, number: int, count: int) -> str:
+        return f"{variant}-{number:06d}.tar"
+
+    def content(self, samples: Iterator[ExportSample]) -> bytes:
+        shard = bytearray()
+        for sample in samples:
+            key = f"{sample.number:09d}" if sample.key is None else sample.key
+            for ending, data in self._members(sample).items():
+                _check_name(sample, key, ending)
+                header = tarfile.TarInfo(f"{key}.{ending}")  # mode 0644, time 0
+                header.size = len(data)
+                shard += header.tobuf(tarfile.PAX_FORMAT, "utf-8", "strict")
+                shard += data
+                shard += bytes(-len(data) % tarfile.BLOCKSIZE)
+        shard += bytes(2 * tarfile.BLOCKSIZE)
+        shard += bytes(-len(shard) % tarfile.RECORDSIZE)
+        return bytes(shard)
+
+    def _members(self, sample: ExportSample) -> dict[str, bytes]:
+        ending = self._main or main_ending(sample)
+        _, *rest = sample.members.items()
+        if sample.key is None:
+            rest = [(_ANNOTATIONS, sample.annotations)]
+        members = {ending: sample.data, **dict(rest)}
+        if len(members) <= len(rest):
+            raise SourceError(
+                f"sample {sample.number} ({sample.path}) has two members {ending!r}; name the one with its bytes: "
+                "main='bin' (--main bin)"
+            )
+        return members
+
+
+def _check_name(sample: ExportSample, key: str, ending: str) -> None:
+    """Raise SourceError for a member that webdataset would leave out, or give to another sample."""
+    name = f"{key}.{ending}"
+    match = _MEMBER.fullmatch(name)
+    if match is None or match.groups() != (key, ending) or _HIDDEN.match(name):
+        raise SourceError(
+            f"sample {sample.number} ({sample.path}) has the member {name!r}, which webdataset cannot read; a key has "
+            "no line break, and no dot in its last part"
+        )
+
+
+_JSON_COLUMN = "annotations"
 #: Bytes of one value, as Arrow counts them in 32 bits.
 _MAX_VALUE = 2**31 - 1
 #: Fields of all annotations, those within others too. Each is a column of the file, and costs its memory.
@@ -104,7 +238,7 @@ class FieldType:
         return plain.get(self.kind, pa.binary())
 
 
-class ParquetFiles:
+class ParquetFiles(FileFormat):
     """Makes Parquet files, with checksums of pages.
 
     Args:
@@ -149,7 +283,7 @@ class ParquetFiles:
         self._main = self._main or ("image" if is_image else "data")
         columns = [(name, column.arrow(name)) for name, column in self._columns.items()]
         if self._as_json:
-            columns = [(_ANNOTATIONS, pa.string())]
+            columns = [(_JSON_COLUMN, pa.string())]
         if self._main in dict(columns):
             raise SourceError(
                 f"{self._name} has the annotation {self._main!r}, the name of the column of bytes; give another one: "
@@ -215,5 +349,5 @@ class ParquetFiles:
         path = sample.path if is_own else f"{sample.number:09d}.{main_ending(sample)}"
         row = {self._main: {"bytes": data, "path": path}}
         if self._as_json:
-            return {**row, _ANNOTATIONS: sample.annotations.decode()}
+            return {**row, _JSON_COLUMN: sample.annotations.decode()}
         return {**row, **msgspec.json.decode(sample.annotations)}
