@@ -165,13 +165,16 @@ class Curriculum(Indices):
         self.shift = 100 * state["stage"]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_state_is_loaded_also_where_the_dataset_has_an_equal_one(OurLoader: Any, workers: int) -> None:
-    loader = OurLoader(Curriculum(4), batch_size=2, num_workers=workers)
+@pytest.mark.parametrize(("workers", "threads"), [(0, 1), (2, 1), (2, 3)])
+def test_a_state_is_loaded_also_where_the_dataset_has_an_equal_one(OurLoader: Any, workers: int, threads: int) -> None:
+    def make() -> Any:
+        return OurLoader(Curriculum(4), batch_size=2, num_workers=workers, options=LoaderOptions(read_threads=threads))
+
+    loader = make()
     iterator = iter(loader)
     next(iterator)
     state = loader.state_dict()
-    resumed = OurLoader(Curriculum(4), batch_size=2, num_workers=workers)
+    resumed = make()
     resumed.load_state_dict(state)
     assert [batch.tolist() for batch in resumed] == [[102, 103]]
 

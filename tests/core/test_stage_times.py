@@ -120,7 +120,7 @@ def test_a_batch_is_divided_among_its_stages(clock: Clock, one_by_one: bool) -> 
 
     measured = StageClock()
     fetcher = Fetcher(clock, measured.collating(collate))
-    assert measured.fetch(fetcher, [1, 2, 3], one_by_one=one_by_one, samples=3) == 6
+    assert measured.fetch(fetcher.fetch, [1, 2, 3], one_by_one=one_by_one, samples=3) == 6
     times = measured.take()
     assert times is not None
     assert times.stages == {"read": 1.5, "decode": 0.75, "dataset": 0.375, "collate": 3.0, "hand-over": 0.0}
@@ -138,7 +138,7 @@ def test_a_batch_that_fails_counts_the_samples_before_the_error(clock: Clock) ->
     fetcher = Fetcher(clock, measured.collating(sum))
     clock.load = load  # type: ignore[method-assign]
     with pytest.raises(ValueError):
-        measured.fetch(fetcher, [0, 1, 2, 3], one_by_one=True, samples=4)
+        measured.fetch(fetcher.fetch, [0, 1, 2, 3], one_by_one=True, samples=4)
     times = measured.take()
     assert times is not None
     assert (times.samples, times.read_s, times.dataset_s) == (2, 1.0, 0.25)

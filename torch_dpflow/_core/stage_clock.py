@@ -100,8 +100,10 @@ class StageClock:
 
         return collate
 
-    def fetch(self, fetcher: Any, index: Any, *, one_by_one: bool, samples: int, is_whole: bool = True) -> Any:
-        """Return `fetcher.fetch(index)`, whose collate function is one of `collating`.
+    def fetch(
+        self, load: Callable[[Any], Any], index: Any, *, one_by_one: bool, samples: int, is_whole: bool = True
+    ) -> Any:
+        """Return `load(index)`, whose collate function is one of `collating`.
 
         one_by_one: whether it requests each number of `index` when it loads that sample. samples: of the batch; fewer
         if not `is_whole`, as at the end of an iterable dataset.
@@ -110,13 +112,13 @@ class StageClock:
         marked.read = marked.decode = marked.inner = 0.0
         self._began = self._last = began = perf_counter()
         if not one_by_one or (self._is_short and is_whole):
-            batch = fetcher.fetch(index)
+            batch = load(index)
             fetched_at = self._fetched_at
             seconds = (fetched_at if fetched_at >= began else perf_counter()) - began
             self._add(seconds, marked.read, marked.decode, samples)
         else:
             try:
-                batch = fetcher.fetch(_Numbers(index, self))
+                batch = load(_Numbers(index, self))
             finally:  # of a batch that fails, the samples before the error
                 seconds = self._last - began
                 self._add(seconds, marked.read, marked.decode, 0)

@@ -215,14 +215,21 @@ class BatchSource:
         return not self._load_spec.by_sample and has_drawn_since(self._seed_batch)
 
     def _rows(self, indices: Sequence[Any], first: int) -> list[Any]:
-        """Load these samples of the batch, the first of which is row `first`."""
-        fetcher = _RowFetcher(self._dataset, first, self._seed_row if self._load_spec.by_sample else None)
-        samples: list[Any] = self._clock.fetch(fetcher, indices, one_by_one=True, samples=len(indices))
-        return samples
+        """Load these samples of the batch one by one, as torch's fetchers do; the first of them is row `first`."""
+        dataset, epoch, by_sample = self._dataset, self._epoch, self._load_spec.by_sample
+        assert epoch is not None
 
-    def _seed_row(self, row: int) -> None:
-        assert self._epoch is not None
-        seed_sample(self._epoch.base_seed, self._epoch.epoch, self._position, row)
+        def load(numbers: Any) -> list[Any]:
+            if not by_sample:
+                return [dataset[index] for index in numbers]
+            samples = []
+            for row, index in enumerate(numbers, first):
+                seed_sample(epoch.base_seed, epoch.epoch, self._position, row)
+                samples.append(dataset[index])
+            return samples
+
+        samples: list[Any] = self._clock.fetch(load, indices, one_by_one=True, samples=len(indices))
+        return samples
 
     def _begin_stream(self, stream: StreamState | None) -> None:
         """Make the fetcher at the stream's position, with the generators as they were there.
@@ -231,27 +238,32 @@ class BatchSource:
         they are restored after the fetcher was made, as making it must not advance them.
         """
         passes_over = self._iterable and (stream is None or stream.dataset is None)
-        if stream is None or stream.rng is None:
-            self._fetcher = self._make_fetcher(stream)
-        elif passes_over:
-            restore_rng(stream.rng)
-            self._fetcher = self._make_fetcher(stream)
-        else:
-            self._fetcher = self._make_fetcher(stream)
-            restore_rng(stream.rng)
-        if isinstance(self._fetcher, ThreadedFetcher | SampleFetcher):  # they measure by themselves
-            self._fetch = self._fetcher.fetch
-        else:
-            dataset, batched = None if self._iterable else self._dataset, self._load_spec.auto_collation
-            self._fetch = timed_fetch(self._clock, self._fetcher, dataset, batched=batched)
+        rng = None if stream is None else stream.rng
+        if rng is not None and passes_over:
+            restore_rng(rng)
+        self._fetcher = self._make_fetcher(stream)
+        if rng is not None and not passes_over:
+            restore_rng(rng)
+        self._fetch = self._make_fetch()
+
+    def _make_fetch(self) -> Callable[[Any], Any]:
+        """Return what loads the batch of some indices: torch's fetcher, unless samples overlap or have seeds."""
+        spec, dataset = self._load_spec, None if self._iterable else self._dataset
+        if dataset is not None and spec.auto_collation:
+            collate = self._clock.collating(spec.collate_fn)
+            if spec.read_threads > 1 and not callable(working(dataset, "__getitems__")):
+                return threaded_fetch(dataset, collate, spec.read_threads, self._clock)
+            if spec.by_sample and loads_by_sample(dataset):
+                return partial(self._fetch_by_sample, collate)
+        return timed_fetch(self._clock, self._fetcher, dataset, batched=spec.auto_collation)
+
+    def _fetch_by_sample(self, collate: Callable[[Any], Any], index: Any) -> Any:
+        samples = self._rows(index, 0)
+        self._seed_batch()  # for `collate`
+        return collate(samples)
 
     def _make_fetcher(self, stream: StreamState | None) -> Any:
         spec = self._load_spec
-        overlaps = not self._iterable and spec.read_threads > 1 and spec.auto_collation
-        if overlaps and not callable(working(self._dataset, "__getitems__")):
-            return ThreadedFetcher(self._dataset, spec.collate_fn, spec.read_threads, self._clock)
-        if spec.by_sample and not self._iterable and spec.auto_collation and loads_by_sample(self._dataset):
-            return SampleFetcher(self._rows, self._seed_batch, self._clock.collating(spec.collate_fn))
         kept = stream.dataset if stream is not None else None
         over = stream is not None and (stream.ended or not stream.delivered)
         if kept is not None and (not self._iterable or (over and kept["ended"])):
@@ -329,64 +341,22 @@ def _become_worker(spec: LoadSpec, worker: int) -> None:
     set_worker_info(worker=worker, workers=spec.num_workers, seed=seed, dataset=spec.dataset)
 
 
-class _RowFetcher:
-    """Reads samples one by one, as torch's fetchers do, without collating them.
+def threaded_fetch(
+    dataset: Any, collate_fn: Callable[[Any], Any], threads: int, clock: StageClock
+) -> Callable[[Any], Any]:
+    """Return what reads the samples of a batch by several threads, so that their waits overlap. Their order stays."""
+    # numpy's error settings belong to a thread; these threads take over those of the worker.
+    settings = partial(np.seterr, **np.geterr())
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="dpflow-read", initializer=settings)
 
-    Args:
-        seed_row: seeds for the sample of a row; None: samples have no seeds.
-    """
-
-    def __init__(self, dataset: Any, first: int, seed_row: Callable[[int], None] | None) -> None:
-        self._dataset, self._first, self._seed_row = dataset, first, seed_row
-
-    def fetch(self, indices: Any) -> list[Any]:
-        dataset, samples = self._dataset, []
-        if self._seed_row is None:
-            return [dataset[index] for index in indices]
-        for row, index in enumerate(indices, self._first):
-            self._seed_row(row)
-            samples.append(dataset[index])
-        return samples
-
-
-class SampleFetcher:
-    """Reads the samples of a batch one by one, each with its own seed.
-
-    Args:
-        rows: as of `PieceLoader`.
-        seed_batch: seeds for `collate_fn`.
-    """
-
-    def __init__(
-        self,
-        rows: Callable[[Sequence[Any], int], list[Any]],
-        seed_batch: Callable[[], None],
-        collate_fn: Callable[[Any], Any],
-    ) -> None:
-        self._rows, self._seed_batch, self._collate_fn = rows, seed_batch, collate_fn
-
-    def fetch(self, index: Any) -> Any:
-        samples = self._rows(index, 0)
-        self._seed_batch()
-        return self._collate_fn(samples)
-
-
-class ThreadedFetcher:
-    """Reads the samples of a batch with several threads, so that their waits overlap. Their order stays."""
-
-    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], threads: int, clock: StageClock) -> None:
-        self._dataset = dataset
-        self._clock, self._collate_fn = clock, clock.collating(collate_fn)
-        # numpy's error settings belong to a thread; these threads take over those of the worker.
-        settings = partial(np.seterr, **np.geterr())
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dpflow-read", initializer=settings)
-
-    def fetch(self, index: Any) -> Any:
+    def fetch(index: Any) -> Any:
         samples = []
-        for sample, *times in self._pool.map(partial(timed, self._dataset.__getitem__), index):
+        for sample, *times in pool.map(partial(timed, dataset.__getitem__), index):
             samples.append(sample)
-            self._clock.add_sample(*times)
-        return self._collate_fn(samples)
+            clock.add_sample(*times)
+        return collate_fn(samples)
+
+    return fetch
 
 
 def timed_fetch(clock: StageClock, fetcher: Any, dataset: Any, *, batched: bool) -> Callable[[Any], Any]:
@@ -398,7 +368,7 @@ def timed_fetch(clock: StageClock, fetcher: Any, dataset: Any, *, batched: bool)
 
     def fetch(index: Any) -> Any:
         samples = samples_in(index) if batched else 1
-        return clock.fetch(fetcher, index, one_by_one=one_by_one, samples=samples, is_whole=is_whole)
+        return clock.fetch(fetcher.fetch, index, one_by_one=one_by_one, samples=samples, is_whole=is_whole)
 
     return fetch
 
