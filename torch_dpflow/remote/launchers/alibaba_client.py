@@ -61,9 +61,10 @@ class AlibabaClient(ABC):
         #: Where credentials were looked for, for display.
         self._source = ""
 
+    @property
     @abstractmethod
-    def make(self, config: Any) -> Any:
-        """Create the vendor's client from its `Config`."""
+    def package(self) -> Any:
+        """The vendor's package, with the modules `client` and `models`; imported now."""
 
     def missing(self, code: str) -> str:
         """Return advice for an object that the platform does not find; empty: none."""
@@ -122,14 +123,8 @@ class AlibabaClient(ABC):
             except Exception as error:  # also a machine's role that no server of roles answers for
                 raise self._no_credentials(error) from None
         scheme, _, host = self.endpoint.rpartition("://")
-        return self.make(
-            Config(
-                credential=keys,
-                region_id=self.region,
-                endpoint=host or None,
-                protocol=scheme or "https",
-            )
-        )
+        config = Config(credential=keys, region_id=self.region, endpoint=host or None, protocol=scheme or "https")
+        return self.package.client.Client(config)
 
     def _no_credentials(self, error: Exception) -> DeniedError:
         return DeniedError(

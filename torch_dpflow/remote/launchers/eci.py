@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import ipaddress
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from torch_dpflow._core.backoff import Backoff
-from torch_dpflow._core.checks import check_fields, check_int, check_number
-from torch_dpflow.errors import (
-    AnswerLostError,
-    DeniedError,
-    OptionError,
-    ThrottledError,
-    UnavailableError,
-)
+from torch_dpflow._core.checks import check_fields, check_int, check_number, is_loopback
+from torch_dpflow.errors import AnswerLostError, OptionError, ThrottledError, UnavailableError
 from torch_dpflow.remote.launchers.alibaba_client import AlibabaClient, ConflictError, MissingError
 from torch_dpflow.remote.launchers.contract import require
+from torch_dpflow.remote.launchers.deployment import existing
 
 #: Maximum groups on one page of a list.
 PAGE = 20
@@ -56,32 +51,27 @@ class ContainerGroups(AlibabaClient):
         require("alibabacloud_eci20180808", "container groups need the vendor's client", "eci")
         super().__init__(region, endpoint, "container groups")
 
-    def make(self, config: Any) -> Any:
-        from alibabacloud_eci20180808.client import Client
+    @property
+    def package(self) -> Any:
+        import alibabacloud_eci20180808.client
+        import alibabacloud_eci20180808.models
 
-        return Client(config)
+        return alibabacloud_eci20180808
 
     def create(self, request: Mapping[str, Any]) -> str:
         """Create a group by the vendor's JSON; return its id. The same ClientToken gives the same group."""
-        from alibabacloud_eci20180808.models import CreateContainerGroupRequest
-
-        given = CreateContainerGroupRequest().from_map({"RegionId": self.region, **request})
+        given = self.package.models.CreateContainerGroupRequest().from_map({"RegionId": self.region, **request})
         what = f"{request['ContainerGroupName']} cannot be created"
         id: str = self.call(what, "create_container_group", given).body.container_group_id
         return id
 
     def tagged(self, key: str, value: str) -> Iterator[ContainerGroup]:
         """Yield the groups with this tag. An account that lacks the right to list gets none."""
-        from alibabacloud_eci20180808.models import (
-            DescribeContainerGroupsRequest,
-            DescribeContainerGroupsRequestTag,
-        )
-
-        token = None
+        models, token = self.package.models, None
         while True:
-            request = DescribeContainerGroupsRequest(
+            request = models.DescribeContainerGroupsRequest(
                 region_id=self.region,
-                tag=[DescribeContainerGroupsRequestTag(key=key, value=value)],
+                tag=[models.DescribeContainerGroupsRequestTag(key=key, value=value)],
                 limit=PAGE,
                 next_token=token,
             )
@@ -93,9 +83,7 @@ class ContainerGroups(AlibabaClient):
 
     def delete(self, id: str) -> None:
         """End a group: it is signalled, and killed after its grace. Raises MissingError if there is none."""
-        from alibabacloud_eci20180808.models import DeleteContainerGroupRequest
-
-        request = DeleteContainerGroupRequest(region_id=self.region, container_group_id=id)
+        request = self.package.models.DeleteContainerGroupRequest(region_id=self.region, container_group_id=id)
         self.call(f"{id} cannot be removed", "delete_container_group", request)
 
 
@@ -218,13 +206,9 @@ def deploy(groups: ContainerGroups, wanted: NodeGroups, *, dry_run: bool = False
         PlatformError: the platform rejects a call, or does not answer. Groups that were created before stay; another
             call continues.
     """
-    there: Sequence[ContainerGroup] = ()
-    try:
-        there = _there(groups, wanted.cluster)
-    except DeniedError as error:
-        if not dry_run:
-            raise
-        yield f"the existing state is unknown: {error}"
+    found, unknown = existing(partial(_there, groups, wanted.cluster), dry_run=dry_run)
+    yield from unknown
+    there = found or ()
     numbers = [str(number) for number in range(wanted.count)]
     kept: dict[str, ContainerGroup] = {}
     for one in there:
@@ -246,12 +230,9 @@ def deploy(groups: ContainerGroups, wanted: NodeGroups, *, dry_run: bool = False
 
 def remove(groups: ContainerGroups, cluster: str, *, dry_run: bool = False) -> Iterator[str]:
     """Remove all groups of a cluster; yield what is done, for display. Raises PlatformError."""
-    try:
-        there = _there(groups, cluster)
-    except DeniedError as error:
-        if not dry_run:
-            raise
-        yield f"the existing state is unknown: {error}"
+    there, unknown = existing(partial(_there, groups, cluster), dry_run=dry_run)
+    if there is None:
+        yield from unknown
         yield f"all container groups of cluster {cluster} in {groups.region} would be removed"
         return
     if not there:
@@ -302,12 +283,8 @@ def _tried(call: Callable[[], _T]) -> _T:
 
 
 def _check_address(address: str) -> None:
-    parts = urlsplit(address)
-    near = parts.hostname == "localhost"
-    with suppress(ValueError):
-        host = ipaddress.ip_address(parts.hostname or "")
-        near = host.is_loopback or host.is_unspecified
-    if parts.scheme != "tcp" or near:
+    is_near = is_loopback(address) or urlsplit(address).hostname in ("0.0.0.0", "::")
+    if not address.startswith("tcp://") or is_near:
         raise OptionError(
             f"the cluster listens at {address}, which no other host can reach; start it with `dpflow up --listen "
             "tcp://HOST:PORT --address FILE`, of an address in the groups' network"

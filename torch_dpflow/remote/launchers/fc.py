@@ -61,10 +61,12 @@ class FunctionControl(AlibabaClient):
         super().__init__(region, endpoint, f"function {function!r}")
         self.function = function
 
-    def make(self, config: Any) -> Any:
-        from alibabacloud_fc20230330.client import Client
+    @property
+    def package(self) -> Any:
+        import alibabacloud_fc20230330.client
+        import alibabacloud_fc20230330.models
 
-        return Client(config)
+        return alibabacloud_fc20230330
 
     def missing(self, code: str) -> str:
         if "Task" in code:
@@ -76,25 +78,23 @@ class FunctionControl(AlibabaClient):
 
     def invoke(self, task: str, payload: bytes, *, deadline_s: float) -> None:
         """Invoke the function asynchronously, under the name of a task. Raises ConflictError if that exists."""
-        from alibabacloud_fc20230330.models import InvokeFunctionHeaders, InvokeFunctionRequest
-
-        request = InvokeFunctionRequest(body=payload)
-        headers = InvokeFunctionHeaders(x_fc_invocation_type="Async", x_fc_async_task_id=task)
+        request = self.package.models.InvokeFunctionRequest(body=payload)
+        headers = self.package.models.InvokeFunctionHeaders(x_fc_invocation_type="Async", x_fc_async_task_id=task)
         self._call(f"{task} cannot be started", "invoke_function", request, headers, answer_s=deadline_s)
 
     def task(self, task: str) -> Any:
         """Return a task, as the vendor's `AsyncTask`. Raises MissingError if there is none."""
-        from alibabacloud_fc20230330.models import GetAsyncTaskRequest
-
-        return self._call(f"{task} cannot be looked at", "get_async_task", task, GetAsyncTaskRequest(), {}).body
+        return self._call(
+            f"{task} cannot be looked at", "get_async_task", task, self.package.models.GetAsyncTaskRequest(), {}
+        ).body
 
     def tasks(self, prefix: str, status: str | None = None) -> Iterator[Any]:
         """Yield the tasks with this prefix and state, as the vendor's `AsyncTask`."""
-        from alibabacloud_fc20230330.models import ListAsyncTasksRequest
-
         token = None
         while True:
-            request = ListAsyncTasksRequest(limit=PAGE, next_token=token, prefix=prefix, status=status)
+            request = self.package.models.ListAsyncTasksRequest(
+                limit=PAGE, next_token=token, prefix=prefix, status=status
+            )
             page = self._call("workers cannot be listed", "list_async_tasks", request, {}).body
             yield from page.tasks or []
             token = page.next_token
@@ -103,29 +103,22 @@ class FunctionControl(AlibabaClient):
 
     def stop_task(self, task: str) -> None:
         """End a task by force. Raises MissingError if there is none, and ConflictError if it has ended."""
-        from alibabacloud_fc20230330.models import StopAsyncTaskRequest
-
-        self._call(f"{task} cannot be stopped", "stop_async_task", task, StopAsyncTaskRequest(), {})
+        self._call(f"{task} cannot be stopped", "stop_async_task", task, self.package.models.StopAsyncTaskRequest(), {})
 
     # --- the function ---
 
     def get(self) -> Any:
         """Return the function, as the vendor's `Function`. Raises MissingError if there is none."""
-        from alibabacloud_fc20230330.models import GetFunctionRequest
-
-        return self._call(self._about("looked at"), "get_function", GetFunctionRequest(), {}).body
+        return self._call(self._about("looked at"), "get_function", self.package.models.GetFunctionRequest(), {}).body
 
     def async_config(self) -> Any:
         """Return the settings of asynchronous invocations. Raises MissingError if there are none."""
-        from alibabacloud_fc20230330.models import GetAsyncInvokeConfigRequest
-
-        request = GetAsyncInvokeConfigRequest()
+        request = self.package.models.GetAsyncInvokeConfigRequest()
         return self._call(self._about("looked at"), "get_async_invoke_config", request, {}).body
 
     def put(self, settings: Mapping[str, Any], asynchronous: Mapping[str, Any], *, is_new: bool) -> None:
         """Create or change the function. The mappings are the vendor's JSON."""
-        from alibabacloud_fc20230330 import models
-
+        models = self.package.models
         if is_new:
             given = models.CreateFunctionInput().from_map({"functionName": self.function, **settings})
             request = models.CreateFunctionRequest(body=given)

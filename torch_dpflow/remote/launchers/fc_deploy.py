@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from torch_dpflow.errors import DeniedError, OptionError
+from torch_dpflow.errors import OptionError
 from torch_dpflow.remote.launchers.alibaba_client import MissingError
+from torch_dpflow.remote.launchers.deployment import changes, existing, removal
 from torch_dpflow.remote.launchers.fc import QUEUE_S, FunctionCompute, FunctionControl
 from torch_dpflow.remote.launchers.processes import MODULE
 
@@ -67,18 +69,8 @@ def deploy(settings: FunctionCompute, image: str, *, module: str = MODULE, dry_r
         raise OptionError("no image: give --image REGISTRY/NAME:TAG, which `dpflow image` describes")
     control = settings.control()
     wanted = function_of(settings, image, module)
-    try:
-        there, done = _there(control), ""
-    except DeniedError as error:
-        if not dry_run:
-            raise
-        there, done = None, "created, or changed where it differs"
-        yield f"the existing state is unknown: {error}"
-    would = "would be " if dry_run else ""
-    changes = [*_changes(there, wanted)]
-    done = done or ("changed" if there else "created")
-    yield f"function {settings.function!r} in {settings.region} {would}{done}:"
-    yield from changes or ["  nothing differs"]
+    there, unknown = existing(partial(_there, control), dry_run=dry_run)
+    yield from changes(_place(settings), there, wanted, unknown, dry_run=dry_run)
     yield f"  asynchronous invocations are tasks, wait {QUEUE_S} s for an instance, and are never tried again"
     if not dry_run:
         control.put(wanted, ASYNCHRONOUS, is_new=there is None)
@@ -87,18 +79,11 @@ def deploy(settings: FunctionCompute, image: str, *, module: str = MODULE, dry_r
 def remove(settings: FunctionCompute, *, dry_run: bool = False) -> Iterator[str]:
     """Remove the function; yield what is done, for display. Raises PlatformError."""
     control = settings.control()
-    place = f"function {settings.function!r} in {settings.region}"
-    try:
-        if _there(control) is None:
-            yield f"there is no {place}"
-            return
-    except DeniedError as error:
-        if not dry_run:
-            raise
-        yield f"the existing state is unknown: {error}"
-    if not dry_run:
-        control.delete()
-    yield f"{place} {'would be ' if dry_run else ''}removed"
+    return removal(_place(settings), partial(_there, control), control.delete, dry_run=dry_run)
+
+
+def _place(settings: FunctionCompute) -> str:
+    return f"function {settings.function!r} in {settings.region}"
 
 
 def _there(control: FunctionControl) -> Mapping[str, Any] | None:
@@ -107,14 +92,3 @@ def _there(control: FunctionControl) -> Mapping[str, Any] | None:
     except MissingError:
         return None
     return found
-
-
-def _changes(there: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is to be changed, for display."""
-    for key, value in wanted.items():
-        has = None if there is None else there.get(key)
-        # The platform adds fields of its own.
-        if isinstance(value, dict) and isinstance(has, Mapping):
-            has = {name: has.get(name) for name in value}
-        if has != value:
-            yield f"  {key}: {value}" if has is None else f"  {key}: {has} -> {value}"

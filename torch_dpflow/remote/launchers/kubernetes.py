@@ -101,7 +101,6 @@ class Kubernetes:
         check_container(self.container)
         for table in ("requests", "node_selector"):
             check_type(table, getattr(self, table), Mapping, "a dict")
-        for table in ("requests", "node_selector"):
             for key, value in getattr(self, table).items():
                 if not isinstance(key, str) or not isinstance(value, str):
                     raise OptionTypeError(f"{table}[{key!r}]={value!r:.80}: give text, as Kubernetes has it")

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from torch_dpflow.errors import (
-    DeniedError,
-    OptionError,
-    RejectedError,
-    UnavailableError,
-)
+from torch_dpflow.errors import OptionError, RejectedError, UnavailableError
 from torch_dpflow.remote.launchers.aws_client import AwsClient
 from torch_dpflow.remote.launchers.aws_lambda import Lambda
+from torch_dpflow.remote.launchers.deployment import changes, existing, removal
 
 #: What the image runs: AWS's runtime client, with our handler.
 ENTRY_POINT, HANDLER = ("python", "-m", "awslambdaric"), "torch_dpflow.remote.worker.aws_lambda.handler"
@@ -58,17 +55,8 @@ def deploy(settings: Lambda, image: str, *, dry_run: bool = False, handler: str 
         )
     client = _client(settings)
     wanted = function_of(settings, handler)
-    try:
-        there, done = _there(client, settings), ""
-    except DeniedError as error:
-        if not dry_run:
-            raise
-        there, done = None, "created, or changed where it differs"
-        yield f"the existing state is unknown: {error}"
-    done = done or ("changed" if there else "created")
-    yield f"{_place(client, settings)} {'would be ' if dry_run else ''}{done}:"
-    has = {} if there is None else {**there["Configuration"], "image": there["Code"].get("ImageUri")}
-    yield from [*_changes(has, {"image": image, **wanted})] or ["  nothing differs"]
+    there, unknown = existing(partial(_there, client, settings), dry_run=dry_run)
+    yield from changes(_place(client, settings), there, {"image": image, **wanted}, unknown, dry_run=dry_run)
     if dry_run:
         return
     name = settings.function
@@ -92,18 +80,12 @@ def deploy(settings: Lambda, image: str, *, dry_run: bool = False, handler: str 
 def remove(settings: Lambda, *, dry_run: bool = False) -> Iterator[str]:
     """Remove the function; yield what is done, for display. Raises PlatformError."""
     client = _client(settings)
-    try:
-        if _there(client, settings) is None:
-            yield f"there is no {_place(client, settings)}"
-            return
-    except DeniedError as error:
-        if not dry_run:
-            raise
-        yield f"the existing state is unknown: {error}"
-    if not dry_run:
+
+    def delete() -> None:
         with client.calling(f"function {settings.function!r} cannot be removed") as lambda_:
             lambda_.delete_function(FunctionName=settings.function)
-    yield f"{_place(client, settings)} {'would be ' if dry_run else ''}removed"
+
+    return removal(_place(client, settings), partial(_there, client, settings), delete, dry_run=dry_run)
 
 
 def _client(settings: Lambda) -> AwsClient:
@@ -115,19 +97,22 @@ def _place(client: AwsClient, settings: Lambda) -> str:
 
 
 def _there(client: AwsClient, settings: Lambda) -> Mapping[str, Any] | None:
+    """Return the function's configuration, as `function_of`, with its image."""
     try:
         with client.calling(f"function {settings.function!r} cannot be read") as lambda_:
-            found: Mapping[str, Any] = lambda_.get_function(FunctionName=settings.function)
+            found = lambda_.get_function(FunctionName=settings.function)
     except RejectedError as error:
         if "ResourceNotFoundException" in str(error):
             return None
         raise
-    if found["Configuration"].get("PackageType") != "Image":
+    has: dict[str, Any] = {**found["Configuration"], "image": found["Code"].get("ImageUri")}
+    if has.get("PackageType") != "Image":
         raise OptionError(
             f"{_place(client, settings)} is no container image, and cannot become one: give another name, as function "
             "in [platform.lambda] of dpflow.toml, or remove it"
         )
-    return found
+    has["ImageConfig"] = has.get("ImageConfigResponse", {}).get("ImageConfig", has.get("ImageConfig"))
+    return has
 
 
 def _await_done(client: AwsClient, settings: Lambda) -> None:
@@ -145,15 +130,3 @@ def _await_done(client: AwsClient, settings: Lambda) -> None:
         if time.monotonic() >= deadline:
             raise UnavailableError(f"{_place(client, settings)} is not ready after {DONE_S:g} s; look at AWS's console")
         time.sleep(ASK_S)
-
-
-def _changes(has: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is to be changed, for display."""
-    for key, value in wanted.items():
-        old = has.get(key)
-        if key == "ImageConfig":
-            old = has.get("ImageConfigResponse", {}).get("ImageConfig", old)
-        if isinstance(value, dict) and isinstance(old, Mapping):  # Lambda adds fields of its own
-            old = {name: old.get(name) for name in value}
-        if old != value and (old or any(value.values()) if isinstance(value, dict) else True):
-            yield f"  {key}: {value}" if old is None else f"  {key}: {old} -> {value}"

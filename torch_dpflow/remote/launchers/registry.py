@@ -6,9 +6,9 @@ import difflib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from contextlib import closing
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, cast
 
@@ -46,7 +46,7 @@ def resolve(platform: str | PlatformSpec) -> PlatformSpec:
             near = difflib.get_close_matches(platform.lower(), _KNOWN, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise OptionError(f"platform={platform!r} is none of {sorted(_KNOWN)}{hint}")
-        found = settings.read(_Kinds())[f"platform.{platform}"]
+        found = settings.read(_KINDS)[f"platform.{platform}"]
         spec: PlatformSpec = _kind(platform)(**{key: setting.value for key, setting in found.items()})
         if platform in _EXPERIMENTAL:
             warn_experimental(platform)
@@ -77,7 +77,7 @@ def network() -> tuple[settings.Network, str]:
 
     Raises OptionError as `resolve`.
     """
-    found = settings.read(_Kinds())["network"]
+    found = settings.read(_KINDS)["network"]
     place = found["listen"].place if "listen" in found else ""
     return settings.Network(**{key: setting.value for key, setting in found.items()}), place
 
@@ -87,7 +87,7 @@ def autoscale() -> settings.Autoscale:
 
     Raises OptionError as `resolve`, also if its `min` is above its `max`.
     """
-    found = settings.read(_Kinds())["autoscale"]
+    found = settings.read(_KINDS)["autoscale"]
     table = settings.Autoscale(**{key: setting.value for key, setting in found.items()})
     if table.max is not None and table.min > table.max:
         place = found["min"].place
@@ -111,21 +111,12 @@ def _kind(platform: str) -> Any:
         ) from error
 
 
-class _Kinds(Mapping[str, type[Any]]):
-    """The classes of all settings, by their tables. A platform is imported when its table is looked up.
-
-    So a platform whose library is broken concerns only jobs that name it.
-    """
-
-    def __getitem__(self, table: str) -> type[Any]:
-        shared = {"network": settings.Network, "autoscale": settings.Autoscale}
-        return shared[table] if table in shared else _kind(table.removeprefix("platform."))
-
-    def __iter__(self) -> Iterator[str]:
-        yield from (*(f"platform.{name}" for name in _KNOWN), "network", "autoscale")
-
-    def __len__(self) -> int:
-        return len(_KNOWN) + 2
+#: By table, what returns the class of its settings: a platform whose library is broken concerns only jobs that name it.
+_KINDS: dict[str, Callable[[], type[Any]]] = {
+    **{f"platform.{name}": partial(_kind, name) for name in _KNOWN},
+    "network": lambda: settings.Network,
+    "autoscale": lambda: settings.Autoscale,
+}
 
 
 #: Timeout of a check, seconds.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -107,12 +107,12 @@ class _Source:
         return self.name
 
 
-def read(kinds: Mapping[str, type[Any]]) -> dict[str, dict[str, Setting]]:
+def read(kinds: Mapping[str, Callable[[], type[Any]]]) -> dict[str, dict[str, Setting]]:
     """Return the settings of each table, as `platform.ray` or `network`: arguments of its class.
 
     All tables are checked, not only the one that is used.
 
-    kinds: the dataclasses of all tables' settings, which have defaults.
+    kinds: by table, what returns the dataclass of its settings, which have defaults.
 
     Raises:
         OptionError: a file cannot be read, or it or a variable has an unknown name, or a value that is not possible.
@@ -122,7 +122,7 @@ def read(kinds: Mapping[str, type[Any]]) -> dict[str, dict[str, Setting]]:
     for source in [*_files(), _environment()]:  # from the last to decide to the first
         for table, part in _tables_of(source, kinds):
             for key, value in part.items():
-                found[table][key] = _setting(source, table, key, value, kinds[table])
+                found[table][key] = _setting(source, table, key, value, kinds[table]())
     return found
 
 

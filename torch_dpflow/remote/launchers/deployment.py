@@ -1,0 +1,56 @@
+"""Steps of `dpflow deploy` that platforms share: compare what exists with what is wanted, and say what is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch_dpflow.errors import DeniedError
+
+_T = TypeVar("_T")
+
+
+def existing(read: Callable[[], _T], *, dry_run: bool) -> tuple[_T | None, list[str]]:
+    """Return what `read` returns, and no line; in a dry run without credentials None, and a line for display."""
+    try:
+        return read(), []
+    except DeniedError as error:
+        if not dry_run:
+            raise
+        return None, [f"the existing state is unknown: {error}"]
+
+
+def changes(
+    place: str, there: Mapping[str, Any] | None, wanted: Mapping[str, Any], unknown: Sequence[str], *, dry_run: bool
+) -> Iterator[str]:
+    """Yield what is to be changed, for display.
+
+    place: the function. there: its settings; None without it. unknown: as of `existing`.
+    """
+    yield from unknown
+    done = "created, or changed where it differs" if unknown else "created" if there is None else "changed"
+    yield f"{place} {'would be ' if dry_run else ''}{done}:"
+    yield from [*_differences(there or {}, wanted)] or ["  nothing differs"]
+
+
+def removal(
+    place: str, read: Callable[[], object | None], delete: Callable[[], None], *, dry_run: bool
+) -> Iterator[str]:
+    """Remove a function, unless it is not there; yield what is done, for display."""
+    there, unknown = existing(read, dry_run=dry_run)
+    yield from unknown
+    if there is None and not unknown:
+        yield f"there is no {place}"
+        return
+    if not dry_run:
+        delete()
+    yield f"{place} {'would be ' if dry_run else ''}removed"
+
+
+def _differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in wanted.items():
+        old = there.get(key)
+        if isinstance(value, dict) and isinstance(old, Mapping):  # platforms add fields
+            old = {name: old.get(name) for name in value}
+        if old != value and (old or not isinstance(value, dict) or any(value.values())):
+            yield f"  {key}: {value}" if old is None else f"  {key}: {old} -> {value}"
