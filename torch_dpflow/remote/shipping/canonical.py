@@ -247,8 +247,7 @@ class Walk:
 
     def _sequence(self, obj: Any, level: int) -> Steps:
         kind, text = type(obj).__name__, text_of(obj)
-        plain = self._plain(obj)
-        if plain is not None:
+        if (plain := self._plain(obj)) is not None:
             return PartNode(digest_of(kind.encode(), plain), text)
         again = repr(repeated(obj)).encode()
         if (columns := columns_of(obj, level)) is not None:
@@ -271,8 +270,7 @@ class Walk:
     def _mapping(self, obj: dict[Any, Any]) -> Steps:
         text = text_of(obj)
         if len(obj) > _MAX_KEYS or not all(type(key) is str for key in obj):
-            plain = self._plain(obj)
-            if plain is not None:
+            if (plain := self._plain(obj)) is not None:
                 return PartNode(digest_of(b"dict", plain), text)
             keys = yield list(obj)
             values = yield list(obj.values())
@@ -301,8 +299,7 @@ class Walk:
         return PartNode(digest_of(b"argparse.Namespace"), "arguments", parts)
 
     def _path(self, obj: PurePath) -> Steps:
-        found = yield str(obj)
-        return PartNode(digest_of(b"path", type(obj).__qualname__.encode(), found.digest), f"{obj}")
+        return PartNode(digest_of(b"path", type(obj).__qualname__.encode(), (yield str(obj)).digest), f"{obj}")
 
     def _content(self, obj: Any) -> Steps:
         """Digest what an object holds that pickle refuses."""
@@ -310,8 +307,7 @@ class Walk:
         return PartNode(digest_of(type(obj).__qualname__.encode(), found.digest), type(obj).__qualname__)
 
     def _generator(self, obj: Any) -> Steps:
-        found = yield from self._other(obj, "")
-        return PartNode(found.digest, RANDOM_STATE)
+        return PartNode((yield from self._other(obj, "")).digest, RANDOM_STATE)
 
     # ---- what pickle names
 
@@ -334,13 +330,11 @@ class Walk:
     def _other(self, obj: Any, path: str) -> Steps:
         if type(obj) is tuple:
             return PartNode(digest_of(*map(str.encode, obj)), obj[1])
-        content = memory_of(obj)
-        if content is not None:
+        if (content := memory_of(obj)) is not None:
             label, values, text = content
-            if isinstance(values, bytes):
-                return PartNode(digest_of(b"memory", label, values), text)
-            found = yield values
-            return PartNode(digest_of(b"memory", label, found.digest), text)
+            return PartNode(
+                digest_of(b"memory", label, values if isinstance(values, bytes) else (yield values).digest), text
+            )
         reduced = self._pickler.reducer_override(obj)
         if reduced is NotImplemented:
             if is_definition(obj):

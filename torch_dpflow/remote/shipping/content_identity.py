@@ -23,7 +23,7 @@ from torch_dpflow.remote.shipping.canonical import Walk
 from torch_dpflow.remote.shipping.code_bundle import CodeBundle, OwnFiles
 from torch_dpflow.remote.shipping.compatibility import distributions_of_modules, version_of
 from torch_dpflow.remote.shipping.content_pack import ScriptPickler, keys_left_out, script_by_value
-from torch_dpflow.remote.shipping.own_settled import Settled
+from torch_dpflow.remote.shipping.own_members import Settled
 from torch_dpflow.remote.shipping.own_source import OwnCode, own_code
 from torch_dpflow.remote.shipping.own_state import OwnState, own_state, set_members
 from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, flatten, merged, of_both, shown_text

@@ -17,7 +17,8 @@ import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import islice
-from typing import IO, Any, NamedTuple, Protocol
+from operator import itemgetter
+from typing import IO, Any, Protocol
 
 import cloudpickle
 import numpy as np
@@ -283,24 +284,18 @@ def _size_of(obj: Any) -> int:
     return out.taken
 
 
-class _Part(NamedTuple):
-    path: str
-    obj: Any
-    nbytes: int
-
-
 def _too_large(spec: Any, limit: int) -> OptionError:
-    named = [(name, getattr(spec, name)) for name in _PARTS]
-    path, obj, whole = first = _largest(named, _MAX_COUNTED_BYTES)
+    begin, obj, whole = _largest(((name, getattr(spec, name)) for name in _PARTS), _MAX_COUNTED_BYTES)
+    path = begin
     for _ in range(_MAX_DEPTH):
-        inner = _largest(islice(children_of(obj), _MAX_PARTS), whole)
-        if inner.nbytes <= whole // 2:
+        step, part, nbytes = _largest(islice(children_of(obj), _MAX_PARTS), whole)
+        if nbytes <= whole // 2:
             break
-        path, obj, whole = path + inner.path, inner.obj, inner.nbytes
-    if path == first.path:  # it may be in variables of the script that its functions use
-        inner = _largest(_variables(), whole)
-        if inner.nbytes > whole // 2:
-            path, obj, whole = f"the script's variable {inner.path}", inner.obj, inner.nbytes
+        path, obj, whole = path + step, part, nbytes
+    if path == begin:  # it may be in variables of the script that its functions use
+        name, part, nbytes = _largest(_variables(), whole)
+        if nbytes > whole // 2:
+            path, obj, whole = f"the script's variable {name}", part, nbytes
     kind = f"{module_of(type(obj))}.{type(obj).__qualname__}"
     return OptionError(
         f"{path} of type {kind} pickles to {whole / 1e6:,.0f} MB, and workers on other hosts are sent "
@@ -316,14 +311,11 @@ def _variables() -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _largest(parts: Iterable[tuple[str, Any]], most: int) -> _Part:
-    """Return the largest part up to `most` bytes; larger parts are left out."""
-    largest = _Part("", None, -1)
-    for path, obj in parts:
-        nbytes = _size_of(obj)
-        if largest.nbytes < nbytes <= most + _FRAME_BYTES:
-            largest = _Part(path, obj, nbytes)
-    return largest
+def _largest(parts: Iterable[tuple[str, Any]], most: int) -> tuple[str, Any, int]:
+    """Return the largest part up to `most` bytes, with its name and size; larger parts are left out."""
+    sized = ((path, obj, _size_of(obj)) for path, obj in parts)
+    fitting = (one for one in sized if one[2] <= most + _FRAME_BYTES)
+    return max(fitting, key=itemgetter(2), default=("", None, -1))
 
 
 #: Ends a flow's content: the length of the archive before it, and a mark. A pickle ends with another byte.

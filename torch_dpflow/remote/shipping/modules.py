@@ -101,8 +101,7 @@ def is_own_path(file: str) -> bool:
 def is_own_class(kind: type) -> bool:
     """Return whether a class is of the script, or of a module of the user's own."""
     module = module_of(kind)
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return module in SCRIPT or (isinstance(file, str) and is_own_path(file))
+    return module in SCRIPT or _is_own_file(sys.modules.get(module))
 
 
 @lru_cache(maxsize=4096)
@@ -156,7 +155,7 @@ def resolve(name: str, package: str) -> str:
 
 def _own_tops() -> set[str]:
     """Return the top-level modules where the user's own code is imported from, and the loaded ones of theirs."""
-    found = {name for name, module in list(sys.modules.items()) if "." not in name and _fileis_own_path(module)}
+    found = {name for name, module in list(sys.modules.items()) if "." not in name and _is_own_file(module)}
     for folder in sys.path:
         folder = folder or os.getcwd()
         if is_own_path(os.path.join(folder, "_")) and os.path.isdir(folder):
@@ -173,7 +172,7 @@ def _modules_in(folder: str) -> Iterator[str]:
                 yield entry.name
 
 
-def _fileis_own_path(module: object) -> bool:
+def _is_own_file(module: object) -> bool:
     file = getattr(module, "__file__", None)
     return isinstance(file, str) and is_own_path(file)
 

@@ -6,7 +6,7 @@ import functools
 import io
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -15,19 +15,27 @@ from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.content_parts import is_ignored
 from torch_dpflow.remote.shipping.canonical import Walk
 from torch_dpflow.remote.shipping.content_pack import ScriptPickler
-from torch_dpflow.remote.shipping.own_labels import ORDER, REGISTERED, put_in_order, register
 from torch_dpflow.remote.shipping.own_members import (
     Codes,
     ModuleMember,
+    ModuleMembers,
     Replaced,
     inner_functions,
     members_of,
     set_attribute,
 )
 from torch_dpflow.remote.shipping.own_source import COMPUTED, OwnSource, parsed
-from torch_dpflow.remote.shipping.own_state import SAME, NotSent, OwnState, imported, members_not_as_file, origins
+from torch_dpflow.remote.shipping.own_state import (
+    SAME,
+    SPECIAL,
+    NotSent,
+    OwnState,
+    imported,
+    members_not_as_file,
+    origins,
+)
 from torch_dpflow.remote.shipping.part_tree import whole
-from torch_dpflow.remote.shipping.run_text import set_script_variables
+from torch_dpflow.remote.shipping.reducers import set_script_variables
 from torch_dpflow.remote.shipping.values import Bulk, is_mutable
 from torch_dpflow.workers.script_settings import ScriptSettings
 
@@ -268,7 +276,7 @@ def _has_codes(member: ModuleMember | None, sent: Codes) -> bool:
     return member is not None and member.kind == "function" and member.value[0] == sent.kind
 
 
-def _putter(members: Mapping[str, ModuleMember], module: types.ModuleType, path: str) -> Callable[[Any], object] | None:
+def _putter(members: ModuleMembers, module: types.ModuleType, path: str) -> Callable[[Any], object] | None:
     """Return what sets a member that a module lacks."""
     outer, _, name = path.rpartition(".")
     if "(" in outer or "[" in path:
@@ -286,8 +294,8 @@ def _putter(members: Mapping[str, ModuleMember], module: types.ModuleType, path:
         holder = dict(inner_functions(definition)).get(f".{inner}")
         if holder is None:
             return None
-    if name in _SPECIAL:
-        return functools.partial(_SPECIAL[name], holder)
+    if name in SPECIAL:
+        return functools.partial(SPECIAL[name], holder)
     if "(" in name:
         return None
     return functools.partial(set_attribute, holder, name)
@@ -296,9 +304,6 @@ def _putter(members: Mapping[str, ModuleMember], module: types.ModuleType, path:
 def _replacing(put: Any) -> Any:
     """Return what sets a member to another object, and does not fill the present one."""
     return functools.partial(setattr, *put.args) if getattr(put, "func", None) is set_attribute else put
-
-
-_SPECIAL: dict[str, Callable[..., object]] = {ORDER: put_in_order, REGISTERED: register}
 
 
 def _other(name: str, state: OwnState) -> UsageError:

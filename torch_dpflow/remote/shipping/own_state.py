@@ -7,11 +7,13 @@ is set, and if it was not sent, the worker raises.
 
 from __future__ import annotations
 
+import abc
 import builtins
+import inspect
 import os
 import sys
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -21,19 +23,21 @@ from torch_dpflow.remote.shipping.canonical import Walk
 from torch_dpflow.remote.shipping.code_digest import code_digest
 from torch_dpflow.remote.shipping.content_pack import can_pack
 from torch_dpflow.remote.shipping.modules import is_own_path
-from torch_dpflow.remote.shipping.own_labels import labels_not_as_file
 from torch_dpflow.remote.shipping.own_members import (
     AS_FILE,
+    SETTLED,
     Codes,
     Deleted,
     ModuleMember,
+    ModuleMembers,
     Replaced,
+    Settled,
     functions_of,
     members_of,
 )
-from torch_dpflow.remote.shipping.own_settled import SETTLED, Settled
 from torch_dpflow.remote.shipping.own_source import COMPUTED, OwnCode, OwnSource
 from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, whole
+from torch_dpflow.remote.shipping.reducers import NO_VARIABLES
 from torch_dpflow.remote.shipping.values import is_harmless, is_mutable
 
 #: Maximum bytes of a value that is sent.
@@ -85,7 +89,7 @@ def set_members(
 
     settled: by module, what an earlier call has found; updated.
     """
-    found, members = {}, dict[str, Mapping[str, ModuleMember]]()
+    found, members = {}, dict[str, ModuleMembers]()
     for name in sorted(modules & sys.modules.keys()):
         module, source, known = sys.modules[name], code.sources[name], settled.get(name)
         if known is None or not known.holds(module, source):
@@ -105,7 +109,7 @@ def set_members(
 SAME = "(is)"
 
 
-def shared_members(modules: Mapping[str, Mapping[str, ModuleMember]]) -> dict[tuple[str, str], tuple[str, str]]:
+def shared_members(modules: Mapping[str, ModuleMembers]) -> dict[tuple[str, str], tuple[str, str]]:
     """Return members that are the same object as an earlier member, by module and path, with that member."""
     first: dict[int, tuple[str, str]] = {}
     found = {}
@@ -150,7 +154,7 @@ def _ids_of_replaced(values: Iterable[Any]) -> frozenset[int]:
 
 
 def members_not_as_file(
-    walk: Walk, name: str, module: types.ModuleType, source: OwnSource, members: Mapping[str, ModuleMember]
+    walk: Walk, name: str, module: types.ModuleType, source: OwnSource, members: ModuleMembers
 ) -> dict[str, tuple[PartNode, Any]]:
     """Return what is not provably as the file defines it. members: of the module, as `members_of` has them."""
     found = {}
@@ -174,7 +178,7 @@ def members_not_as_file(
         holder = members.get(outer, AS_FILE)
         if not outer or holder.kind == "class" or (holder.kind == "function" and default and outer not in found):
             found[path] = (PartNode(digest_of(b"deleted"), "deleted"), Deleted)
-    for path, value in labels_not_as_file(module, members, source):
+    for path, value in _labels_not_as_file(module, members, source):
         found[path] = (walk.digest_apart(value), value)
     walk.read_from("")
     return found
@@ -264,3 +268,99 @@ def _resolved(module: types.ModuleType, dotted: str | None) -> Any:
     for name in rest:
         found = getattr(found, name, None)
     return found
+
+
+# ---- docstrings, names, annotations, registered classes and orders
+
+#: Ends of paths: classes that were registered with an abstract class, and the order of attributes.
+_REGISTERED, _ORDER = "(registered)", "(order)"
+
+
+def _labels_not_as_file(module: Any, members: ModuleMembers, source: OwnSource) -> Iterator[tuple[str, Any]]:
+    """Yield what a module, its functions and its classes have that their file does not define so, by path.
+
+    members: of the module, as `members_of` has them.
+    """
+    if not isinstance(module, types.ModuleType):
+        return
+    yield from _texts("", vars(module), vars(module), source)
+    for path, member in members.items():
+        definition = member.definition
+        if member.kind == "class" and path in source.bases:
+            variables = {**vars(definition), "__annotations__": _annotations_of(definition)}
+            yield from _name(path, definition)
+            yield from _texts(path, variables, vars(module), source)
+            if "_abc_impl" in variables and (registered := abc._get_dump(definition)[0]):  # type: ignore[attr-defined]
+                yield f"{path}.{_REGISTERED}", {one() for one in registered}
+            yield from _order(path, [*vars(definition)], source)
+        elif type(definition) is types.FunctionType and path in source.kinds:
+            yield from _name(path, definition)
+            labels = {"__doc__": definition.__doc__, "__annotations__": definition.__annotations__}
+            yield from _texts(path, labels, vars(module), source)
+            yield from _order(path, [*vars(definition)], source)
+    names = [name for name in vars(module) if f"{module.__name__}.{name}" not in sys.modules]
+    yield from _order("", [name for name in names if name not in NO_VARIABLES], source)
+
+
+def _annotations_of(kind: type) -> Any:
+    try:  # since Python 3.14 they are evaluated when they are read
+        return kind.__annotations__ if "__annotate_func__" in vars(kind) else vars(kind).get("__annotations__")
+    except NameError:
+        return None
+
+
+def _name(path: str, definition: Any) -> Iterator[tuple[str, Any]]:
+    names = path.rpartition(".")[2], getattr(getattr(definition, "__code__", None), "co_name", None)
+    if definition.__name__ not in names:
+        yield f"{path}.__name__", definition.__name__
+
+
+def _texts(
+    path: str, labels: Mapping[str, Any], variables: Mapping[str, Any], source: OwnSource
+) -> Iterator[tuple[str, Any]]:
+    doc, defined = labels.get("__doc__"), source.docs.get(path)
+    if doc != defined and _cleaned(doc) != _cleaned(defined):
+        yield f"{path}.__doc__", doc
+    given, annotations = labels.get("__annotations__") or {}, source.annotations.get(path, {})
+    inner = labels if path in source.bases else {}
+    if given.keys() != annotations.keys() or not all(
+        annotations[name].makes(value, variables, inner) for name, value in given.items()
+    ):
+        yield f"{path}.__annotations__", dict(given)
+
+
+def _cleaned(doc: Any) -> Any:
+    """Return a docstring as compilers since Python 3.13 leave it."""
+    return inspect.cleandoc(doc) if sys.version_info >= (3, 13) and isinstance(doc, str) else doc
+
+
+def _order(path: str, names: list[str], source: OwnSource) -> Iterator[tuple[str, Any]]:
+    present = [name for name in names if not (name.startswith("_") and name.endswith("_"))]
+    defined = dict.fromkeys(source.order.get(path, ()))
+    others = [name for name in present if name not in defined]
+    here = {*present}
+    is_in_order = [name for name in present if name in defined] == [name for name in defined if name in here]
+    if not is_in_order or len(others) > 1 or (others and present[-1:] != others):
+        yield f"{path}.{_ORDER}", tuple(present)
+
+
+def _put_in_order(holder: Any, names: tuple[str, ...]) -> None:
+    """Bring attributes into this order. Raises ValueError if it has others."""
+    if tuple(name for name in vars(holder) if name in names) == names:
+        return
+    values = [(name, vars(holder)[name]) for name in names if name in vars(holder)]
+    if len(values) < len(names):
+        raise ValueError(f"attributes of {holder!r} are missing")
+    for name, value in values:
+        delattr(holder, name)
+        setattr(holder, name, value)
+
+
+def _register(holder: Any, classes: set[type]) -> None:
+    """Register classes with an abstract class."""
+    for one in classes:
+        holder.register(one)
+
+
+#: What sets the members that end so, with the class or module.
+SPECIAL: Mapping[str, Callable[[Any, Any], object]] = {_ORDER: _put_in_order, _REGISTERED: _register}
