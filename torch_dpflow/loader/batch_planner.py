@@ -181,36 +181,39 @@ class Rotation:
     """torch's assignment of batches to workers: in turn, skipping those whose stream has ended.
 
     Args:
+        in_flight: their batches.
         in_order: if False, also skip those that have more than their share in flight.
         limit: most batches in flight.
         first: the worker to begin with.
     """
 
-    def __init__(self, workers: int, *, in_order: bool, limit: int, first: int = 0) -> None:
+    def __init__(self, workers: int, in_flight: InFlight, *, in_order: bool, limit: int, first: int = 0) -> None:
         self._active = [True] * workers
+        self._in_flight = in_flight
         self._in_order = in_order
         self._limit = limit
         self.next = first % workers
 
-    def in_turn(self, in_flight: InFlight) -> int | None:
+    def in_turn(self) -> int | None:
         """The worker that gets the next batch, None if none may. Set `next` to `after` it once it has the batch."""
         share = self._limit // max(1, sum(self._active))
         for turn in range(len(self._active)):
             worker = (self.next + turn) % len(self._active)
-            if self._active[worker] and (self._in_order or in_flight.workers().count(worker) < share):
+            if self._active[worker] and (self._in_order or self._in_flight.workers().count(worker) < share):
                 return worker
         return None
 
     def after(self, worker: int) -> int:
         return (worker + 1) % len(self._active)
 
-    def is_active(self, worker: int) -> bool:
-        """Return whether the worker's stream has not ended."""
-        return self._active[worker]
-
     def end(self, worker: int) -> None:
         """Record that the worker's stream has ended. Idempotent."""
         self._active[worker] = False
+
+    def order(self) -> tuple[list[int], int]:
+        """Return the workers of the batches in flight, and the one after them."""
+        # A worker whose stream has ended may have a second report of its end in flight.
+        return [worker for worker in self._in_flight.workers() if self._active[worker]], self.next
 
 
 class BatchPlanner:
@@ -220,12 +223,9 @@ class BatchPlanner:
         rotation: chooses the worker of a batch; None if any worker may load any.
     """
 
-    def __init__(
-        self, progress: EpochProgress, rotation: Rotation | None = None, in_flight: InFlight | None = None
-    ) -> None:
+    def __init__(self, progress: EpochProgress, rotation: Rotation | None = None) -> None:
         self._progress = progress
         self._rotation = rotation
-        self._in_flight = InFlight(in_order=True) if in_flight is None else in_flight  # an empty one is false
         #: The workers of the next batches, where a resumed state names them.
         self._scheduled = list(progress.due)
         #: The batch that was drawn and not submitted yet.
@@ -243,7 +243,7 @@ class BatchPlanner:
             return self.drawn
         scheduled, turn, worker = self._scheduled, 0, None
         if rotation is not None:
-            worker = scheduled[0] if scheduled else rotation.in_turn(self._in_flight)
+            worker = scheduled[0] if scheduled else rotation.in_turn()
             if worker is None:
                 return None
             turn = rotation.next if scheduled else rotation.after(worker)
@@ -262,19 +262,6 @@ class BatchPlanner:
         """Record that the drawn batch was submitted to the workers."""
         # No call in between: Control-C comes before both or after them.
         self.drawn, self.planned = None, self.planned + 1
-
-    def end_stream(self, worker: int) -> None:
-        """Record that this worker's stream has ended. Idempotent."""
-        assert self._rotation is not None
-        self._rotation.end(worker)
-
-    def order_of_workers(self) -> tuple[list[int], int] | None:
-        """The workers of the batches in flight, and the one after them; None if any worker may load any batch."""
-        if self._rotation is None:
-            return None
-        # A worker whose stream has ended may have a second report of its end in flight.
-        active = [worker for worker in self._in_flight.workers() if self._rotation.is_active(worker)]
-        return active, self._rotation.next
 
 
 def fit_streams(progress: EpochProgress, workers: int, *, own_stream: bool) -> None:

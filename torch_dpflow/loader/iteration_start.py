@@ -80,14 +80,27 @@ def _begin(iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Ca
     if state is not None and state.fresh:
         _return_to_rest(loader, state)
     if state is None or (state.fresh and state.base_seed is None):
-        progress = _anew(iterator, loader, opening, start)
+        shape, generators = (
+            LoaderShape(loader),
+            GeneratorStates.capture(loader),
+        )  # before samplers that count iterations
+        start(loader)
+        progress = _progress(loader, shape, opening, generators, iterator._sampler_iter, iterator._base_seed)
     else:
         start(LoaderView(loader))
         iterator._index_sampler = loader._index_sampler
         if state.fresh:
             progress, shared_seed = _next_with_same_seed(loader, state)
         else:
-            progress, shared_seed = _resumed(loader, state), state.shared_seed
+            shared_seed = state.shared_seed
+            progress = EpochProgress.resumed(
+                state,
+                index_sampler=loader._index_sampler,
+                sampler=loader.sampler,
+                generator=loader.generator,
+                keeps_seed=loader.persistent_workers,
+                shape=LoaderShape(loader),
+            )
         _share_seed(iterator, shared_seed)
         iterator._base_seed = progress.base_seed
     if state is not None and state.fresh:
@@ -118,12 +131,6 @@ def _return_to_rest(loader: Any, state: LoaderState) -> None:
         return_sampler(state, loader._index_sampler, loader.sampler)
     if state.dataset is not None:
         return_dataset(loader.dataset, state.dataset)
-
-
-def _anew(iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]) -> EpochProgress:
-    shape, generators = LoaderShape(loader), GeneratorStates.capture(loader)  # before samplers that count iterations
-    start(loader)
-    return _progress(loader, shape, opening, generators, iterator._sampler_iter, iterator._base_seed)
 
 
 def _with_shared_seeds(opening: Sequence[OpeningStep], loader: Any) -> list[OpeningStep]:
@@ -174,17 +181,6 @@ def _progress(
     )
     plan = new_plan(batches, loader._index_sampler, loader.sampler)
     return EpochProgress(shape, start, plan, generator=loader.generator, streams=streams)
-
-
-def _resumed(loader: Any, state: LoaderState) -> EpochProgress:
-    return EpochProgress.resumed(
-        state,
-        index_sampler=loader._index_sampler,
-        sampler=loader.sampler,
-        generator=loader.generator,
-        keeps_seed=loader.persistent_workers,
-        shape=LoaderShape(loader),
-    )
 
 
 #: Samples in a batch, where their number is unknown.

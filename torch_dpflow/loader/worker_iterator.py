@@ -165,12 +165,14 @@ class WorkerIterator(DeliveringIterator):
             progress.await_streams = weakref.WeakMethod(self._await_beginnings)
         fit_streams(progress, self._num_workers, own_stream=self._own_stream)
         self._in_flight = InFlight(in_order=self._in_order)
-        rotation = None
+        #: Chooses the worker of each batch; None: any worker may load any.
+        self._rotation: Rotation | None = None
         if self._own_stream:
-            rotation = Rotation(
-                self._num_workers, in_order=self._in_order, limit=self._usual, first=progress.next_worker
+            first, limit = progress.next_worker, self._usual
+            self._rotation = Rotation(
+                self._num_workers, self._in_flight, in_order=self._in_order, limit=limit, first=first
             )
-        self._planner = BatchPlanner(progress, rotation, self._in_flight)
+        self._planner = BatchPlanner(progress, self._rotation)
         #: How many batches are planned once another one is in the place of the head.
         self._goal = 0
         self._has_idle_worker = False
@@ -296,15 +298,16 @@ class WorkerIterator(DeliveringIterator):
         self._in_flight.remove(head.position)
         while self._planner.planned < self._goal and self._plan_one():
             pass
-        if head.worker is not None:
+        if self._rotation is not None:
             head.stream = getattr(head.outcome, "stream", None)
-            head.workers_after = self._planner.order_of_workers()
+            head.workers_after = self._rotation.order()
 
     def _end_stream(self, head: PlannedBatch) -> None:
         """Drop the batches of a worker whose iterable dataset has ended."""
         assert self._shard is not None
         assert head.worker is not None
-        self._planner.end_stream(head.worker)
+        assert self._rotation is not None
+        self._rotation.end(head.worker)
         head.dropped = head.dropped or self._in_flight.waiting(head.worker)
         self._shard.cancel([task_of(self._generation, position) for position in head.dropped])
         for position in head.dropped:

@@ -278,9 +278,7 @@ def open_memfd(pid: int, fd: int, number: int, capacity: int, token: bytes | Non
     _check_kind(path, claim)
     own = _open(path, claim)
     try:
-        _check_size(own, capacity, claim)
-        _check_seals(own, claim)
-        _check_reserved(own, capacity, claim)
+        _check_file(own, capacity, claim)
         file = _file_of(own)
         memory, address = _map_theirs(f"/proc/self/fd/{own}", HEADER_BYTES + capacity, claim)
     finally:
@@ -324,10 +322,7 @@ def _file_of(fd: int) -> tuple[int, int]:
 
 
 def _seals() -> int:
-    seals = 0
-    for name in _SEALS:
-        seals |= getattr(fcntl, name)
-    return seals
+    return sum(getattr(fcntl, name) for name in _SEALS)
 
 
 def _map(path: str, size: int) -> tuple[memoryview, int]:
@@ -358,25 +353,18 @@ def _open(path: str, claim: str) -> int:
         ) from error
 
 
-def _check_size(fd: int, capacity: int, claim: str) -> None:
+def _check_file(fd: int, capacity: int, claim: str) -> None:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_size != HEADER_BYTES + capacity:
         raise MessageError(f"{claim}: not a segment of that size, but {status.st_size} bytes")
-
-
-def _check_reserved(fd: int, capacity: int, claim: str) -> None:
-    # A sparse file of any size costs its creator nothing, but its pages would be allocated as they are read here.
-    if os.fstat(fd).st_blocks * 512 < HEADER_BYTES + capacity:
-        raise MessageError(f"{claim}: its pages are not reserved, so that reading could take any amount of memory")
-
-
-def _check_seals(fd: int, claim: str) -> None:
-    try:
+    seals = 0
+    with contextlib.suppress(OSError):
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:
-        seals = 0
     if seals & _seals() != _seals():
         raise MessageError(f"{claim}: not sealed against shrinking, so it cannot be mapped safely")
+    # A sparse file of any size costs its creator nothing, but its pages would be allocated as they are read here.
+    if status.st_blocks * 512 < HEADER_BYTES + capacity:
+        raise MessageError(f"{claim}: its pages are not reserved, so that reading could take any amount of memory")
 
 
 def _check_header(

@@ -324,29 +324,6 @@ class Stop(Body, tag=35):
 # --- all of them --------------------------------------------------------------------------------------------
 
 
-class _AnyHandshake(msgspec.Struct, array_like=True, tag=1):
-    """Common fields of the `Handshake`s of all releases."""
-
-    version: Count
-
-
-class _AnyWelcome(msgspec.Struct, array_like=True, tag=2):
-    version: Count
-
-
-class _AnyRemoteHandshake(msgspec.Struct, array_like=True, tag=40):
-    version: Count
-
-
-class _AnyWorkerHandshake(msgspec.Struct, array_like=True, tag=30):
-    worker: Any
-    incarnation: Any
-    pid: Any
-    probe: Any
-    running: Any
-    version: Count
-
-
 Header: TypeAlias = (
     Handshake
     | Welcome
@@ -376,8 +353,9 @@ Header: TypeAlias = (
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Header] = msgpack_decoder(Header)
-_AnyGreeting: TypeAlias = _AnyHandshake | _AnyWelcome | _AnyWorkerHandshake | _AnyRemoteHandshake
-_greetings: msgspec.msgpack.Decoder[_AnyGreeting] = msgpack_decoder(_AnyGreeting)
+_fields: msgspec.msgpack.Decoder[list[Any]] = msgpack_decoder(list[Any])
+#: By the tag of a handshake or welcome, the place of its version behind the tag, the same in all releases.
+_VERSION_AT = {1: 1, 2: 1, 30: 6, 40: 1}
 
 T = TypeVar("T")
 
@@ -401,9 +379,11 @@ def decode(frame: bytes | bytearray | memoryview) -> Header:
 def version_of(frame: bytes | bytearray | memoryview) -> int:
     """Return the sender's protocol version, from a handshake of any release; this release's for other frames."""
     try:
-        return _decode(_greetings, frame).version
-    except MessageError:
+        fields = _decode(_fields, frame)
+        version = fields[_VERSION_AT[fields[0]]]
+    except (MessageError, LookupError, TypeError):
         return PROTOCOL_VERSION
+    return version if type(version) is int and version >= 0 else PROTOCOL_VERSION
 
 
 def encode_body(body: object) -> msgspec.Raw:

@@ -189,8 +189,6 @@ class Connection(Protocol):
 
     #: Names this connection to the listener, across reconnects.
     identity: bytes
-    #: Messages that were dropped because they exceeded `max_frames`.
-    dropped: int
 
     def receive(self, timeout_s: float | None) -> list[memoryview] | None:
         """Return the next message's frames; None on a timeout or after `wake`. As `Listener.receive` otherwise."""

@@ -307,14 +307,6 @@ class CountedConnection:
         self._idle_s, self._looked_at = idle_s, now
         return self._away_s
 
-    @property
-    def dropped(self) -> int:
-        return self._inner.dropped
-
-    @dropped.setter
-    def dropped(self, value: int) -> None:
-        self._inner.dropped = value
-
     def send(self, frames: Any) -> None:
         self._inner.send(frames)
         self.sent += 1
