@@ -10,6 +10,7 @@ import re
 import struct
 from collections.abc import Callable
 from decimal import Decimal
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch_dpflow.errors import SourceError
 COUNT, SHARD = 50, 20
 
 
+@lru_cache(COUNT)
 def picture(number: int) -> bytes:
     file = io.BytesIO()
     noise = np.random.default_rng(number).integers(0, 256, (8, 9, 3), dtype=np.uint8)
@@ -74,6 +76,7 @@ def with_offsets(samples: list[bytes], between: bytes = b"") -> bytes:
     return words(len(samples), *offsets.tolist()) + between + b"".join(samples)
 
 
+@lru_cache(COUNT)
 def mds_sample(number: int) -> bytes:
     values = [(size, encode(number)) for _, size, _, encode in COLUMNS.values()]
     sizes = words(*[len(value) for size, value in values if size is None])

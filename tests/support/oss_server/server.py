@@ -64,7 +64,7 @@ class OSSServer:
         #: Connections accepted so far.
         self.connections = 0
         self._http = _HTTPServer(("127.0.0.1", port), self)
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), name="oss-server")
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), name="oss-server")
 
     @property
     def endpoint(self) -> str:
