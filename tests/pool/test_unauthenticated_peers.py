@@ -6,7 +6,6 @@ import random
 import socket
 import ssl
 import struct
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -38,6 +37,7 @@ from torch_dpflow.pool.transport.data_frames import (
     CONTROL,
     DATA_CONNECTION,
     ENTRY_BYTES,
+    GONE,
     HELLO_BYTES,
     WHOLE,
     RecordRequest,
@@ -224,21 +224,21 @@ def test_data_connections_that_speak_nonsense_disturb_no_other(
             assert process.memory_info().rss < before + SLACK_BYTES
 
 
-def test_a_data_connection_before_the_thread_runs_is_answered_and_one_after_it_is_closed() -> None:
+def test_a_data_connection_is_closed_with_the_sender_and_after_it() -> None:
+    """Its thread ends, which the check after each test awaits."""
     connections, identity = DataSender(Holdings(0)), bytes(16)
     (early, its_end), (late, the_other) = socket.socketpair(), socket.socketpair()
     with early, late:
         connections.adopt(its_end)
-        thread = threading.Thread(target=connections.run)
-        thread.start()
         early.settimeout(PATIENCE_S)
         early.sendall(RecordRequest(identity, [(0, 0, WHOLE)]).pack())
         assert read_header(receive_exactly(early, ANSWER_BYTES))[1:] == (1, identity)
+        assert read_table(receive_exactly(early, ENTRY_BYTES)) == ([0], [GONE])
         connections.close()
         connections.adopt(the_other)
-        thread.join()
-        late.settimeout(PATIENCE_S)
-        assert late.recv(1) == b""
+        for one in (early, late):
+            one.settimeout(PATIENCE_S)
+            assert one.recv(1) == b""
 
 
 def test_a_data_connection_that_asks_and_takes_nothing_is_not_read_from(stored: StoredDataset, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class PoolLookup:
         #: Address of the server that was contacted last.
         self.contacted = address
         self._silence_s = silence_s
-        self.connection: PoolConnection | None = None
+        self._connection: PoolConnection | None = None
         #: Whether the last server that was contacted timed out.
         self.is_silent = False
         #: Whether all servers have reserved memory for it.
@@ -79,17 +79,21 @@ class PoolLookup:
         #: Last reported numbers of samples read from memory and storage, and when.
         self._reported, self._reported_at = (0, 0), 0.0
 
+    @property
+    def connection(self) -> PoolConnection | None:
+        """Control connection; None if there is none for now."""
+        return self._connection if self._connection is not None and self._connection.is_open else None
+
     def table(self) -> StripeTablePart | None:
         """Return the owners of the dataset's stripes, and make the pool cache it if it does not; None if not known yet.
 
         Raises PeerLostError if no server answers, or the error that keeps the dataset from being cached.
         """
         for address in [self._address, *self._others]:
-            if self.connection is None or not self.connection.is_open:
-                self.connection = None
+            if self.connection is None:
                 self.contacted = address
             try:
-                connection = self.connection = self.connection or PoolConnection(address, silence_s=self._silence_s)
+                connection = self._connection = self.connection or PoolConnection(address, silence_s=self._silence_s)
                 table = self._table(connection)
                 self.is_silent = False
                 return table
@@ -110,28 +114,29 @@ class PoolLookup:
 
     def connect(self, directory: Path) -> PoolConnection:
         """Return the connection to a server on this host: the same one if it was contacted. Raises PeerLostError."""
-        if self.connection is not None and self.connection.is_open and self.contacted.directory == directory:
-            return self.connection
+        if (connection := self.connection) is not None and self.contacted.directory == directory:
+            return connection
         return PoolConnection(directory, silence_s=self._silence_s)
 
     def is_unloaded(self) -> bool:
         """Return whether the pool does not hold the dataset. Raises PeerLostError if the configured server is lost."""
-        if self.connection is None or not self.connection.is_open:
-            self.connection, self.contacted = PoolConnection(self._address, silence_s=self._silence_s), self._address
-        return all(one.identity != self._identity for one in self.connection.contents().datasets)
+        if (connection := self.connection) is None:
+            connection = self._connection = PoolConnection(self._address, silence_s=self._silence_s)
+            self.contacted = self._address
+        return all(one.identity != self._identity for one in connection.contents().datasets)
 
     def report_reads(self, hits: int, misses: int, pause_s: float = _COUNTS_INTERVAL_S) -> None:
         """Report how many samples were read in total, at most once per `pause_s`; for display."""
         now = time.monotonic()
-        if self.connection is None or now < self._reported_at + pause_s:
+        if now < self._reported_at + pause_s or (connection := self.connection) is None:
             return
         before = self._reported
-        if self.connection.send_nowait(CountReads(self._identity, hits - before[0], misses - before[1])):
+        if connection.send_nowait(CountReads(self._identity, hits - before[0], misses - before[1])):
             self._reported, self._reported_at = (hits, misses), now
 
     def close(self) -> None:
         """Close the connection, which ends this reader at the server."""
-        connection, self.connection = self.connection, None
+        connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
@@ -174,4 +179,4 @@ class PoolLookup:
         except DPFlowError:  # it does answer over the network
             return
         self.connection.close()
-        self.connection, self.contacted = near, address
+        self._connection, self.contacted = near, address

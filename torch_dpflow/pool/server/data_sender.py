@@ -122,7 +122,7 @@ class _Connection:
 
 
 class DataSender:
-    """Answers the requests of all data connections. `run` is its thread; any thread may call `adopt` and `close`.
+    """Answers the requests of all data connections, in a thread, until `close`. Any thread may call.
 
     holdings: what this server holds.
     """
@@ -137,65 +137,46 @@ class DataSender:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._lock = threading.Lock()
-        self._is_running = self._is_closed = False
+        #: Whether no call follows.
+        self._is_closed = False
+        threading.Thread(target=self._run, name="dpflow-data", daemon=True).start()
 
     def __len__(self) -> int:
         return len(self._connections)
 
     def adopt(self, sock: socket.socket) -> None:
         """Serve a connection from now on, and close it at the end."""
-        with self._lock:
-            if self._is_closed:
-                sock.close()
-                return
-            self._calls.append(partial(self._adopt, sock))
-            self._wake_up()
+        if not self._call(partial(self._adopt, sock)):
+            sock.close()
 
     def close(self) -> None:
-        """End `run`, and close all connections."""
-        with self._lock:
-            self._is_closed = True
-            self._wake_up()
-            if not self._is_running:
-                self._release()
+        """Close all connections, and end the thread."""
+        self._call(self._end)
 
-    def run(self) -> None:
-        """Answer requests until `close`."""
-        with self._lock:
-            self._is_running = not self._is_closed
-            self._wake_up()  # connections may have been adopted before
-        while self._is_running and not self._is_closed:
+    def _run(self) -> None:
+        while not self._is_closed:
             self._handle(0 if self._line else None)
             line, self._line = self._line, {}
             for connection in line:
                 if connection.is_open:
                     connection.turn = TURN_BYTES
                     self._guarded(connection, self._send)
-        if self._is_running:
-            self._make_calls()  # connections adopted meanwhile are closed too
         for connection in list(self._connections.values()):
             self._drop(connection)
+        self._epoll.close()
+        os.close(self._wake)
+
+    def _call(self, call: Callable[[], None]) -> bool:
+        """Have the thread make a call; return False if it makes no more."""
         with self._lock:
-            self._is_running = False
-            self._release()
+            if not self._is_closed:
+                self._calls.append(call)
+                os.eventfd_write(self._wake, 1)
+            return not self._is_closed
 
-    def _call(self, call: Callable[[], None]) -> None:
-        self._calls.append(call)
+    def _end(self) -> None:
         with self._lock:
-            self._wake_up()
-
-    def _wake_up(self) -> None:
-        if self._is_running:
-            os.eventfd_write(self._wake, 1)
-
-    def _make_calls(self) -> None:
-        while self._calls:
-            self._calls.popleft()()
-
-    def _release(self) -> None:
-        if not self._epoll.closed:
-            self._epoll.close()
-            os.close(self._wake)
+            self._is_closed = True
 
     def _adopt(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -208,7 +189,8 @@ class DataSender:
         for fd, events in self._epoll.poll(timeout):
             if fd == self._wake:
                 os.eventfd_read(self._wake)
-                self._make_calls()
+                while self._calls:
+                    self._calls.popleft()()
             elif (connection := self._connections.get(fd)) is not None:
                 if events & ~select.EPOLLOUT:
                     self._guarded(connection, self._receive)
@@ -293,7 +275,7 @@ class DataSender:
         connection.outgoing.append(memoryview(pack_answer(DATA, identity, entries)))
         connection.outgoing.extend(contents)
 
-    def _watch(self, connection: _Connection, identity: bytes, record: int) -> Callable[[bool], None] | None:
+    def _watch(self, connection: _Connection, identity: bytes, record: int) -> Callable[[bool], object] | None:
         """Return a callback for when a record is settled; None if it is watched already."""
         if (identity, record) in connection.watched:
             return None

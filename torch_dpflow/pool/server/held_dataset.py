@@ -69,7 +69,7 @@ class HeldDataset:
         #: Records to read before others, in the order of requests.
         self._wanted: dict[int, None] = {}
         #: Callbacks for when a record is in memory, or has failed.
-        self._watchers: dict[int, list[Callable[[bool], None]]] = {}
+        self._watchers: dict[int, list[Callable[[bool], object]]] = {}
         #: Number of records of each stripe that are not in memory.
         self._left: Counter[int] = Counter()
         #: Number of fills whose memory is not reserved yet.
@@ -188,7 +188,7 @@ class HeldDataset:
             ready = [one for one in sorted(stripes) if one in self._segment_of and not self._left[one]]
             return RecordStates(bytes(self._states[one] for one in asked), ready, self.number)
 
-    def look(self, record: int, watch: Callable[[int], Callable[[bool], None] | None]) -> memoryview | int:
+    def look(self, record: int, watch: Callable[[int], Callable[[bool], object] | None]) -> memoryview | int:
         """Return a record's memory, or its state; a record that is still to be read is then read first.
 
         watch: returns a callback for when a pending record is settled, or None.

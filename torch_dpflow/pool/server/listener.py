@@ -78,7 +78,9 @@ class PoolListener:
         except OSError as error:
             raise OptionError(f"cannot listen at {address}: {error.strerror or error}; give another address") from None
         self._listener.setblocking(False)
-        self._data_sender = DataSender(holdings)
+        self._holdings = holdings
+        #: Exists while `run` does.
+        self._data_sender: DataSender
         #: Address at which clients reach it.
         self.address = str(dataclasses.replace(address, port=self._listener.getsockname()[1]))
 
@@ -88,8 +90,8 @@ class PoolListener:
             self._is_running = not self._is_closed
         if not self._is_running:
             return
-        threading.Thread(target=self._data_sender.run, name="dpflow-data", daemon=True).start()
-        with select.epoll() as poll, self._listener:
+        self._data_sender = DataSender(self._holdings)
+        with select.epoll() as poll, self._listener, contextlib.closing(self._data_sender):
             listener = self._listener.fileno()
             poll.register(listener, select.EPOLLIN)
             while not self._is_closed:
@@ -114,7 +116,6 @@ class PoolListener:
             self._is_closed = True
             if not self._is_running:
                 self._listener.close()
-        self._data_sender.close()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
 
