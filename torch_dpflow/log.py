@@ -69,7 +69,7 @@ class StructuredFormatter(logging.Formatter):
     """One line for each record: time, level, logger, `SUBJECTS`, the process's fields, the text.
 
     If a record does not name a subject, the process's own is written; without one, `-` in text, null in JSON. Values
-    are quoted where needed, so that a peer's text cannot start a line or field of its own.
+    are quoted where needed, so that a peer's text cannot start a line or field.
 
     Args:
         fields: of the process, for all of its lines: some of `SUBJECTS`, and others.

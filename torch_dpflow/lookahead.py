@@ -32,7 +32,7 @@ class Lookahead:
     """One job's future reads, after the sampler has drawn `position` samples of an epoch.
 
     All arrays hold sample indices (keys, not negative), are one-dimensional and must not be written to afterwards:
-    they are kept without a copy. A later lookahead of the same `epoch` replaces earlier ones from its `position` on;
+    they are kept without a copy. A later lookahead of the same `epoch` replaces earlier ones after its `position`;
     keys announced for earlier positions stay expected until the job reads them. A lookahead of another epoch starts a
     new epoch of the job.
 

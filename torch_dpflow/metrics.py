@@ -138,7 +138,7 @@ class WorkerTime:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        #: For how long workers that could load waited for their network, as they report, all together.
+        #: For how long workers that could load waited for their network, as they report, summed.
         self.away_s = 0.0
         #: Whether all of them have ended.
         self.is_over = False

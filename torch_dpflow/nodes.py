@@ -141,7 +141,7 @@ class Mapper(DPFlowNode[T]):
 
     `next()` raises, each in the place of its item, after which the next item follows:
 
-    - an error of `fn`, of its own type, with the item's number and the worker's traceback;
+    - an error of `fn`, with its type, the item's number and the worker's traceback;
     - an error of the source, unchanged;
     - NotPicklableError: an item or a result cannot be sent between the processes;
     - PoisonTaskError: an item has ended every worker it was assigned to (`LoaderOptions.poison_limit`).

@@ -74,7 +74,7 @@ AVOIDED_IN_PAGES = re.compile(
     r"\b(another number of|(one|a) loading(?! flow)|beside|anew|whoever|nobody|of our own|times? of change|of a cloud|"
     r"where (it|they) lies?|as ever|at any size|is told|for ever(?! and)|the like|the rest|in any case|lies|"
     r"(by|for) themselves|less torch's|of the .{1,20}'s own limit|once in many)\b|\bfrom [0-9][\w., ]{0,20} on\b|"
-    r"\bsome (?=[0-9])|"
+    r"\bsome (?=[0-9])|\b((once|times) an epoch|remove the reason|at hand|for people|likewise)\b|"
     r"\[[^]]*\]\([^)]*\) has (?!a |one )",
     re.IGNORECASE,
 )
@@ -88,10 +88,10 @@ def test_a_page_has_no_word_that_readers_stumble_over(page: Path) -> None:
 def test_a_word_that_readers_of_pages_stumble_over_is_found() -> None:
     text = (
         "Resume with another number of ranks, anew: one loading beside the other, from 10 samples on, and the rest by "
-        "themselves. [Errors](a.md) has the errors, in any case: some 10 of them."
+        "themselves. [Errors](a.md) has the errors, in any case: some 10 of them. Once an epoch, remove the reason."
     )
     found = ["another number of", "anew", "one loading", "beside", "from 10 samples on", "the rest", "by themselves"]
-    found += ["[Errors](a.md) has ", "in any case", "some "]
+    found += ["[Errors](a.md) has ", "in any case", "some ", "Once an epoch", "remove the reason"]
     assert [one[0] for one in AVOIDED_IN_PAGES.finditer(text)] == found
 
 
@@ -111,6 +111,8 @@ AVOIDED = re.compile(
     r"\b(whoever|nobody|somebody|(is|are) told|has come|knocks?|strangers?|parcels?|anew|patience)\b"
     r"|\b(in any case|says so|another number of|for ever|with as many (ranks|workers)(?! as))\b|\bsome (?=[0-9])"
     r"|\bas ever\b(?! \w+ed\b)|\b(MOST|LEAST)_[A-Z]"
+    r"|\bof (its|their|his|your|our) own(?=\s*[.,;:)]|$)|\bfor people\b|\b(once|times) an epoch\b|\blikewise\b"
+    r"|\b[Aa]s of `|\bfrom (?!now|then|here)[\w*`]{1,20} on(?=[.,;])"
 )
 #: Names of other libraries, of variables of the environment, and of examples.
 ELSEWHERE = re.compile(
@@ -160,7 +162,9 @@ def test_docstrings_and_comments_name_what_exists_in_plain_words() -> None:
 
 def test_a_name_that_is_gone_and_a_word_that_is_avoided_are_found() -> None:
     text = "Whoever calls `nothing.like_this` is told anew, some 10 times in any case."
+    text += " As of `X`: once an epoch, likewise from 9 on, in a thread of its own."
     found = ["whoever", "is told", "anew", "some ", "in any case"]
+    found += ["as of `", "once an epoch", "likewise", "from 9 on", "of its own"]
     assert [one[0] for one in AVOIDED.finditer(text.lower())] == found
 
 

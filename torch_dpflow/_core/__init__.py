@@ -1,1 +1,1 @@
-"""Small parts without a subject of their own: checks, backoff, periodic threads, lazy names."""
+"""Small shared parts: checks, backoff, periodic threads, lazy names."""

@@ -36,8 +36,8 @@ Order = NDArray[np.signedinteger[Any]]
 class Permutation:
     """The numbers 0 to `length` - 1 in random order; slices of it are arrays. Not thread-safe.
 
-    4 bytes a number, 8 from 2**31 on. Places that were not drawn take no memory, and a slice draws all places before
-    its end.
+    4 bytes per number, 8 for 2**31 or more. Places that were not drawn take no memory. A slice draws all
+    places before its end.
 
     Args:
         bits: where the random numbers come from; owned by the permutation.

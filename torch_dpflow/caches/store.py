@@ -152,7 +152,7 @@ class NamedSample:
     sample: Any
 
 
-#: The one job that reads a store of its own.
+#: The name of the one job that reads a separate store.
 _JOB: Job = "owner"
 
 

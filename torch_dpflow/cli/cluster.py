@@ -281,7 +281,7 @@ def _named(name: str, flows: list[FlowView]) -> list[FlowView]:
 
 
 def _versions_of(name: str, flows: list[FlowView], *, but: int) -> str:
-    """Return the other versions of a flow, for people; empty if there are none."""
+    """Return the other versions of a flow, for messages; empty if there are none."""
     versions = sorted(one.spec.version for one in flows if one.spec.name == name)
     return ", ".join(f"{name}:v{version}" for version in versions if version != but)
 

@@ -67,7 +67,7 @@ class TableDataset(Dataset[Any]):
     are open in a process.
 
     Args:
-        url: a file, a directory, a pattern, or a list of files, as of `open_dataset`. A directory is read in the order
+        url: a file, a directory, a pattern, or a list of files, as in `open_dataset`. A directory is read in the order
             of its names; one that HuggingFace's `save_to_disk` wrote, in the order of its `state.json`.
         columns: the columns to read; None: all.
         split: the split to read of a directory that has several, such as "train".

@@ -110,7 +110,7 @@ class ImportProgress:
             self._files.write(path, encode_file(record))  # the other import has written no shard
 
     def shards(self, first: int) -> list[ImportedShard]:
-        """Return the shards that are written, from number `first` on without a gap."""
+        """Return the shards that are written, without a gap, starting at number `first`."""
         present = {child.name for child in self._files.children(self._folder)}
         names = list(takewhile(present.__contains__, (f"ms-{number}.json" for number in count(first))))
         with ThreadPoolExecutor(_READ_THREADS, "dpflow-progress") as threads:

@@ -1,4 +1,4 @@
-"""States of datasets, samplers and their iterators that have a `state_dict` of their own.
+"""States of datasets, samplers and their iterators that have a `state_dict`.
 
 Iterating never depends on them. If a `state_dict` fails, its error is kept and raised by the loader's `state_dict`.
 """
@@ -21,7 +21,7 @@ from torch_dpflow.errors import StateError, UsageError
 
 
 def has_state(part: Any) -> bool:
-    """Return whether `part` has a state of its own that can be restored."""
+    """Return whether `part` has a state that can be restored."""
     return callable(working(part, "state_dict")) and callable(working(part, "load_state_dict"))
 
 
@@ -269,7 +269,7 @@ class Stream:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether the dataset or its iterator has a state of its own."""
+        """Whether the dataset or its iterator has a state."""
         return has_state(self._dataset) or has_state(self._fetcher.dataset_iter)
 
     def state(self) -> dict[str, Any] | Unsaved | None:

@@ -75,7 +75,7 @@ class Plan:
 
     Args:
         batches: the running iteration of the loader's index sampler.
-        sampler: the sampler with a state of its own besides `batches`, or None; see `stateful_part`.
+        sampler: the sampler, if it has a state besides that of `batches`, or None; see `stateful_part`.
         position: the batches that were drawn before this plan began.
         ended_at: the epoch's length, if the sampler is known to have ended.
         end: the position at the end of a resumed epoch, if known.
@@ -236,7 +236,7 @@ def _kept(of_sampler: Any, of_iterator: Any) -> Any:
 
 
 def stateful_part(index_sampler: Any, sampler: Any) -> Any:
-    """Return the first of these objects with a state of its own (`state_dict` and `load_state_dict`), or None."""
+    """Return the first of these objects with a state (`state_dict` and `load_state_dict`), or None."""
     sampler = inner_sampler(index_sampler, sampler)
     return next((part for part in (index_sampler, sampler) if has_state(part)), None)
 

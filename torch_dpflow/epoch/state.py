@@ -187,7 +187,7 @@ class LoaderState:
     def as_dict(self) -> dict[str, Any]:
         """Return a dict with the same keys and kinds of values, whatever the state is.
 
-        The own states of dataset and sampler are copied, but for those that no text can hold (`HeldObjects`).
+        The own states of dataset and sampler are copied, except those that no text can hold (`HeldObjects`).
         """
         objects: list[Any] = []
         values = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -35,7 +35,7 @@ from torch_dpflow.samplers.indices import has_flags
 if TYPE_CHECKING:
     from torch_dpflow.loader.loader import DPFlowDataLoader
 
-#: Workers with counts of their own; further ones share them, and may lose an increment.
+#: Workers with separate counts; further ones share them, and may lose an increment.
 _SLOTS = 257
 _READ = "read"
 

@@ -65,7 +65,7 @@ def export_dataset(
     Args:
         dataset: its samples are (bytes, mapping of annotations), or `encode` converts them to that.
         target: the directory, also a URL.
-        format, main, file_size, row_group_size, annotations, options: as of `torch_dpflow.datasets.export.export`.
+        format, main, file_size, row_group_size, annotations, options: as in `torch_dpflow.datasets.export.export`.
         encode: a function of a sample that returns (bytes, mapping of annotations). Workers call it.
         workers: processes that read; 0: this one. None: one for each processor.
         name: the beginning of the names of the files.

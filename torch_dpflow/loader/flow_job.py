@@ -66,7 +66,7 @@ class RoutedOrder:
     counts: bool = False
     #: Whether each iteration is a new epoch to the sampler, without `set_epoch`.
     advances: bool = False
-    #: As of `DynaGCSSampler`.
+    #: As in `DynaGCSSampler`.
     independence: float = 0.0
 
     def next_epoch(self, iterations: int, resumed: int | None, *, resumes: bool) -> int:
@@ -222,7 +222,7 @@ def _close_outdated(loader: Any, order: RoutedOrder | None) -> bool:
     if runtime.opened_for is not None and opened_for[:3] != runtime.opened_for[:3]:
         runtime.content = None
     if runtime.content is not None:
-        # About as long as pickling the dataset takes, once an epoch.
+        # About as long as pickling the dataset takes, once per epoch.
         own, other = changes_of_flow(_definition(loader), loader.job or JobOptions(), runtime.content)
         _warn_of(other, runtime)
         if own:

@@ -98,7 +98,7 @@ def _with_shards_moved(
     if state.fresh:  # the next epoch reads all shards
         return replace(state, dataset=None, streams=[], due=[], next_worker=0)
     shards = merged_shards(own)
-    if ranks == shards["num_replicas"]:  # a rank that has read nothing has no state of its own
+    if ranks == shards["num_replicas"]:  # a rank that has read nothing has no state
         shards["ranks"] = list(range(ranks))
     merged = {"dataset": shards, "iterator": None, "ended": False}
     moved = [StreamState(dataset=deepcopy(merged)) for _ in range(max(1, workers))]

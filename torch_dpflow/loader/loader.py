@@ -244,7 +244,7 @@ class DPFlowDataLoader(DataLoader[T]):
     def load_state_dict(self, state_dict: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Begin the next iteration at the position of `state_dict`, whatever the number of workers was.
 
-        Indices are drawn again up to the position, unless the sampler has a state of its own; samples are not loaded.
+        Indices are drawn again up to the position, unless the sampler has a state; samples are not loaded.
         An iterable dataset needs the same number of workers, unless it is a `ShardedIterableDataset`. It continues from
         its own state if it has one, else it skips what was delivered. A dataset or sampler that cannot restore its own
         state raises at the next `iter`.

@@ -32,7 +32,7 @@ class Arrived(msgspec.Struct, frozen=True):
 
 
 class RowsArrived(msgspec.Struct, frozen=True):
-    """A worker has loaded rows of a batch that several workers load. The fields are as of `Arrived`."""
+    """A worker has loaded rows of a batch that several workers load. The fields are as in `Arrived`."""
 
     task: int
     worker: int

@@ -90,7 +90,7 @@ class StreamShard(PrivateShard):
     # -- for the training thread -------------------------------------------------------------------------
 
     def submit(self, task: int, index: StreamItem, *, pinned_to: int | None = None) -> None:
-        """Submit an item, at the latest with the next wait. As of `PrivateShard`."""
+        """Submit an item, at the latest with the next wait. As in `PrivateShard`."""
         payload = pickle.dumps(index, pickle.HIGHEST_PROTOCOL)
         self._pace.read(index.read_s, len(payload))
         self._unsent.append((task, payload))

@@ -78,7 +78,7 @@ class DataClient:
             on_error: "skip" leaves samples that cannot be read to storage; the result counts them.
             progress: called about ten times a second.
             transform: for a dataset: decodes a sample's bytes, in this process, to an array of a shape that all samples
-                share. The pool then caches these arrays as a dataset of its own, which is read through the result's
+                share. The pool then caches these arrays as a separate dataset, which is read through the result's
                 `pushed` and lost with its server, as what `push` caches. A different transform creates a different
                 dataset. If it raises, arrays that were pushed before stay.
             rank, world: only with a transform: this process decodes every `world`-th part, beginning with part `rank`.

@@ -213,7 +213,7 @@ class DatasetOpened(msgspec.Struct, frozen=True, tag=True):
     total: int
     #: Older versions whose segments come too, and how many of their first stripes belong to this dataset.
     shares: dict[bytes, int] = {}
-    #: As of `RecordStates`.
+    #: As in `RecordStates`.
     held: int = 0
 
 

@@ -27,7 +27,7 @@ class HasBlocks(Protocol):
 
 
 class BlockShuffleSampler(DynaGCSSampler):
-    """Random order in which each block is decoded once an epoch by each rank that reads it.
+    """Random order in which each block is decoded once per epoch by each rank that reads it.
 
     Blocks are drawn in random order and divided among the ranks. A rank reads `window` of them at a time, their rows
     shuffled together, so a reader needs memory for that many blocks. A larger window comes closer to a full shuffle.

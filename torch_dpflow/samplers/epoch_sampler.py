@@ -113,7 +113,7 @@ class EpochSampler(Sampler[T]):
 
     Args:
         size: items of an epoch, of all ranks together.
-        num_replicas, rank, ranks: as of `own_rank`.
+        num_replicas, rank, ranks: as in `own_rank`.
         shuffle, seed: of the order.
         drop_last: leave out the items that do not divide evenly among the ranks, instead of repeating some.
     """

@@ -79,7 +79,7 @@ class Member:
         return self._taken(epoch_order(self.length, self.seed + epoch))
 
     def own_order(self, epoch: int, *what: int) -> Order:
-        """Return a private permutation that no other job has, not even one of the same seed. what: as of `own_rng`."""
+        """Return a private permutation that no other job has, not even one of the same seed. what: as in `own_rng`."""
         if self.length < MIN_LENGTH:
             return self._taken(self.own_rng(epoch, *what).permutation(self.length).astype(compact(self.length)))
         return self._taken(Permutation(self.length, np.random.MT19937(self._key(epoch, *what))))

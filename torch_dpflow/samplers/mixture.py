@@ -316,7 +316,7 @@ class Schedule:
     """The sources of a run's draws, phase by phase; each phase begins its turns again.
 
     Args:
-        weights: one a source, or phases in the order of their starts.
+        weights: one per source, or phases in the order of their starts.
         sources: number of sources.
 
     Raises:

@@ -203,7 +203,7 @@ class DynaGCSSampler(EpochSampler[int]):
         return order if self.indices is None else self.indices[order[:]]
 
     def _order(self, epoch: int, began_with: int) -> CompactArray | Permutation:
-        """Return the order of an epoch as positions in `indices`. began_with: as of `_reader`."""
+        """Return the order of an epoch as positions in `indices`. began_with: as in `_reader`."""
         if self.shuffle:
             return torch_order(self.size, self.seed + epoch)
         return np.arange(self.size, dtype=compact(self.size))

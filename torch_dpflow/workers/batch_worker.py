@@ -262,7 +262,7 @@ class BatchWorker(TaskWorker):
     """Worker of a private loader.
 
     Args:
-        connection, compress: as of `TaskWorker`. The connection is closed at the end.
+        connection, compress: as in `TaskWorker`. The connection is closed at the end.
     """
 
     def __init__(

@@ -170,7 +170,7 @@ class BatchSource:
         return Begun(generation=epoch.generation, stream=self._beginning(), failure=self._broken)
 
     def share(self, arena: Arena, lender: Lender, collate_at: CollateAt) -> None:
-        """Open batches to other workers, if the load spec allows it. The arguments are as of `PieceLoader`."""
+        """Open batches to other workers, if the load spec allows it. The arguments are as in `PieceLoader`."""
         if self._load_spec.divides and loads_by_sample(self._dataset):
             self._pieces = PieceLoader(arena, lender, self._rows, collate_at, self._clock)
 

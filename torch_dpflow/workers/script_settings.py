@@ -37,7 +37,7 @@ class ScriptSettings:
     attributes: tuple[tuple[str, str, Any], ...] = ()
     #: Whether torch uses deterministic algorithms only, and whether it only warns if there is none.
     deterministic: tuple[bool, bool] = (False, False)
-    #: As of `torch.set_float32_matmul_precision`.
+    #: As in `torch.set_float32_matmul_precision`.
     matmul_precision: str = "highest"
     #: The current directory, in which relative paths are looked for; empty if it was removed.
     directory: str = ""

@@ -206,7 +206,7 @@ class ResultOutbox:
         self._connection = connection
         self._hold_s, self._late_s = hold_s, late_s
         self.lock = threading.Lock()
-        #: The waiting results, as of `group_payloads`; their frames and bytes.
+        #: The waiting results, as in `group_payloads`; their frames and bytes.
         self._finished: list[tuple[int, int, PayloadTable, Sequence[Frame]]] = []
         self._frames = self._nbytes = 0
         #: The task that the worker has run since the latest result.

@@ -31,7 +31,7 @@ class ObjectTable:
     Args:
         policy: None: only entries with tickets are held.
         repeatable: whether loading a sample twice gives the same.
-        by_draw: whether each draw of a sample is an entry of its own; then there is no policy.
+        by_draw: whether each draw of a sample is a separate entry; then there is no policy.
     """
 
     def __init__(self, capacity: int, policy: Policy | None, *, repeatable: bool, by_draw: bool = False) -> None:

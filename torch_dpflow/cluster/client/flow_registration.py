@@ -204,7 +204,7 @@ def content_of(
     """Identify the content of a flow. Takes about as long as pickling the dataset.
 
     like: the content of an earlier epoch; the user's modules are not read again, as workers keep what was sent.
-    code: which of them are sent, as of `LoaderOptions`.
+    code: which of them are sent, as in `LoaderOptions`.
     """
     transform = dataset.per_draw
     roots = {

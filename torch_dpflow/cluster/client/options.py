@@ -184,7 +184,7 @@ class FlowDefinition:
         version: raise it with every change of the dataset.
         workers: number of processes that load; takes effect in the job that starts the flow.
         worker_init_fn: called in each worker, as by torch.
-        code: which of the user's own modules are sent, as of `LoaderOptions`.
+        code: which of the user's own modules are sent, as in `LoaderOptions`.
     """
 
     name: str
@@ -207,7 +207,7 @@ class JobReading:
             process is the whole job.
         cacheable_only: read the output of the cacheable stage instead of samples.
         side: number of this reader, starting at 1, if several readers of one rank read at the same time.
-        independence: share of the job's picks, 0 to 1, that ignore what other jobs have loaded; as of `DynaGCSSampler`.
+        independence: share of the job's picks, 0 to 1, that ignore what other jobs have loaded; as in `DynaGCSSampler`.
     """
 
     batch_size: int = 1

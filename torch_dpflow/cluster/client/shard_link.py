@@ -89,7 +89,7 @@ class ShardLinks:
         self._numbers = itertools.count(1)
         #: How many samples each shard has served and loaded, as far as answers have reported.
         self.tallies: dict[str, tuple[int, int]] = {}
-        #: What loading has taken each shard's workers, likewise.
+        #: The loading times of each shard's workers, as far as answers have reported.
         self.times: dict[str, StageTimes] = {}
         #: Samples that will be needed and have not been requested yet, by shard.
         self._unsent: defaultdict[str, list[Wanted]] = defaultdict(list)

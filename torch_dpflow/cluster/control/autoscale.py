@@ -364,7 +364,7 @@ class Autoscaler:
         if step is None:
             return
         if step.there is None:
-            # As many as there were may be at work from the first moment on where a step is small.
+            # If the step is small, the share `THERE` may be at work from the start.
             if now > step.began and counts.working >= max(THERE * self.target, min(step.before + 1, self.target)):
                 step.there = now, counts
                 self._cold_s += 0.5 * (now - step.began - self._cold_s)

@@ -11,7 +11,7 @@ A pure state machine without a socket, thread or clock inside. Its owner stores 
                     │<───────────────────────────────────  IDLE ──access──> (services start) ──> READY
                     └──delete──> DELETED <──delete──────────┘
 
-A flow is identified by its name and version, and its versions live side by side: each has services of its own while
+A flow is identified by its name and version, and its versions live side by side: each has separate services while
 jobs read it. The same version with another fingerprint is refused. The highest version of a name stays registered
 until it is deleted; a lower one is forgotten some time after its last job has left, and registered again by a job that
 returns.

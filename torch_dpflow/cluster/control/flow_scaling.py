@@ -85,7 +85,7 @@ class FlowScaling:
     def parts(self, running: Mapping[str, FlowSpec], hosts: int, unread: Collection[str]) -> dict[str, Part | None]:
         """Return the part of the cluster of each running flow; None if nothing is left for it.
 
-        hosts: how many hosts run shards. unread: as of `flow_parts`.
+        hosts: how many hosts run shards. unread: as in `flow_parts`.
         """
         shards, targets = [*map(self.shards, running.values())], None
         if self._autoscale is not None:

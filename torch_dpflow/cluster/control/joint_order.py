@@ -46,7 +46,7 @@ class Held:
     """Samples that a rank has received of an epoch."""
 
     epoch: int
-    #: How many of its places, from the first on.
+    #: How many of its first places.
     position: int = 0
     #: The samples in them, ascending, each once. A rank that resumes from the state of another one, in step with it,
     #: reports those of all ranks.

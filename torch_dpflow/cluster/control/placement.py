@@ -148,7 +148,7 @@ class NodeTable:
 
 
 def _is_own(view: ProcessView, node: str) -> bool:
-    """Return whether a node may run such a process: a shard of its own, or a worker of one."""
+    """Return whether a node may run such a process: one of its shards, or a worker of one."""
     id = view.id.rpartition("/worker-")[0] if view.role == "worker" else view.id
     return view.role in ("shard", "worker") and id.rpartition("/")[2].startswith(f"shard-{node}-")
 

@@ -2,7 +2,7 @@
 
 The keys 0 to size-1 are divided among the shards in ranges of equal length. Every change of the shards begins a new
 generation. A shard refuses a call that names an older one, and the caller fetches the new table. Shards can therefore
-be added and removed while jobs read: a shard that is no longer expected owns nothing from the next generation on, and
+be added and removed while jobs read: a shard that is no longer expected owns nothing in the next generation, and
 runs until its jobs have left.
 """
 

@@ -61,7 +61,7 @@ class WorkerOwners:
     def attach(self, shard: str, incarnation: int, names: Iterable[str], now: float) -> int:
         """Attach a shard with these workers; return how many outcomes it has received.
 
-        Raises StaleShardError if it has been replaced, UsageError if a name is not one of its own.
+        Raises StaleShardError if it has been replaced, UsageError if a name is another shard's.
         """
         owner = self._owners.get(shard)
         if owner is not None and owner.incarnation > incarnation:

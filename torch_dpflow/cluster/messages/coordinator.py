@@ -247,7 +247,7 @@ class EndedJob(Body):
     #: How long it waited for batches, and how long it read in all, seconds.
     stall_s: Seconds
     reading_s: Seconds
-    #: What limited it last, as of `FlowView`; "job" if it hardly waited.
+    #: What limited it last, as in `FlowView`; "job" if it hardly waited.
     limited_by: Text
 
 

@@ -42,7 +42,7 @@ _SHARD_METRICS = (
     ("pool_bytes", False, "held_bytes", "Bytes of samples that the shard holds."),
     ("pool_capacity_bytes", False, "room_bytes", "Most bytes of samples that the shard may hold."),
 )
-#: Of each job, likewise.
+#: The same for each job.
 _JOB_METRICS = (
     ("stall_seconds", True, "stall_s", "Seconds that the training loop has waited for a batch."),
     ("reading_seconds", True, "reading_s", "Seconds from the beginning of each epoch to its latest batch."),

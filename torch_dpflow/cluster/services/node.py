@@ -140,7 +140,7 @@ class Node:
             self._apply(self._supervisor.desire(self._own, self._clock()))
             while not self._stopped:
                 self._server.step(self._until_due())
-                # Pending heartbeats first: after a delay of its own, a node must not kill their senders.
+                # Pending heartbeats first: after a delay, a node must not kill their senders.
                 handled = 0
                 while handled < BURST and self._server.step(0.0):
                     handled += 1

@@ -129,7 +129,7 @@ class SampleSource:
     def __init__(self, packed: IO[bytes], worker: int, workers: int) -> None:
         self._worker = worker
         self._broken: Any = None
-        #: As of `SampleAssignment`.
+        #: As in `SampleAssignment`.
         self.keeps_layout = False
         self._dataset = TwoStageDataset(None)
         self._tells = False

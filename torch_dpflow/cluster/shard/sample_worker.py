@@ -207,7 +207,7 @@ def load_samples(
 ) -> None:
     """Load single samples in a remote worker until the shard ends it.
 
-    packed: a `SampleAssignment`. is_near: as of `work`. directory: removed if the worker ends with its shard.
+    packed: a `SampleAssignment`. is_near: as in `work`. directory: removed if the worker ends with its shard.
     """
     set_worker_signal_handlers()
     worker = SampleWorker(

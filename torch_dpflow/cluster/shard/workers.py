@@ -69,7 +69,7 @@ class ShardWorkers:
         content: the digest of what they load; workers fetch it themselves.
         loaded: called by `flush` with the number and the payload of each finished load.
         end: called with the number and incarnation of a worker that is to be killed.
-        task_timeout_s: as of `FlowSpec`.
+        task_timeout_s: as in `FlowSpec`.
         clock: seconds; should stand still while this process is suspended, so that workers are not blamed for that.
     """
 

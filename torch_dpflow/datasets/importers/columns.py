@@ -58,7 +58,7 @@ def mds_sample(content: bytes | memoryview, columns: Columns) -> dict[str, Any]:
     """Return a sample of an MDS shard.
 
     Args:
-        content: the sample's bytes: sizes of the values that have none of their own, then all values.
+        content: the sample's bytes: sizes of the values whose size varies, then all values.
 
     Raises:
         SourceError: the bytes are not of these columns.
@@ -205,7 +205,7 @@ def _json(data: bytes) -> Any:
 
 
 def _lit_json(data: bytes) -> Any:
-    """Return a list or dict, which LitData writes as JSON or in a form of its own."""
+    """Return a list or dict, which LitData writes as JSON or in a separate form."""
     if data[:1] > b"\x20":
         return _json(data)
     nested = _NestedValue(data)

@@ -1,6 +1,6 @@
 """DiskCache: samples of remote storages on a local disk, shared by all processes of a host and kept between runs.
 
-An entry is a file of its own, found by the SHA-256 of its key. It is written beside its place and renamed, so a reader
+An entry is a file, found by the SHA-256 of its key. It is written beside its place and renamed, so a reader
 sees all of it or nothing, and a killed writer leaves only a temporary file. Its footer has its length, key and CRC-32.
 No failure of the cache is one of a read: it only means that the storage is read.
 
@@ -39,7 +39,7 @@ from torch_dpflow.log import DATASETS
 IDLE_S = 3 * 86400.0
 #: An entry's time of last use is updated if it is older, seconds, so that most hits write nothing.
 _TOUCH_S = 3600.0
-#: Share of the file system that stays free if the cache has no limit of its own.
+#: Share of the file system that stays free if the cache has no limit.
 _MIN_FREE = 0.1
 #: Seconds for which nothing is added after a failed write, and after the cache was found full.
 _PAUSE_AFTER_FAILURE_S = 60.0

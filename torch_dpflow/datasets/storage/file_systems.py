@@ -57,7 +57,7 @@ _ENDPOINTS = {
 #: Options of every file system of fsspec, and those that s3fs passes to its session.
 _COMMON = {"skip_instance_cache", "use_listings_cache", "listings_expiry_time", "max_paths"}
 _OF_SESSIONS = {"profile", "session_vars", "event_hooks", "include_builtin_handlers"}
-#: Options of our own readers, which ossfs ignores.
+#: Options of this package's readers, which ossfs ignores.
 _OF_READERS = {"anon", "region", "verify"}
 #: Endings of compressed tar archives that fsspec does not infer, and fsspec's name of the compression.
 _COMPRESSIONS = {

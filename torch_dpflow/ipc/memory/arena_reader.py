@@ -76,7 +76,7 @@ class ArenaReader:
         """Return whether this process can read what the writer shares, and both have the same pid namespace."""
         if ref.block.nbytes != TOKEN_BYTES:  # before it is copied, as the writer chooses its size
             return False
-        # In a pid namespace that has no /proc of its own the numbers there are not those of the system's calls.
+        # In a pid namespace without a separate /proc, the numbers there are not those of the system's calls.
         if os.path.realpath("/proc/self") != f"/proc/{os.getpid()}":
             return False
         try:

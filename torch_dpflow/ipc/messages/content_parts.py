@@ -83,7 +83,7 @@ def is_ignored(path: str, ignore: Iterable[str]) -> bool:
 
 
 def describe_differences(found: Mapping[str, str], script: str) -> str:
-    """Return the differences for people. script: the name of the script that they run."""
+    """Return the differences as text for an error. script: the name of the user's script."""
     named = [f"{shown(path, script)}: {text}" for path, text in found.items()]
     if len(named) > _MAX_NAMED:
         named[_MAX_NAMED:] = [f"{len(named) - _MAX_NAMED} more"]

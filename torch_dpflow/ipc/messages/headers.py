@@ -109,7 +109,7 @@ class PayloadGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True, 
     #: The outcome of each; the message says what the numbers mean.
     kind: Annotated[int, msgspec.Meta(ge=0, le=4)]
     payload: PayloadTable
-    #: Bytes of each payload's only frame, if these are joined to one frame; 0: each payload has frames of its own.
+    #: Bytes of each payload's only frame, if these are joined to one frame; 0: each payload has separate frames.
     joined: Count = 0
 
     @property
@@ -130,8 +130,8 @@ class Packing(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=Fa
     """How payload frames travel if some are compressed or in shared memory. Part of other headers."""
 
     #: One number for each payload frame, in order. 0: the next frame on the socket. n > 0: the next frame on the
-    #: socket, n bytes compressed by snappy. n < 0: the next -n bytes of the shared block, from a 64-byte boundary on;
-    #: frames of `SHARED_BYTES` and more lie before all others.
+    #: socket, n bytes compressed by snappy. n < 0: the next -n bytes of the shared block, starting at a 64-byte
+    #: boundary; frames of `SHARED_BYTES` and more lie before all others.
     frames: Annotated[list[int], msgspec.Meta(max_length=1 << 16)]
     #: A `BlockRef`, msgpack-encoded, or None.
     block: msgspec.Raw = EMPTY_BODY
@@ -278,7 +278,7 @@ class WorkerBegun(Body, tag=37):
 
 
 class EpochBegin(Body, tag=32):
-    """Shard to worker: drop all tasks; another epoch begins. One frame follows, as of `WorkerWelcome`."""
+    """Shard to worker: drop all tasks; another epoch begins. One frame follows, as in `WorkerWelcome`."""
 
 
 class Window(Body, tag=33):
@@ -287,7 +287,7 @@ class Window(Body, tag=33):
     tasks: Annotated[list[Count], msgspec.Meta(max_length=MAX_TASKS)]
     #: Tasks that others take over: drop those that have not begun.
     revoked: Annotated[list[Count], msgspec.Meta(max_length=MAX_TASKS)]
-    #: Bytes of each task in the one frame that follows; 0: each has a frame of its own.
+    #: Bytes of each task in the one frame that follows; 0: each has a separate frame.
     joined: Count = 0
 
 

@@ -93,7 +93,7 @@ class RemoteWorkerView(Body):
     name: Name
     #: Its place among the workers of the shard.
     number: Count
-    #: As of `fleet.worker_states.WorkerState`.
+    #: As in `fleet.worker_states.WorkerState`.
     state: Name
     #: Seconds since its start was requested.
     age_s: Seconds
@@ -103,7 +103,7 @@ class RemoteWorkerView(Body):
     samples: Count = 0
 
 
-# A remote worker has two connections. A thread of its own serves the first: handshake, download of what it loads,
+# A remote worker has two connections. A separate thread serves the first: handshake, download of what it loads,
 # heartbeats. On the other it is a worker like any. `WorkerRefused` may arrive on the first at any time.
 
 #: Maximum bytes of one piece of a content, and maximum names in a handshake.

@@ -1,4 +1,4 @@
-"""Rpc client: calls over one connection, from any thread, without a thread of its own.
+"""Rpc client: calls over one connection, from any thread; it starts none.
 
 One of the waiting threads, the leader, reads the socket for all of them. When its own answer has arrived, another
 thread becomes the leader. So a single caller needs no switch between threads, which would cost more than the rest of a
@@ -118,7 +118,7 @@ class RpcClient:
         reply_type: Any = Any,
         timeout_s: float | None = None,
     ) -> Answer:
-        """Call `method` and wait for its answer. Arguments and errors as of `begin` and `PendingCall.result`."""
+        """Call `method` and wait for its answer. Arguments and errors as in `begin` and `PendingCall.result`."""
         with self._usable:
             return self._result(self._begin(method, body, frames, reply_type, timeout_s))
 

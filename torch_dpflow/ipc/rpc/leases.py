@@ -95,7 +95,7 @@ class Renewal(enum.Enum):
 class Leases:
     """Leases of all peers of one service. Not thread-safe; every call is amortised O(1).
 
-    lease_s: as of `Expiry`.
+    lease_s: as in `Expiry`.
     """
 
     def __init__(self, *, lease_s: float) -> None:
@@ -162,7 +162,7 @@ class Leases:
 class _Holder:
     #: A random number by which the process identifies itself.
     holder: int
-    #: Its identity for other processes of its host, as of `own_process`.
+    #: Its identity for other processes of its host, as in `own_process`.
     process: str = ""
     #: When other processes first requested the name, by their random numbers.
     rivals: dict[int, float] = field(default_factory=dict)
@@ -201,7 +201,7 @@ class NameLeases:
         """Grant the name to a process that begins to read under it, or that returns.
 
         holder: the process's random number.
-        process: its identity, as of `own_process`.
+        process: its identity, as in `own_process`.
 
         Returns whether this replaces an earlier generation, whose state is void.
 

@@ -1,7 +1,7 @@
 """Encodes and decodes payloads, without copies: one payload is one sample or batch.
 
 A payload is a pickle head (protocol 5) and out-of-band buffers: the memory of tensors, of arrays and of big bytes
-objects. A large buffer is in a block of shared memory if there is an arena, else in a frame of its own. Small buffers
+objects. A large buffer is in a block of shared memory if there is an arena, else in a separate frame. Small buffers
 are coalesced, each 64-byte aligned: behind the head in the first frame, or together in one block, as are all big bytes
 objects. The table says where each is. Services forward (table, frames) without decoding them.
 
@@ -47,7 +47,7 @@ from torch_dpflow.ipc.serialization.pickling import MemoryRange, PayloadPickler,
 LARGE_BYTES = 1 << 16
 #: `contiguous` applies to tensors of at least this size, bytes; smaller ones are collated quickly in any layout.
 ORDERED_BYTES = 1 << 15
-#: Maximum buffers of a payload with a frame of their own: a message has a limit.
+#: Maximum buffers of a payload with separate frames: a message has a limit.
 MAX_LARGE_FRAMES = 1000
 
 

@@ -10,7 +10,7 @@ child every call but `close` raises StateError, and `close` does not affect the 
 
 A cluster has a server key pair, by which clients recognise its services, and one client key pair, the only one that the
 services accept. Both lie in a connection file that only its owner may read: its content allows running code on the
-cluster's workers. A remote worker has a key of its own instead, which a listener with `WorkerKeys` accepts while the
+cluster's workers. A remote worker has a separate key instead, which a listener with `WorkerKeys` accepts while the
 worker is expected or connected.
 """
 

@@ -69,7 +69,7 @@ class PoolReader:
         """Announce to the server the order in which records are read from now on, if that is useful.
 
         keys: called at most once.
-        spread, extends: as of `lookahead.announce_order`.
+        spread, extends: as in `lookahead.announce_order`.
         """
         with self._lock, self._from_storage():
             deadline = 0.0 if extends and self._lookup.is_silent else time.monotonic() + _ANNOUNCING_S

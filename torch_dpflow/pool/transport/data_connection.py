@@ -110,7 +110,7 @@ class WantedRecord(NamedTuple):
     length: int | None = None
     #: First byte of a part, which must lie within the record; None for the whole record.
     begin: int | None = None
-    #: Buffer of `length` bytes to receive into; None for memory of its own.
+    #: Buffer of `length` bytes to receive into; None for new memory.
     buffer: memoryview | None = None
 
 
@@ -150,7 +150,7 @@ class DataConnection:
         plain = self._socket.plain if isinstance(self._socket, TLSStream) else self._socket
         #: Whether both ends have the same address, so no network lies between them.
         self.is_on_host = plain.getsockname()[0] == plain.getpeername()[0]
-        # Without a Python timeout one call returns a whole record, in memory of its own.
+        # Without a Python timeout one call returns a whole record, in new memory.
         plain.settimeout(None)
         seconds, rest = divmod(silence_s, 1)
         timeout = struct.pack("ll", int(seconds), max(1, int(rest * 1e6)))

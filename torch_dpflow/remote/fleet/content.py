@@ -19,7 +19,7 @@ from torch_dpflow.remote.shipping.compatibility import missing_text, unfit, vers
 class WorkerKind:
     """Kind of a fleet's workers, by what they load."""
 
-    #: As of `LaunchSpec`.
+    #: As in `LaunchSpec`.
     role: Literal["worker", "sample-worker"]
     #: How many tasks one holds: at least, and at most if round trips are long.
     min_window: int

@@ -96,7 +96,7 @@ class Fleet:
         self._has_arrived = False
         self._unfit: Counter[str] = Counter()
         self._out: list[FleetInstruction] = []
-        #: How long workers that are gone have run, all of them together, seconds.
+        #: How long all workers that are gone have run together, seconds.
         self._gone_s = 0.0
         #: Why there are fewer workers than the target; empty if nothing limits them.
         self.limited_by = ""
@@ -214,7 +214,7 @@ class Fleet:
         return self.get(self._prefix + user.replace("/", "-"))
 
     def worker_s(self, now: float) -> float:
-        """Return how long workers have run, all of them together, seconds.
+        """Return how long all workers together have run, seconds.
 
         Counted as functions are billed: from a worker's connection until its last message, or as its platform reports.
         So the sum never shrinks.

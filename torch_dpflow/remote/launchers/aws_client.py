@@ -26,7 +26,7 @@ from torch_dpflow.remote.launchers.contract import require, seconds_of
 REQUIRED = ("platform='lambda' needs boto3", "aws")
 #: How long to wait for a connection, seconds.
 CONNECT_S = 10.0
-#: Codes of rejected credentials, some of which have a status of their own.
+#: Codes of rejected credentials, some of which have a special status.
 _DENIED = {
     "IncompleteSignature",
     "InvalidClientTokenId",

@@ -4,7 +4,7 @@ A worker has a name, which is never reused, and a launch spec: bytes that contai
 connects out. The processes it connects to decide whether it lives; what the platform reports shortens the waiting and
 explains ends.
 
-A platform's module implements `Launcher`, with blocking calls and no state machine of its own; `ThreadedPlatform` makes
+A platform's module implements `Launcher`, with blocking calls and no state machine; `ThreadedPlatform` makes
 a `RemotePlatform` of it. `tests/contracts/launchers.py` has the contract suite.
 
 It resembles `workers.platform.Platform`, with which it shares `Limits`, `End`, `wakeup_fd` and `close`, since
@@ -52,7 +52,7 @@ class Fate:
 class Launcher(Protocol):
     """A platform's control plane. Any thread may call; several do at once.
 
-    Every call has a timeout of its own. Errors are those of `PlatformError`, and quote nothing of a launch spec. After
+    Every call has a timeout. Errors are those of `PlatformError`, and quote nothing of a launch spec. After
     a DeniedError credentials are looked up again.
     """
 
@@ -154,7 +154,7 @@ class AdoptingPlatform(RemotePlatform, Protocol):
     """A platform that can take over from a process that has died."""
 
     def adopt(self, name: str, ref: Ref | None) -> None:
-        """Treat another process's worker as one of its own, without `Accepted`. A known one is left as it is."""
+        """Treat another process's worker as one that it started, without `Accepted`. A known one is left as it is."""
 
 
 class PlatformSource(Protocol):
@@ -185,7 +185,7 @@ class PlatformSpec(PlatformSource, Protocol):
 
     @property
     def sends_code(self) -> bool:
-        """Whether workers need the user's own modules sent to them; False if the platform has a way of its own."""
+        """Whether workers need the user's own modules sent to them; False if the platform sends them."""
 
     def check_installed(self) -> None:
         """Raise MissingExtraError if its library is not installed; imports and connects nothing."""

@@ -58,7 +58,7 @@ def deploy(settings: FunctionCompute, image: str, *, module: str = MODULE, dry_r
     """Create the function or update it to these settings; yield what is done, for display.
 
     Args:
-        module: as of `function_of`.
+        module: as in `function_of`.
         dry_run: only report what would be done; without credentials nothing is compared.
 
     Raises:

@@ -148,7 +148,7 @@ class Kubernetes:
         return "tcp://0.0.0.0:0"
 
     def check_listen(self, address: str) -> None:
-        # Also if the API server is on this host, as kind's is: pods have a network of their own.
+        # Also if the API server is on this host, as kind's is: pods have a separate network.
         advice = "pods cannot reach it; give the address of this pod or host, or tcp://0.0.0.0:7700"
         check_tcp(address, loopback=False, advice=advice)
 

@@ -237,7 +237,7 @@ class ClusterManifest:
             port = {"protocol": "TCP", "port": METRICS_PORT}
             metrics = [{"from": [_namespace(self.metrics_to)], "ports": [port]}]
         if self.nodes.count:
-            # Nodes connect to the coordinator and routers, which have ports of their own.
+            # Nodes connect to the coordinator and routers, which have separate ports.
             yield self._policy(self._labels, [{"from": jobs}, {"from": [_pods(self._node_labels)]}, *metrics])
             yield self._policy(self._node_labels, [{"from": jobs}], suffix="-nodes")
         else:

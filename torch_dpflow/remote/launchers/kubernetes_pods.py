@@ -216,7 +216,7 @@ def _sent(call: Any, *arguments: Any, **options: Any) -> Any:
 
 def _failure(what: str, error: Any, *, was_known: bool) -> PlatformError:
     status = getattr(error, "status", None)
-    if type(error).__name__ == "ValidationError":  # the client checks what it sends, from its version 37 on
+    if type(error).__name__ == "ValidationError":  # the client checks what it sends, since its version 37
         wrong = [f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors()]
         return RejectedError(f"{what}: {'; '.join(wrong)[:600]}")
     if not isinstance(status, int) or status == 0:

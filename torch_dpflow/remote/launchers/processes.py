@@ -67,7 +67,7 @@ def _erase(name: str) -> None:
 class SubprocessLauncher:
     """Starts `python -m module`, which reads its launch spec by `take_launch_spec`.
 
-    A worker leads a session of its own, and what it starts is killed with it. Other processes find it by its
+    A worker leads a session, and what it starts is killed with it. Other processes find it by its
     environment, which only this user may read.
 
     Args:

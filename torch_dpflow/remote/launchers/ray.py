@@ -112,7 +112,7 @@ class Ray:
             check_number(f"resources[{kind!r}]", share, minimum=MIN_SHARE)
             if kind in ("", "CPU", "GPU", "memory", "object_store_memory"):
                 raise OptionError(
-                    f"resources has {kind!r}, and takes the cluster's own kinds, as of `ray start --resources`: "
+                    f"resources has {kind!r}, and takes the cluster's own kinds, as in `ray start --resources`: "
                     "name one of these, or give cpus or memory"
                 )
         check_address(self.address)

@@ -126,7 +126,7 @@ CHECK_S = 120.0
 def check_reachable(platform: str, listen: str, *, nodes: bool = False) -> str:
     """Raise what connecting to a platform raises, or OptionError if workers cannot reach `listen`.
 
-    Runs in a process of its own, as the platform's library may start threads or end the process.
+    Runs in a separate process, as the platform's library may start threads or end the process.
 
     listen: the address; empty: chosen by the platform.
     nodes: check whether it can run nodes, and return the address of this host by which they reach it; otherwise "".

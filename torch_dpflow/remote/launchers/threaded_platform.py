@@ -68,7 +68,7 @@ class _Requested:
 class ThreadedPlatform:
     """The `RemotePlatform` of a launcher, which it closes at the end.
 
-    One thread chooses the next call, and each call has a thread of its own, so that a call that hangs delays no other.
+    One thread chooses the next call, and each call has a separate thread, so that a call that hangs delays no other.
     A start counts as lost after `deadline_s`; the worker can then be stopped by its name. Stops come first, and are
     repeated until the platform has accepted them. Starts are never repeated.
 
@@ -260,7 +260,7 @@ class ThreadedPlatform:
             if worker.stopped:
                 self._ended(worker, End())
 
-    # -- the calls, each in a thread of its own; what they find is entered under the lock ------------------
+    # -- the calls, each in a separate thread; what they find is entered under the lock ------------------
 
     def _start(self, worker: _Requested) -> None:
         launch_spec, worker.launch_spec = worker.launch_spec, b""

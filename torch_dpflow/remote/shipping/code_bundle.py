@@ -224,7 +224,7 @@ def _place_of(path: str) -> str:
 
 
 def install_bundle(data: bytes, directory: str | Path) -> Path:
-    """Unpack a bundle into a directory of its own inside of `directory`, and import from there first.
+    """Unpack a bundle into a new directory inside `directory`, and import from there first.
 
     Nothing is written before all of it was checked. A bundle that was unpacked before is used as it is.
 

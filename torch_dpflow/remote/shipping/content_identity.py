@@ -73,7 +73,7 @@ def identify(
         roots: what is sent, by name.
         ignore: patterns of parts that do not count. Of `argparse.Namespace`, attributes whose names no code has are
             neither compared nor sent, unless the list is empty; None: no patterns.
-        code: which own modules are sent, as of `LoaderOptions`.
+        code: which own modules are sent, as in `LoaderOptions`.
         like: an earlier identity, of which files and installed packages are not looked at again.
 
     Raises OptionError if own modules are too large.

@@ -177,7 +177,7 @@ def pack_load_spec(
     Args:
         limit: maximum bytes.
         before: what is unpickled first; it is returned with `spec`. None: nothing.
-        replaced: as of `pack`.
+        replaced: as in `pack`.
 
     Raises:
         NotPicklableError: a part of it cannot be pickled; the message has its place.
@@ -196,7 +196,7 @@ def pack_load_spec(
 
 
 def can_pack(obj: Any, limit: int, replaced: Collection[int] = ()) -> bool:
-    """Return whether an object can be pickled, in at most `limit` bytes. replaced: as of `pack`."""
+    """Return whether an object can be pickled, in at most `limit` bytes. replaced: as in `pack`."""
     try:
         _BoundedPickler(_Bounded(None, limit), limit, replaced).pack(obj)
     except Exception:  # code of the object's own runs

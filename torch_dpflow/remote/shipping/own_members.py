@@ -38,7 +38,7 @@ class Deleted:
 class Codes(NamedTuple):
     """Code of the functions of a member whose code is not the file's: set by the script, or rewritten as by pytest."""
 
-    #: As of `ModuleMember.value`.
+    #: As in `ModuleMember.value`.
     kind: str
     codes: tuple[types.CodeType, ...]
 

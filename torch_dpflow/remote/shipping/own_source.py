@@ -63,7 +63,7 @@ class Annotation(NamedTuple):
 
     def makes(self, value: Any, module: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
         """Return whether it provably makes this value. module, inner: variables of its module and of its class."""
-        if type(value) is str and _dump_of(value) == self.text:  # as of `from __future__ import annotations`
+        if type(value) is str and _dump_of(value) == self.text:  # as in `from __future__ import annotations`
             return True
         try:
             made = COMPUTED if self.code is None else eval(self.code, dict(module), dict(inner))

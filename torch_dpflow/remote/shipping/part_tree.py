@@ -1,4 +1,4 @@
-"""Digests of an object and of its parts, as a tree, with short texts for people."""
+"""Digests of an object and of its parts, as a tree, with short texts for messages."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Control connection of a remote worker: registration, download of what it loads, heartbeats.
 
-It has a thread of its own, since the worker's main thread runs the user's code, for any time.
+It has a separate thread, since the worker's main thread runs the user's code, for any time.
 """
 
 from __future__ import annotations

@@ -349,7 +349,7 @@ class ZeroMQConnection(_SocketEndpoint):
     """A connected DEALER."""
 
     def __init__(self, address: str, identity: bytes | None, options: TransportOptions) -> None:
-        # With an identity of its own, the listener recognises the peer after a reconnect.
+        # With a fixed identity, the listener recognises the peer after a reconnect.
         self.identity = b"\x01" + secrets.token_bytes(15) if identity is None else identity
         check_identity(self.identity)
         super().__init__(zmq.DEALER, address, options)
