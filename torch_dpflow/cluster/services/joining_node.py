@@ -343,7 +343,7 @@ class NodeLaunchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def run(launch_spec: bytes) -> int:
-    """Run a node until it has left or the cluster ends, and return its exit code. In a process of its own."""
+    """Run a node until it has left or the cluster ends, and return its exit code. Runs in a separate process."""
     spec = msgpack_decoder(NodeLaunchSpec).decode(launch_spec)
     given = {name: getattr(spec, name) for name in ("name", "processors", "preload", "log")}
     try:
