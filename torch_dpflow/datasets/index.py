@@ -1,6 +1,6 @@
 """Metadata of samples as rows of one width, in files that all processes of a host map instead of decoding it.
 
-A part holds the samples of one object, or of one metadata shard, as bytes without positions of their own, so that parts
+A part holds the samples of one object, or of one metadata shard, as bytes that contain no positions, so that parts
 are joined by appending them::
 
     rows      one of `_ROW` for each sample
