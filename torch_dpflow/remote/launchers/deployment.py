@@ -25,7 +25,7 @@ def changes(
 ) -> Iterator[str]:
     """Yield what is to be changed, for display.
 
-    place: the function. there: its settings; None without it. unknown: as of `existing`.
+    place: the function. there: its settings; None without it. unknown: as in `existing`.
     """
     yield from unknown
     done = "created, or changed where it differs" if unknown else "created" if there is None else "changed"
