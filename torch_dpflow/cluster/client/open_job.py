@@ -92,19 +92,13 @@ def open_job(
     while not registration.register_with(cluster, options.reconnect_timeout_s, outages):
         cluster = await_cluster(address, outages)
     job = JobDescription(
+        **{**vars(reading), "indices": indices, "collate_fn": None},
         flow=flow.name,
         version=flow.version,
         name=name,
-        seed=reading.seed,
         size=size,
-        batch_size=reading.batch_size,
-        drop_last=reading.drop_last,
-        indices=indices,
         places=source.places,
         rank=_rank_of(name, reading.replica),
-        cacheable_only=reading.cacheable_only,
-        side=reading.side,
-        independence=reading.independence,
         weight=options.weight,
         caches=(source.repeatable or source.staged) and options.policy != "none",
     )

@@ -222,28 +222,21 @@ class JobReading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobDescription:
-    """Description of a job for its services, constant while the job lives."""
+class JobDescription(JobReading):
+    """Description of a job for its services, constant while the job lives; `indices` are samples of the flow."""
 
     flow: str
     version: int
     name: str
-    seed: int
     #: Samples of the flow.
     size: int
-    batch_size: int
-    drop_last: bool = False
-    #: Its samples; None: all of the flow.
     indices: IndexArray | None = None
     #: By place in the job's dataset, the sample of the flow; None: the same number.
     places: IndexArray | None = None
     #: Rank of this process; None: it reads the whole job.
     rank: JobRank | None = None
-    cacheable_only: bool = False
     #: Whether its flow caches samples for jobs that read them later.
     caches: bool = False
-    side: int = 1
-    independence: float = 0.0
     weight: float = 1.0
 
     @cached_property
