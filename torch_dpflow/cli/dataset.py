@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from torch_dpflow._core.checks import counted
 from torch_dpflow.cli.common import name_value_pairs, storage_options_of, store_options, to_json, with_options
 from torch_dpflow.cli.main import INTERRUPTED
 from torch_dpflow.cli.tables import (
@@ -433,7 +434,8 @@ def _exported_line(ref: DatasetRef, exported: Exported, *, as_json: bool) -> str
     if as_json:
         return to_json({"exported": str(ref), **asdict(exported)})
     kept = f", {exported.kept} of them by an earlier run" if exported.kept else ""
-    return f"{ref}: {exported.samples} samples in {len(exported.files)} files of {exported.url}{kept}"
+    files = counted(len(exported.files), "file")
+    return f"{ref}: {counted(exported.samples, 'sample')} in {files} of {exported.url}{kept}"
 
 
 def _check_meant(yes: bool, what: str) -> None:
