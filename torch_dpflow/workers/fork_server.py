@@ -22,7 +22,9 @@ from typing import Any
 from torch_dpflow._core.threads import StopSignal
 from torch_dpflow.errors import LaunchError
 from torch_dpflow.log import SERVICE
+from torch_dpflow.workers.import_server import ImportServer, StillImportingError
 from torch_dpflow.workers.local_platform import LocalHandle, LocalPlatform
+from torch_dpflow.workers.platform import Imports, ProcessSpec
 from torch_dpflow.workers.process_control import FORK_SERVER_NAME, FORK_SERVER_UP
 
 #: Lets a fork server survive invalid requests, and show what it imports.
@@ -73,6 +75,10 @@ class ForkServerPlatform(LocalPlatform):
         #: How many starts of the fork server in a row have failed.
         self._failures = 0
         self._waits, self._interrupted = False, StopSignal()
+        #: By what they import; and what has failed to be imported together. For threads that hold the lock.
+        self._import_servers: dict[Imports, ImportServer] = {}
+        self._not_imported: set[Imports] = set()
+        self._lock = threading.Lock()
 
     def begin(self) -> None:
         """Wait until the fork server has imported its modules, for which the first launch would wait.
@@ -100,6 +106,8 @@ class ForkServerPlatform(LocalPlatform):
         if self._waits and pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        for server in [*self._import_servers.values()]:
+            server.kill()
 
     def take_ended(self) -> list[LocalHandle]:
         pid = _fork_server()
@@ -109,9 +117,44 @@ class ForkServerPlatform(LocalPlatform):
             self._ensure_running()
             if _fork_server() != pid:
                 SERVICE.warning("the fork server (pid %d) has ended; another takes its place", pid)
-        return super().take_ended()
+        ended = super().take_ended()
+        if ended and self._lock.acquire(blocking=False):  # else a process is being started: at the next end
+            try:
+                used = {handle.imports for handle in self._running.values()}
+                unused = [one for one, server in self._import_servers.items() if server.has_forked and one not in used]
+                for imports in unused:
+                    self._import_servers.pop(imports).close()
+            finally:
+                self._lock.release()
+        return ended
 
-    def _start(self, process: BaseProcess) -> None:
+    def launch(self, spec: ProcessSpec) -> LocalHandle:
+        """Start a process; see `Platform`. Raises StillImportingError while the modules of its group are imported."""
+        with self._lock:
+            return super().launch(spec)
+
+    def close(self, *, grace_s: float = 0.0) -> None:
+        super().close(grace_s=grace_s)
+        while self._import_servers:
+            self._import_servers.popitem()[1].close(kill=True)
+
+    def _start(self, process: BaseProcess, imports: Imports | None = None) -> None:
+        if imports is not None and self._timeouts_s is not None and imports not in self._not_imported:
+            fork_s, begin_s = self._timeouts_s
+            try:
+                if imports not in self._import_servers:
+                    self._import_servers[imports] = ImportServer(
+                        imports, self._context, self._start, begin_s=begin_s, fork_s=fork_s
+                    )
+                self._import_servers[imports].start(process)
+                return
+            except StillImportingError:
+                raise
+            except (OSError, EOFError, LaunchError) as error:
+                SERVICE.info("modules of %s are imported by each of its processes (%r)", imports.group, error)
+                self._not_imported.add(imports)
+                if (server := self._import_servers.pop(imports, None)) is not None:
+                    server.close(kill=True)
         try:
             self._fork(process)
             return

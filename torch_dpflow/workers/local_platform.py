@@ -16,7 +16,7 @@ from typing import Any
 
 from torch_dpflow._core import descriptors
 from torch_dpflow.errors import LaunchError, NotPicklableError
-from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, ProcessSpec
+from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Imports, ProcessSpec
 from torch_dpflow.workers.process_control import exit_with
 
 #: The timeout for the exit code of an ended process, which a fork server has to send, seconds.
@@ -59,7 +59,7 @@ class LocalPlatform:
             daemon=True,
         )
         try:
-            self._start(process)
+            self._start(process, spec.imports)
             handle = LocalHandle(process, spec)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             raise NotPicklableError(
@@ -99,7 +99,7 @@ class LocalPlatform:
             handle.describe()
         self._poller.close()
 
-    def _start(self, process: BaseProcess) -> None:
+    def _start(self, process: BaseProcess, imports: Imports | None = None) -> None:
         """Start a process with SIGINT blocked, which it unblocks once Control-C prints no traceback of its start."""
         if self._context.get_start_method() == "spawn":
             resource_tracker.ensure_running()  # which the start would do, and unblocks SIGINT
@@ -151,7 +151,7 @@ class LocalHandle:
     # processes as dead and sends them no more signals.
 
     def __init__(self, process: BaseProcess, spec: ProcessSpec) -> None:
-        self.name, self.incarnation = spec.name, spec.incarnation
+        self.name, self.incarnation, self.imports = spec.name, spec.incarnation, spec.imports
         self.pid = process.pid or 0
         #: multiprocessing's object. Never closed: users of torch's loader may read its exit code later.
         self.process = process

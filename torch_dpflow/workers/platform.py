@@ -40,6 +40,21 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Imports:
+    """Installed modules that a group of processes needs, and that may be imported once for all of them.
+
+    A platform that starts each process from scratch ignores it: processes import what they lack.
+    """
+
+    #: Identifies the group. No other process is forked from one that has imported for it.
+    group: str
+    modules: tuple[str, ...]
+    #: The current directory of the imports, and `sys.argv[0]`; empty: as they are.
+    directory: str = ""
+    script: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProcessSpec:
     """A process to start.
 
@@ -53,6 +68,7 @@ class ProcessSpec:
         report_file: the file for its exit report, if it shares this host's files; else empty.
         directory: a directory that the launching process removes, or the launched processes if that one is killed;
             or empty.
+        imports: what its group imports; None: nothing is known.
     """
 
     name: str
@@ -61,6 +77,7 @@ class ProcessSpec:
     arguments: tuple[Any, ...] = ()
     report_file: str = ""
     directory: str = ""
+    imports: Imports | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

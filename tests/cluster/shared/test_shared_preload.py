@@ -1,17 +1,19 @@
-"""Modules that a cluster imports once are there in every worker before its dataset is."""
+"""Modules that a cluster, or a flow's first worker of a host, imports once are there in every worker."""
 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import Dataset
 
-from examples.cluster import started
+from examples.cluster import processes, started
 from torch_dpflow import DPFlowDataLoader, JobOptions
 from torch_dpflow.cluster.services.local_cluster import ClusterOptions
 from torch_dpflow.errors import OptionError
@@ -46,6 +48,37 @@ def test_workers_have_what_was_preloaded_and_no_more(eventually: Any) -> None:
         heartbeats = [thread for thread in threading.enumerate() if thread.name == "dpflow-heartbeat"]
         eventually(lambda: not any(thread.is_alive() for thread in heartbeats), what="the job's leave")
     assert found.tolist() == [[True, False]] * 2
+
+
+class Parents(Dataset[torch.Tensor]):
+    """The parents of workers, of which each loads a sample before it gets another."""
+
+    def __init__(self) -> None:
+        self.needs = psutil.Process
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([os.getpid(), os.getppid(), "psutil" in sys.modules])
+
+
+def test_workers_of_a_flow_are_forked_from_one_process_with_its_modules() -> None:
+    with started() as address:
+        loader = DPFlowDataLoader(
+            Parents(), batch_size=2, num_workers=2, flow="test/parents", address=address, job=JobOptions(idle_s=3.0)
+        )
+        found = torch.cat([*loader])
+        workers, parents = found[:, 0].unique().tolist(), found[:, 1].unique().tolist()
+        (shard,) = [view.pid for view in processes(address) if view.role == "shard"]
+        assert len(workers) <= 2
+        assert len(parents) == 1
+        assert found[:, 2].all()
+        fork_server = psutil.Process(shard).ppid()
+        assert parents != [fork_server]
+        assert psutil.Process(parents[0]).ppid() == fork_server
+        del loader
+        gc.collect()
 
 
 @pytest.mark.parametrize("module", ["no_such_module", "no_such.module", "", "two words", "../path", "-c"])

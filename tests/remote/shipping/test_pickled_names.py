@@ -10,9 +10,11 @@ import importlib.util
 import io
 import pathlib
 import pickle
+import sys
 import types
 import uuid
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -24,7 +26,7 @@ from hypothesis import strategies as st
 
 from torch_dpflow.errors import MessageError
 from torch_dpflow.remote.shipping.content_pack import pack
-from torch_dpflow.remote.shipping.modules import modules_in
+from torch_dpflow.remote.shipping.modules import installed_modules_in, modules_in
 
 LEAVES = [
     collections.OrderedDict(a=1),
@@ -164,3 +166,23 @@ def test_objects_of_a_class_that_travels_as_code() -> None:
     exec(source, vars(module))
     pickled = pack([module.Data(), {module.Data: module.Data()}])
     assert {"torch.utils.data.dataset", "cloudpickle.cloudpickle"} <= modules_in(pickled)
+
+
+def test_installed_modules_that_a_pickle_needs_also_by_own_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_needs.py").write_text(
+        "import json\nimport psutil as p\nfrom msgspec.msgpack import Decoder\nimport own_other\n\nclass Data: ...\n"
+    )
+    (tmp_path / "own_other.py").write_text("from hypothesis import strategies\n\ndef late():\n    import zmq\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("own_needs", "own_other"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    data = importlib.import_module("own_needs").Data()
+    data.path, data.array = Path("x"), np.arange(3)
+    found = installed_modules_in(pickle.dumps(data))
+    assert found[:2] == ["psutil", "msgspec.msgpack"]
+    assert "hypothesis.strategies" in found
+    assert {"json", "zmq", "own_needs", "own_other", "pathlib"}.isdisjoint(found)
+    assert any(name.startswith("numpy") for name in found)
+    assert installed_modules_in(pickle.dumps([1, "a"])) == []

@@ -16,11 +16,13 @@ from torch_dpflow.caches.policy import parse_capacity
 from torch_dpflow.cluster.client.options import DEFAULT_MEMORY_BYTES, FlowDefinition, JobOptions
 from torch_dpflow.cluster.client.outage_log import MAX_FAULTS, SILENCE_S, OutageLog
 from torch_dpflow.cluster.messages.coordinator import CONTENT_PIECE_BYTES, MAX_CONTENT_BYTES, ContentPiece, FlowSpec
+from torch_dpflow.cluster.messages.node import MAX_IMPORTS, FlowImports
 from torch_dpflow.cluster.security.connection_file import Cluster, keys_hint
 from torch_dpflow.cluster.shard.sample_source import KeylessTransform, TwoStageDataset
 from torch_dpflow.errors import (
     DeadlineError,
     ErrorKind,
+    MessageError,
     OptionError,
     OptionTypeError,
     RemoteCallError,
@@ -31,7 +33,8 @@ from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.options import Code
 from torch_dpflow.remote.shipping.content_identity import ContentIdentity, identify, script_name
-from torch_dpflow.remote.shipping.modules import module_of
+from torch_dpflow.remote.shipping.content_pack import split_content
+from torch_dpflow.remote.shipping.modules import installed_modules_in, module_of
 from torch_dpflow.samplers.indices import IndexArray, check_indices
 from torch_dpflow.workers.script_settings import ScriptSettings
 
@@ -45,6 +48,8 @@ MIN_CALL_S = 0.5
 LONGEST_CALL_S = 6.0
 #: Parts of the dataset itself, and of what is given with it.
 _OWN = re.compile(r"(dataset|transform|stand_in|worker_init_fn)\b")
+#: Contents up to this size are searched for the modules that they need, which takes as much memory, bytes.
+MAX_SEARCHED_BYTES = 32 << 20
 #: Timeout of one piece of an upload, seconds. A repeated piece is ignored, so a busy coordinator loses nothing.
 PIECE_S = 15.0
 
@@ -141,11 +146,12 @@ def describe(
     *,
     size: int,
     options: JobOptions,
+    imports: FlowImports | None = None,
 ) -> FlowSpec:
     """Return the description under which a job registers its flow. Raises OptionError if it is not allowed.
 
     packed: what the workers load, by `SampleAssignment.pack`.
-    content: by `content_of`.
+    content: by `content_of`. imports: by `imports_of`.
     """
     if len(packed) > MAX_CONTENT_BYTES:
         raise OptionError(
@@ -177,9 +183,25 @@ def describe(
         parts=content.identity.parts,
         ignore=content.identity.ignore,
         script=script_name()[:100],
+        imports=imports,
     )
     spec.check()
     return spec
+
+
+def imports_of(packed: bytes, settings: ScriptSettings) -> FlowImports | None:
+    """Return what workers import, so that those of a host can share it; None where each imports for itself.
+
+    Settings of the script that modules can compute with are set in workers alone.
+    """
+    places = {"directory": settings.directory, "script": settings.script}
+    if len(packed) > MAX_SEARCHED_BYTES or replace(settings, directory="", script="") != ScriptSettings():
+        return None
+    try:
+        modules = installed_modules_in(bytes(split_content(memoryview(packed))[0]))
+    except MessageError:  # an object's own way to be pickled, which only its class reads
+        return None
+    return FlowImports(tuple(modules[:MAX_IMPORTS]), **places) if modules else None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch_dpflow.cluster.client.flow_registration import (
     changes,
     content_of,
     describe,
+    imports_of,
     length_of,
     register,
     split_stages,
@@ -121,7 +122,15 @@ class _Registration:
     def register_with(self, cluster: Cluster, reconnect_timeout_s: float, outages: OutageLog | None = None) -> bool:
         """Register the flow; see `register`. Return False if another cluster has replaced this one."""
         packed = _packed_for(cluster, self.assignment, self.content.identity)
-        spec = describe(self.flow, self.source, packed, self.content, size=self.size, options=self.options)
+        spec = describe(
+            self.flow,
+            self.source,
+            packed,
+            self.content,
+            size=self.size,
+            options=self.options,
+            imports=imports_of(packed, self.assignment.settings),
+        )
         return register(
             cluster,
             spec,

@@ -194,13 +194,15 @@ def launches_of(
     lasting = msgspec.structs.replace(spec, shards=1, workers=1)
     arguments = _encode(ShardArguments(router, lasting))
     memory_bytes = part.memory_bytes // (part.shards + len(draining))
+    imports = spec.imports if part.workers > 1 else None
 
     def shard_of(id: str, workers: int) -> Launch:
         return Launch(id, "shard", arguments, _encode(ShardSettings(workers, memory_bytes)), hosts[id])
 
     def worker(shard: str, number: int) -> Launch:
         own = _encode(WorkerArguments(shard, number))
-        return Launch(f"{shard}/worker-{number}", "worker", own, node=hosts[shard], needed=not is_unread)
+        id = f"{shard}/worker-{number}"
+        return Launch(id, "worker", own, node=hosts[shard], needed=not is_unread, imports=imports)
 
     launches = [Launch(router, "router", _encode(lasting), _encode(RouterSettings(serving, limited_by)))]
     for shard, workers, stay in zip(shards, divided, staying):

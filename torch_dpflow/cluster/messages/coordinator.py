@@ -9,6 +9,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from torch_dpflow._core.checks import check_fields, check_int, check_number, check_seconds
+from torch_dpflow.cluster.messages.node import FlowImports
 from torch_dpflow.errors import OptionError
 from torch_dpflow.ipc.messages.content_parts import (
     MAX_IGNORED,
@@ -75,6 +76,8 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
     ignore: Annotated[tuple[Pattern, ...], msgspec.Meta(max_length=MAX_IGNORED)] = ()
     #: The name of the script, for messages.
     script: Name = SCRIPT_PART
+    #: What its workers import, which does not affect samples. None: not known.
+    imports: FlowImports | None = None
 
     @property
     def instance(self) -> str:

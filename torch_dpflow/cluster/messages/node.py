@@ -13,6 +13,8 @@ from torch_dpflow.ipc.messages.fields import MAX_NAME, Body, Count, Name, Second
 
 #: Maximum number of processes of one node.
 MAX_PROCESSES = 8192
+#: Maximum number of modules that a node imports once for a flow's workers; they import the others themselves.
+MAX_IMPORTS = 256
 #: Maximum number of nodes that join one cluster.
 MAX_NODES = 256
 #: Name of a node; part of the ids of its shards.
@@ -23,6 +25,16 @@ END_NOTICE_S = 2 * HEARTBEAT_S
 WAITING = "waiting"
 
 NodeName: TypeAlias = Annotated[str, msgspec.Meta(pattern=NODE_NAME)]
+
+
+class FlowImports(Body):
+    """What the workers of a flow import. A node imports it once for all workers of the flow that it runs."""
+
+    #: Installed modules, in this order.
+    modules: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_IMPORTS)]
+    #: The script's current directory, and its name.
+    directory: Text
+    script: Text
 
 
 class Launch(Body):
@@ -41,6 +53,8 @@ class Launch(Body):
     node: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
     #: Whether it is started again after it has ended at once.
     needed: bool = True
+    #: None: nothing is known, or it is the only one.
+    imports: FlowImports | None = None
 
 
 class Desire(Body):

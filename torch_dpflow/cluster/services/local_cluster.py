@@ -76,9 +76,9 @@ class ClusterOptions:
         web_token_file: path of a file with the token of the page, required if other machines can reach HOST; None: no
             token.
         pool_memory: memory of a pool server, which holds datasets for this user on this host, bytes; None: no server.
-        preload: modules to import once for all workers, such as "torchvision" (saves 2 s and 130 MB a worker). Not
-            derived from flows, as a client must not choose what the fork server imports. Not for modules that start
-            threads when they are imported.
+        preload: modules to import once for the workers of all flows, such as "torchvision". Not derived from flows, as
+            a client must not choose what the fork server imports. Not for modules that start threads when they are
+            imported.
         platform: name of a platform that runs the workers, such as "ray"; None: processes of this host.
         autoscale: MIN:MAX, between which the workers of all flows together follow the demand of jobs. None: as in the
             settings, or else as many as flows request. MAX must be the number of workers in `limits`, if given.

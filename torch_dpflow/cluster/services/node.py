@@ -6,9 +6,12 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
+
+import msgspec
 
 from torch_dpflow._core.clocks import HEARTBEAT_S, START_S
 from torch_dpflow._core.descriptors import exhausted
@@ -49,7 +52,8 @@ from torch_dpflow.ipc.transport import listen
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.launchers.contract import PlatformSpec
 from torch_dpflow.workers.fork_server import progress_of
-from torch_dpflow.workers.platform import Handle, Platform, ProcessSpec
+from torch_dpflow.workers.import_server import StillImportingError
+from torch_dpflow.workers.platform import Handle, Imports, Platform, ProcessSpec
 
 #: How often a node checks its processes when nothing happens, seconds.
 CHECK_S = HEARTBEAT_S / 2
@@ -242,7 +246,9 @@ class Node:
             place=self._place,
             platform=self._worker_platform if spawn.launch.id == PROVISIONER else None,
         )
+        given, group = spawn.launch.imports, service.id.rpartition("/shard-")[0]
         spec = ProcessSpec(
+            imports=None if given is None else Imports(group=group, **msgspec.structs.asdict(given)),
             name=service.id,
             incarnation=service.incarnation,
             target=main,
@@ -340,6 +346,8 @@ class Node:
 
 #: How long the end of the thread may take before a start that waits is ended, and how long afterwards, seconds.
 THREAD_GRACE_S, THREAD_END_S = 0.5, 2.0
+#: How often processes are tried again that wait for the imports of their group, seconds.
+IMPORT_POLL_S = 0.05
 
 
 class LaunchThread:
@@ -369,9 +377,19 @@ class LaunchThread:
         self._thread.join(THREAD_END_S)
 
     def _run(self) -> None:
-        while (spec := self._specs.get()) is not None and not self._closes:
+        waiting: deque[ProcessSpec] = deque()  # for imports
+        while not self._closes:
+            try:
+                spec = self._specs.get(timeout=IMPORT_POLL_S if waiting else None)
+            except queue.Empty:
+                spec = waiting.popleft()
+            if spec is None:
+                return
             try:
                 outcome: Handle | Exception = self._platform.launch(spec)
+            except StillImportingError:
+                waiting.append(spec)
+                continue
             except Exception as error:
                 outcome = error
             self._report(spec, outcome)

@@ -212,12 +212,41 @@ def modules_in(pickled: bytes) -> frozenset[str]:
 
     Raises MessageError for invalid pickles.
     """
+    return frozenset(_named_in(pickled))
+
+
+def installed_modules_in(pickled: bytes) -> list[str]:
+    """Return the installed modules that unpickling imports, itself or by own modules, in about this order.
+
+    Of an own module these are the ones that its variables are, or come from. Raises MessageError as `modules_in`.
+    """
+    found: dict[str, None] = {}
+    seen: set[str] = set()
+
+    def visit(name: str) -> None:
+        if name in seen or name not in sys.modules or name.partition(".")[0] in (*SCRIPT, _THIS):
+            return
+        seen.add(name)
+        if _is_own_file(sys.modules[name]):
+            for value in [*vars(sys.modules[name]).values()]:
+                if isinstance(value, types.ModuleType) or is_definition(value):
+                    visit(value.__name__ if isinstance(value, types.ModuleType) else module_of(value))
+        elif name.partition(".")[0] not in sys.stdlib_module_names and own_module(name) is None:
+            found[name] = None
+
+    for name in _named_in(pickled):
+        visit(name)
+    return [*found]
+
+
+def _named_in(pickled: bytes) -> dict[str, None]:
+    """Return the modules of `modules_in`, in the order of the pickle."""
     names = _Names(pickled)
     try:
         names.read_all()
     except Exception as error:
         raise MessageError(f"no pickle: {type(error).__name__}: {error}") from error
-    return frozenset(names.modules)
+    return names.modules
 
 
 class _Kind(type):
@@ -254,7 +283,7 @@ class _Names(pickle.Unpickler):
         protocol = pickled[1] if pickled[:1] == pickle.PROTO and len(pickled) > 1 else 0
         self._is_old = protocol < _PYTHON_3
         super().__init__(self._file)
-        self.modules: set[str] = set()
+        self.modules: dict[str, None] = {}
 
     def read_all(self) -> None:
         while self._file.tell() < self._size:
@@ -265,10 +294,10 @@ class _Names(pickle.Unpickler):
             module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
             module = _compat_pickle.IMPORT_MAPPING.get(module, module)
         if module not in SCRIPT:
-            self.modules.add(module)
+            self.modules[module] = None
         return self._import if module.startswith("cloudpickle") and name == "subimport" else _StandIn
 
     def _import(self, name: Any, *_: Any) -> Any:
         if isinstance(name, str):
-            self.modules.add(name)
+            self.modules[name] = None
         return _StandIn

@@ -1,0 +1,165 @@
+"""Fork servers of groups of processes: each has imported what its group needs, and the group shares that memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from multiprocessing import connection, forkserver, popen_forkserver
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from socket import AF_UNIX, socket
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+from torch_dpflow.errors import DPFlowError
+from torch_dpflow.workers.local_platform import LocalHandle
+from torch_dpflow.workers.platform import Imports, ProcessSpec
+from torch_dpflow.workers.process_control import end_with_parent
+
+
+class StillImportingError(DPFlowError):
+    """The process can be started once the modules of its group are imported: try again later."""
+
+
+class ImportServer:
+    """A fork server that this process's fork server has forked, for one group of processes.
+
+    It imports the group's modules, then forks the group's processes. It ends instead if an import raises, starts a
+    thread, of which a fork has no copy, or initializes CUDA. It also ends when this process and the group have ended.
+
+    Args:
+        imports: what it imports.
+        context: a multiprocessing context whose fork server forks it.
+        fork: starts a process of this context.
+        begin_s: the timeout of its imports, seconds.
+        fork_s: the timeout of a fork, seconds.
+    """
+
+    def __init__(
+        self, imports: Imports, context: Any, fork: Callable[[BaseProcess], None], *, begin_s: float, fork_s: float
+    ) -> None:
+        self._fork_s, self._deadline = fork_s, time.monotonic() + begin_s
+        #: Whether it has forked a process.
+        self.has_forked = False
+        self._address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+        alive_r, self._alive = os.pipe()
+        try:
+            with socket(AF_UNIX) as listener:
+                listener.bind(self._address)
+                os.chmod(self._address, 0o600)
+                arguments = imports, _Inherited(listener.fileno()), _Inherited(alive_r)
+                process = context.Process(target=_serve, args=arguments, name="dpflow-imports", daemon=True)
+                fork(process)
+            self._handle = LocalHandle(process, ProcessSpec(name=imports.group, incarnation=0, target=_serve))
+        except BaseException:
+            os.close(self._alive)
+            self._remove_socket()
+            raise
+        finally:
+            os.close(alive_r)
+        server: Any = forkserver.ForkServer()
+        server._forkserver_address, server._forkserver_alive_fd = self._address, self._alive
+        server.ensure_running = lambda: None
+        start: Any = popen_forkserver.Popen._launch  # type: ignore[attr-defined]
+        connected = SimpleNamespace(**{**vars(forkserver), "connect_to_new_process": server.connect_to_new_process})
+        launch = FunctionType(start.__code__, {**vars(popen_forkserver), "forkserver": connected})
+        self._popen: Any = type("Popen", (popen_forkserver.Popen,), {"_launch": launch})
+
+    def start(self, process: BaseProcess) -> None:
+        """Fork a process.
+
+        Raises:
+            StillImportingError: the imports are not finished.
+            OSError, EOFError: it has ended, has not finished its imports in time, or does not fork in time.
+        """
+        unstarted: Any = process
+        unstarted._Popen = self._start
+        watch = threading.Timer(self._fork_s, self.kill)
+        watch.daemon = True
+        watch.start()
+        try:
+            process.start()
+            self.has_forked = True
+        except ConnectionRefusedError as error:
+            if self._handle.describe() is None and time.monotonic() < self._deadline:
+                raise StillImportingError("its group's modules are being imported") from error
+            raise
+        finally:
+            watch.cancel()
+
+    def kill(self) -> None:
+        """Kill it. Its processes continue."""
+        self._handle.kill()
+
+    def close(self, *, kill: bool = False) -> None:
+        """End it once its processes have ended, or kill it."""
+        if kill:
+            self.kill()
+        os.close(self._alive)
+        self._handle.release()
+        self._remove_socket()
+
+    def _start(self, process: Any) -> Any:
+        del process._Popen  # else it would be pickled with the process
+        return self._popen(process)
+
+    def _remove_socket(self) -> None:
+        Path(self._address).unlink(missing_ok=True)
+
+
+class _Inherited:
+    """A descriptor that a process inherits, as its number there."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __reduce__(self) -> Any:
+        return _detached, (DupFd(self._descriptor),)
+
+
+def _detached(inherited: Any) -> Any:
+    return inherited.detach()
+
+
+def _serve(imports: Imports, listener: int, alive: int) -> None:
+    """Import, then serve as Python's fork server does. Nothing can connect before `listen`."""
+    # An import that hangs would not notice that `alive` is closed. The fork server above ends with its starter unless
+    # another process, such as this one, has its descriptor.
+    main: Any = forkserver
+    os.close(main._forkserver._forkserver_alive_fd)
+    end_with_parent(signal.SIGKILL)
+    gc.freeze()  # else collections copy the pages of all that was inherited
+    threads = _count_threads()
+    # Imported here: the process that starts this one may not need torch.
+    import torch
+
+    from torch_dpflow.workers.script_settings import ScriptSettings
+
+    ScriptSettings(directory=imports.directory, script=imports.script).apply()
+    for module in imports.modules:
+        try:
+            import_module(module)
+        except Exception:  # the processes that need it raise the same error where users see it
+            return
+    if _count_threads() > threads or torch.cuda.is_initialized():
+        return
+    gc.collect()
+    gc.freeze()
+    end_with_parent(0)
+    with socket(AF_UNIX, fileno=listener) as served:
+        served.listen()
+        served.detach()
+    main.main(listener, alive, [])
+
+
+def _count_threads() -> int:
+    with suppress(OSError):
+        return len(os.listdir("/proc/self/task"))
+    return threading.active_count()
