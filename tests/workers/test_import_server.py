@@ -36,7 +36,7 @@ def launch(platform, spec):
             time.sleep(0.01)
 
 def found(folder, platform, group, module):
-    imports = Imports(group=group, modules=("json", module), directory=str(folder))
+    imports = Imports(group=group, modules=("json", module), own=("mine",), directory=str(folder))
     handles = []
     for number in range(2):
         file = folder / f"{group}-{number}"
@@ -67,6 +67,12 @@ if __name__ == "__main__":
             servers[0]._handle.process.join()
             out["code"] = servers[0]._handle.process.exitcode
     out["fork server"] = forkserver._forkserver._forkserver_pid
+    usual = forkserver.ForkServer.connect_to_new_process
+    def changed(self, fds):
+        assert self._forkserver_pid, "as multiprocessing of another Python may differ"
+        return usual(self, fds)
+    forkserver.ForkServer.connect_to_new_process = changed
+    _, out["changed"] = found(folder, platform, "changed", "json")
     hasty = ForkServerPlatform(timeouts_s=(60.0, 0.2), outlived=True)
     _, out["hangs"] = found(folder, hasty, "hangs", "hangs")
     hasty.close()
@@ -77,6 +83,7 @@ if __name__ == "__main__":
 MODULES = {
     "good": "open('imported', 'a').write('once ')",
     "raises": "raise ValueError",
+    "asks": "try: import mine\nexcept ImportError: mine = None",
     "exits": "raise SystemExit(3)",
     "ends": "import os; os._exit(3)",
     "starts": "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
@@ -105,6 +112,7 @@ def test_a_group_imports_once_and_processes_start_without_imports_that_fail(tmp_
         name: {name in ("a", "b", "good")} for name in ("a", "b", *MODULES)
     }
     assert (tmp_path / "imported").read_text() == "once " * 3, "once a group, in its directory"
+    assert {one["parent"] for one in out["changed"]} == {out["fork server"]}
     assert len(parents["a"]) == len(parents["b"]) == 1
     assert len(parents["a"] | parents["b"] | {out["fork server"]}) == 3
     assert out["code"] == 0, "it ends with its group"

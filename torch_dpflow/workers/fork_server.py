@@ -150,7 +150,7 @@ class ForkServerPlatform(LocalPlatform):
                 return
             except StillImportingError:
                 raise
-            except (OSError, EOFError, LaunchError) as error:
+            except Exception as error:  # also those of another Python, whose multiprocessing may differ inside
                 SERVICE.info("modules of %s are imported by each of its processes (%r)", imports.group, error)
                 self._not_imported.add(imports)
                 if (server := self._import_servers.pop(imports, None)) is not None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from importlib import import_module
+from importlib.abc import MetaPathFinder
 from multiprocessing import connection, forkserver, popen_forkserver
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
@@ -32,7 +34,8 @@ class ImportServer:
     """A fork server that this process's fork server has forked, for one group of processes.
 
     It imports the group's modules, then forks the group's processes. It ends instead if an import raises, starts a
-    thread, of which a fork has no copy, or initializes CUDA. It also ends when this process and the group have ended.
+    thread, of which a fork has no copy, looks for the user's own modules, or initializes CUDA. It also ends when this
+    process and the group have ended.
 
     Args:
         imports: what it imports.
@@ -143,12 +146,15 @@ def _serve(imports: Imports, listener: int, alive: int) -> None:
     from torch_dpflow.workers.script_settings import ScriptSettings
 
     ScriptSettings(directory=imports.directory, script=imports.script).apply()
+    own = _Own(imports.own)
+    sys.meta_path.insert(0, own)
     for module in imports.modules:
         try:
             import_module(module)
         except Exception:  # the processes that need it raise the same error where users see it
             return
-    if _count_threads() > threads or torch.cuda.is_initialized():
+    sys.meta_path.remove(own)
+    if own.were_needed or _count_threads() > threads or torch.cuda.is_initialized():
         return
     gc.collect()
     gc.freeze()
@@ -157,6 +163,17 @@ def _serve(imports: Imports, listener: int, alive: int) -> None:
         served.listen()
         served.detach()
     main.main(listener, alive, [])
+
+
+class _Own(MetaPathFinder):
+    """Notes whether the user's own modules are looked for, which only workers have."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = frozenset(names)
+        self.were_needed = False
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        self.were_needed = self.were_needed or name.partition(".")[0] in self._names
 
 
 def _count_threads() -> int:

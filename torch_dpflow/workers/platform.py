@@ -49,6 +49,8 @@ class Imports:
     #: Identifies the group. No other process is forked from one that has imported for it.
     group: str
     modules: tuple[str, ...]
+    #: Top-level modules of the user. If one of `modules` looks for one of these, each process imports for itself.
+    own: tuple[str, ...] = ()
     #: The current directory of the imports, and `sys.argv[0]`; empty: as they are.
     directory: str = ""
     script: str = ""

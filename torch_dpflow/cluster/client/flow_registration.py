@@ -32,6 +32,7 @@ from torch_dpflow.ipc.messages.content_parts import RANDOM_STATE, differences
 from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.options import Code
+from torch_dpflow.remote.shipping.code_bundle import top_level_names
 from torch_dpflow.remote.shipping.content_identity import ContentIdentity, identify, script_name
 from torch_dpflow.remote.shipping.content_pack import split_content
 from torch_dpflow.remote.shipping.modules import installed_modules_in, module_of
@@ -198,10 +199,13 @@ def imports_of(packed: bytes, settings: ScriptSettings) -> FlowImports | None:
     if len(packed) > MAX_SEARCHED_BYTES or replace(settings, directory="", script="") != ScriptSettings():
         return None
     try:
-        modules = installed_modules_in(bytes(split_content(memoryview(packed))[0]))
+        pickled, code = split_content(memoryview(packed))
+        modules, own = installed_modules_in(bytes(pickled)), top_level_names(bytes(code))
     except MessageError:  # an object's own way to be pickled, which only its class reads
         return None
-    return FlowImports(tuple(modules[:MAX_IMPORTS]), **places) if modules else None
+    if not modules or len(own) > MAX_IMPORTS:
+        return None
+    return FlowImports(tuple(modules[:MAX_IMPORTS]), own, **places)
 
 
 @dataclass(frozen=True)

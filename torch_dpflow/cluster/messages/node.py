@@ -32,6 +32,8 @@ class FlowImports(Body):
 
     #: Installed modules, in this order.
     modules: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_IMPORTS)]
+    #: The user's own top-level modules, which are imported by workers alone.
+    own: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_IMPORTS)]
     #: The script's current directory, and its name.
     directory: Text
     script: Text

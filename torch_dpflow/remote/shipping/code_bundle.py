@@ -251,6 +251,14 @@ def install_bundle(data: bytes, directory: str | Path) -> Path:
     return target
 
 
+def top_level_names(data: bytes) -> tuple[str, ...]:
+    """Return the names of a bundle's top-level modules, packages and folders; of no bundle: none."""
+    if not data:
+        return ()
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return tuple(sorted({place.partition("/")[0].partition(".")[0] for place in archive.namelist()}))
+
+
 def _checked(data: bytes) -> dict[str, bytes]:
     """Check an archive and return its files. Raises ValueError and what zipfile raises."""
     if len(data) > MAX_ARCHIVE_BYTES:
