@@ -206,7 +206,7 @@ class QuotaError(PlatformError):
 
 
 class DeniedError(PlatformError, PermissionError):
-    """The platform rejects the credentials, or they lack a right; others are needed."""
+    """The platform rejects the credentials, or they lack a permission; others are needed."""
 
 
 class ExpiredError(DeniedError):

@@ -81,10 +81,10 @@ def verify(
     """Yield the problems of a dataset as they are found. Keeps one shard in memory.
 
     Args:
-        stored: the dataset to check; opening it has checked its version's own file.
-        data: check every sample's object too: its presence, its size and, if there is a checksum, its bytes, which
+        stored: the dataset to check. Its version's file was already checked when it was opened.
+        data: also check every sample's object: its presence, its size and, if there is a checksum, its bytes, which
             are read.
-        own: check only objects in the dataset's directory, none that URLs name.
+        own: check only objects in the dataset's directory, and no objects that are given by a URL.
         options: fsspec's options for the data; None: the store's options.
         progress: called with the number of checked samples, after every shard.
         compared: counts the samples without problems.
@@ -388,7 +388,7 @@ def tidy_up(files: Files, version: str, variant: str) -> None:
 
 
 def forget(store: DatasetStore, dataset_id: str, version: str, variant: str) -> None:
-    """Remove the record of an import or a copy that has written nothing else: there is nothing to continue."""
+    """Remove the record of an unfinished import or copy, if it has written no other file that could be continued."""
     files, folder = store.files.at(dataset_id), f"drafts/{version}"
     # Packs may be those of another import, which has published this version meanwhile.
     is_alone = [child.name for child in files.children(f"{folder}/{variant}")] == [RECORD]

@@ -189,7 +189,7 @@ class EpochCounter:
         self._head[_IS_SET] = 1
 
     def of(self, sample: int) -> int:
-        """Return the epoch of this read of the sample."""
+        """Return the epoch in which the sample is read now. If reads are counted, count this read."""
         if self._head[_IS_SET]:
             return int(self._head[_SET])
         loading = loading_epoch()

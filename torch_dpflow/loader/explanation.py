@@ -30,8 +30,8 @@ class Observed:
     """The figures of a loader."""
 
     stats: LoaderStats
-    #: Seconds from `iter` to the latest batch, over all epochs; of these until first batches and while workers ended;
-    #: and the stall in those.
+    #: Seconds from `iter` to the latest batch, over all epochs; the part of them before first batches and while workers
+    #: ended; and how long the training loop waited in this part.
     iterating_s: float
     turns_s: float
     turn_stall_s: float
@@ -42,7 +42,8 @@ class Observed:
     read_threads: int = 1
     #: Processors of this host that this process may use.
     processors: int
-    #: Seconds that the workers of this host were watched; and that they ran on a processor and waited for one, in all.
+    #: Seconds for which the workers of this host were watched; in these, seconds that they ran on a processor and
+    #: seconds that they waited for one.
     watched_s: float = 0.0
     cpu_s: float = 0.0
     queued_s: float = 0.0
@@ -59,7 +60,7 @@ class Observed:
 
     @property
     def steady_s(self) -> float:
-        """Seconds from first batches to last ones."""
+        """Seconds between the first and the last batch of each epoch, over all epochs."""
         return max(0.0, self.iterating_s - self.turns_s)
 
     @property

@@ -147,13 +147,21 @@ class DataClient:
         version: str | None = None,
         progress: Callable[[CachedDataset], None] = lambda info: None,
     ) -> ArraySource:
-        """Push a further version of a pushed array: its rows, followed by `array`.
+        """Push a new version of a pushed array, which has the rows of the old version, followed by those of `array`.
 
-        It shares every full stripe (64 MiB) of the old version, which stays unchanged.
+        The new version shares every full stripe (64 MiB) with the old one, which stays unchanged.
 
-        version: its name; None for the next number.
+        Args:
+            name: the old version, as `NAMESPACE/NAME:VERSION`.
+            array: the rows to add.
+            version: the new version; None: the next number.
+            progress: as for `push`.
 
-        Raises as `push`; OptionTypeError for rows of another form, UsageError if there is no such array.
+        Raises:
+            OptionError: `array` has no rows, or the new version's name is invalid or that of the old one.
+            PoolFullError, PeerLostError: as for `push`.
+            OptionTypeError: the rows differ from those of the old version in shape or dtype.
+            UsageError: no array of this name is completely in memory, or another array has the new name.
         """
         old, rows = self.array(name), np.asarray(array)
         if any(one.pushed == old and one.loaded < one.records for one in self.cached_datasets()):

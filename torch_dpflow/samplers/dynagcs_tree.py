@@ -15,12 +15,12 @@ from torch_dpflow.samplers.indices import IndexArray
 class IntersectionTree:
     """Tree of sets of jobs. A node on level l has l + 1 jobs, and stands for the samples that all of them need.
 
-    Every level keeps at most one node per job, those of the highest contribution, so the tree has O(jobs²) nodes
-    instead of 2^jobs. A node is a mask of job numbers, as in `Cells`.
+    Every level keeps the nodes of the highest contribution, at most as many as there are jobs. The tree therefore has
+    O(jobs²) nodes instead of 2^jobs. A node is a mask of job numbers, as in `Cells`.
 
     Args:
         cells: the samples that jobs need; read only.
-        speeds: samples per second of each job number, None where not known; read for each contribution.
+        speeds: samples per second by job number, None if not known. Each call of `contribution` reads them.
     """
 
     def __init__(self, cells: Cells, speeds: Mapping[int, float | None]) -> None:
@@ -90,7 +90,7 @@ class DynaGCSGroup(BufferedGroup):
     are served in turns diverge, and many samples are loaded for few jobs.
 
     Cost: O(jobs² * cells) for a round, which gives the drawing job at least one sample; O(size) for the start of an
-    epoch, which also weighs all nodes: 0.4 s with 64 jobs, the maximum, and eight times as long with twice as many.
+    epoch, which also weighs all nodes. This takes 0.4 s with 64 jobs, the maximum; 128 would take eight times as long.
     """
 
     strategy = "dynagcs"

@@ -36,16 +36,17 @@ _SUPERSEDED = (
 
 
 class DynaGCSSampler(EpochSampler[int]):
-    """Random order without repetition; in a group, one that reads what other jobs have just loaded.
+    """Sampler of a random order without repetition. In a group, it reads what other jobs have just loaded.
 
-    Alone it is torch's sampler: the order of an epoch is ``torch.randperm`` of a generator seeded with
-    ``seed + epoch``. With `num_replicas` or an initialised torch.distributed it follows DistributedSampler's
-    contract exactly: padding, `drop_last`, `set_epoch`. Otherwise it follows RandomSampler's: every
-    iteration that is read is a new epoch, and `set_epoch` sets the next one.
+    Without a group, the order of an epoch is ``torch.randperm`` of a generator seeded with ``seed + epoch``. With
+    `num_replicas` or an initialised torch.distributed, the sampler follows DistributedSampler's contract exactly:
+    padding, `drop_last`, `set_epoch`. Otherwise it follows RandomSampler's: every iteration that is read is a new
+    epoch, and `set_epoch` sets the next one.
 
-    In a group it is one of the jobs. Its epochs are permutations of its set too, uniform ones under the default
-    strategy, but they depend on what the other jobs do meanwhile. Ranks get consecutive slices of each global batch.
-    Each rank's process has a copy of the group and draws whole batches: ranks agree only if they make the same calls.
+    In a group, the sampler is one of the jobs. Each epoch is still a permutation of its samples, but it depends on what
+    the other jobs read meanwhile. Under the default strategy, all permutations are equally likely. Ranks get
+    consecutive slices of each global batch. Each rank's process has a copy of the group and draws whole batches: ranks
+    agree only if they make the same calls.
 
     One thread at a time may use the samplers of a group. A sampler pickles, with a copy of its group.
 
@@ -60,9 +61,9 @@ class DynaGCSSampler(EpochSampler[int]):
             this process's there. Its peers in other dimensions read the same samples.
         shuffle: False reads the indices in the order given; not in a group.
         seed: determines the order; in a group together with the job's name. Seeds of one group may be equal.
-        drop_last: leave out the tail that does not divide evenly among the ranks, instead of repeating
+        drop_last: leave out the last samples that do not divide evenly among the ranks, instead of repeating
             samples.
-        strategy: how the group shares; must be the group's. Without a group nothing is shared.
+        strategy: the strategy of the group. Without a group nothing is shared.
         independence: share of the picks, 0 to 1, that ignore what others have loaded; see
             `SharedLogGroup`.
 

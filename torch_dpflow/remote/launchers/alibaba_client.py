@@ -27,7 +27,7 @@ from torch_dpflow.remote.launchers.contract import line_of
 
 #: Timeouts of a connection, and of the answer to a call other than a start, seconds.
 CONNECT_S, ANSWER_S = 5.0, 20.0
-#: Parts of error codes: of a used-up quota, and of credentials that are wrong, expired or lack a right.
+#: Parts of error codes: of a used-up quota, and of credentials that are wrong, expired or lack a permission.
 _QUOTA = ("Exhausted", "Quota", "LimitExceeded", "NoStock")
 _DENIED = ("AccessKey", "SecurityToken", "Signature")
 _NO_RIGHT = ("AccessDenied", "Forbidden", "Unauthorized", "NoPermission")

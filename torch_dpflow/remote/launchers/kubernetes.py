@@ -154,11 +154,13 @@ class Kubernetes:
 
 
 class KubernetesLauncher:
-    """Workers as the pods of a namespace. The launch spec is in a secret that a pod waits for, and that ends with it.
+    """Launcher of workers as pods of a namespace.
+
+    A pod waits for a secret with its launch spec. Kubernetes deletes the secret together with the pod.
 
     Args:
-        settings: of the pods.
-        module: what they run, as `python -m`.
+        settings: the settings of the pods.
+        module: the Python module that a pod runs, as `python -m` does.
 
     Raises:
         MissingExtraError: the client is not installed.
