@@ -67,7 +67,7 @@ class PooledArray(Dataset[Rows]):
         check_directory(pool)
         check_seconds("silence_s", silence_s)
         self._rows = array_layout(source)
-        name, plain = array_identity(source), source_of(source, None)  # its options must be sent to a server
+        name, plain = array_identity(source), source_of(source, None)  # raises for options that cannot be sent
         self._reading = PerProcess(partial(PoolReader, pool, plain, name, silence_s))
         self._storage = PerProcess(partial(ArrayReader, source, read_options))
         self._lend: Lend = _lends_nothing
@@ -87,7 +87,7 @@ class PooledArray(Dataset[Rows]):
         self._lend = lend
 
     def read_batch(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Rows:
-        """Return rows in order as one tensor, of shape (number of rows, ...), as the rows have.
+        """Return rows in the given order as one tensor, of shape (number of rows, *shape of a row).
 
         Raises:
             IndexError: there is no such row.
@@ -107,7 +107,7 @@ class PooledArray(Dataset[Rows]):
         return self._reading.get().misses
 
     def close(self) -> None:
-        """Close this process's connections. The dataset may be used again."""
+        """Close this process's connections. The dataset can be used again."""
         for opened in (self._reading.drop(), self._storage.drop()):
             if opened is not None:
                 opened.close()

@@ -135,11 +135,11 @@ def open_array(url: str | os.PathLike[str], *, path: str = "", **storage_options
 
     Args:
         url: a `.npy` file in C order, or an HDF5 file (extra `hdf5`), on any storage of `DatasetStore`.
-        path: of the dataset in an HDF5 file.
+        path: path of the dataset in an HDF5 file.
         storage_options: fsspec's options.
 
     Raises:
-        OptionError, OptionTypeError: it is not such an array.
+        OptionError, OptionTypeError: the file is not of these formats, or the array cannot be cached.
         StorageError: the file cannot be read.
         MissingExtraError: the extra is not installed.
     """
@@ -176,7 +176,7 @@ def open_array(url: str | os.PathLike[str], *, path: str = "", **storage_options
 
 
 def array_ref(url: str | os.PathLike[str], path: str = "") -> str:
-    """Return the display name of an array in a file; `path` of the dataset in an HDF5 file."""
+    """Return the display name of an array in a file. path: path of the dataset in an HDF5 file."""
     name = without_login(_place_of(url))
     return f"{name}:{path}" if path else name
 
@@ -190,7 +190,7 @@ def array_identity(source: ArraySource) -> bytes:
 
 
 def array_layout(source: ArraySource) -> ArrayLayout:
-    """Return the layout of its rows. Raises OptionError or OptionTypeError if it cannot be cached."""
+    """Return the layout of an array's rows. Raises OptionError or OptionTypeError if the array cannot be cached."""
     if not source.shape:
         raise OptionError(f"{source.ref} is a single number (0-d), and has no records; give it a first dimension")
     return ArrayLayout(array_identity(source), source.shape[0], source.dtype, source.shape[1:])
@@ -215,7 +215,7 @@ class ArrayReader:
         return [one if isinstance(one, DPFlowError) else (one, {}) for one in read]
 
     def read_rows(self, spans: Sequence[tuple[int, int]]) -> list[bytes | DPFlowError]:
-        """Return the bytes of the rows from each first to each last one (excluded), or the error."""
+        """Return the bytes of the rows of each span (first, stop), or the error of reading them."""
         source, size = self._source, self._rows.record_bytes
         try:
             if source.start is not None:

@@ -74,17 +74,18 @@ class DataClient:
 
         Args:
             stored: what to load.
-            fit: "part" caches as much as fits, where "all" raises.
-            on_error: "skip" leaves samples that cannot be read to storage; the result counts them.
+            fit: if not everything fits, "all" raises, and "part" caches as much as fits.
+            on_error: "skip" does not cache samples that cannot be read; the result counts them.
             progress: called about ten times a second.
             transform: for a dataset: decodes a sample's bytes, in this process, to an array of a shape that all samples
                 share. The pool then caches these arrays as a separate dataset, which is read through the result's
-                `pushed` and lost with its server, as what `push` caches. A different transform creates a different
-                dataset. If it raises, arrays that were pushed before stay.
-            rank, world: only with a transform: this process decodes every `world`-th part, beginning with part `rank`.
+                `pushed`. Like an array of `push`, it is lost with its server. A different transform creates a different
+                dataset. If the transform raises, arrays that were pushed before stay.
+            rank, world: only with a transform: this process decodes every `world`-th stripe, beginning with stripe
+                `rank`.
 
         Raises:
-            PoolFullError: it does not fit.
+            PoolFullError: the dataset does not fit.
             OptionError: a value is not allowed, such as `fit` with a transform; or the decoded arrays differ in shape.
             StorageError: a sample could not be read.
             PeerLostError: there is no server, or it has died.
@@ -215,7 +216,7 @@ class DataClient:
     def samples(self, stored: SampleTable) -> PoolSamples:
         """Return the source for `DatasetReader(stored, through=...)`, which is read before storage.
 
-        Raises OptionTypeError as `preload`.
+        Raises OptionTypeError for a storage option that is not text, a number or a list of these.
         """
         return PoolSamples(stored, self._address, self._silence_s, self._storage_options)
 
@@ -229,8 +230,8 @@ class DataClient:
 
         index: its number, or for a stored dataset its path in the metadata.
 
-        Raises ObjectMissingError if the path does not exist, OptionError if several samples have it; and as the
-        dataset.
+        Raises ObjectMissingError if no sample has the path, OptionError if several have it, and the errors of reading
+        the dataset.
         """
         if isinstance(stored, ArraySource):
             return self.dataset(stored)[operator.index(index)]  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ class PoolSamples:
 
     Thread-safe; each process has its own connections. copy: see `PooledDataset`.
 
-    Raises OptionTypeError if a storage option is not text, a number, or a list of such.
+    Raises OptionTypeError if a storage option is not text, a number or a list of these.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class PooledDataset(DatasetReader):
 
     Args:
         stored: a variant from `DatasetStore.open`.
-        address: directory of the pool's socket, or tcp://HOST:PORT of a server on another host; "auto" for what
-            `DPFLOW_POOL` names, or else this user's on this host.
+        address: directory of the pool's socket, or tcp://HOST:PORT of a server on another host. "auto": the address in
+            `DPFLOW_POOL`, or else this user's default directory on this host.
         connection: connection file with the keys for a server on another host; None for `DPFLOW_POOL_CONNECTION`.
         trust_network: receive samples from another host without TLS, if its server was also started with this option.
         silence_s: after this long without an answer, or an expected sample, samples are read from storage, seconds.

@@ -100,7 +100,8 @@ class GetAheadPlaces(msgspec.Struct, frozen=True, tag=True):
     records: list[int]
     #: Copied records, whose places this connection was given.
     copied: list[int]
-    #: Number of the mapped memory, or 0. If there is another one, its descriptor comes with the answer on this host.
+    #: Number of the memory that the reader has mapped, or 0. If the server uses other memory, and is on the reader's
+    #: host, the answer brings the descriptor.
     memory: int
 
 
@@ -222,7 +223,7 @@ PENDING, HERE, IN_STORAGE, ELSEWHERE = range(4)
 
 
 class RecordStates(msgspec.Struct, frozen=True, tag=True):
-    """State of each record, one byte each, and the stripes of them that are completely in memory."""
+    """State of each record, one byte each, and those of the records' stripes that are completely in memory."""
 
     states: bytes
     stripes: list[int]
@@ -252,7 +253,7 @@ class PoolRefusal(msgspec.Struct, frozen=True, tag=True):
         return cls(type(error).__name__, str(error))
 
     def error(self) -> DPFlowError:
-        """Return the error, of the class named if the library has it."""
+        """Return the error: of the named class if the library has this class, else a DPFlowError."""
         kind = getattr(errors, self.kind, DPFlowError)
         if not (isinstance(kind, type) and issubclass(kind, DPFlowError)):
             return DPFlowError(f"{self.kind}: {self.text}")
@@ -283,7 +284,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     boot: str
     #: tcp://HOST:PORT at which other hosts reach it; None if they do not.
     listen: str | None = None
-    #: Random id of this start, which its directory has too; "" for an older release.
+    #: Random id of this start, which the server's directory contains too; "" for an older release.
     incarnation: str = ""
     #: Bytes for samples, and free bytes.
     memory: int
@@ -318,7 +319,7 @@ class DatasetPart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     source: AnySource
     identity: bytes
     is_explicit: bool
-    #: Cut of the records that have a place; see `placement`.
+    #: Cut under which records have a place in memory; see `layout.resident`.
     cut: int
     stripes: list[int]
 

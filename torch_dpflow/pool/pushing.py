@@ -39,7 +39,7 @@ from torch_dpflow.remote.shipping.content_identity import fingerprint
 _Array: TypeAlias = npt.NDArray[Any]
 #: Returns rows from a first one up to a last one (excluded), in C order.
 RowsOf: TypeAlias = Callable[[int, int], _Array]
-#: How often the server is asked whether memory is reserved, seconds.
+#: Interval of queries whether the server has reserved memory, seconds.
 _POLL_S = 0.02
 
 
@@ -58,7 +58,7 @@ def pushed_source(name: str, array: _Array) -> ArraySource:
 def appended_source(old: ArraySource, array: _Array, version: str | None) -> ArraySource:
     """Return the source of a further version of a pushed array, which shares every full stripe of the old one.
 
-    Raises OptionError or OptionTypeError for rows of another form, no rows, or an invalid or used name.
+    Raises OptionTypeError for rows of another shape or dtype; OptionError for no rows, or an invalid or used name.
     """
     if array.dtype.str != old.dtype or [*array.shape[1:]] != old.shape[1:] or not array.ndim:
         raise OptionTypeError(
@@ -100,7 +100,7 @@ def push(
     request = PreloadDataset(source=source, identity=array_identity(source), is_explicit=True, whole=True)
     with ExitStack() as opened:
         connection = opened.enter_context(PoolConnection(address))
-        leader = connection.servers()[0]  # pushed arrays lie at the leader, whichever server this process uses
+        leader = connection.servers()[0]  # the leader holds pushed arrays, whichever server this process uses
         if leader.is_near:
             connection = opened.enter_context(PoolConnection(leader.directory))
         while not (info := connection.get(request, CachedDataset)).is_placed:

@@ -91,9 +91,9 @@ def identity_of(stored: SampleTable | ArraySource) -> bytes:
 
 
 def source_of(stored: SampleTable | ArraySource, data_options: Mapping[str, Any] | None) -> AnySource:
-    """Return what a server needs to read it.
+    """Return what a server needs to read the dataset or array.
 
-    Raises OptionTypeError for options that are not text, numbers or lists of such.
+    Raises OptionTypeError for options that are not text, numbers or lists of these.
     """
     _check_kind(stored)
     source: AnySource = (

@@ -1,15 +1,16 @@
 """Allocation of pool memory: which datasets are cached, and which server holds which stripe. Pure state machine.
 
 Memory for a dataset is reserved before any of it is read, so no server runs full halfway. Each stripe has one owner,
-which reads it from storage; a stripe that fits nowhere stays there. An explicit dataset stays until it is unloaded. An
-implicit one is dropped once no process has read it for `idle_s`, or as soon as another dataset needs its memory, the
-longest idle first. The stripes of a lost server go to others with free memory, which read them again. All other stripes
-stay where they are. A server that joins gets only stripes without an owner: memory that readers have mapped cannot
-move, so rebalancing would mean reading from storage again. If no server holds a stripe, readers use storage.
+which reads it from storage. A stripe that fits nowhere stays in storage. An explicit dataset stays until it is
+unloaded. An implicit one is dropped once no process has read it for `idle_s`, or as soon as another dataset needs its
+memory, the longest idle first. The stripes of a lost server go to others with free memory, which read them again. All
+other stripes stay where they are. A server that joins gets only stripes without an owner: memory that readers have
+mapped cannot move, so rebalancing would mean reading from storage again. If no server holds a stripe, readers use
+storage.
 
     preload -> Fill to each owner        unload, idle, lack of memory -> Drop to each owner
     server lost -> Fill to the new owners of its stripes, under a new generation of the table
-    new leader -> recover, from what servers report to hold; they have a lease's time to come back
+    new leader -> recover the stripes that servers report; servers have the time of a lease to return
 """
 
 from __future__ import annotations
@@ -129,8 +130,9 @@ class StripeAllocator:
     ) -> list[AllocatorInstruction]:
         """Add a server, or renew its lease. A generation that was lost before is ignored.
 
-        held: stripes that are already in its memory. It becomes the owner of those without one, and keeps the others as
-            copies, unless these are most of the dataset: a part of a segment cannot be freed.
+        held: stripes that are already in its memory. It becomes the owner of those that have no owner, and keeps the
+            others as copies. If most stripes would be copies, it drops the dataset: a part of a segment cannot be
+            freed.
         """
         if self._leases.renew(server, generation, now) is Renewal.REPLACED:
             self._lose([server], now)
@@ -177,10 +179,12 @@ class StripeAllocator:
         only: str | None = None,
         base: bytes = b"",
     ) -> list[AllocatorInstruction]:
-        """Reserve memory for a dataset, and have servers read it; if cached, `whole` adds stripes without an owner.
+        """Reserve memory for a dataset, and instruct servers to read it.
+
+        If the dataset is cached already, `whole` places its stripes without an owner.
 
         only: the one server that may hold it; None for any.
-        base: the dataset whose memory it shares, which then stays as long as this one; shared stripes take 0 bytes.
+        base: the dataset whose memory it shares, which then stays as long as this one. Shared stripes take 0 bytes.
         whole: refuse a dataset that does not fit completely; else hold a part.
 
         Raises PoolFullError if it does not fit; nothing has changed.

@@ -1,8 +1,9 @@
 """Reading ahead of a known order, several samples per request. Pure state machine.
 
-`cluster.cache.SampleCache` decides what is held, who wants it and what fits. Its jobs are the readers, and its tickets
-are positions in their epochs. So a sample that several readers want soon is fetched once and dropped when all have had
-it, and a sample that a reader waits for can always be fetched. This module decides when the next samples are wanted.
+`cluster.cache.SampleCache` decides what is held, which readers need it and what fits. Its jobs are the readers, and its
+tickets are positions in their epochs. So a sample that several readers need soon is fetched once and dropped when all
+have received it, and a sample that a reader waits for can always be fetched. This module decides when the next samples
+are requested.
 
 The window of a reader is the present position and the next ones, as many as fit. A position of the window that was not
 requested is requested at once, together with the next k-1. Positions beyond the window may only use the capacity that
@@ -41,7 +42,7 @@ _SIDES: tuple[Any, Any] = ("left", "right")
 class KnownOrder:
     """Order of one epoch; each position is taken once, and several later ones with it.
 
-    It has also what `ReadAhead` knows of its reader. Takes 8 bytes per position.
+    It also holds the state that `ReadAhead` keeps for the reader. Takes 8 bytes per position.
 
     order: keys in reading order; not copied if it is an array of int32.
     """
@@ -54,7 +55,7 @@ class KnownOrder:
         #: Position of the first key that is kept, and of the first one that may be read.
         self._first = self.passed = 0
         self._taken: set[int] = set()
-        #: No position from here on was read, but that the first one counts as read from the beginning.
+        #: The position after the last one that was read. Position 0 counts as read from the beginning.
         self.next = 1
         #: Number of positions requested and not consumed.
         self.out = 0
@@ -175,10 +176,10 @@ class ReadAhead:
         return self._fill(reader)
 
     def read(self, reader: str, position: int) -> list[ReadAheadInstruction]:
-        """Wait for a position; one `Serve` then carries its sample, with the reader's name and the position.
+        """Record that a reader waits for a position. One `Serve` then carries the sample; see `requester`.
 
-        It may have to wait until unconsumed samples leave capacity for it. What was served and is not consumed may be
-        read again. Positions may be read in any order.
+        The sample may have to wait until unconsumed samples leave capacity for it. A position that was served and not
+        consumed can be read again. Positions can be read in any order.
 
         Raises UsageError if the reader has announced nothing, or the position is consumed or out of range.
         """

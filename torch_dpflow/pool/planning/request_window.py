@@ -6,7 +6,7 @@ outstanding, by Algorithm 1 of the DataServer paper: rate times latency, request
 
 The algorithm counts records, and is given the line's rate and latency. `MeasuredWindow` counts bytes and measures
 both. As printed the algorithm does not run: the loop's index never advances, the limit is rounded down to 0, and a
-stage more than the limit may be out. Between processes of one host nothing is lost: `FixedWindow`.
+stage more than the limit may be outstanding. Between processes of one host nothing is lost, so `FixedWindow` is enough.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class FixedWindow:
 
 
 class MeasuredWindow(FixedWindow):
-    """Algorithm 1 of the DataServer paper, with measured rate and latency, and at least one record.
+    """Algorithm 1 of the DataServer paper, with measured rate and latency. It grants at least one record.
 
     The rate is the highest one while the window limits requests. The latency is the shortest one of records of about
     the same length, as it grows with the queue that a window causes. Both count for `MEMORY_S`. Each batch begins with

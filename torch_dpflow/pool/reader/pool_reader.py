@@ -26,7 +26,7 @@ from torch_dpflow.pool.transport.segments import UNLOADED, PoolSegment
 
 #: How long to wait for a dataset's placement before storage is read, seconds.
 _PLANNING_S = 0.2
-#: How often to look up who has records that no known server has, seconds.
+#: Interval of lookups of records that no known server has, seconds.
 _TABLE_S = 1.0
 #: How long the beginning of an epoch may wait to announce its order, seconds.
 _ANNOUNCING_S = 2.0

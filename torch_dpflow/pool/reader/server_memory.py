@@ -89,7 +89,7 @@ class LocalServer:
 
     @property
     def retired(self) -> set[int]:
-        """Why the server has dropped mapped segments, if it has."""
+        """Reasons for which the server has dropped mapped segments; empty if it has dropped none."""
         return {why for segment in self._known if (why := segment.retired) is not None}
 
     @property
@@ -271,7 +271,7 @@ class AheadReader:
     ) -> None:
         """Announce the order in which records are read. Raises as `PoolConnection.request`.
 
-        extends: append to the plan without waiting for the server, as a training loop draws it.
+        extends: append to the plan. Does not wait for the server, because a training loop draws the order meanwhile.
         """
         numbers = keys.astype("<i4")
         for first in range(0, max(len(numbers), not extends), MAX_ANNOUNCED):

@@ -30,7 +30,8 @@ from torch_dpflow.pool.transport.data_frames import (
 
 #: Bytes that a connection sends per turn.
 TURN_BYTES = 1 << 20
-#: Maximum unanswered records of a connection before nothing more is read from it; also of LATER without READY.
+#: Maximum unanswered records of a connection before nothing more is read from it; and maximum LATER answers without
+#: a READY.
 MAX_REQUESTED = 4 * MAX_RECORDS
 #: Bytes per receive call.
 _READ_BYTES = 64 << 10

@@ -41,7 +41,7 @@ class HeldDataset:
 
     Args:
         opened: the opened source; its reader is closed with this.
-        cut: of the records that have a place in memory; see `placement`.
+        cut: cut under which records have a place in memory; see `layout.resident`.
     """
 
     def __init__(self, source: AnySource, opened: OpenedSource, cut: int = ALL) -> None:

@@ -72,7 +72,7 @@ class TLSStream:
         """Fill `view`, or the part of it that is received before the connection ends; return the number of bytes."""
         read, size, at = self._tls.read, len(view), 0
         while at < size:
-            if not self.has_bytes:  # `ssl` takes longer to say so than to look
+            if not self.has_bytes:  # `ssl` takes longer to report this than the check takes
                 self._feed()
             try:
                 came = cast(int, read(size - at, view[at:]))
@@ -170,7 +170,10 @@ class TLSAuthenticator:
 
 
 class HMACAuthenticator:
-    """Plain bytes, after both sides have proved by HMAC that they hold the cluster's key. Raises as the other one."""
+    """Plain bytes, after both sides have proved by HMAC that they hold the cluster's key.
+
+    Methods raise as those of `TLSAuthenticator`.
+    """
 
     def __init__(self, keys: ConnectionFile) -> None:
         self._key = hashlib.blake2b(keys.client_secret.encode(), person=b"dpflow-pool").digest()

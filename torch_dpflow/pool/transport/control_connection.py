@@ -166,7 +166,7 @@ class PoolConnection:
         self._lock = threading.Lock()
         #: Whether an answer is outstanding.
         self._is_pending = False
-        #: Outstanding answers to posted requests, which arrive before that one.
+        #: Outstanding answers to posted requests. They arrive before the answer to the latest request.
         self._posted = 0
         self._channel = Channel(
             _connect_here(found.directory, silence_s)
@@ -176,7 +176,7 @@ class PoolConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether it was not closed, as it is once an answer fails to come."""
+        """Whether the connection is open. It is closed if an answer does not arrive in time."""
         return self._channel.is_open
 
     @property
