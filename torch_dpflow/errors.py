@@ -71,7 +71,7 @@ class OptionTypeError(UsageError, TypeError):
 
 
 class StateError(UsageError, ValueError):
-    """A state_dict does not fit the object that is to load it."""
+    """A state_dict does not fit the object that should load it."""
 
 
 class LifetimeError(UsageError, RuntimeError):

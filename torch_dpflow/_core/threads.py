@@ -112,7 +112,7 @@ def repeat(
     """Repeat a call until it succeeds, with pauses of `backoff`; return its result.
 
     on_error: called with each error, and whether `timeout_s` seconds have passed since the first attempt. Raises an
-        error unless the call is to be repeated.
+        error unless the call should be repeated.
     """
     deadline, backoff = time.monotonic() + timeout_s, backoff or Backoff()
     while True:

@@ -281,7 +281,7 @@ class Residents:
         """Build the queue again, and number the loads again, in the same order. O(count), amortised.
 
         Args:
-            more: how many loads are to follow at once.
+            more: how many loads should follow at once.
             renew: whether distances have changed, and are computed again.
         """
         numbers = self._numbers()

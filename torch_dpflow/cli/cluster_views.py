@@ -153,7 +153,7 @@ def print_sharing(figures: ClusterFigures) -> None:
 
 
 def print_nodes(nodes: Sequence[NodeView], processes: Sequence[ProcessView]) -> None:
-    """Print one row for each joined node, and how many a platform is to run; nothing without any."""
+    """Print one row for each joined node, and how many a platform should run; nothing without any."""
     if nodes:
         table = _table("nodes", "node", "address", "state", "last heartbeat", "processors", "shards", "workers")
         for node in nodes:

@@ -32,7 +32,7 @@ OnError = Literal["raise", "skip"]
 
 #: Datasets whose samples a reader finds.
 SampleTable = StoredDataset | Index
-#: A sample that is to be read: range, annotations, and ranges of further parts by name.
+#: A sample to read: range, annotations, and ranges of further parts by name.
 Plan = tuple[ByteRange, dict[str, Any], dict[str, ByteRange]]
 _Content = bytes | memoryview | DPFlowError
 #: Attributes that a pickle does not carry.

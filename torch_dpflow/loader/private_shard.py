@@ -79,7 +79,7 @@ class PrivateShard:
 
     #: Whether the thread ticks even if no option sets a time limit.
     ticks = False
-    #: Most tasks that a worker may ever hold.
+    #: Maximum tasks that a worker may ever hold.
     max_window = WINDOW
 
     def __init__(

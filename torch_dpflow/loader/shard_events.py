@@ -25,7 +25,7 @@ class Arrived(msgspec.Struct, frozen=True):
     value: Any
     stream: StreamState | None
     size: int
-    #: What loading has taken its worker since the worker's result before; None if nothing is known.
+    #: How long loading has taken its worker, by stage, since the worker's previous result; None if not known.
     times: StageTimes | None = None
     #: When it arrived, by `time.perf_counter`.
     at: float = 0.0

@@ -53,7 +53,7 @@ class ItemPace:
 
     @property
     def window(self) -> int:
-        """The number of items that a worker is to hold."""
+        """The number of items that a worker should hold."""
         if self._map_s is None or self._read_s is None:
             return WINDOW
         # A slow source is not read ahead: items of a live one would wait.

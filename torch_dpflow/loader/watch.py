@@ -37,7 +37,7 @@ VARIABLE = "DPFLOW_WATCH"
 INTERVAL_S = 1.0
 #: The time between two explanations of a loader, which read a few files of each worker, seconds.
 LOOK_S = 5.0
-#: Most characters of a worker's exit report.
+#: Maximum characters of a worker's exit report.
 _MAX_TEXT = 300
 
 

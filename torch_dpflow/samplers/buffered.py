@@ -13,7 +13,7 @@ from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.group import Draw, Member, SamplingGroup
 from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, compact
 
-#: Most jobs of a group: the bits of a mask.
+#: Maximum jobs of a group: the bits of a mask.
 MAX_JOBS = 256
 #: Bits of a word of masks in an array.
 _WORD_BITS = 64

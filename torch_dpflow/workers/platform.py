@@ -15,7 +15,7 @@ from typing import Any, Protocol
 #: After this many failed starts in a row, beyond the number of workers, no more are started; with a platform, until
 #: `RETRY_S` seconds have passed.
 FALSE_STARTS, RETRY_S = 2, 30.0
-#: Most characters of a process's exit report.
+#: Maximum characters of a process's exit report.
 MAX_REPORT_CHARS = 4000
 
 
@@ -27,7 +27,7 @@ class Limits:
     max_lifetime_s: float | None = None
     #: The time between the request to end and the kill of a worker, seconds.
     grace_s: float = 0.0
-    #: Most workers of the account or cluster at once; None: unknown.
+    #: Maximum workers of the account or cluster at once; None: unknown.
     max_workers: int | None = None
     #: Starts per second, on average over 10 s, and concurrent calls of the control plane.
     starts_per_s: float = 100.0

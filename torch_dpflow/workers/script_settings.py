@@ -21,7 +21,7 @@ _ATTRIBUTES: tuple[tuple[str, str, Any], ...] = (
     ("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES", False),
     ("PIL.Image", "MAX_IMAGE_PIXELS", 1024 * 1024 * 1024 // 4 // 3),
 )
-#: Most texts of a content that are looked up as paths, and most characters of one.
+#: Maximum texts of a content that are looked up as paths, and maximum characters of one.
 MAX_LOOKED_AT, MAX_PATH_CHARS = 1000, 4096
 _NUMPY_ERRORS = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
 

@@ -55,7 +55,7 @@ MAX_MALFORMED_LOGGED = 10
 #: The reason for replacing a worker to which a message could not be sent. It may have ended, which is noticed later.
 UNREACHABLE = "it cannot be reached, or does not read its messages"
 
-#: Most bytes of a message's frames after decompression.
+#: Maximum bytes of a message's frames after decompression.
 MAX_UNPACKED_BYTES = 1 << 32
 
 _NO_RESULTS: Mapping[int, tuple[Finished, Any]] = MappingProxyType({})
@@ -82,7 +82,7 @@ class Requester(Protocol):
         """Handle the beginning of a worker's stream. Raises MessageError if workers of this kind have none."""
 
     def timed(self, worker: int, times: StageTimes) -> None:
-        """Handle what loading has taken a worker; its results follow."""
+        """Record how long loading has taken a worker, by stage. Its results follow."""
 
     def open(
         self, worker: int, reader: ArenaReader | None, finished: Finished, payloads: list[list[memoryview]]

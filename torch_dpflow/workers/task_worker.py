@@ -167,7 +167,7 @@ class TaskWorker:
         """Handle `idle_s` without a task or message."""
 
 
-#: Most results of a message; most frames and bytes, shared memory included, of a message of several results.
+#: Maximum results of a message; maximum frames and bytes, shared memory included, of a message of several results.
 MAX_RESULTS, MAX_FRAMES, MAX_BYTES = 64, 128, 8 << 20
 #: The longest wait of a result for others, seconds: the time of ten small samples. With 8 results and 20 ms a shard
 #: took a fifth more processor time.

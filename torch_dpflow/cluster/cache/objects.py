@@ -25,7 +25,7 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     key: int
     #: Seed, with the key, of the random draws.
     draw: int
-    #: The output of the cacheable stage if only the per-draw stage is to run; None: both stages run.
+    #: The output of the cacheable stage if only the per-draw stage should run; None: both stages run.
     input: Any = None
 
 

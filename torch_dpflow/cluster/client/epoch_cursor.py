@@ -72,7 +72,7 @@ class EpochCursor:
 
     @property
     def left(self) -> int:
-        """Samples that are to be delivered, without a last batch that is dropped."""
+        """Samples that should be delivered, without a last batch that is dropped."""
         left = 0 if self._is_over else self.length - self.position
         return left - left % self._job.batch_size if self._job.drop_last else left
 

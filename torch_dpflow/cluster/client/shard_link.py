@@ -83,7 +83,7 @@ class ShardLinks:
         self._routes = router.routes
         self._lock = threading.Lock()
         self._clients: dict[str, RpcClient] = {}
-        #: Tickets of received samples that are to be released, by shard.
+        #: Tickets of received samples that should be released, by shard.
         self._taken: defaultdict[str, list[int]] = defaultdict(list)
         #: Numbers of the requests, of all shards together.
         self._numbers = itertools.count(1)

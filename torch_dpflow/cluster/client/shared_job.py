@@ -121,7 +121,7 @@ class SharedJob:
 
     @property
     def times(self) -> StageTimes:
-        """What loading has taken the workers of its flow, by its shards' latest answers."""
+        """How long the workers of its flow have taken to load, by stage, as its shards last reported."""
         return total_of(list(self._links.times.values()))
 
     @property

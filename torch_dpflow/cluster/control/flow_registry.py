@@ -90,7 +90,7 @@ class Flow:
 
     @property
     def runs(self) -> bool:
-        """Whether its services are to run."""
+        """Whether its services should run."""
         return self.starting or self.state in (FlowState.READY, FlowState.ACCESSED)
 
     @property
@@ -139,7 +139,7 @@ class FlowRegistry:
 
     @property
     def running(self) -> dict[str, FlowSpec]:
-        """The flows whose services are to run, by instance."""
+        """The flows whose services should run, by instance."""
         return {instance: flow.spec for instance, flow in self._flows.items() if flow.runs}
 
     def restore(self, spec: FlowSpec, now: float) -> None:
@@ -209,7 +209,7 @@ class FlowRegistry:
         flow.starting = flow.starting or not flow.runs
 
     def report(self, instance: str, jobs: int | None, now: float, *, reading: int | None = None) -> bool:
-        """Process a report of a router; return whether its flow is to run.
+        """Process a report of a router; return whether its flow should run.
 
         jobs: how many it serves; None: it is not up.
         reading: how many of them are in the middle of an epoch; None: all.

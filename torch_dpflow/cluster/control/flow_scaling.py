@@ -121,7 +121,7 @@ class FlowScaling:
         return changed
 
     def shards(self, spec: FlowSpec) -> int:
-        """Return how many shards this flow is to have."""
+        """Return how many shards this flow should have."""
         return self._of(spec).shards.target if spec.shards is None else spec.shards
 
     def target(self, spec: FlowSpec) -> int:

@@ -9,7 +9,7 @@ A name belongs to one node at a time. A node that joins again under its name has
 higher incarnations, so that routers take them for successors of the earlier ones. A restarted coordinator waits for the
 nodes in its store for one lease. Otherwise it would give their keys to other shards, and back a second later.
 
-A shard that is to be removed first drains: the router assigns its keys to the others, the shard answers pending
+A shard that should be removed first drains: the router assigns its keys to the others, the shard answers pending
 requests and refuses new ones as stale, and its status reports when no job reads from it any more. Ending it first would
 send jobs in circles. All state is read from the running processes, so a restarted coordinator continues.
 """

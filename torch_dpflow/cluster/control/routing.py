@@ -23,7 +23,7 @@ class Routing:
     """Owns the routing table of one flow. Not thread-safe.
 
     Args:
-        expected: the shards that are to own keys. There is no table before all of them have registered.
+        expected: the shards that should own keys. There is no table before all of them have registered.
         lease_s: after this long without a registration, a shard's keys are reassigned, seconds.
         first: its first generation, above those of all earlier routers of the flow: shards and jobs use the newest.
 

@@ -107,7 +107,7 @@ class _Process:
 
     @property
     def waits(self) -> bool:
-        """Whether it is to be started when its time comes."""
+        """Whether it should be started when its time comes."""
         return self.due is not None and self.desired and (self.launch.needed or not self.failures)
 
     @property
@@ -219,7 +219,7 @@ class Supervisor:
         return True
 
     def is_desired(self, id: str, incarnation: int) -> bool:
-        """Return whether this process is to run."""
+        """Return whether this process should run."""
         process = self._processes.get(id)
         return process is not None and process.incarnation == incarnation and process.desired
 

@@ -48,7 +48,7 @@ class WorkerOwners:
         self.most = workers + max(1, workers // 10)
         self._owners: dict[str, _Owner] = {}
         self._leases: Expiry[str] = Expiry(SILENT_S)
-        #: The shard of each worker that is not gone; without one, when it is to be ended; infinite: it is being ended.
+        #: The shard of each worker that is not gone; without one, when it should be ended; infinite: it is being ended.
         self._members: dict[str, str | float] = {}
 
     def __len__(self) -> int:
@@ -134,7 +134,7 @@ class WorkerOwners:
         return self._doom(shard, end_at)
 
     def to_end(self, now: float) -> list[str]:
-        """Return workers that are to be ended now, each once."""
+        """Return workers that should be ended now, each once."""
         for shard in self._leases.expire(now):
             del self._owners[shard]
             self._doom(shard, now)

@@ -47,7 +47,7 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
     size: Count
     #: SHA-256 of the content of the flow (dataset, stages) in hexadecimal, under which it is stored.
     content: Name
-    #: Values that all descriptions of one version must share, by name; differences are shown to people.
+    #: Values that all descriptions of one version must share, by name; differences are shown to users.
     fingerprint: Annotated[dict[Name, Text], msgspec.Meta(max_length=64)]
     #: Whether loading a sample twice returns the same.
     repeatable: bool = False
@@ -70,7 +70,7 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
     staged: bool = False
     #: Timeout of loading one sample, after which its worker is killed as hung, seconds; None: no timeout.
     task_timeout_s: Seconds | None = None
-    #: What its workers are sent, part by part; all descriptions of one version must share it too.
+    #: The parts that are sent to its workers; all descriptions of one version must have equal parts too.
     parts: ContentParts = {}
     #: Patterns of parts that do not count.
     ignore: Annotated[tuple[Pattern, ...], msgspec.Meta(max_length=MAX_IGNORED)] = ()

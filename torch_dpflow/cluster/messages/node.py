@@ -40,7 +40,7 @@ class FlowImports(Body):
 
 
 class Launch(Body):
-    """A process that a node is to keep running."""
+    """A process that a node should keep running."""
 
     #: Unique in the node; a prefix up to a slash names a group.
     id: Name
@@ -51,7 +51,7 @@ class Launch(Body):
     #: For the role, msgpack. They may change while the process runs; heartbeats are answered with them. So a flow is
     #: scaled without a restart, which would lose its cache.
     settings: bytes = b""
-    #: The joined node that is to run it; empty: the cluster's own.
+    #: The joined node that should run it; empty: the cluster's own.
     node: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
     #: Whether it is started again after it has ended at once.
     needed: bool = True
@@ -88,7 +88,7 @@ class Heartbeat(Body):
 class HeartbeatReply(Body):
     """The answer to `Heartbeat`."""
 
-    #: Whether the process is to go on running.
+    #: Whether the process should continue.
     desired: bool
     #: The present settings of its launch.
     settings: bytes = b""
@@ -181,7 +181,7 @@ class NodeAssignment(Body):
     #: False once the cluster has expired the node, which then stops all processes before it joins again.
     is_known: bool
     ends: bool = False
-    #: Whether the node is to leave, as fewer are needed.
+    #: Whether the node should leave, as fewer are needed.
     leaves: bool = False
     desire: Desire = msgspec.field(default_factory=lambda: Desire([]))
 
@@ -191,19 +191,19 @@ class NodeFleet(Body):
 
     #: As in `ClusterPlace`.
     token: Text
-    #: Of the names of all nodes that the platform has run for this cluster. A joined one that is not in `nodes` has
-    #: ended.
+    #: Prefix of the names of all nodes that the platform has run for this cluster. A joined node with this prefix that
+    #: is not in `nodes` has ended.
     prefix: NodeName
     #: Nodes that were requested and have not ended.
     nodes: Annotated[list[NodeName], msgspec.Meta(max_length=MAX_NODES)]
-    #: Nodes among them that are to leave once jobs have left their shards.
+    #: Nodes among them that should leave once jobs have left their shards.
     leaving: Annotated[list[NodeName], msgspec.Meta(max_length=MAX_NODES)]
 
 
 class FleetTarget(Body):
     """The answer to `NodeFleet`."""
 
-    #: How many nodes the platform is to run.
+    #: How many nodes the platform should run.
     wanted: Count
     #: The platform's nodes that are in the cluster.
     joined: list[NodeName]

@@ -21,7 +21,7 @@ from torch_dpflow.ipc.messages.remote_worker import MAX_LAUNCH_SPEC_BYTES
 from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Refused, Warned
 from torch_dpflow.workers.platform import Limits
 
-#: Most remote workers of one shard at a time: with successors and ending ones, more than it has in service.
+#: Maximum remote workers of one shard at a time. Successors and workers that are ending count too.
 MAX_OWNED = 4 * MAX_WORKERS
 #: Maximum number of requests in one call, and events in one answer.
 MAX_REQUESTS, MAX_EVENTS = 256, 256

@@ -41,8 +41,8 @@ class Ask(Body):
     taken: SampleKeys
     #: How many of the last samples will be needed later: a fetch does not wait for them.
     ahead: Count = 0
-    #: Counts the job's requests to this shard. Of one that is repeated after a later one, only what the job waits for
-    #: counts: it may have released what it did not wait for.
+    #: Number of this request among the job's requests to this shard. If a request is repeated after a later one, only
+    #: the samples that the job waits for count: it may have released the others.
     number: Count = 0
 
     @property
@@ -52,8 +52,8 @@ class Ask(Body):
         return list(zip(self.tickets[:most], self.keys[:most]))
 
 
-#: Outcomes of loading a sample: the sample, an exception of the loading code, the death of its workers, no worker to
-#: be had (whatever the sample).
+#: Outcomes of loading a sample: the sample, an exception of the loading code, the death of its workers, no worker
+#: available (for any sample).
 SAMPLE, FAILED, POISONED, WORKERLESS = range(4)
 
 
@@ -66,7 +66,7 @@ class Served(Body):
     #: also a job that ends before its first heartbeat has them.
     served: Count = 0
     decodes: Count = 0
-    #: What loading has taken its workers.
+    #: How long its workers have taken to load, by stage.
     times: StageTimes = msgspec.field(default_factory=StageTimes)
 
 

@@ -77,7 +77,7 @@ class ShardFigures(msgspec.Struct, frozen=True, kw_only=True):
     #: Bytes of samples that it holds, and its capacity for them.
     held_bytes: int = 0
     room_bytes: int = 0
-    #: What loading has taken its workers.
+    #: How long its workers have taken to load, by stage.
     times: StageTimes = msgspec.field(default_factory=StageTimes)
 
     @property
@@ -92,7 +92,7 @@ class ShardFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShardRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A shard."""
+    """Row of one shard."""
 
     flow: str
     shard: str
@@ -103,7 +103,7 @@ class ShardRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A job. Counts are since it started; see `torch_dpflow.cluster.messages.router.JobFigures`."""
+    """Row of one job. Counts are since it started; see `torch_dpflow.cluster.messages.router.JobFigures`."""
 
     flow: str
     job: str
@@ -114,7 +114,7 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     #: Its part of the worker-seconds.
     worker_s: float = 0.0
-    #: What loading has taken the workers of a loader; None for a job of a flow.
+    #: How long the workers of a loader have taken to load, by stage; None for a job of a flow.
     times: StageTimes | None = None
 
     @property
@@ -129,7 +129,7 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FlowRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A flow."""
+    """Row of one flow."""
 
     #: Name and version.
     flow: str

@@ -23,9 +23,9 @@ from torch_dpflow.errors import MissingExtraError, OptionError
 #: Environment variable with the path of the file with the token.
 TOKEN_FILE = "DPFLOW_WEB_TOKEN_FILE"
 MIN_TOKEN, MAX_TOKEN = 16, 1024
-#: Requests a second of one address, on average, and at once.
+#: Allowed requests of one address: a second on average, and at once.
 RATE, BURST = 20.0, 60.0
-#: Most addresses whose rate is tracked; the one silent longest is dropped.
+#: Maximum addresses whose rate is tracked; the address that was silent for the longest time is dropped.
 MAX_CLIENTS = 256
 #: Hosts in URLs by which only this machine is reached.
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -76,8 +76,7 @@ class PageAuthenticator:
     Args:
         digest: of the token that each request needs; empty without a token.
         hosts: allowed names of the page; empty for any. Without a token this prevents DNS rebinding: a foreign page
-        could
-            otherwise point its own name here and read.
+            could otherwise let its own name resolve to this host, and read the page.
     """
 
     def __init__(self, digest: bytes = b"", hosts: frozenset[str] = frozenset()) -> None:

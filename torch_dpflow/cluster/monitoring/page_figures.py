@@ -19,7 +19,7 @@ from torch_dpflow.cluster.messages.node import ProcessView, instance_of
 from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, figures_of
 from torch_dpflow.ipc.messages.remote_worker import RemoteWorkerView
 
-#: Most jobs and processes on one page, which shows the number of the others.
+#: Maximum jobs and processes on one page, which shows the number of the others.
 MAX_JOBS, MAX_PROCESSES = 256, 1024
 #: States of processes of nodes; remote workers have those of `WorkerState`.
 RUNNING, STARTING, DOWN = "running", "starting", "down"
@@ -55,7 +55,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FlowLine(FlowRow, frozen=True, kw_only=True):
-    """A flow on the page: its row, with its state in words, and what follows from those before. None: not known yet."""
+    """A flow on the page: its row, its state in words, and rates from earlier rows. None: not known yet."""
 
     #: Since its shards started, and over the last seconds.
     hit_rate: float | None
@@ -72,7 +72,7 @@ class FlowLine(FlowRow, frozen=True, kw_only=True):
 
 
 class JobLine(JobRow, frozen=True, kw_only=True):
-    """A job on the page: its row, and what follows from those before. None: it has read nothing in the last seconds."""
+    """A job on the page: its row, and rates from earlier rows. None: it has read nothing in the last seconds."""
 
     #: Since it started, and over the last seconds.
     stall: float
@@ -111,7 +111,7 @@ class Headline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """An event. kind: "restart", "end", "begin", "change" or "failure"."""
+    """Event of the history. kind: "restart", "end", "begin", "change" or "failure"."""
 
     number: int
     #: Seconds since 1970.
@@ -250,7 +250,7 @@ _OWN_PROCESS = "look at what else runs on the job's host, and at its collate_fn:
 
 
 def limit_of(by: str) -> Limit:
-    """Return a limit by its word; any unknown word is a limit of the platform."""
+    """Return the limit that a word names. Every unknown word names a limit of the platform."""
     found = FLOW_LIMITS.get(by)
     return found or Limit(
         _LOADER_WORDS.get(by, f"the platform: {by}"),

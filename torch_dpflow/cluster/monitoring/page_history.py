@@ -34,7 +34,7 @@ from torch_dpflow.cluster.monitoring.page_figures import (
 
 #: Interval over which rates are computed, seconds; jobs report once a second.
 WINDOW_S = 5.0
-#: Most points of the history, jobs and flows in it, and events.
+#: Maximum points of the history, jobs and flows in it, and events.
 MAX_POINTS, MAX_SERIES, MAX_EVENTS = 600, 64, 200
 #: Most similar events of one moment that are listed one by one.
 MAX_ALONE = 4

@@ -32,11 +32,12 @@ from torch_dpflow.cluster.monitoring.page_figures import Observation
 from torch_dpflow.cluster.monitoring.page_history import PageHistory
 from torch_dpflow.workers.process_control import exit_with
 
-#: Most simultaneous connections, and streams of updates.
+#: Maximum simultaneous connections, and streams of updates.
 MAX_CONNECTIONS, MAX_STREAMS = 128, 32
-#: Most bytes of the head of a request; timeouts of receiving it, and of a client that receives, seconds.
+#: Maximum bytes of the head of a request; timeouts of receiving it, and of a client that receives, seconds.
 MAX_HEAD, HEAD_S, STUCK_S = 16 << 10, 10.0, 20.0
-#: Duration of a stream, seconds, after which the browser opens another one: so streams of vanished clients end.
+#: Duration of a stream, seconds, after which the browser opens another one. Streams to vanished clients
+#: therefore end.
 STREAM_S = 600.0
 _FILES = Path(__file__).with_name("page")
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}

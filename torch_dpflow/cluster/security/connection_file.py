@@ -160,7 +160,11 @@ def _is_closed(status: os.stat_result) -> bool:
 
 
 def _read(path: str | os.PathLike[str], what: str, *, missing: str, other: str) -> ConnectionFile:
-    """what: its name in messages. missing, other: what to do if the file is missing, or is of another kind."""
+    """Read and check a file with keys.
+
+    what: name of the file in messages.
+    missing, other: what to do if the file is missing, or is of another kind.
+    """
     name = f"{what} {os.fspath(path)!r}"
     try:
         # Without O_NONBLOCK, opening a FIFO would block.

@@ -213,7 +213,7 @@ class Contents:
 def open_content(place: ClusterPlace, digest: str, on_progress: Callable[[], None], *, coordinator: str) -> IO[bytes]:
     """Open a content. The first process of this host that needs it fetches it from the coordinator for all.
 
-    It stays on the host while a process has it open, and then until another content is fetched.
+    The content stays on the host while a process has it open, and then until another content is fetched.
 
     on_progress: called repeatedly meanwhile.
     coordinator: the id of the coordinator's process.

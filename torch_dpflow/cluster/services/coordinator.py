@@ -111,13 +111,14 @@ class Coordinator:
         self._registry = FlowRegistry()
         ended = EndedJobs(store.get("ended") or b"")
         self._scaling = FlowScaling(self._limits, price_per_hour=price_per_hour, ended=ended, wall_clock=time.time)
-        #: By instance: flows as they are stored, those whose services are to run, and addresses of running routers.
+        #: By instance: flows as they are stored, those whose services should run, and addresses of running routers.
         self._stored: dict[str, FlowSpec] = {}
         self._running: dict[str, FlowSpec] = {}
         self._routers: dict[str, str] = {}
         #: Processes of the cluster's own node.
         self.observed: list[ProcessView] = []
-        #: The processes that should run, by node; None: to be computed. Each node asks for its own twice a second.
+        #: The processes that should run, by node; None: to be computed. Each node requests its processes twice
+        #: a second.
         self._launches: dict[str, list[Launch]] | None = None
         #: Whether the node has reported: an earlier coordinator may have started more than this one.
         self._has_observed = False
@@ -129,7 +130,7 @@ class Coordinator:
     # -- what runs -------------------------------------------------------------------------------------------
 
     def desired(self) -> list[Launch]:
-        """Return the processes that the cluster's own node is to run."""
+        """Return the processes that the cluster's own node should run."""
         return self._by_node().get("", [])
 
     def assigned_to(self, node: str) -> list[Launch] | None:
@@ -240,7 +241,7 @@ class Coordinator:
         self._waiting = still
 
     def _reconcile(self) -> None:
-        """Store the flows that the registry has by now, and run the services that it wants."""
+        """Store the flows of the registry, and run the services that it requests."""
         flows = {flow.spec.instance: flow.spec for flow in self._registry.flows}
         before, self._stored = self._stored, flows
         for instance, spec in flows.items():

@@ -74,7 +74,7 @@ class JoinedNodes:
     ) -> None:
         self._store, self._place = store, place
         self._scaling = None if limits is None else NodeScaling(limits)
-        #: Nodes that are to leave, as fewer are needed.
+        #: Nodes that should leave, as fewer are needed.
         self._leaving: Collection[str] = ()
         self._clock = SuspendAwareClock()
         self._table, self._coordinator = table, coordinator
@@ -188,7 +188,7 @@ class JoinedNodes:
         self._note_lost(self._table.remove_ended(fleet.prefix, fleet.nodes), "has ended on its platform")
         now = self._clock()
         joined = [node.name for node in self._table.views(now) if node.name in fleet.nodes]
-        # As if one host ran shards: its workers do not depend on nodes.
+        # Computed for one host: the number of workers then does not depend on how many nodes run.
         parts = self._coordinator.parts(hosts=1).values()
         workers = sum(part.workers for part in parts if part is not None)
         return Result(FleetTarget(self._scaling.wanted(workers, len(joined), now), joined))

@@ -127,13 +127,13 @@ class CoordinatorLink:
         #: Set by `start`.
         self._node: Node
         self._joined: NodeJoined
-        #: Time without an answer of a coordinator, and when that was last added up, seconds.
+        #: Time without an answer of a coordinator, and when this time was last updated, seconds.
         self._silent_s, self._counted_at = 0.0, time.monotonic()
         self._seen = 0
         self._desired = DesiredProcesses(self._local)
         #: Memory of the local shards about which a warning was logged, bytes.
         self._warned_of = 0
-        #: Whether the node is to leave, and when it started to, seconds.
+        #: Whether the node should leave, and when it started to, seconds.
         self.leaves, self._leaves_since = False, 0.0
         self.has_joined = False
         self._closes = False
@@ -199,7 +199,7 @@ class CoordinatorLink:
         return assigned
 
     def _warn_of_memory(self, launches: Sequence[Launch]) -> None:
-        """Log once for each amount that shards here may hold more than this host has."""
+        """Warn if the shards of this node may hold more memory than its host has: once for each total of theirs."""
         shards = [one.settings for one in launches if one.role == "shard"]
         share = sum(msgpack_decoder(ShardSettings).decode(one).memory_bytes for one in shards)
         total = Headroom().total()

@@ -262,7 +262,7 @@ class Router:
         return self._restoring.run(call, describe) if self._is_long(indices is not None) else describe()()
 
     def _joined(self, call: IncomingCall, generation: int) -> Result | Later:
-        """Answer a reader that is here, once the table is complete."""
+        """Answer a reader that has joined, once the table is complete."""
         reader = self._readers[call.body.reader]
         joined = Joined(generation, self._jobs[reader.job].shares.per_rank, self._routing.table)
         if self._routing.complete:
@@ -288,7 +288,7 @@ class Router:
                 self._remove_reader(name)
 
     def _describe(self, call: IncomingCall, generation: int, indices: IndexArray | None) -> Finish:
-        """Take what passes over the samples of a job that joins; return what then adds the reader."""
+        """Do the part of a join that passes over the job's samples; return the call that then adds the reader."""
         join: Join = call.body
         rank = join.rank or JobRank(join.reader, 0, 1)
         try:

@@ -60,15 +60,15 @@ class FlowJob:
     def check(self, join: Join, rank: JobRank, members: bytes, *, renewed: float, now: float) -> None:
         """Check that a rank describes the job as its other ranks do.
 
-        The others may be those of an earlier run that was killed, and that this one continues at another size. Then
-        they renew no lease `LEAVING_S` after the first request.
+        The others may be ranks of an earlier run that was killed, and that this run continues with a different number
+        of ranks. In this case they renew no lease later than `LEAVING_S` after the first request.
 
         Args:
             renewed: when one of the other ranks renewed its lease last.
 
         Raises:
-            NameBusyError: it does not, and the others may have ended; try again.
-            UsageError: it does not, and the others are running.
+            NameBusyError: the descriptions differ, and the others may have ended; try again.
+            UsageError: the descriptions differ, and the others are running.
         """
         problem = next(self._differences(join, rank, members), None)
         if problem is None:
@@ -99,10 +99,10 @@ Finish: TypeAlias = Callable[[], Result | Later | None]
 
 
 class Restoring:
-    """Does in a thread what passes over all samples, and takes seconds for many: restores the order of a job that
-    resumes, and adds jobs that read a part.
+    """Runs calls that pass over all samples in a thread, as they take seconds in a large flow.
 
-    Meanwhile the server's thread answers heartbeats, and no other call that uses the sampling group.
+    These calls restore the order of a job that resumes, and add jobs that read a part of the samples. Meanwhile the
+    server's thread answers heartbeats, and no other call that uses the sampling group.
     """
 
     def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
@@ -120,7 +120,7 @@ class Restoring:
         return handle
 
     def run(self, call: IncomingCall, work: Callable[[], Finish]) -> Later:
-        """Do this work in a thread, and then what it returns in the server's, which answers the call."""
+        """Run `work` in a thread, then the function that it returns in the server's thread; this answers the call."""
         self.is_running = True
         run_apart(self._post, "dpflow-restore", work, partial(self._answer, call))
         return LATER
@@ -153,7 +153,7 @@ def indices_in(frames: list[memoryview]) -> IndexArray:
 
 
 def samples_in(bitmap: memoryview, size: int) -> IndexArray:
-    """Return the samples whose bits are set; none for an empty bitmap, of a reader that has nothing."""
+    """Return the samples whose bits are set; none for an empty bitmap, which a reader without samples sends."""
     bits = np.frombuffer(bitmap, np.uint8)
     if len(bits) not in (0, -(-size // 8)):
         raise UsageError(f"a bitmap of {len(bits)} bytes: {-(-size // 8)} are required")

@@ -266,7 +266,7 @@ def serve(
 
 
 class DesiredProcesses:
-    """Sends a node the processes that it is to run, once a change."""
+    """Sends a node the processes that it should run, once for each change."""
 
     def __init__(self, node: RpcClient) -> None:
         self._node = node
@@ -287,7 +287,7 @@ class DesiredProcesses:
 
 
 def ask_in(server: RpcServer, question: Callable[[], T]) -> T:
-    """Call `question` in the server's thread, wait, and return its result. Raises what it raises."""
+    """Call `question` in the server's thread, wait, and return its result or raise its error."""
     answer: Future[T] = Future()
     server.post(partial(_carry_out, question, answer))
     return answer.result()

@@ -50,7 +50,7 @@ OPEN_S, RELEASE_S = 120.0, 2.0
 
 
 class ProvisionedPlatform:
-    """The `RemotePlatform` of one shard, and its own `PlatformSource`: it is open once it is made.
+    """The `RemotePlatform` of one shard. It is also its own `PlatformSource`, and is open once it was created.
 
     name: of the cluster's platform, for messages.
 
@@ -63,11 +63,12 @@ class ProvisionedPlatform:
         self.name = name
         self._id, self._incarnation = service.id, service.incarnation
         self._client = service.place.connect(service.place.provisioner_address)
-        #: Guards what follows.
+        #: Guards the attributes below.
         self._lock = threading.Lock()
         #: Requests that the provisioner has not received, by kind and worker, in order.
         self._requests: dict[tuple[type, str], Request] = {}
-        #: Workers that are not gone, for the next provisioner: their starts until these are answered.
+        #: Workers that have not ended, for the next provisioner: each a start request until it is answered, then a
+        #: worker.
         self._workers: dict[str, StartRequest | OwnedWorker] = {}
         self._outcomes: list[Outcome] = []
         #: How many events the provisioner has sent. For the thread that reads them.
@@ -168,7 +169,7 @@ class ProvisionedPlatform:
         self._add([event.outcome() if isinstance(event, RefusedStart) else event for event in answer.events])
 
     def _attach_again(self) -> None:
-        """Attach to a new provisioner, and repeat all starts that the one before has not answered."""
+        """Attach to a new provisioner, and repeat all start requests that the previous one has not answered."""
         try:
             self._attach()
         except RemoteCallError as error:  # of the platform; workers live on

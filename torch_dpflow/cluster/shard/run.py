@@ -108,7 +108,7 @@ class WorkerWatch:
         self._service = service
         self._shard: SampleShard
         self._node = service.place.connect(service.place.node_address, timeout_s=10.0)
-        #: Number and incarnation of the workers that are to end.
+        #: Number and incarnation of the workers that should end.
         self._orders: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._thread = PeriodicCall(
             self._call_node, WATCH_S, "dpflow-workers", what="requesting the state of workers from the node"

@@ -40,11 +40,11 @@ class TwoStageDataset(Dataset[Any]):
 
     #: The cacheable stage, deterministic: a map-style dataset.
     cacheable: Any
-    #: The per-draw stage, run for each job and epoch: makes a sample of the output of `cacheable` and its number. None:
-    #: that output is the sample.
+    #: The per-draw stage, run for each job and epoch: makes a sample from the output of `cacheable` and its number.
+    #: None: the output is the sample.
     per_draw: Callable[[Any, int], Any] | None = None
-    #: What stands in for a sample that fails, of its number and its error; it is never kept. None: the error is
-    #: raised where the sample is used.
+    #: Returns the placeholder of a sample that fails, from its number and the error. A placeholder is never cached.
+    #: None: the error is raised where the sample is used.
     stand_in: Callable[[int, Exception], Any] | None = None
 
     def __len__(self) -> int:
@@ -84,7 +84,7 @@ class SampleAssignment:
         return _assignment, (beginning, self.dataset, self.worker_init_fn, self.keeps_layout)
 
     def pack(self, sent_arguments: Collection[str] | None = None) -> bytes:
-        """Pickle it, with the code of whatever a worker cannot import, such as functions of a script.
+        """Pickle the assignment, with all code that a worker cannot import, such as functions of a script.
 
         sent_arguments: names of the attributes of `argparse.Namespace` that are sent; None: all.
 
@@ -116,7 +116,7 @@ def _assignment(
 
 
 class SampleSource:
-    """Loads samples in a worker process. Makes it a DataLoader worker: one torch thread, `get_worker_info()`.
+    """Loads samples in a worker process, which becomes a DataLoader worker: one torch thread, `get_worker_info()`.
 
     An error here, also in unpickling or in `worker_init_fn`, is the result of every task. The process continues, so
     that the job gets the user's own traceback and not a dead worker.
@@ -191,7 +191,7 @@ def _become_worker(assignment: SampleAssignment, worker: int, workers: int) -> N
     torch.set_num_threads(1)
     guard_script(assignment.own_state)
     keep_freed_memory()
-    # Every sample is seeded by itself; this is for `worker_init_fn`.
+    # Every sample has a separate seed; this one is for `worker_init_fn`.
     random.seed(worker)
     torch.manual_seed(worker)
     np.random.seed(worker)

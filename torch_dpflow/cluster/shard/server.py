@@ -91,7 +91,7 @@ class SampleShard:
         self._cache = self._make_cache(settings)
         self._jobs = Leases(lease_s=JOB_LEASE_S)
         self._lookaheads = ShardLookaheads(spec.instance, spec.size)
-        #: Called when a lookahead is to be requested from the router.
+        #: Called when a lookahead should be requested from the router.
         self.on_lookahead_due: Callable[[], None] = lambda: None
         self._readers: dict[str, _Reader] = {}
         self._range = RangeAssignment(0, 0, spec.size)
@@ -259,8 +259,8 @@ class SampleShard:
     def _accept(self, ask: Ask, ahead: int) -> Ask:
         """Check a request, and release what its job has received.
 
-        Returns the request. Its last `ahead` samples are left out as far as there is no room for them: the job fetches
-        them when it needs them.
+        Returns the request, without those of its last `ahead` samples for which there is no room: the job fetches them
+        when it needs them.
         """
         if len(ask.tickets) != len(ask.keys):
             raise UsageError(f"{len(ask.tickets)} tickets for {len(ask.keys)} samples: one for each is required")
@@ -284,7 +284,7 @@ class SampleShard:
         if len(opened) + len(ask.tickets) <= MAX_WANTS and not is_late:
             return ask
         awaited, ahead = len(ask.tickets) - ahead, 0 if is_late else ahead
-        # Samples that it waits for may have been requested before; to refuse those would keep their room forever.
+        # Samples that it waits for may have been requested before. If they were refused, they would never be released.
         total = len(opened) + len([ticket for ticket in ask.tickets[:awaited] if ticket not in opened])
         if total > 2 * MAX_WANTS:
             raise OverloadedError(f"job {job!r} has requested {total} samples; {2 * MAX_WANTS} are allowed")
@@ -361,7 +361,7 @@ class SampleShard:
     def _answer_poisoned(self, poisoned: int) -> None:
         """Answer each fetch that waits for this sample with it alone.
 
-        Its batch has failed, whatever its other samples do. Each of those could cost three more workers.
+        The batch of the sample fails whatever its other samples do, and each of these could cost three more workers.
         """
         for request, call in list(self._calls.items()):
             tickets = _tickets_of(call.body, {poisoned})

@@ -68,7 +68,7 @@ class ShardWorkers:
         listener: where workers connect; the caller receives, and passes messages of workers to `on_message`.
         content: the digest of what they load; workers fetch it themselves.
         loaded: called by `flush` with the number and the payload of each finished load.
-        end: called with the number and incarnation of a worker that is to be killed.
+        end: called with the number and incarnation of a worker that should be killed.
         task_timeout_s: as in `FlowSpec`.
         clock: seconds; should stand still while this process is suspended, so that workers are not blamed for that.
     """
@@ -125,7 +125,7 @@ class ShardWorkers:
         #: Sums over workers of the seconds in which they were there, and in which they had tasks; counted until.
         self._worker_s = self._busy_s = 0.0
         self._counted_at = clock()
-        #: What loading has taken the workers.
+        #: How long the workers have taken to load, by stage.
         self.times = StageTimes()
         #: The newest incarnation that has connected, by number.
         self._newest: dict[int, int] = {}

@@ -313,7 +313,7 @@ class Exchange(Body, tag=34):
     started: Count | None
     #: From another host: for each frame its size before compression, bytes, or 0; None: no frame is compressed.
     sizes: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)] | None = None
-    #: What loading has taken since the last message; None for nothing.
+    #: How long loading has taken, by stage, since the last message; None for nothing.
     times: StageTimes | None = None
 
 

@@ -222,5 +222,5 @@ class _RecordBatch:
         self.identity, self.owners, self.wanted, self.copy = identity, owners, wanted, copy
         self.contents: list[Content | None] = [None] * len(wanted)
         self.sizes = [_ASSUMED_RECORD_BYTES if one.length is None else one.length for one in wanted]
-        #: Indices of records that are to be requested.
+        #: Indices of records that should be requested.
         self.queues = ConnectionQueues(owners, self.sizes, together)

@@ -100,7 +100,7 @@ class FleetWorker:
     #: Whether it was requested to leave: then its end is no failure. Its last message.
     is_sent_away: bool = False
     goodbye: WorkerGoodbye | None = None
-    #: Why it is to be ended, empty: it is not; and whether its task may be the reason.
+    #: Why it must be ended, or empty; and whether its task may be the reason.
     condemned: str = ""
     may_blame: bool = False
     #: Messages received and sent on its work connection; when one to it was first refused, None: none was.
@@ -135,7 +135,7 @@ class FleetWorker:
         return max(0.0, until - self.since)
 
     def condemn(self, why: str, *, may_blame: bool = True) -> None:
-        """Record why the worker is to be ended; the first reason counts."""
+        """Record why the worker should be ended; the first reason counts."""
         if not self.condemned:
             self.condemned, self.may_blame = why, may_blame
 

@@ -219,7 +219,7 @@ class RayLauncher:
         self._started: dict[str, tuple[Any, Any]] = {}
         #: Actors that were seen to run.
         self._running: set[str] = set()
-        #: The places that are to be filled: names without incarnations.
+        #: The places that should be filled: names without incarnations.
         self._wanted: set[str] = set()
         #: Until when the cluster is taken for full.
         self._full_until = 0.0

@@ -55,7 +55,7 @@ class _Requested:
     #: When its start counts as lost, seconds, and whether it does.
     overdue_at: float = 0.0
     overdue: bool = False
-    #: Why it is to be stopped; None while it is not.
+    #: Why it must be stopped; None while it may run.
     why: str | None = None
     #: Whether the platform has accepted to stop it.
     stopped: bool = False

@@ -61,7 +61,7 @@ from torch_dpflow.workers.script_settings import RelativePaths
 
 #: Marks what counts by its type.
 _BY_NAME = "harmless"
-#: Most elements of a list, and of a mapping, whose differences are named one by one.
+#: Maximum elements of a list, and of a mapping, whose differences are named one by one.
 _MAX_ITEMS, _MAX_KEYS = 16, 64
 Steps: TypeAlias = "Generator[Any, PartNode, PartNode]"
 

@@ -147,7 +147,7 @@ class WorkerView:
 
     def __init__(self, worker: WorkerId, reserved: Backlog, now: float, window: int) -> None:
         self.worker = worker
-        #: Most tasks that the worker holds, at most that of all.
+        #: Maximum tasks that the worker holds, at most that of all.
         self.window = window
         #: Assigned and unfinished, in the order of the worker's local queue; more than `window` where that fell.
         self.held: dict[TaskId, Task] = {}
