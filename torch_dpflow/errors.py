@@ -173,7 +173,7 @@ class ChecksumError(StorageError, ValueError):
 class StorageUnavailableError(StorageError, ConnectionError):
     """The storage refused or reset the connection, or reported that it is overloaded."""
 
-    #: Seconds that the server asked to wait.
+    #: Seconds that the server requested to wait.
     retry_after_s: float = 0.0
 
 

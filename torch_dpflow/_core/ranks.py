@@ -102,7 +102,7 @@ def ranks_of(*samplers: Any, dataset: Any = None) -> Ranks | None:
 
     Args:
         samplers: the samplers and batch samplers of a loader, in any order.
-        dataset: the loader's dataset, whose attributes are no samplers.
+        dataset: the loader's dataset, whose attributes are not samplers.
     """
     found = [ranks for part in nested_samplers(*samplers, dataset=dataset) if (ranks := named_ranks(part)) is not None]
     return next((ranks for ranks in found if ranks.num_replicas > 1), found[0] if found else None)

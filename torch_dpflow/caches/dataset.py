@@ -218,7 +218,7 @@ class ALSDCache(Dataset[Any]):
         return _Place(position, position, is_named=False)
 
     def _name(self, index: Any) -> int | None:
-        """Return the number of an index that is no position; None: it cannot be hashed."""
+        """Return the number of an index that is not a position; None: it cannot be hashed."""
         try:
             known = self._names.get(index)
             if known is not None:

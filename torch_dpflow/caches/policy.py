@@ -79,7 +79,7 @@ class Policy(ABC):
 
     Raises:
         OptionError: no budget, one below 1, or a number of keys that is not possible.
-        OptionTypeError: a budget that is no int.
+        OptionTypeError: a budget that is not an int.
     """
 
     #: its name in `POLICIES`
@@ -239,7 +239,7 @@ def parse_capacity(capacity: int | str, name: str = "capacity") -> Capacity:
     """Read a capacity: an int of samples, or text with a unit of bytes.
 
     Raises:
-        OptionError: a number below one, a bool, or text that is no size.
+        OptionError: a number below one, a bool, or text that is not a size.
         OptionTypeError: neither an int nor text.
     """
     if isinstance(capacity, bool):

@@ -316,7 +316,7 @@ class Timetable:
         self._encode(progress, keys, self._codes.take(np.negative(np.minimum(cells, 0))))
 
     def _store(self, progress: JobProgress, keys: Keys, value: int) -> None:
-        """Set the cells of keys to a value that is no position."""
+        """Set the cells of keys to a value that is not a position."""
         progress.cells[keys] = value ^ progress.outsiders
         self._encode(progress, keys, self._code_of[-value])
 

@@ -29,8 +29,8 @@ def encode_annotations(meta: Mapping[str, Any], name: str) -> msgspec.Raw:
     objects.
 
     Raises:
-        SourceError: they are no mapping, or have values that JSON cannot hold: NaN, infinity, NaT, bytes, offsets from
-            UTC with seconds, and keys that are the same text.
+        SourceError: they are not a mapping, or have values that JSON cannot hold: NaN, infinity, NaT, bytes, offsets
+            from UTC with seconds, and keys that are the same text.
     """
     try:
         encoded = _ENCODER.encode(meta)
@@ -57,7 +57,7 @@ def iso_duration(nanoseconds: int) -> str:
 def _is_equal(decoded: Any, meta: Any) -> bool:
     try:
         return bool(decoded == meta)
-    except Exception:  # arrays have no single truth
+    except Exception:  # an array has no single truth value
         return False
 
 

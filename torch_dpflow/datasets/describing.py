@@ -109,7 +109,8 @@ class Describer:
         self._root = data_url(dataset_url, data, "")
         self._own_root = data if importer.root is None else importer.root
         self._checksum = checksum
-        #: Whether the samples are an index of objects where they are, and not a dataset that may be copied with them.
+        #: Whether the samples are an index of objects that stay where they are, and not a dataset that is copied with
+        #: its objects.
         self._is_in_place = getattr(importer, "is_in_place", False)
         self._has_looked = self._is_in_place
         self._given_urls: Mapping[str, str] = getattr(importer, "given_urls", {})
@@ -117,7 +118,7 @@ class Describer:
     def describe(self, items: Iterable[Item], packs: ShardPacks) -> list[SampleMeta]:
         """Return the metadata of a shard's items. Items with data are added to the packs.
 
-        Raises SourceError: an item has no object, its path leads out of its root, or its annotations are no JSON.
+        Raises SourceError: an item has no object, its path leads out of its root, or its annotations are not JSON.
         """
         samples = [self.found(item) if item.data is None else self._packed(item, packs) for item in items]
         return samples if self._checksum is None else self._checked(samples, self._checksum)
@@ -134,7 +135,7 @@ class Describer:
             self._has_looked = True
             if item.length is None or item.offset is not None:  # not from a listing of a directory
                 self._warn_if_missing(self._given_urls.get(url, url))
-        # An object in the dataset's directory is copied with it, and has another state then. So may a local file.
+        # An object in the dataset's directory, or a local file, may be copied, and then has a different state.
         is_own = url.startswith(f"{self._dataset_url}/")
         is_local_copy = item.revision is not None and is_local(item.revision) and not self._is_in_place
         return self._sample(
@@ -152,7 +153,7 @@ class Describer:
     def _warn_if_missing(self, url: str) -> None:
         """Warn if the first object that the source names is missing: with a wrong root, all objects are.
 
-        This is no error, as objects may be written later than their descriptions.
+        This is not an error, as objects may be written later than their descriptions.
         """
         with ObjectReader(self._options, options=_ONE_ATTEMPT) as reader:
             try:

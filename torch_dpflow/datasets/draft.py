@@ -49,8 +49,8 @@ class Draft:
 
     Raises:
         PublishedError: the version is published.
-        DatasetNotFoundError: the parent is not.
-        OptionError, OptionTypeError: the name of the dataset or version is not allowed; `store` is no DatasetStore.
+        DatasetNotFoundError: the parent is not published.
+        OptionError, OptionTypeError: the name of the dataset or version is not allowed; `store` is not a DatasetStore.
     """
 
     def __init__(

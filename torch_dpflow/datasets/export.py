@@ -316,6 +316,6 @@ class _Samples:
 
 
 def _ending_of(meta: SampleMeta) -> str:
-    """Return the ending of the path of an object that is one sample; "" if there is none."""
+    """Return the extension of the path of an object that is one sample; "" if there is none."""
     name = meta.path.rpartition("/")[2]
     return name.rpartition(".")[2].lower() if meta.offset is None and "." in name else ""

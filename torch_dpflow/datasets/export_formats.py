@@ -18,9 +18,9 @@ from torch_dpflow._core.lazy import imported
 from torch_dpflow.datasets.importers.webdataset import KEY
 from torch_dpflow.errors import SourceError
 
-#: An ending that `main` may name.
+#: An extension that `main` may name.
 ENDING = r"[a-z0-9][a-z0-9._-]{0,63}"
-#: Endings of paths that are kept; longer ones are parts of names.
+#: Extensions of paths that are kept; longer ones are parts of names.
 _OF_PATHS = re.compile(r"[a-z0-9]{1,5}")
 #: Members as webdataset finds them: no line breaks, and no dot in the last part of the key.
 _MEMBER = re.compile(r"((?:.*/|)[^./\n\0]+)[.]([^/\n\0]+)")
@@ -43,7 +43,7 @@ class ExportSample(NamedTuple):
     """A sample to write."""
 
     number: int
-    #: Its bytes come first. By ending, if it came from WebDataset; else one with the ending of its path, "" if unknown.
+    #: Members by extension, its bytes first. If it did not come from WebDataset: one, by the path's extension or "".
     members: dict[str, bytes]
     #: The key in WebDataset; None if it came from elsewhere.
     key: str | None
@@ -58,12 +58,12 @@ class ExportSample(NamedTuple):
 
 
 def ending_of(data: bytes) -> str | None:
-    """Return the ending of files that begin like these bytes; None if it is unknown."""
+    """Return the extension of files that begin like these bytes; None if it is unknown."""
     return next((ending for pattern, ending in _SIGNATURES if pattern.match(data)), None)
 
 
 def main_ending(sample: ExportSample) -> str:
-    """Return the ending of a sample's bytes: that of its path, or one found by the first bytes, else "bin"."""
+    """Return the extension of a sample's bytes: that of its path, or one found by the first bytes, else "bin"."""
     ending = next(iter(sample.members))
     if sample.key is None and not _OF_PATHS.fullmatch(ending):
         return ending_of(sample.data) or "bin"
@@ -78,7 +78,7 @@ class FileFormat:
 
         Args:
             fields: the annotations; of a sample from WebDataset the key, and the other members: text, or empty bytes
-                for those that are no text.
+                for members that are not text.
 
         Raises SourceError, which names the sample, if the format cannot hold them.
         """

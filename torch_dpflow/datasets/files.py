@@ -92,7 +92,7 @@ class Files:
     Raises:
         OptionError: `url` names no directory, its protocol is unknown, or the protocol's package is missing;
             S3 or OSS has no such option.
-        OptionTypeError: `read_options` is no ReadOptions.
+        OptionTypeError: `read_options` is not a ReadOptions.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ class Files:
                     self.remove(f"{path}/{child.name}" if path else child.name)
 
     def remove_empty(self, path: str) -> None:
-        """Remove a directory on a local disk if it is empty. Object stores have no empty ones."""
+        """Remove a directory on a local disk if it is empty. Object stores have no empty directories."""
         if self._is_local:
             with suppress(OSError):
                 os.rmdir(self._full(path))

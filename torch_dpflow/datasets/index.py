@@ -17,7 +17,7 @@ Indexes of `open_dataset` join the parts of a source: one immutable file for eac
     <directory>/joined/<source>                all parts of a source in order
     <directory>/stored/<version>               rows of a stored dataset that were read
 
-A file is written under another name and renamed, or put whole, and never changes. Its name says what is in it, so
+A file is written under another name and renamed, or put whole, and never changes. Its name identifies its content, so
 processes that build the same index write equal files, and none has to wait: each scans the objects that no other one
 has scanned yet, beginning somewhere else. A build that was killed leaves the parts of the objects that it has scanned.
 """
@@ -63,7 +63,10 @@ _LOCKS, _TOGETHER = 64, 32
 
 
 def index_directory(*, is_local: bool = False) -> str:
-    """Return the directory of indexes by the environment, or one on this host if that is a URL of another storage."""
+    """Return the directory of indexes: `DPFLOW_INDEX_DIR`, or one in the user's cache directory.
+
+    is_local: return a directory of this host, even if the variable names a URL.
+    """
     given = os.environ.get("DPFLOW_INDEX_DIR", "").removeprefix("file://")
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     is_given = given and not (is_local and "://" in given)
@@ -88,7 +91,7 @@ def stored_rows(
 
     A metadata shard is read when one of its samples is first needed.
 
-    The rows go into a file that all processes of this host map, whose name says what is in it. Two processes that
+    The rows go into a file that all processes of this host map, whose name identifies its content. Two processes that
     write the same part write the same bytes, so they need no lock. Without space on a disk for it, the rows are in
     memory that forked processes share.
     """
@@ -319,7 +322,7 @@ _PIECE = 64 << 20
 
 
 class Description(msgspec.Struct, frozen=True):
-    """What an index says of all samples."""
+    """What an index contains about all samples."""
 
     importer: str
     root: str

@@ -252,9 +252,9 @@ def _digest(value: Any) -> str:
 
 
 def _servers(importer: Any, states: Sequence[str | None]) -> list[str]:
-    """Return the server of objects whose states are no ETags: objects of equal names on another one are others."""
+    """Return the servers of objects without an ETag as state: on another server, the same names are other objects."""
     if not isinstance(importer, ShardImporter) or all(state is not None and is_tag(state) for state in states):
-        return []  # an index of a folder says no more than the names
+        return []  # an index of a folder contains no more than the names
     first = importer.files.files[0]
     if first.local_path is not None:
         return []

@@ -30,7 +30,7 @@ from torch_dpflow.errors import OptionError, OptionTypeError, SourceError
 
 #: Formats whose samples an importer describes in an index.
 _INDEXED = ("imagefolder", "litdata", "mds", "tfrecord", "webdataset")
-#: All formats. Tables have no index: their footers say where rows are.
+#: All formats. Tables have no index: their footers contain the positions of rows.
 FORMATS = (*_INDEXED, "table")
 #: Further arguments of `open_dataset`.
 _READING = ("read_options", "check", "on_error", "through")
@@ -52,7 +52,7 @@ def open_dataset(
 ) -> OpenedDataset | TableDataset:
     """Open data where it is, as a map-style dataset that is read in any order. No sample is copied.
 
-    The index, which says where each sample is, is built when a source is first opened. The index has one part per
+    The index of the samples' positions is built when a source is first opened. The index has one part per
     object, identified by name, size, and ETag or time of change. Only new and rewritten objects are read again.
     Processes that open the same source share the work. Objects whose storage reports neither ETag nor time of change
     are indexed at each opening.
@@ -60,7 +60,8 @@ def open_dataset(
     Args:
         source: a path or URL of an object or a directory; `{000..146}` and `{a,b}` are expanded, `*`, `?` and `[…]`
             match names. Or a list of these, in which an object that is named twice is read twice. A local path that
-            exists and a `pathlib.Path` are no patterns. Or the name of a stored dataset, such as "core/pets:v1:train".
+            exists and a `pathlib.Path` are never patterns. Or the name of a stored dataset, such as
+            "core/pets:v1:train".
         format: one of `FORMATS`; None: detected by names, or else by the first bytes.
         split: which of the splits to read if the directory has several, such as "train"; by names of files, or of
             directories.
@@ -123,7 +124,7 @@ def open_dataset(
 
 
 def _check_arguments(reading: Mapping[str, Any]) -> None:
-    """Raise OptionTypeError for arguments that `open_dataset` does not have; it says where arguments of loaders go."""
+    """Raise OptionTypeError for arguments that `open_dataset` does not have, with advice for those of loaders."""
     unknown = [name for name in reading if name not in _READING]
     if not unknown:
         return
@@ -162,7 +163,7 @@ def found_format(files: SourceFiles) -> str:
 
 
 def _check_endings(files: SourceFiles, formats: Sequence[re.Pattern[str]]) -> None:
-    """Raise OptionError if a list or pattern names files of a format by their endings, and others, such as backups."""
+    """Raise OptionError if a list or pattern names files with a format's extension, and others, such as backups."""
     named = {name: any(one.fullmatch(name) for one in formats) for name in files.names}
     known = next((name for name, is_known in named.items() if is_known and "." in name), None)
     other = next((name for name, is_known in named.items() if not is_known), None)
@@ -199,7 +200,7 @@ class LitRows(TableDataset):
     Args:
         how: see `TableDataset`.
 
-    Raises SourceError: a chunk has a different number of rows than the index says; and the errors of `TableDataset`.
+    Raises SourceError: a chunk has a number of rows that is not the one in the index; and the errors of `TableDataset`.
     """
 
     def __init__(self, dataset: LitDataImporter, **how: Any) -> None:

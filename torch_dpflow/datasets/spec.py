@@ -160,13 +160,13 @@ class SampleMeta(SpecStruct, frozen=True, kw_only=True, gc=False):
     def fields(self) -> dict[str, Any]:
         """Decode the annotations, again at each call, so that callers may change the result.
 
-        Raises DamagedStoreError: they are no JSON object.
+        Raises DamagedStoreError: they are not a JSON object.
         """
         return decode_fields(self.meta, self.path)
 
 
 def decode_fields(meta: bytes | msgspec.Raw, name: str) -> dict[str, Any]:
-    """Decode annotations; `name` names the sample in errors. Raises DamagedStoreError if they are no JSON object."""
+    """Decode annotations; `name` names the sample in errors. Raises DamagedStoreError if they are not a JSON object."""
     try:
         fields = _FIELDS.decode(meta)
         if may_be_too_deep(memoryview(meta)) and is_too_deep(fields):
@@ -179,7 +179,7 @@ def decode_fields(meta: bytes | msgspec.Raw, name: str) -> dict[str, Any]:
 class DatasetShardMeta(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-shard"):
     """`ms-<n>.json`: the metadata of consecutive samples of one variant."""
 
-    #: 2: samples have revisions. 3: some of them are no strong ETags or dates. Earlier releases refuse these.
+    #: 2: samples have revisions. 3: some of them are neither strong ETags nor dates. Earlier releases refuse these.
     format: Literal[1, 2, 3]
     dataset: DatasetId
     #: The version that wrote this shard; later ones may refer to it too.
@@ -333,7 +333,7 @@ def decode_file(data: bytes, kind: type[_Kind], name: str) -> _Kind:
 
     Raises:
         NewerFormatError: a later release of the library wrote it.
-        DamagedStoreError: it is no JSON, of another kind, or breaks the schema.
+        DamagedStoreError: it is not JSON, of another kind, or violates the schema.
     """
     try:
         if kind is not DatasetShardMeta:  # whose samples are decoded one by one

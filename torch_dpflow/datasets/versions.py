@@ -210,7 +210,7 @@ def copy(
         DatasetNotFoundError: no such version is published.
         PublishedError: the target has another version of this name.
         OptionError: the target is the store itself, or has an unfinished import of the version or other files there.
-        OptionTypeError: `store` or `target` is no DatasetStore.
+        OptionTypeError: `store` or `target` is not a DatasetStore.
         DamagedStoreError: the version, or the copy, is damaged; it is not published.
     """
     for name, given in (("store", store), ("target", target)):
@@ -315,7 +315,7 @@ def delete(store: DatasetStore, dataset_id: str, version: str | None = None) -> 
     Raises:
         DatasetNotFoundError: no such version is published; there is no such dataset.
         OptionError: an unfinished import continues it.
-        OptionTypeError: `store` is no DatasetStore.
+        OptionTypeError: `store` is not a DatasetStore.
         DamagedStoreError: it is deleted, but another version cannot be read, so nothing else is removed.
     """
     check_type("store", store, DatasetStore, "a DatasetStore")

@@ -52,7 +52,7 @@ def view_of(importer: str | None, info: Mapping[str, Any]) -> View:
 
 
 def _webdataset(content: bytes, fields: dict[str, Any], parts: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return the key and every member's bytes by ending, as webdataset does."""
+    """Return the key and every member's bytes by extension, as webdataset does."""
     sample: dict[str, Any] = {KEY: fields.pop(KEY), fields.pop(MAIN): content}
     fields.pop(PARTS, None)
     for ending, text in fields.items():

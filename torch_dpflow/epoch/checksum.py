@@ -13,7 +13,7 @@ READ = "samples read"
 
 
 def extended(checksum: int | None, index: Any) -> int | None:
-    """Return the checksum after one more batch of indices, or one more index; None if these are no integers.
+    """Return the checksum after one more batch of indices, or one more index; None if these are not integers.
 
     It does not depend on how the indices are divided into batches.
     """

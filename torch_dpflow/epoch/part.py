@@ -21,7 +21,7 @@ WHOLE = "all samples"
 def part_of_dataset(dataset: Any) -> str | None:
     """Return which samples a `Subset` has, also one of a `Subset` or within a dataset of this package.
 
-    The text is `WHOLE` for other datasets, and None if an index is no whole number. Takes as long as reading the
+    The text is `WHOLE` for other datasets, and None if an index is not a whole number. Takes as long as reading the
     indices.
     """
     levels = [_described(indices) for indices in _levels(dataset)]

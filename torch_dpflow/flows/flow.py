@@ -279,7 +279,7 @@ def save_flow(flow: DataLoadFlow, url: str | os.PathLike[str], **storage_options
     Its functions are saved as code, those of installed modules by name.
 
     Raises:
-        UsageError: it is no flow, or a part of it cannot be pickled or has keys of a storage.
+        UsageError: it is not a flow, or a part of it cannot be pickled or has keys of a storage.
     """
     check_type("flow", flow, DataLoadFlow, "a DataLoadFlow")
     try:

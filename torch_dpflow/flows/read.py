@@ -223,7 +223,7 @@ class DataLoadFlowRead:
         """Return a read of some samples, in the order given. Indices may repeat; negative ones count from the end.
 
         Raises:
-            OptionError: an index is out of range. OptionTypeError: one is no whole number.
+            OptionError: an index is out of range. OptionTypeError: one is not a whole number.
         """
         chosen = _whole_numbers(indices)
         size = len(self)
@@ -301,7 +301,8 @@ def random_split(
     Raises:
         OptionError: the lengths do not add up; there are more or fewer flows than lengths; the flows read
             different samples.
-        OptionTypeError: a length is no number, a flow was not prepared to be read, the seed is no whole number.
+        OptionTypeError: a length is not a number, a flow was not prepared to be read, or the seed is not a whole
+            number.
     """
     shares = _checked_lengths(lengths)
     seed = check_int("seed", seed, minimum=-(2**63), maximum=2**64 - 1)

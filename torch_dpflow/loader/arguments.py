@@ -43,7 +43,7 @@ def check_types(loader: Any, address: Any) -> None:
 
 
 def check_options_type(options: object) -> None:
-    """Raise OptionTypeError for options of another type than LoaderOptions."""
+    """Raise OptionTypeError for options that are not LoaderOptions."""
     hint = "; JobOptions are given as job=" if type(options).__name__ == "JobOptions" else ""
     check_type("options", options, (LoaderOptions, NoneType), f"a torch_dpflow.LoaderOptions or None{hint}")
 
@@ -68,7 +68,7 @@ def name_of(context: Any) -> str:
 def undivided(sampler: Any, dataset: Any) -> Any:
     """Return the sampler within a DistributedSampler that divides among the same ranks as that sampler does itself.
 
-    Frameworks wrap each sampler that is no DistributedSampler. Any other sampler is returned as it is.
+    Frameworks wrap each sampler that is not a DistributedSampler. Any other sampler is returned as it is.
     """
     if not isinstance(sampler, DistributedSampler):
         return sampler

@@ -44,7 +44,7 @@ def trace(loader: Any) -> None:
     Ranks of torchrun write files with their own names: `trace.json` becomes `trace-rank1.json`. If another process
     writes the file, a warning is logged and nothing is traced.
 
-    Raises OptionError: the file cannot be written, or is no trace.
+    Raises OptionError: the file cannot be written, or is not a trace.
     """
     if get_worker_info() is not None:
         return  # the loader that has started this process is traced

@@ -205,7 +205,7 @@ class SamplingGroup(ABC):
         """Forget a job that ended or died, at any time; other jobs' epochs do not change.
 
         Raises:
-            UsageError: the job is no member.
+            UsageError: the job is not a member.
         """
         member = self._member(job)
         self._left(member)
@@ -219,7 +219,7 @@ class SamplingGroup(ABC):
             done: samples that the job has read in this epoch already (a resume); they are not drawn again.
 
         Raises:
-            UsageError: the job is no member.
+            UsageError: the job is not a member.
             OptionError: `epoch` is negative; a sample of `done` is not in the job's set or is there twice.
         """
         member = self._member(job)
@@ -259,7 +259,7 @@ class SamplingGroup(ABC):
     def in_order(self, job: str) -> int:
         """Return how many of the epoch's first samples came as in `Member.order`; 0 if it does not read all samples.
 
-        They follow from seed and epoch, so a state need not list them. Raises UsageError: the job is no member.
+        They follow from seed and epoch, so a state need not list them. Raises UsageError: the job is not a member.
         """
         member = self._member(job)
         if member.indices is not None:
@@ -270,7 +270,7 @@ class SamplingGroup(ABC):
         """Return the number of samples left in the job's epoch; 0 before its first.
 
         Raises:
-            UsageError: the job is no member.
+            UsageError: the job is not a member.
         """
         member = self._member(job)
         return 0 if member.epoch is None else member.length - member.position
@@ -283,7 +283,7 @@ class SamplingGroup(ABC):
                 the cost does not grow with the epoch. None: return everything.
 
         Raises:
-            UsageError: the job is no member, or its first epoch was not started.
+            UsageError: the job is not a member, or its first epoch was not started.
         """
         member = self._member(job)
         if member.epoch is None:

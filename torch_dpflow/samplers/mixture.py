@@ -223,7 +223,7 @@ def whole_parts(weights: Sequence[float], sources: int) -> tuple[int, ...]:
 
     Raises:
         OptionError: there are more or fewer weights than sources, one is negative or too small, or all are 0.
-        OptionTypeError: a weight is no number.
+        OptionTypeError: a weight is not a number.
     """
     exact = [_fraction(weight) for weight in weights]
     if len(exact) != sources:

@@ -354,7 +354,7 @@ class SharedJob:
         return JobFigures(stall_s + waiting_s, reading_s + waiting_s, meter.batches, meter.samples, meter.bytes)
 
     def _on_error(self, error: Exception) -> None:
-        # An outage is in the log already, and a call that `close` ends is no failure.
+        # An outage is in the log already, and a call that `close` ends is not a failure.
         if not (self._closed.is_set() or isinstance(error, DeadlineError | PeerLostError)):
             trace = None if isinstance(error, DPFlowError) else error
             text = "flow %r, job %r: heartbeat failed (%s)"

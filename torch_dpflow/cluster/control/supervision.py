@@ -89,7 +89,7 @@ class _Process:
     interval: float = 0.0
     #: Whether it has been killed because its lease had expired.
     killed: bool = False
-    #: Whether its end was requested, and is no failure.
+    #: Whether its end was requested, and is therefore not a failure.
     stopped: bool = False
     #: Whether it has been launched, is not up, and delays the start of others; and whether it is a worker that is up.
     starting: bool = False

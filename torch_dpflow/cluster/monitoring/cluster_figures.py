@@ -236,7 +236,7 @@ def _times_of(status: dict[str, Any]) -> StageTimes:
     try:
         return converted(status.get("times", []), StageTimes)
     except msgspec.ValidationError:
-        return StageTimes()  # a figure for display: that of a later release is no error
+        return StageTimes()  # a figure for display: one of a later release is not an error
 
 
 def count_of(status: dict[str, Any], name: str) -> int:

@@ -182,7 +182,7 @@ def _remote_workers_of(status: dict[str, Any]) -> list[RemoteWorkerView]:
     try:
         return converted(status.get("remote_workers", []), list[RemoteWorkerView])
     except msgspec.ValidationError:
-        return []  # a figure for display: that of a later release is no error
+        return []  # a figure for display: one of a later release is not an error
 
 
 class Limit(NamedTuple):

@@ -180,7 +180,7 @@ class RedisStore:
         except StateError:
             self.close()
             raise
-        except (ValueError, TypeError):  # a port that is no number, or an option that it does not know
+        except (ValueError, TypeError):  # a port that is not a number, or an unknown option
             raise OptionError(
                 f"--state {self._url!r}: give redis://HOST:PORT/NUMBER or unix://PATH; of options those of the package "
                 "redis"

@@ -17,7 +17,7 @@ _MAX_CELL = 2**24
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,7}$")
 _DIGIT = re.compile(r"[0-9]")
-#: Fewest characters of a path that is recognised by the places of its digits: shorter numbers begin lines of texts.
+#: Fewest characters of a path that is recognised by the positions of its digits: shorter numbers begin lines of texts.
 _MIN_NUMBERED = 4
 
 
@@ -30,7 +30,7 @@ class DelimitedRows:
         name: name of the file in errors.
         path_column: the column of paths; None: there is none, so joined rows are not detected.
 
-    Raises SourceError, also while rows are read: the file is no UTF-8, has no header, has a column name twice, a row
+    Raises SourceError, also while rows are read: the file is not UTF-8, has no header, has a column name twice, a row
     with too few or too many cells, a quote that is not doubled inside quotes, or a quoted cell with another row.
     """
 
@@ -102,7 +102,7 @@ class DelimitedRows:
 
 
 def _are_alike(one: str, path: str) -> bool:
-    """Whether a text is a path like another one: with its folder, its file ending, or digits at the same places."""
+    """Return whether a text is a path like `path`: with its folder, its extension, or digits at the same positions."""
     if not one or len(one.split()) > len(path.split()):
         return False
     folder, suffix = path.rpartition("/")[0], _SUFFIX.search(path)

@@ -58,14 +58,14 @@ def check_links(files: Files, found: Iterable[DirectoryEntry]) -> None:
 
 
 def endings_of(endings: Sequence[str]) -> tuple[str, ...]:
-    """Return endings of files in lower case, each with its dot. Raises OptionError if one is empty."""
+    """Return file extensions in lower case, each with its dot. Raises OptionError if one is empty."""
     found = tuple(f".{ending.strip().lower().removeprefix('.')}" for ending in endings)
     if not found or "." in found:
         raise OptionError(f"endings={endings!r}: give endings such as .jpg,.png")
     return found
 
 
-#: The endings of images for torchvision's ImageFolder.
+#: The extensions of images for torchvision's ImageFolder.
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 

@@ -25,9 +25,9 @@ from torch_dpflow.log import DATASETS
 _BATCH_ROWS = 4096
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _PARQUET = ".parquet"
-#: Endings of Parquet files in a directory.
+#: Extensions of Parquet files in a directory.
 _PARQUET_ENDINGS = (_PARQUET, ".parq", ".pq")
-#: Beginnings of names that are no data, as in pyarrow.dataset: hidden files, _SUCCESS, _metadata.
+#: Beginnings of names that are not data, as in pyarrow.dataset: hidden files, _SUCCESS, _metadata.
 _NO_DATA = (".", "_")
 #: Maximum names in a message.
 _MAX_NAMES = 5
@@ -55,7 +55,7 @@ class ListingImporter(BaseImporter):
         options: fsspec's options for the listing and `root`.
 
     Raises:
-        OptionError: the listing has another ending, or `data_column` is not allowed.
+        OptionError: the listing has another extension, or `data_column` is not allowed.
     """
 
     def __init__(

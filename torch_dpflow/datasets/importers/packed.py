@@ -29,7 +29,8 @@ _INDEX = "index.json"
 _COMPRESSIONS = {"gz": "gzip", "bz2": "bz2", "zstd": "zstd", "br": "brotli"}
 #: How a LitData chunk with frames of zstd begins.
 _FRAMES = b"LDFZ01\0\0"
-#: Formats of values in rows in Arrow's format, which count for other chunks only; "pickle" is that of None.
+#: Formats in the index of a dataset whose chunks can have rows in Arrow's format. They describe only chunks without such
+#: rows; "pickle" is the format of None.
 _IN_ROWS = frozenset({"bool", "bytes", "float", "int", "json", "pickle", "str", "string", "text"})
 #: Bytes of an index; that of 100,000 shards has about 60 MB.
 _MAX_INDEX = 256 << 20
@@ -39,7 +40,7 @@ class PackedShard(NamedTuple):
     """One shard, as the index lists it."""
 
     name: str
-    #: bytes of the file; None: the index does not say
+    #: bytes of the file; None: not in the index
     size: int | None
     samples: int
     #: of the whole file
@@ -182,7 +183,7 @@ class LitDataImporter(PackedImporter):
     """Reads a directory of LitData in place.
 
     A sample is what LitData gives, except that encoded images are bytes. Refused are pickles, encrypted chunks, chunks
-    for another loader than `PyTreeLoader`, and chunks of frames of zstd. Rows in Arrow's format are read by `LitRows`.
+    for a loader other than `PyTreeLoader`, and chunks of frames of zstd. Rows in Arrow's format are read by `LitRows`.
     """
 
     name = "litdata"

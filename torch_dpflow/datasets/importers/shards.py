@@ -168,7 +168,7 @@ class ShardImporter(BaseImporter):
         return {**described, "files": len(self.files.files), "state": state}
 
     def objects(self) -> list[tuple[Any, ...]]:
-        """Return what identifies each object: state or None, path, size, and what an index says of it."""
+        """Return what identifies each object: state or None, path, size, and what an index contains about it."""
         return [(file.state, self.files.path_of(file), file.size) for file in self.files.files]
 
     def size_of(self, number: int) -> int | None:
@@ -295,7 +295,7 @@ _Batches = queue.Queue[list[Item] | BaseException | None]
 
 
 def _put(batches: _Batches, batch: list[Item] | BaseException | None, stop: threading.Event) -> bool:
-    """Pass on a batch. Return False if the reader has gone meanwhile."""
+    """Pass on a batch. Return False if the reader has ended meanwhile."""
     while not stop.is_set():
         try:
             batches.put(batch, timeout=_POLL_S)

@@ -105,7 +105,7 @@ class SourceFiles:
     def of_folder(self, split: str) -> SourceFiles | None:
         """Return what is in the directory with a split's name; None if there is none.
 
-        Raises OptionError if files next to it have its name and the ending of the files in it.
+        Raises OptionError if files next to it have its name and the extension of the files in it.
         """
         folder = folder_of_split(self.folders, split, self.names) if self.is_directory else None
         if folder is None:
@@ -160,12 +160,13 @@ def find_sources(
 
     Args:
         source: a path or URL of a file or a directory; with patterns: `{000..146}` and `{a,b}` are expanded, `*`, `?`
-            and `[…]` match names. Or a list of these. A local path that exists, and a `pathlib.Path`, is no pattern.
+            and `[…]` match names. Or a list of these. A local path that exists, or a `pathlib.Path`, is never a
+            pattern.
         options: fsspec's options for them.
         read_options: timeouts and retries.
 
     Raises:
-        OptionError, OptionTypeError: a pattern is malformed, or the source is no text, path or list.
+        OptionError, OptionTypeError: a pattern is malformed, or the source is not a text, path or list.
         SourceError: an object is missing, or a pattern matches none.
         StorageError: the storage cannot be read.
     """

@@ -38,7 +38,7 @@ class TFRecordImporter(ShardImporter):
 
     @classmethod
     def finds(cls, files: SourceFiles) -> bool:
-        """Return whether objects are of this format by their names, which need an ending: `begins` finds others."""
+        """Return whether objects are of this format by their names, which need an extension: `begins` finds others."""
         return super().finds(files) and any("." in name for name in files.only(cls.names).names)
 
     @staticmethod

@@ -123,7 +123,7 @@ def _member(header: bytes, kind: bytes, start: int, size: int, extended: Mapping
 
 
 def _extension(kind: bytes, body: bytes, position: int, name: str) -> dict[str, str]:
-    """Return what a long name (GNU) or a PAX header says of the next member."""
+    """Return what a long name (GNU) or a PAX header contains about the next member."""
     if kind == b"L":
         return {"path": _field(body)}
     if kind == b"K":
@@ -217,13 +217,13 @@ def _damaged(name: str, position: int, what: str) -> SourceError:
     return SourceError(f"{name} is damaged: it has {what}, at byte {position}; write it again, or restore it")
 
 
-#: Annotations of a sample: its key, the ending of the member whose bytes the sample is, and the places of members that
-#: are no annotations.
+#: Annotations of a sample: its key, the extension of the member whose bytes the sample is, and the places of members
+#: that are not annotations.
 KEY, MAIN, PARTS = "__key__", "__main__", "__parts__"
 #: Bytes up to which a member that is UTF-8 text becomes an annotation. A million samples with longer ones would not
 #: fit the memory that readers keep metadata in; and they are read with the sample, as they are next to it.
 _MAX_TEXT = 256
-#: Endings of members that are mostly annotations.
+#: Extensions of members that are mostly annotations.
 _TEXTS = frozenset({"cls", "cls2", "class", "count", "index", "inx", "id", "txt", "text", "transcript", "json", "jsn"})
 _NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)", re.DOTALL)
 _HIDDEN = re.compile(r"__[^/]*__($|/)")
@@ -244,14 +244,14 @@ class WebDatasetImporter(ShardImporter):
     """Reads tar shards of WebDataset in place. Members `a/0001.jpg`, `a/0001.cls` are the sample `a/0001`.
 
     The sample's bytes are its main member. Other members of up to 256 bytes of UTF-8 text are annotations under their
-    ending, as text. Of all others `__parts__` has offset and length in the shard. `__key__` is the sample's key,
-    `__main__` the ending of its main member. As in webdataset, endings are lower case, and members without one and
-    those whose name begins with `__…__` belong to no sample. Nor do hidden members, such as the `._0001.jpg` of macOS,
-    of which webdataset makes samples in directories, and links and devices, whose bytes are not in the archive. A
-    warning counts these and members without an ending.
+    extension, as text. `__parts__` has the offset and length of all others in the shard. `__key__` is the sample's key,
+    `__main__` the extension of its main member. As in webdataset, extensions are lower case. Members without one, and
+    members whose name begins with `__…__`, belong to no sample. Nor do hidden members, such as the `._0001.jpg` of
+    macOS, of which webdataset makes samples in directories, and links and devices, whose bytes are not in the archive.
+    A warning counts these and members without an extension.
 
     Args:
-        main: the ending of the main member, such as "jpg"; None: the first one that is no text such as cls, txt and
+        main: the extension of the main member, such as "jpg"; None: the first one that is not text such as cls, txt and
             json, else the first of all.
         source, options, split: see `ShardImporter`, also for errors.
     """

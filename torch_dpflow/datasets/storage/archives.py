@@ -22,7 +22,7 @@ _PIECE = 1 << 20
 #: tarfile's type of a file that began in another volume.
 _CONTINUED = b"M"
 _LOCAL_HEADER = b"PK\3\4"
-#: The type of members that are no file or directory.
+#: The type of members that are neither files nor directories.
 _OTHER = "other"
 
 

@@ -37,7 +37,7 @@ ChecksumAlgorithm = Literal["crc32", "sha256"]
 CHECKSUM_PATTERN = "^(crc32:[0-9a-f]{8}|sha256:[0-9a-f]{64})$"
 #: Longest single wait, seconds: systems refuse infinity, and sockets more milliseconds than 31 bits have.
 MAX_WAIT_S = 1e6
-#: What is wrong with an object that has another state than expected, and what to do.
+#: What is wrong with an object whose state is not the expected one, and what to do.
 WRITTEN_AGAIN = (
     "the object was written again after the dataset was opened or imported; open or import it again, restore the "
     "object, or read with check=False if its bytes are the same"

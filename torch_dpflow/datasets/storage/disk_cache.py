@@ -1,8 +1,8 @@
 """DiskCache: samples of remote storages on a local disk, shared by all processes of a host and kept between runs.
 
-An entry is a file, found by the SHA-256 of its key. It is written beside its place and renamed, so a reader
+An entry is a file, found by the SHA-256 of its key. It is written next to its place and renamed, so a reader
 sees all of it or nothing, and a killed writer leaves only a temporary file. Its footer has its length, key and CRC-32.
-No failure of the cache is one of a read: it only means that the storage is read.
+A failure of the cache never fails a read: the sample is read from the storage.
 
 **What stays.** An entry that is in use is never replaced. An epoch reads each sample once, so it can hit at most what
 the cache had at its start: with capacity for half of the samples, every epoch hits half. Replacing loses from that:

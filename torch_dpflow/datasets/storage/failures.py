@@ -48,9 +48,9 @@ _BY_STATUS: dict[int, tuple[type[StorageError], str]] = {
         (StorageUnavailableError, "the storage is overloaded or broken"),
     ),
 }
-#: Attempts of a read whose object has another length than expected.
+#: Attempts of a read whose object does not have the expected length.
 _MAX_WRONG_LENGTH = 5
-#: Classes of vendors for failed connections that are no OSErrors.
+#: Classes of vendors for failed connections that are not OSErrors.
 _CONNECTIONS = frozenset(
     {
         ("botocore", "ConnectionError"),
@@ -159,7 +159,7 @@ T = TypeVar("T")
 
 #: Seconds before the deadline within which no further attempt is made.
 _MIN_LEFT_S = 0.01
-#: Seconds before the deadline in which one last attempt is made if the server asks to wait beyond it.
+#: Seconds before the deadline in which one last attempt is made if the server requests a wait beyond it.
 _LAST_S = 1.0
 #: Seconds of failures after which a read is logged.
 _REPORT_AFTER_S = 5.0
@@ -223,7 +223,7 @@ def _pause_after(error: StorageError, pause_s: float, left_s: float) -> float:
 
 
 def _last_s(error: StorageError, left_s: float) -> float:
-    """Return the seconds before the deadline in which nothing is tried again, as the server asks for more."""
+    """Return the seconds before the deadline in which nothing is retried, as the server requests a longer wait."""
     return _LAST_S if isinstance(error, StorageUnavailableError) and error.retry_after_s >= left_s else 0.0
 
 

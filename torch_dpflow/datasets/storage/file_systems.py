@@ -59,7 +59,7 @@ _COMMON = {"skip_instance_cache", "use_listings_cache", "listings_expiry_time", 
 _OF_SESSIONS = {"profile", "session_vars", "event_hooks", "include_builtin_handlers"}
 #: Options of this package's readers, which ossfs ignores.
 _OF_READERS = {"anon", "region", "verify"}
-#: Endings of compressed tar archives that fsspec does not infer, and fsspec's name of the compression.
+#: Extensions of compressed tar archives that fsspec does not infer, and fsspec's name of the compression.
 _COMPRESSIONS = {
     **dict.fromkeys((".tgz", ".taz"), "gzip"),
     **dict.fromkeys((".tbz", ".tbz2", ".tb2"), "bz2"),
@@ -219,7 +219,7 @@ def _options_of_chain(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def servers_of(options: Mapping[str, Any]) -> list[str]:
-    """Return what options say of servers: objects of several servers may have one URL."""
+    """Return the servers that options name: objects of several servers may have one URL."""
     nested = [value for value in options.values() if isinstance(value, Mapping)]
     return [str(of[name]) for of in (options, *nested) for name in _SERVERS if of.get(name)]
 

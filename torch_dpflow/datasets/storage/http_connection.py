@@ -54,7 +54,7 @@ class TimedSocket:
         self._silence_s = self._deadline = self._wait_s = 0.0
         #: Received bytes that have not been read.
         self._early = b""
-        #: Whether TLS ended without the alert that says that nothing is missing (close_notify).
+        #: Whether TLS ended without the alert (close_notify) by which a peer ends a connection properly.
         self.is_cut = False
 
     def limit(self, silence_s: float, deadline: float) -> None:

@@ -108,7 +108,7 @@ class ErrorResponse:
 
 
 def _seconds(retry_after: str) -> float:
-    """Return the seconds that a server asks to wait, which it gives as a number or as a date; 0 if it does not."""
+    """Return the seconds that a server requests to wait, given as a number or a date; 0 if it requests none."""
     if retry_after.isascii() and retry_after.isdecimal():
         return min(float(retry_after), MAX_WAIT_S)
     try:

@@ -68,7 +68,7 @@ class LocalStorage:
             if stop is None:
                 stop = found.st_size
             if span.size is not None or span.state is None or not is_state_of_file(span.state, found):
-                _check(span, found)  # else the state says that it is the same regular file
+                _check(span, found)  # else the state shows that it is the same regular file
         if stop - span.start > self._longest:
             raise StorageError(f"{span}: {stop - span.start} bytes are above the limit of {self._longest}")
         if stop < span.start:

@@ -29,7 +29,7 @@ _WITH_HOSTS = frozenset({*_LOGINS, "s3", "s3a", "oss"})
 _CACHE = re.compile(r"[a-z0-9]+::")
 
 
-#: Characters by which Python has bytes of a path that are no UTF-8, and those by which JSON can.
+#: Characters for bytes of a path that are not UTF-8: those that Python uses, and those that JSON allows.
 _PRIVATE = {0xDC00 + byte: 0xF700 + byte for byte in range(0x80, 0x100)}
 
 

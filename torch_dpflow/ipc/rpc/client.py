@@ -62,7 +62,7 @@ class PendingCall:
             RemoteCallError: the server answered with an error.
             DeadlineError: the server did not answer in time.
             PeerLostError: the client was closed.
-            MessageError: the answer has another type than requested.
+            MessageError: the answer is not of the requested type.
         """
         if self._call.is_over:
             return self._call.outcome()

@@ -96,7 +96,7 @@ def peer_uid(connection: socket.socket) -> int:
 def find_directory(address: str | os.PathLike[str] = "auto") -> Path:
     """Return a pool's directory: "auto" is the one that `DPFLOW_POOL` names, or this user's default on this host.
 
-    Raises OptionTypeError, or OptionError if it is no path or too long for a socket.
+    Raises OptionTypeError, or OptionError if it is not a path, or too long for a socket.
     """
     check_type("address", address, (str, os.PathLike), '"auto" or the path of a directory')
     if address == "auto":

@@ -96,7 +96,7 @@ class Fleet:
         self._has_arrived = False
         self._unfit: Counter[str] = Counter()
         self._out: list[FleetInstruction] = []
-        #: How long all workers that are gone have run together, seconds.
+        #: How long all workers that have ended have run together, seconds.
         self._gone_s = 0.0
         #: Why there are fewer workers than the target; empty if nothing limits them.
         self.limited_by = ""
@@ -196,7 +196,7 @@ class Fleet:
 
     @property
     def workers(self) -> list[FleetWorker]:
-        """All that are not gone, in the order in which they were started."""
+        """All workers that have not ended, in the order in which they were started."""
         return [*self._workers.values()]
 
     @property
@@ -259,7 +259,7 @@ class Fleet:
         text = f"{worker.name} has not connected within {now - worker.begun:.0f} s"
         others = sum(one.state.holds_place for one in self.workers)
         if worker.accepted:
-            # The platform may be full and not say so; workers that wait with it show it too.
+            # The platform may be full without reporting it. A worker that it accepted and that never connects shows it.
             self._limits.lower(others, now, accepts=True)
             self._note_false_start(text, now)
         else:
@@ -367,7 +367,7 @@ class Fleet:
         if self._lifetime_s is None:
             return 0.0
         rounds = math.ceil(self._target / max(1, self._spare))
-        # As long again from its handshake until it can work and its predecessor is gone.
+        # The same time again passes from its handshake until it can work and its predecessor has ended.
         return min(2 * rounds * self._limits.usual_s, MAX_LEAD * self._lifetime_s)
 
     def _next_places(self, now: float) -> list[int]:

@@ -49,7 +49,7 @@ from torch_dpflow.remote.launchers.contract import Ended, PlatformSource, Remote
 from torch_dpflow.workers.platform import Handle
 from torch_dpflow.workers.shard import Shard, other_release
 
-#: How often the platform is asked about all workers because connections have ended, at most, seconds.
+#: Minimum interval between queries about all workers after connections have ended, seconds.
 ASK_S = 2.0
 #: How often to check leases and time limits if nothing happens, seconds.
 LOOK_S = 0.25
@@ -121,7 +121,7 @@ class RemoteWorkers:
         # Not `random`'s own generator, which is the user's.
         draw = SystemRandom().random
         self._fleet = Fleet(prefix, self._platform.limits, draw=draw)
-        #: Processes of this host, as `WorkerProcesses` has: there are none.
+        #: The worker processes of this host, as in `WorkerProcesses`: none.
         self.local = None
         #: The shard, which gets their messages, and its owner.
         self.shard: Shard
@@ -168,7 +168,7 @@ class RemoteWorkers:
         return self._shortage.reason
 
     def views(self) -> list[RemoteWorkerView]:
-        """Return the state of all that were requested and are not gone."""
+        """Return the states of all workers that were requested and have not ended."""
         now, workers = self._clock(), self._fleet.workers
         return [RemoteWorkerView(one.name, one.number, one.state.value, now - one.begun, one.where) for one in workers]
 
@@ -410,7 +410,7 @@ class RemoteWorkers:
     def _send(self, peer: bytes, header: Any, *frames: Frame) -> None:
         """Send on a control connection. A message that is lost is sent again.
 
-        A worker repeats its handshake, requests for pieces and heartbeats. Each message of one that is not expected any
-        more is answered by `WorkerRefused`.
+        A worker repeats its handshake, requests for pieces and heartbeats. Each message of a worker that is no longer
+        expected is answered by `WorkerRefused`.
         """
         self.listener.send(peer, [encode(header), *frames])

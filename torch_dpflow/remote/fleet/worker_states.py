@@ -38,7 +38,7 @@ class WorkerState(enum.Enum):
     WORKING = "working"
     #: Gets no more tasks.
     DRAINING = "draining"
-    #: Ending by itself, or said to have ended; the platform is asked.
+    #: Ending by itself, or reported to have ended; the platform is queried.
     LEAVING = "leaving"
     #: Being ended by force.
     STOPPING = "stopping"
@@ -66,7 +66,7 @@ _WEIGHT = 0.2
 
 @dataclass(slots=True, eq=False)
 class FleetWorker:
-    """A worker that is not gone, and its connections. Times are seconds on the clock of the machine's caller."""
+    """A worker that has not ended, and its connections. Times are seconds on the clock of the fleet's caller."""
 
     name: str
     number: int
@@ -97,7 +97,7 @@ class FleetWorker:
     handshake: list[memoryview] | None = None
     is_working: bool = False
     is_lost: bool = False
-    #: Whether it was requested to leave: then its end is no failure. Its last message.
+    #: Whether it was requested to leave, so that its end is not a failure; and its last message.
     is_sent_away: bool = False
     goodbye: WorkerGoodbye | None = None
     #: Why it must be ended, or empty; and whether its task may be the reason.
@@ -252,8 +252,9 @@ FIRST_PAUSE_S, MAX_PAUSE_S, AWAY_PAUSE_S = 0.5, 30.0, 5.0
 RENEW_S, DENIED_S = 1.0, 30.0
 #: How often credentials that have not expired are refused in a row before the fleet fails.
 MAX_DENIALS = 2
-#: How long a fleet without workers waits out refusals that may pass: if the platform has accepted a start before, or
-#: only throttles; and if it never has. Refusals so far apart are not in a row. Seconds.
+#: How long a fleet without workers waits while starts are refused for a reason that may pass: if the platform has
+#: accepted a start before, or only throttles; and if it never has. Refusals that are further apart than the third
+#: number do not count as one series. Seconds.
 REFUSED_TIMEOUT_S, UNTRIED_S, APART_S = 300.0, 60.0, 150.0
 #: How often a ceiling that the platform has shown rises by one, seconds.
 RAISE_S = 60.0

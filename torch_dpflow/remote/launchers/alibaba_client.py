@@ -52,7 +52,7 @@ class AlibabaClient(ABC):
     Args:
         region: as "cn-hangzhou".
         endpoint: `http(s)://HOST[:PORT]` of the control plane; empty: the region's.
-        subject: the object that a call needs rights for, for display.
+        subject: the object for which a call needs permissions, for display.
     """
 
     def __init__(self, region: str, endpoint: str, subject: str) -> None:

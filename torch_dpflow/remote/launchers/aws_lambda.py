@@ -119,7 +119,7 @@ class Lambda:
 
     @property
     def timeout_s(self) -> int:
-        """The function's own time limit, seconds: later than that of the workers, which end by themselves."""
+        """The time limit of the function, in seconds. It is later than `lifetime`, after which workers exit."""
         return int(self.lifetime_s + MARGIN_S)
 
     @property

@@ -7,10 +7,10 @@ explains ends.
 A platform's module implements `Launcher`, with blocking calls and no state machine; `ThreadedPlatform` makes
 a `RemotePlatform` of it. `tests/contracts/launchers.py` has the contract suite.
 
-It resembles `workers.platform.Platform`, with which it shares `Limits`, `End`, `wakeup_fd` and `close`, since
-starts differ. A process of this host is started by a function with what a fork inherits, in the calling thread, which
-gets the error. A remote worker is started by bytes; its start takes seconds, and may be rejected or succeed without an
-answer, so its outcome is an event.
+It resembles `workers.platform.Platform`, and shares `Limits`, `End`, `wakeup_fd` and `close` with it. Only starts
+differ. A process of this host is started by a function, with what a fork inherits, in the calling thread, which gets
+the error. A remote worker is started by bytes. Its start takes seconds, and may be rejected, or succeed without an
+answer. Its outcome is therefore an event.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Launcher(Protocol):
         """Check credentials, quota, image and the connection to the control plane, without any effect."""
 
     def start(self, name: str, launch_spec: bytes, *, deadline_s: float) -> Ref:
-        """Start one worker, once: neither this nor its library retries.
+        """Start one worker, once: neither the launcher nor its library retries.
 
-        If the platform can tell, a second start under a name returns the first one's worker.
+        If the platform detects a second start under a name, this start returns the worker of the first.
 
         Raises PlatformError: AnswerLostError if the worker may have been started, any other if it was not.
         """
@@ -76,7 +76,7 @@ class Launcher(Protocol):
         """
 
     def stop(self, name: str, ref: Ref | None) -> None:
-        """End a worker by force; without a ref, by its name. A worker that has ended is no error."""
+        """End a worker by force; without a ref, by its name. A worker that has already ended is not an error."""
 
     def list(self, prefix: str) -> Mapping[str, Ref]:
         """Return the workers whose names begin with `prefix`, whichever process started them."""

@@ -1,4 +1,4 @@
-"""Steps of `dpflow deploy` that platforms share: compare what exists with what is wanted, and say what is done."""
+"""Steps of `dpflow deploy` that platforms share: compare what exists with what is wanted, and report what is done."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def existing(read: Callable[[], _T], *, dry_run: bool) -> tuple[_T | None, list[
 def changes(
     place: str, there: Mapping[str, Any] | None, wanted: Mapping[str, Any], unknown: Sequence[str], *, dry_run: bool
 ) -> Iterator[str]:
-    """Yield what is to be changed, for display.
+    """Yield the changes that are needed, for display.
 
     place: the function. there: its settings; None without it. unknown: as in `existing`.
     """

@@ -66,7 +66,7 @@ class ContainerGroups(AlibabaClient):
         return id
 
     def tagged(self, key: str, value: str) -> Iterator[ContainerGroup]:
-        """Yield the groups with this tag. An account that lacks the right to list gets none."""
+        """Yield the groups with this tag. An account without permission to list gets none."""
         models, token = self.package.models, None
         while True:
             request = models.DescribeContainerGroupsRequest(
@@ -270,7 +270,7 @@ def _line(group: ContainerGroup) -> str:
 
 
 def _tried(call: Callable[[], _T]) -> _T:
-    """Retry a call: what is created has a token, and what is removed may be so twice."""
+    """Retry a call. This is safe: a created object has a token, and an object can be removed twice."""
     backoff = Backoff(1.0, _MAX_PAUSE_S)
     while True:
         try:

@@ -153,7 +153,7 @@ MAX_RUN_S, MARGIN_S = 86400.0, 60.0
 START_S = (30.0, 300.0)
 #: How often to check all workers, seconds: each is a call.
 SWEEP_S = 30.0
-#: From this many workers they are looked up by a list.
+#: From this number of workers, one list is requested instead of the state of each.
 MANY = 8
 #: States of a task that has not ended, in their order.
 _LIVE = ("Enqueued", "Dequeued", "Running", "Retrying", "Stopping")
@@ -178,7 +178,7 @@ class FunctionCompute:
         function: the name of the function.
         cpu, memory: CPUs and memory of each worker. Memory: "2GiB" or a number of bytes, 1 to 4 GiB for each CPU.
         lifetime: time after which a worker is replaced, such as "1h", or seconds; at most a day.
-        role: role whose rights the workers have, such as "acs:ram::123:role/dpflow-data"; empty: none.
+        role: role whose permissions the workers have, such as "acs:ram::123:role/dpflow-data"; empty: none.
         vpc: VPC of the workers: `id`, `vswitches`, `security_group`; empty: no VPC.
         endpoint: address of the control plane, `https://HOST`; empty: the region's.
         price_per_hour: price of a worker, for reports.

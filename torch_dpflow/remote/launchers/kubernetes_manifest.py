@@ -1,4 +1,4 @@
-"""Objects of a cluster on Kubernetes: its coordinator, nodes, rights, network policies and secrets.
+"""Objects of a cluster on Kubernetes: its coordinator, nodes, permissions, network policies and secrets.
 
 The coordinator is a pod of a StatefulSet, so that its name stays while its address changes. Its workers are pods that
 it creates itself, or processes of pods that join it as nodes.
@@ -32,7 +32,7 @@ from torch_dpflow.remote.launchers.kubernetes_specs import (
 JOBS = "dpflow-cluster"
 #: Where the coordinator, and pods with the secret for jobs, find their files.
 SETTINGS, KEYS, STATE = "/etc/dpflow", "/var/run/dpflow", "/var/lib/dpflow"
-#: Their names, in the objects and there.
+#: Names of these files, in the objects and in the folders.
 _TOML, _KEYS, CONNECTION, _URL = "dpflow.toml", "keys.json", "connection.json", "url"
 #: Memory of the coordinator's processes in addition to samples, bytes: torch's code, once, and buffers.
 _OWN_BYTES = 2 << 30
@@ -160,7 +160,7 @@ class ClusterManifest:
             yield self._nodes(digest)
 
     def _rights(self) -> Iterator[dict[str, Any]]:
-        """Yield the rights of a coordinator that creates pods."""
+        """Yield the permissions of a coordinator that creates pods."""
         role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": self.name}
         yield self._object("rbac.authorization.k8s.io/v1", "Role", rules=[*RULES])
         subject = {"kind": "ServiceAccount", "name": self.name, "namespace": self.namespace}
@@ -225,7 +225,8 @@ class ClusterManifest:
     def _policies(self) -> Iterator[dict[str, Any]]:
         """Yield the network policies.
 
-        Jobs reach the coordinator, at any port as its services have their own, and workers theirs.
+        Jobs reach the coordinator at any port, because its services have separate ports. Workers reach only the ports
+        for workers.
         """
         jobs = [
             {**_namespace(namespace), "podSelector": {"matchLabels": {JOBS: self.name}}} for namespace in self._jobs_in

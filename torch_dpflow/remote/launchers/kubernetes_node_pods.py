@@ -65,7 +65,7 @@ class NodePods:
         Args:
             settings: image, user, and additions to the pods and containers of this cluster.
             keys: the secret with the cluster's keys and address, the folder where it is mounted, its file.
-            digest: changes with them.
+            digest: changes with the keys.
         """
         secret, folder, file = keys
         pod: dict[str, Any] = {

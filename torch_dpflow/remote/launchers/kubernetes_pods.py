@@ -36,7 +36,7 @@ FILE = "launch-spec"
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 #: urllib3's errors before anything was sent.
 _NOT_SENT = {"NewConnectionError", "ConnectTimeoutError", "NameResolutionError", "SSLError", "ProxyError"}
-#: Kubernetes' message about a missing right.
+#: Kubernetes' message about a missing permission.
 _HAS_NO_RIGHT = re.compile(r" cannot \w+ resource ")
 
 #: What to do if a request names something that is not there, by Kubernetes' message.
@@ -130,7 +130,7 @@ class Pods:
                     raise
 
     def delete(self, name: str, *, grace_s: int, is_trial: bool = False) -> None:
-        """End a pod by force after `grace_s`; a missing one is no error."""
+        """End a pod by force after `grace_s`; a missing pod is not an error."""
         options = {"dry_run": "All"} if is_trial else {}
         with self._calling(f"{name} cannot be stopped", missing=True) as client:
             _sent(
@@ -165,7 +165,7 @@ class Pods:
 
     @contextmanager
     def _calling(self, what: str, *, missing: bool = False) -> Iterator[_CoreClient]:
-        """Yield the client, and raise its errors as ours. missing: whether a missing object is no error."""
+        """Yield the client, and convert its errors to those of this package. missing: ignore a missing object."""
         try:
             yield self._current()
             self._was_known = True

@@ -390,7 +390,7 @@ def _parent(name: str) -> str:
 
 @contextmanager
 def _translated(what: str) -> Iterator[None]:
-    """Convert errors of Ray to ours."""
+    """Convert errors of Ray to those of this package."""
     try:
         yield
     except Exception as error:

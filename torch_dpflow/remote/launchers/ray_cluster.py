@@ -69,7 +69,7 @@ def connect(address: str) -> Any:
 
     Raises:
         MissingExtraError: Ray is not installed.
-        OptionError: this process is a Ray client, or in another cluster than this address's.
+        OptionError: this process is a Ray client, or in a cluster other than this address's.
         PlatformError: there is no cluster, or it rejects the connection.
     """
     require(*REQUIRED)

@@ -91,7 +91,7 @@ class ThreadedPlatform:
         self._deadline_s = deadline_s
         self._sweep_s = sweep_s
         self._rate = RateLimit(launcher.limits.starts_per_s)
-        #: Guards all that follows; notified when any of it changes.
+        #: Guards the attributes below; notified when one of them changes.
         self._changed = threading.Condition()
         self._workers: dict[str, _Requested] = {}
         #: Names to be started, in order; to be stopped, and when; suspected, and until when.
@@ -213,7 +213,7 @@ class ThreadedPlatform:
 
     def _next(self, now: float) -> Callable[[], None] | None:
         """Return the next call; None if none is due or may be made."""
-        # Each hung call is replaced by another, up to as many again.
+        # Each hung call is replaced by another one, up to the same number of calls.
         most = self.limits.calls_at_once
         free = most - len(self._threads) + min(self._hung, most)
         if free <= 0:

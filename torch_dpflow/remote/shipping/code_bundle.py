@@ -328,7 +328,7 @@ def _check_not_loaded(tops: set[str], target: Path) -> None:
 
 
 def _unpack(contents: dict[str, bytes], directory: Path, target: Path) -> None:
-    """Write files beside their place, and rename them, so that they appear all at once."""
+    """Write files next to their place, and rename them, so that they appear all at once."""
     beside = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=directory))
     try:
         for place, content in contents.items():

@@ -32,7 +32,7 @@ from torch_dpflow.workers.script_settings import current_directory
 
 _THIS = __name__.partition(".")[0]
 DIRECTORY = "current directory"
-#: How many of its last characters are shown.
+#: Maximum characters of the current directory that are shown: its last ones.
 _MAX_DIRECTORY = 70
 Members: TypeAlias = dict[str, dict[str, tuple[PartNode, Any]]]
 
@@ -54,7 +54,7 @@ class ContentIdentity:
     own: OwnCode = field(default=OwnCode({}, {}), repr=False)
     reached: frozenset[str] = frozenset()
     packages: Mapping[str, PartNode] = field(default_factory=dict, repr=False)
-    #: By module, functions that need not be compared again as long as they are what they were.
+    #: By module, functions that need not be compared again as long as they have not changed.
     settled: dict[str, Settled] = field(default_factory=dict, repr=False)
 
 

@@ -55,7 +55,7 @@ def find_spec(name: str) -> ModuleSpec | None:
     """Return where a module is imported from; None if there is none. Unlike importlib's, it imports no parent."""
     found, places = None, None
     for prefix in _prefixes(name):
-        if found is not None and places is None:  # a module that is no package
+        if found is not None and places is None:  # a module that is not a package
             return None
         loaded = sys.modules.get(prefix)
         found = getattr(loaded, "__spec__", None) or _search(prefix, places)
@@ -69,7 +69,7 @@ def find_spec(name: str) -> ModuleSpec | None:
 def own_module(name: str) -> OwnModule | None:
     """Return the user's own package or module that `name` needs; None if it is installed, or not found.
 
-    The user's own modules lie neither in site-packages nor in the standard library: beside the script, below
+    The user's own modules lie neither in site-packages nor in the standard library: next to the script, below
     PYTHONPATH, or where an editable install points to.
     """
     for prefix in _prefixes(name):

@@ -66,7 +66,7 @@ def _begin(settings: ScriptSettings | None, state: OwnState) -> Beginning:
 
 
 def guard_script(state: OwnState) -> None:
-    """Have code raise UsageError that reads a variable of the script otherwise than by its name: it was not sent."""
+    """Make code raise UsageError if it reads a script's variable that was not sent, in any way but by its name."""
     set_script_variables(state.script)
     script = sys.modules["__main__"]
     if type(script) in (types.ModuleType, ScriptModule):

@@ -33,7 +33,7 @@ class OwnSource:
     names: set[str] = field(default_factory=set)
     #: Modules that it imports, dotted.
     imports: frozenset[str] = frozenset()
-    #: Values of variables and of defaults; `COMPUTED` if they are no literals.
+    #: Values of variables and of defaults; `COMPUTED` if they are not literals.
     literals: dict[str, Any] = field(default_factory=dict)
     #: Modules and names, empty for a module itself, that variables are imported from.
     imported: dict[str, tuple[str, str]] = field(default_factory=dict)

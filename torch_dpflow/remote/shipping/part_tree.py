@@ -55,7 +55,7 @@ def whole(part: PartNode) -> bytes:
 
 
 def digest_of(*pieces: bytes | memoryview) -> bytes:
-    """Return the digest of pieces, which cannot be taken for others."""
+    """Return the digest of pieces. Pieces that are cut in other places have a different digest."""
     found = hashlib.sha256()
     for piece in pieces:
         found.update(len(piece).to_bytes(8, "little"))
@@ -70,7 +70,7 @@ def order_of(names: Iterable[str]) -> dict[str, PartNode]:
 
 
 def with_aliases(parts: dict[str, PartNode], named: Mapping[str, Any]) -> dict[str, PartNode]:
-    """Note in parts, by their names, whose mutable object an earlier one of `named` is too; return them."""
+    """Return the parts; those whose mutable object has an earlier name in `named` too also record this name."""
     names = [*named]
     for at, first in repeated(named.values()).items():
         part, name = parts[names[at]], names[first]
@@ -89,7 +89,7 @@ def digests_of(objects: Iterable[Any]) -> Generator[Any, PartNode, list[bytes]]:
 
 
 def parts_of(named: Mapping[str, Any]) -> Generator[Any, PartNode, dict[str, PartNode]]:
-    """Ask for the part of each object, and return them by their names."""
+    """Request the part of each object by `yield`; return the parts by their names."""
     named = dict(sorted(named.items()))
     found: dict[str, PartNode] = {}
     for name, value in named.items():

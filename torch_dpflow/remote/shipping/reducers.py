@@ -156,7 +156,7 @@ def in_its_module(function: types.FunctionType, reduced: Any) -> Any:
 
 
 def in_order(kind: type, reduced: Any) -> Any:
-    """Have attributes of a class sent in the order in which it has them, which cloudpickle sorts, and where it is."""
+    """Have a class sent with its qualified name, and with attributes in its own order, which cloudpickle would sort."""
     attributes, *rest = reduced[2]
     attributes = {name: value for name, value in attributes.items() if not is_derived(kind, name, value)}
     attributes = {"__qualname__": kind.__qualname__, **attributes}

@@ -87,7 +87,7 @@ def is_mutable(value: Any) -> bool:
 
 
 def repeated(values: Collection[Any]) -> dict[int, int]:
-    """Return which values are the mutable object that an earlier one is too, by position, with the first's."""
+    """Return the positions of values that are the same mutable object as an earlier one, with its first position."""
     if len(set(map(id, values))) == len(values):
         return {}
     if not any(map(is_mutable, {type(one): one for one in values}.values())):
@@ -113,7 +113,7 @@ def _value_of(obj: contextvars.ContextVar[Any]) -> Any:
 
 
 def _entries_of(obj: queue.SimpleQueue[Any]) -> tuple[()]:
-    """Return what a queue holds. Raises TypeError if that is not nothing."""
+    """Return the entries of an empty queue. Raises TypeError if the queue has entries."""
     if obj.qsize():
         raise TypeError("a queue with entries")
     return ()

@@ -296,10 +296,10 @@ class CountedConnection:
     def away_s(self) -> float:
         """Return the least time that the main thread was idle while the network delayed its results, seconds.
 
-        For one thread, which may be another one.
+        One thread may call this; it need not be the main thread.
         """
         waited_s, since, now = self._waited_s, self._since, time.monotonic()
-        # It may be a little less than before: the main thread goes on meanwhile.
+        # It may be a little less than before, as the main thread runs meanwhile.
         idle_s = max(self._idle_s, waited_s + (now - since if since else 0.0))
         passed_s = now - self._looked_at
         both_s = min(passed_s, self._link.passed_s()) + idle_s - self._idle_s - passed_s

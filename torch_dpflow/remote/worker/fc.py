@@ -4,7 +4,7 @@ A small HTTP server, which imports what takes seconds before it listens, and run
 fork. An invocation is answered when nothing of its worker is left: after that the platform freezes the instance, and an
 open connection would look alive to the shard. The server has one thread, so that a fork copies no half-finished state.
 
-A frozen worker that is thawed later goes on. If its lease has ended meanwhile, its shard rejects it and it ends.
+A frozen worker that is thawed later continues. If its lease has ended meanwhile, its shard rejects it and it ends.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class RuntimeConnection(BaseHTTPRequestHandler):
 
     def answer(self, status: int, body: bytes) -> None:
         """Send the answer to the latest request."""
-        with suppress(OSError):  # the caller is gone
+        with suppress(OSError):  # the caller has closed the connection
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
