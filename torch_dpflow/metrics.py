@@ -71,7 +71,7 @@ class LoaderStats:
 
         Raises:
             OptionError: `before` is of another loader, or later.
-            OptionTypeError: `before` is no `LoaderStats`.
+            OptionTypeError: `before` is not a `LoaderStats`.
         """
         if not isinstance(before, LoaderStats):
             raise OptionTypeError(f"before={before!r:.80}: give what an earlier call of stats() returned")

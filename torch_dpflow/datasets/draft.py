@@ -150,8 +150,8 @@ class Draft:
 
         Raises:
             PublishedError: another process has published it.
-            OptionError: nothing was added, the import of a variant has not ended or was discarded meanwhile, or
-                another run, earlier or at the same time, has added a variant that this one has not.
+            OptionError: nothing was added; the import of a variant has not ended, or was discarded meanwhile; or
+                another run, earlier or at the same time, has added a variant that this run has not added.
             DatasetNotFoundError: the parent was deleted meanwhile.
         """
         self._check_unpublished()

@@ -20,9 +20,9 @@ from torch_dpflow.lookahead import Order, announce_order
 class DatasetReader(SampleReader, Dataset[Sample]):
     """A stored dataset as a map-style dataset of `(bytes, annotations)`.
 
-    A metadata shard is read when one of its samples is first read, and kept as rows in a file that all processes of the
-    host map (`DPFLOW_INDEX_DIR`, else `~/.cache/torch_dpflow/index`). The reads of a batch (`__getitems__`, as loaders
-    call it) overlap. Thread-safe. A forked child opens its own connections and threads; a pickle carries none of them.
+    A metadata shard is read when one of its samples is first read. Its rows are kept in a file that all processes of
+    the host map (`DPFLOW_INDEX_DIR`, else `~/.cache/torch_dpflow/index`). The reads of a batch (`__getitems__`, as
+    loaders call it) overlap. Thread-safe. A forked child opens its own connections and threads; a pickle carries none of them.
 
     Args:
         stored: a variant from `DatasetStore.open`.

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, RandomSampler, Subset, SubsetRandomSa
 from torch_dpflow._core.checks import working
 from torch_dpflow._core.dealing import describe_numbers
 
-#: The part of a dataset that is no `Subset`.
+#: The part of a dataset that is not a `Subset`.
 WHOLE = "all samples"
 
 

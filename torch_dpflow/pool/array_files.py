@@ -50,8 +50,8 @@ def _is_hdf5(reader: ObjectReader, url: str, head: bytes, size: int) -> bool:
 class HDF5Dataset:
     """An opened dataset of an HDF5 file. Not thread-safe.
 
-    All of its rows are in the file. For a virtual dataset, link or external storage that leads to other files, HDF5
-    would return fill values if it does not find them, and changes of those files would not be detected.
+    All of its rows are in the file. Virtual datasets, links and external storage that refer to other files are refused:
+    HDF5 would return fill values for a missing file, and changes of these files would not be detected.
 
     Raises MissingExtraError, OptionError, StorageError.
     """

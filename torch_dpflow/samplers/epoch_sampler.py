@@ -55,7 +55,7 @@ class SamplerIterator(Iterator[T]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the iteration of this state, after the sampler has loaded its own.
 
-        Raises StateError: it is no state of an iterator.
+        Raises StateError: it is not the state of an iterator.
         """
         keys = ("has_begun", "has_ended")
         if not isinstance(state, dict) or any(type(state.get(key)) is not bool for key in keys):

@@ -184,7 +184,7 @@ class ResultOutbox:
     alone; with decoders on the same two cores, it took 700 µs. One thread at a time uses the connection.
 
     `add` and `flush` are for the worker's thread; a thread of the outbox sends results that have waited too long. That
-    thread is no `PeriodicCall`, as it must not wake up during decoding while no result waits.
+    thread is not a `PeriodicCall`, as it must not wake up during decoding while no result waits.
 
     Args:
         connection: to the shard. Other users of it must hold `lock` while results wait.

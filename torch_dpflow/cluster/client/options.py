@@ -84,11 +84,11 @@ class JobOptions:
         task_timeout_s: (flow) time limit of a worker for one sample, and for its start, in which it fetches and
             unpickles the dataset, seconds; None: no limit. A worker that takes longer is killed and replaced. Its
             sample is tried three times before it fails. Choose a limit well above the slowest sample and the start.
-        ignore: parts of what the workers are sent that do not count when it is compared with what other jobs of the
-            flow send, by the names in the message of refusal, such as "train.args.lr"; `*` and `?` stand for
-            characters. The workers get these parts from the job that starts the flow, and a later job that does not
-            ignore them is refused. None: no part. Unless the list is empty, the attributes of an `argparse.Namespace`
-            whose names no code has are neither compared nor sent; reading one in a worker raises UsageError.
+        ignore: parts of the dataset and code that may differ between the jobs of a flow, by the names in the error that
+            refuses a job, such as "train.args.lr". `*` and `?` stand for characters. The workers get these parts from
+            the job that starts the flow, and a later job that does not ignore them is refused. None: no part. Unless
+            the list is empty, attributes of an `argparse.Namespace` whose names no code has are neither compared nor
+            sent; reading one in a worker raises UsageError.
         fingerprint: (flow) identifies the dataset's content in place of the comparison.
         weight: weight of the job, relative to other jobs, when the cache decides what to evict (alpha in the thesis's
             equation 3-5). Used by the policies "use-distance" and "alsd-mean".

@@ -202,8 +202,8 @@ class SharedJob:
     def abandon(self) -> None:
         """Make the job's own thread leave the flow and end. It waits for nothing and takes no lock.
 
-        A finalizer may call it. That runs in any thread, between any two of its steps, so the thread may hold a lock
-        that leaving takes, or be the one that leaving waits for.
+        A finalizer may call it, in any thread, between any two steps of that thread. The thread may therefore hold a
+        lock that leaving takes, or be the one that leaving waits for.
         """
         self._closed.set()
         self._heartbeat.stop()

@@ -2,10 +2,10 @@
 
 A pure state machine; there is no socket, thread or clock inside.
 
-An epoch has a *slot* for each sample that its ranks read together: slot `s` is place `s // replicas` of rank
-`s % replicas`, as in torch's DistributedSampler, so that a job that is alone in its flow reads what that sampler gives
-for the same seed. A slot is filled from the job's sampling group when a rank first draws that far, and stays filled:
-a repeated draw of the same places returns the same samples.
+An epoch has a *slot* for each sample that its ranks read together. Slot `s` is place `s // replicas` of rank
+`s % replicas`, as in torch's DistributedSampler. A job that is alone in its flow therefore reads the order of that
+sampler for the same seed. A slot is filled from the job's sampling group when a rank first draws that far, and stays
+filled: a repeated draw of the same places returns the same samples.
 
 Ranks need not be in step. The first one to finish begins the next epoch, which draws the rest of the last one for the
 others. Epochs are kept until every rank has passed them, at most `MAX_EPOCHS`.

@@ -6,11 +6,12 @@ A node's states::
                └────── no report for lease_s ─────────────> (removed: its next report is refused, so it joins again)
 
 A name belongs to one node at a time. A node that joins again under its name has a higher generation, and its processes
-higher incarnations, so that routers take them for successors of the earlier ones. A restarted coordinator waits for the
-nodes in its store for one lease. Otherwise it would give their keys to other shards, and back a second later.
+have higher incarnations. Routers therefore treat them as successors of the earlier processes. A restarted coordinator
+waits for the nodes in its store for one lease. Otherwise it would give their keys to other shards, and back a second
+later.
 
-A shard that should be removed first drains: the router assigns its keys to the others, the shard answers pending
-requests and refuses new ones as stale, and its status reports when no job reads from it any more. Ending it first would
+A shard that should be removed first drains. The router assigns its keys to the others. The shard answers pending
+requests, refuses new ones as stale, and reports in its status when no job reads from it any more. Ending it first would
 send jobs in circles. All state is read from the running processes, so a restarted coordinator continues.
 """
 

@@ -30,8 +30,9 @@ class DelimitedRows:
         name: name of the file in errors.
         path_column: the column of paths; None: there is none, so joined rows are not detected.
 
-    Raises SourceError, also while rows are read: the file is not UTF-8, has no header, has a column name twice, a row
-    with too few or too many cells, a quote that is not doubled inside quotes, or a quoted cell with another row.
+    Raises:
+        SourceError: also while rows are read: the file is not UTF-8, has no header, or has a column name twice; a row
+            has too few or too many cells; a quote inside quotes is not doubled; or a quoted cell contains another row.
     """
 
     def __init__(self, file: IO[bytes], delimiter: str, name: str, path_column: str | None = None) -> None:
@@ -62,8 +63,8 @@ class DelimitedRows:
     def _row_inside(self, cells: Sequence[str], path: int) -> str | None:
         """Return a line of a cell with as many cells as a row and a path like that of the row; None if none has.
 
-        A quote at the beginning of a cell that is no quotation mark of RFC 4180 joins rows up to the next quote before
-        a delimiter or line end.
+        A quote at the beginning of a cell that is not meant as a quotation mark of RFC 4180 joins all rows up to the
+        next quote before a delimiter or line end.
         """
         for number, cell in enumerate(cells):
             if "\n" not in cell and "\r" not in cell:

@@ -60,7 +60,7 @@ class PackedImporter(ShardImporter):
 
     Raises:
         OptionError, OptionTypeError: the source is malformed.
-        SourceError: it is no directory of this format; its index is damaged, or has values that cannot be read.
+        SourceError: it is not a directory of this format; its index is damaged, or has values that cannot be read.
     """
 
     has_splits = False

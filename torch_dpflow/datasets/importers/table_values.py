@@ -131,7 +131,7 @@ def _timestamp(scalar: pyarrow.Scalar) -> str:
 def _in_microseconds(column: pyarrow.Array) -> pyarrow.Array:
     """Convert nanoseconds to microseconds, as Arrow would convert them to values of pandas if that is installed.
 
-    Raises ValueError if a value is no multiple of a microsecond.
+    Raises ValueError if a value is not a multiple of a microsecond.
     """
     wanted = _coarser(column.type)
     return column if wanted == column.type else column.cast(wanted)

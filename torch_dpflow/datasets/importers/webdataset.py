@@ -71,8 +71,8 @@ def tar_members(data: ForwardReader, name: str) -> Iterator[TarMember]:
         name: names it in errors.
 
     Raises:
-        SourceError: it is compressed, no tar, damaged, cut short, without its end-of-archive block, followed by
-            another archive, or has members whose bytes cannot be read in place, such as sparse files.
+        SourceError: it is compressed, not a tar archive, damaged, cut short, without its end-of-archive block, or
+            followed by another archive; or bytes of a member, such as a sparse file, cannot be read in place.
     """
     if data.size == 0:
         raise SourceError(f"{name} is empty; a tar archive ends with at least 1024 zero bytes, so it was cut short")
@@ -246,9 +246,9 @@ class WebDatasetImporter(ShardImporter):
     The sample's bytes are its main member. Other members of up to 256 bytes of UTF-8 text are annotations under their
     extension, as text. `__parts__` has the offset and length of all others in the shard. `__key__` is the sample's key,
     `__main__` the extension of its main member. As in webdataset, extensions are lower case. Members without one, and
-    members whose name begins with `__…__`, belong to no sample. Nor do hidden members, such as the `._0001.jpg` of
-    macOS, of which webdataset makes samples in directories, and links and devices, whose bytes are not in the archive.
-    A warning counts these and members without an extension.
+    members whose name begins with `__…__`, belong to no sample. Hidden members, such as the `._0001.jpg` of macOS, do
+    not either, although webdataset makes samples of them in directories. Nor do links and devices, whose bytes are not
+    in the archive. A warning counts these and members without an extension.
 
     Args:
         main: the extension of the main member, such as "jpg"; None: the first one that is not text such as cls, txt and

@@ -1,7 +1,7 @@
 """Access keys: where they are found, when they are renewed, and when they are kept out of pickles.
 
-OSS keys are found here and not by oss2, whose only provider for more than options reads environment variables, and
-whose import costs each worker process 0.25 s and 21 MB.
+OSS keys are found here and not by oss2. Besides options, oss2 reads only environment variables, and importing it costs
+each worker process 0.25 s and 21 MB.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ the cache had at its start: with capacity for half of the samples, every epoch h
 the least recently used gives 16%, random replacement 28% (CoorDL's MinIO cache is built on the same fact). Entries that
 no process has read for `IDLE_S` are removed to make space, such as those of a dataset that is no longer read.
 
-**Why not a library.** diskcache 5.6 gives out wrong bytes after a flipped bit, raises an error on a full disk or a
-damaged index, and takes 3.5 times the processor time for a write of 100 kB. fsspec's caches keep whole objects, without
+**Why not a library.** diskcache 5.6 returns wrong bytes after a flipped bit, and raises an error on a full disk or a
+damaged index. It takes 3.5 times the processor time for a write of 100 kB. fsspec's caches keep whole objects, without
 checksum or limit.
 """
 

@@ -231,8 +231,8 @@ class Response:
     def is_end_ambiguous(self) -> bool:
         """Whether the body that has been read may be the beginning of a longer one.
 
-        This is the case if the end of the connection ended it, and either TLS was cut (RFC 9112, 9.8) or the head says
-        that the connection is kept.
+        This is the case if the body ended with the connection, and either TLS was cut (RFC 9112, 9.8), or the head
+        announces that the connection is kept.
         """
         is_kept = "keep-alive" in self.fields or "keep-alive" in self.fields.get("connection", "").lower()
         return self.left is None and not self._is_chunked and (self._source.is_cut or is_kept)

@@ -193,7 +193,7 @@ class HttpStorage:
         except (ConnectionError, http.client.BadStatusLine):
             connection.close()
             if connection.is_used and time.monotonic() < deadline:
-                # The server closed it while it was idle, or sent more than announced. That is no failure of the
+                # The server closed it while it was idle, or sent more than announced. That is not a failure of the
                 # storage, so it does not count as an attempt.
                 return self._send(request, span, deadline, take)
             raise

@@ -1,9 +1,9 @@
 """Reading ahead of a known order, several samples per request. Pure state machine.
 
 `cluster.cache.SampleCache` decides what is held, which readers need it and what fits. Its jobs are the readers, and its
-tickets are positions in their epochs. So a sample that several readers need soon is fetched once and dropped when all
-have received it, and a sample that a reader waits for can always be fetched. This module decides when the next samples
-are requested.
+tickets are positions in their epochs. So a sample that several readers need soon is fetched once, and dropped when all
+have received it. A sample that a reader waits for can always be fetched. This module decides when the next samples are
+requested.
 
 The window of a reader is the present position and the next ones, as many as fit. A position of the window that was not
 requested is requested at once, together with the next k-1. Positions beyond the window may only use the capacity that

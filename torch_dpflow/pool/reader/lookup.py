@@ -42,7 +42,7 @@ def check_directory(address: PoolAddress) -> None:
 def log_fallback(what: str, error: DPFlowError) -> None:
     """Log that storage is read in place of a server: once as a warning if a setting must be changed.
 
-    A server that is missing or does not answer may come back, and is no reason to warn.
+    A server that is missing or does not answer may return, and is not a reason to warn.
     """
     if isinstance(error, OptionError) and str(error) not in _WARNED:
         _WARNED.add(str(error))

@@ -79,8 +79,9 @@ class DataServer:
         listen: address at which other hosts reach it; None if they do not.
         join: address of the leader of a pool to join; None to lead a new pool.
 
-    Raises OptionError if a value is not allowed, another server has this address, the directory is open to other
-    users, or there are no keys for other hosts.
+    Raises:
+        OptionError: a value is not allowed; another server has this address; the directory is open to other users; or
+            there are no keys for other hosts.
     """
 
     def __init__(

@@ -168,7 +168,7 @@ def check_pushed(fd: int, size: int) -> None:
 def map_segment(fd: int, identities: Collection[bytes]) -> PoolSegment:
     """Map a segment that a server has sent; the descriptor stays the caller's.
 
-    Raises MessageError if it is no segment of these datasets.
+    Raises MessageError if it is not a segment of these datasets.
     """
     try:
         memory = map_sealed(fd)

@@ -1,9 +1,9 @@
 """A connection to a Ray cluster, its capacity, and the actor that runs there: the only module that imports ray.
 
-The actor runs the worker in a child process, because the worker's torch needs the main thread and its signals, which
-Ray has in the actor's, and because user code may call os._exit or crash: the actor survives that, and reports the exit
-code and the last output. `python -m torch_dpflow.remote.launchers.ray_cluster MODULE PID` is that child; it imports
-`MODULE` and calls its `run(launch_spec)`.
+The actor runs the worker in a child process, for two reasons. The worker's torch needs the main thread and its signals,
+which Ray uses in the actor's process. User code may also call os._exit or crash: the actor survives that, and reports
+the exit code and the last output. `python -m torch_dpflow.remote.launchers.ray_cluster MODULE PID` is that child; it
+imports `MODULE` and calls its `run(launch_spec)`.
 """
 
 from __future__ import annotations

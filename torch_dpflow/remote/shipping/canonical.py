@@ -138,9 +138,9 @@ class Walk:
     def _digest(self, obj: Any, path: str) -> PartNode:
         """Digest one object, without recursion.
 
-        Tarjan's algorithm for strongly connected components: an object that refers back to one whose component is not
-        finished is digested by the distance between the two, and is kept for other references only once its component
-        is finished. So a digest does not depend on which objects were met before.
+        Tarjan's algorithm for strongly connected components. A reference back to an object whose component is not
+        finished is digested as the distance between the two objects. An object is kept for other references only once
+        its component is finished. So a digest does not depend on which objects were met before.
         """
         open_: dict[int, int] = {}
         members: list[Any] = []

@@ -51,9 +51,12 @@ _DISPATCHING = functools.singledispatch(len).__code__  # type: ignore[attr-defin
 def reduce_by_value(obj: Any, sent_arguments: Collection[str] | None, *, is_replaced: bool = False) -> Any:
     """Return how an object is sent; NotImplemented for most.
 
-    A `functools.lru_cache` of the script, or in the place of another function, is sent empty, a
-    `functools.cached_property` without its lock, a `functools.singledispatch` of the script without its cache, and a
-    `threading.local` with the values of this thread.
+    These objects are sent in a different form:
+
+    - a `functools.lru_cache` of the script, or in the place of another function: empty
+    - a `functools.cached_property`: without its lock
+    - a `functools.singledispatch` of the script: without its cache
+    - a `threading.local`: with the values of this thread
     """
     kind = type(obj)
     if obj is eval or obj is exec:

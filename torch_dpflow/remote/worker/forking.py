@@ -1,7 +1,7 @@
 """A worker in a fork of a process that has imported what takes seconds, for platforms that call a function.
 
-So a crash of user code does not end the platform's instance, nothing of a dataset stays in memory, and all connections
-are closed before the call is answered.
+A crash of user code therefore does not end the platform's instance. Nothing of a dataset stays in memory, and all
+connections are closed before the call is answered.
 """
 
 from __future__ import annotations
