@@ -22,7 +22,8 @@ class DatasetReader(SampleReader, Dataset[Sample]):
 
     A metadata shard is read when one of its samples is first read. Its rows are kept in a file that all processes of
     the host map (`DPFLOW_INDEX_DIR`, else `~/.cache/torch_dpflow/index`). The reads of a batch (`__getitems__`, as
-    loaders call it) overlap. Thread-safe. A forked child opens its own connections and threads; a pickle carries none of them.
+    loaders call it) overlap. Thread-safe. A forked child opens its own connections and threads; a pickle carries none
+    of them.
 
     Args:
         stored: a variant from `DatasetStore.open`.

@@ -29,8 +29,8 @@ _INDEX = "index.json"
 _COMPRESSIONS = {"gz": "gzip", "bz2": "bz2", "zstd": "zstd", "br": "brotli"}
 #: How a LitData chunk with frames of zstd begins.
 _FRAMES = b"LDFZ01\0\0"
-#: Formats in the index of a dataset whose chunks can have rows in Arrow's format. They describe only chunks without such
-#: rows; "pickle" is the format of None.
+#: Formats in the index of a dataset whose chunks can have rows in Arrow's format. They describe only chunks without
+#: such rows; "pickle" is the format of None.
 _IN_ROWS = frozenset({"bool", "bytes", "float", "int", "json", "pickle", "str", "string", "text"})
 #: Bytes of an index; that of 100,000 shards has about 60 MB.
 _MAX_INDEX = 256 << 20
