@@ -236,7 +236,7 @@ class StreamReader:
         return iter(self._draw, _END)
 
     def forget(self, delivered: int) -> None:
-        """Drop the snapshots that no state needs any more, once the first `delivered` items are delivered."""
+        """Drop the snapshots that no state still needs, once the first `delivered` items are delivered."""
         while len(self._snapshots) > 1 and self._snapshots[1][0] <= delivered:
             self._snapshots.popleft()
 

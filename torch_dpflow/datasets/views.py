@@ -153,7 +153,7 @@ class Decoder:
             return self._bytes(name, value) if isinstance(value, bytes) else self._other(value)
         except MemoryError:
             raise
-        except Exception as error:  # decoders raise whatever they like, Pillow also SyntaxError
+        except Exception as error:  # decoders raise errors of any class, Pillow also SyntaxError
             raise SourceError(f"{name!r} cannot be decoded: {type(error).__name__}: {error}") from error
 
     def _embedded(self, name: str, value: Mapping[str, Any]) -> Any:

@@ -140,7 +140,7 @@ class PrivateShard:
         self._command(partial(self._submit, [(task, pickle.dumps(index, pickle.HIGHEST_PROTOCOL))], pinned_to))
 
     def cancel(self, tasks: Sequence[int]) -> None:
-        """Cancel these tasks: their results are not needed any more."""
+        """Cancel these tasks: their results are no longer needed."""
         self._command(lambda: self._shard.cancel(tasks))
 
     def ahead(self, largest: int) -> int | None:

@@ -30,7 +30,7 @@ class Load(msgspec.Struct, frozen=True, gc=False):
 
 
 class Cancel(msgspec.Struct, frozen=True, gc=False):
-    """Cancel these running loads: no job needs their samples any more."""
+    """Cancel these running loads: no job needs their samples now."""
 
     loads: list[int]
 

@@ -335,7 +335,7 @@ def register(
 def _store(coordinator: RpcClient, digest: str, packed: bytes, held: int, timeout_s: float) -> int | None:
     """Send the piece of a content that begins at `held`; return where the next one begins.
 
-    Returns None if no flow of the coordinator loads the content any more.
+    Returns None if there is no longer a flow of the coordinator that loads the content.
     """
     piece = [memoryview(packed)[held : held + CONTENT_PIECE_BYTES]]
     body = ContentPiece(digest, held, len(packed))

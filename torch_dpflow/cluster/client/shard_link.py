@@ -180,7 +180,7 @@ class ShardLinks:
             client.close()
 
     def forget(self, job: JobId) -> None:
-        """Leave shards that own no keys any more and disconnect, so that they can end."""
+        """Leave shards that no longer own keys, and disconnect, so that they can end."""
         addresses = set(self.router.routes.addresses)
         with self._lock:
             gone = {address: self._clients[address] for address in self._clients.keys() - addresses}

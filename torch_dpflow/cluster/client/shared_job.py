@@ -342,7 +342,7 @@ class SharedJob:
             elif error.kind in (ErrorKind.INTERNAL, ErrorKind.USAGE):
                 raise
         except DPFlowError:
-            # Between two epochs the flow may have been stopped for another one; to locate its router would start it.
+            # Between two epochs the flow may have been stopped for another one; locating its router would start it.
             if reads:
                 self._router.refresh_routes(self._closed)
 

@@ -180,7 +180,7 @@ class FlowScaling:
         part = parts.get(spec.instance)
         if part is not None:
             flow.targets = [*((at, many) for at, many in flow.targets if at > now - LINGER_S), (now, part.workers)]
-            if spec.shards is not None:  # to go on with if the number is no longer fixed
+            if spec.shards is not None:  # the number to start with once it is no longer fixed
                 flow.shards.restore(spec.shards)
             least, most = self._bounds_of_shards(spec, parts, hosts)
             flow.shards.step(counts, _serving(own), now, shards=part.shards, least=least, most=most)
@@ -227,7 +227,7 @@ class FlowScaling:
         if workers > flow.law.target:
             flow.law = Autoscaler(self._bounds(spec, flows), workers)
         shards = len(_serving(own)) if router is None else int(_number(router.status, "shards"))
-        if shards > hosts:  # otherwise there are so many because of the hosts
+        if shards > hosts:  # otherwise the hosts decide this number
             flow.shards.restore(shards)
 
     def _count(self, flow: _ScaledFlow, own: Sequence[ProcessView], counts: FlowCounts) -> None:

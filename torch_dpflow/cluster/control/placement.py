@@ -103,14 +103,14 @@ class NodeTable:
         return True
 
     def remove(self, name: str, generation: int) -> NodeRecord | None:
-        """Remove a node that has ended; return None if it did not belong to the cluster any more."""
+        """Remove a node that has ended; return None if it no longer belonged to the cluster."""
         node = self._nodes.get(name)
         if node is None or node.record.generation != generation:
             return None
         return self._removed(name)
 
     def remove_ended(self, prefix: str, running: Collection[str]) -> list[NodeRecord]:
-        """Remove the nodes of a platform, whose names begin with `prefix`, that it does not run any more."""
+        """Remove the nodes of a platform, whose names begin with `prefix`, that it no longer runs."""
         ended = [name for name in self._nodes if name.startswith(prefix) and name not in running]
         return [self._removed(name) for name in ended]
 

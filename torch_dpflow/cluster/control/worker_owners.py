@@ -48,7 +48,8 @@ class WorkerOwners:
         self.most = workers + max(1, workers // 10)
         self._owners: dict[str, _Owner] = {}
         self._leases: Expiry[str] = Expiry(SILENT_S)
-        #: The shard of each worker that is not gone; without one, when it should be ended; infinite: it is being ended.
+        #: The shard of each worker that has not ended. For a worker without a shard: when it should be ended; infinite
+        #: while it is being ended.
         self._members: dict[str, str | float] = {}
 
     def __len__(self) -> int:
@@ -125,7 +126,7 @@ class WorkerOwners:
         return owner.seen + len(told), told
 
     def release(self, shard: str, incarnation: int, end_at: float) -> list[str]:
-        """Detach a shard that is ending. Return its workers; whichever still run at `end_at` are to be ended."""
+        """Detach a shard that is ending. Return its workers; those that still run at `end_at` should be ended."""
         owner = self._owners.get(shard)
         if owner is None or owner.incarnation != incarnation:
             return []

@@ -157,7 +157,7 @@ class CoordinatorLink:
         self.leaves = True
 
     def close(self) -> None:
-        """Stop the thread, and report to the cluster that the node is gone."""
+        """Stop the thread, and report to the cluster that the node has ended."""
         self._closes = True
         self._thread.stop()
         self._local.close()
@@ -199,7 +199,7 @@ class CoordinatorLink:
         return assigned
 
     def _warn_of_memory(self, launches: Sequence[Launch]) -> None:
-        """Warn if the shards of this node may hold more memory than its host has: once for each total of theirs."""
+        """Warn if the shards of this node may hold more memory than its host has: once for each total."""
         shards = [one.settings for one in launches if one.role == "shard"]
         share = sum(msgpack_decoder(ShardSettings).decode(one).memory_bytes for one in shards)
         total = Headroom().total()

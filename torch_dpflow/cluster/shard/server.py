@@ -42,7 +42,7 @@ from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
 
 #: Maximum frames and bytes of one answer; a job requests the rest again.
 MAX_FRAMES, MAX_ANSWER_BYTES = 2048, 256 << 20
-#: How long a shard that owns no keys any more waits for its jobs to leave, seconds.
+#: How long a shard that no longer owns keys waits for its jobs to leave, seconds.
 LINGER_S = 20.0
 
 

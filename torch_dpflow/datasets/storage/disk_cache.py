@@ -238,9 +238,9 @@ class DiskCache:
 
     @contextmanager
     def _counted(self) -> Iterator[int | None]:
-        """Hold the lock of the counts, and yield their file. None: it cannot be had in time; its holder may be frozen.
+        """Hold the lock of the counts, and yield their file; None if the lock cannot be taken in time.
 
-        Makes the directories if they are missing.
+        The holder of the lock may be frozen. Makes the directories if they are missing.
         """
         if not os.path.isdir(self._root):
             self._make()

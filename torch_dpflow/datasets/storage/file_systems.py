@@ -361,7 +361,7 @@ def exclusive(file_system: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _held(locks: Sequence[threading.Lock], seconds: float) -> Iterator[None]:
-    """Hold all locks. Raises TimeoutError if one is not to be had within `seconds`."""
+    """Hold all locks. Raises TimeoutError if one cannot be taken within `seconds`."""
     end = time.monotonic() + seconds
     with ExitStack() as held:
         for lock in locks:

@@ -63,7 +63,7 @@ _OTHER_SERVERS = (
     ("", "use_accelerate_endpoint"),
 )
 _COMMON_OPTIONS = frozenset({"key", "secret", "token", "anon", "endpoint", "endpoint_url", "region", "verify"})
-#: Options with which these services read. With any other one the vendor's client has to read.
+#: Options with which these services read. With any other option, the vendor's client must read.
 S3_OPTIONS = _COMMON_OPTIONS | {"addressing_style", "use_ssl"}
 OSS_OPTIONS = _COMMON_OPTIONS | {"cname"}
 #: Statuses of S3's responses for a bucket in another region.

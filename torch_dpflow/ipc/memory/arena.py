@@ -3,7 +3,7 @@
 torch's loader makes a shared-memory file for every tensor of every batch, so every batch pays for new pages, zeroed by
 the kernel and faulted in one by one in both processes. An `Arena` reuses its segments, whose pages are mapped already.
 
-A segment is reused only when neither side uses it any more. The reader's use is recorded in a byte of the segment,
+A segment is reused only when neither side still uses it. The reader's use is recorded in a byte of the segment,
 which a weakref callback of the `ArenaReader` clears when the last object over the memory is gone. The writer's use is a
 weakref to the array that all tensors and views over the memory keep alive. Neither counts the references of a forked
 child, so a segment that was in use during a fork is freed and not reused.
@@ -260,7 +260,7 @@ class RunningTask:
         self.ref: BlockRef | None = None if arena is None or block is None else arena.publish(block)
 
     def note(self, task: int | None) -> None:
-        """Record that the worker runs this task from now on, or none, and that earlier ones cannot harm it any more."""
+        """Record that the worker runs this task from now on, or none, and that earlier ones can no longer harm it."""
         if self._memory is not None:
             _WORD.pack_into(self._memory, 0, 0 if task is None else task + 1)
 

@@ -43,7 +43,7 @@ class ArenaReader:
     def view(self, ref: BlockRef) -> Memory:
         """Return the block as a writable uint8 array of `ref.nbytes`. A reference can be opened once.
 
-        The writer may reuse the memory when nothing refers to the array any more.
+        The writer may reuse the memory when nothing refers to the array.
 
         Raises:
             SegmentLostError: the writer is dead and the segment was never mapped.
@@ -156,7 +156,7 @@ _READERS: WeakSet[ArenaReader] = WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    # The child cannot open blocks any more. It keeps its views, and would keep the memory of all other blocks.
+    # The child can no longer open blocks. It keeps its views, and would keep the memory of all other blocks.
     for reader in list(_READERS):
         reader.close()
     _READERS.clear()

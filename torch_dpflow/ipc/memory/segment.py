@@ -3,7 +3,7 @@
 The header's first byte is the segment's state, which needs no message:
 
 - the writer sets PUBLISHED before it sends the reader a reference;
-- the reader sets FREE when nothing refers to the payload any more, or INHERITED if it has forked meanwhile, as the
+- the reader sets FREE when nothing refers to the payload, or INHERITED if it has forked meanwhile, as the
   child may read on: the writer frees such a segment and does not lend it again;
 - the writer sets RETIRED before it frees the segment.
 
@@ -157,7 +157,7 @@ HEADER_BYTES = 64
 #: The part of the header that holds the loan for which other processes may write; 0: none may. It does not overlap
 #: `_HEADER`.
 OPEN_LOAN = slice(48, 56)
-#: States, in the header's first byte. A retired segment is mapped by the reader only, and not used any more.
+#: States, in the header's first byte. A retired segment is mapped by the reader only, and no longer used.
 FREE, PUBLISHED, RETIRED, INHERITED = 0, 1, 2, 3
 
 TOKEN_BYTES = 16

@@ -171,7 +171,7 @@ class Welcome(Body, tag=2):
 
 
 class NoSession(Body, tag=3):
-    """Server to client: the session does not exist any more. Send `Handshake`, then repeat the open calls."""
+    """Server to client: the session no longer exists. Send `Handshake`, then repeat the open calls."""
 
 
 class Reading(Body, tag=6):
@@ -261,7 +261,7 @@ class WorkerWelcome(Body, tag=31):
 
 
 class WorkerRefused(Body, tag=38):
-    """Shard to worker: end, because the shard does not have this worker any more, or the releases differ."""
+    """Shard to worker: end, because the shard no longer has this worker, or the releases differ."""
 
     reason: Text  # empty: the shard ends, which needs no log line
 

@@ -81,7 +81,7 @@ class KnownOrder:
         self._first = self.passed
 
     def pass_over(self, before: int) -> None:
-        """Take all positions before `before`, of which none may be read any more."""
+        """Take all positions before `before`; none of them may be read later."""
         self.passed = max(self.passed, min(before, len(self)))
         self.take([one for one in range(self._nearest, self.passed) if not self.is_taken(one)])
 

@@ -322,7 +322,7 @@ class AheadReading:
         while (loads := self._next()) is not None:
             try:
                 samples = self._reader.read_each([one.key for one in loads])
-            except Exception as error:  # whatever it is, its readers must continue
+            except Exception as error:  # any error: its readers must continue
                 samples = [DPFlowError(f"{type(error).__name__}: {error}")] * len(loads)
             self._arrive(loads, [one if isinstance(one, DPFlowError) else one[0] for one in samples])
 

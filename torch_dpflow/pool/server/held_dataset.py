@@ -313,7 +313,7 @@ class HeldDataset:
         assert self._reader is not None
         try:
             samples: Sequence[Sample | DPFlowError] = self._reader.read_each(own)
-        except Exception as error:  # whatever it is, its readers must continue
+        except Exception as error:  # any error: its readers must continue
             samples = [DPFlowError(f"{type(error).__name__}: {error}")] * len(own)
         states: list[tuple[int, int]] = []
         for one, sample in zip(own, samples):

@@ -284,7 +284,7 @@ class Holdings:
             try:
                 held = HeldDataset(source, open_source(source, identity), instruction.cut)
                 break
-            except Exception as error:  # its readers have to go on, whatever it is
+            except Exception as error:  # any error: its readers must continue
                 if not holding.error:
                     SERVICE.warning("%s cannot be held: %s", source.ref, error)
                 holding.error = f"{type(error).__name__}: {error}"

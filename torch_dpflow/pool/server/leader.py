@@ -185,7 +185,7 @@ class PoolLeader:
     def heartbeat(self, name: str, generation: int, heartbeat: FollowerHeartbeat) -> Instructions:
         """Renew a follower's lease; return its instructions, once there are any or after `wait_s`.
 
-        Raises PeerLostError if it was removed meanwhile, and has to join again.
+        Raises PeerLostError if it was removed meanwhile, and must join again.
         """
         until = time.monotonic() + min(heartbeat.wait_s, _HEARTBEAT_S)
         with self._changed:
@@ -261,7 +261,7 @@ class PoolLeader:
                 known.held = held
                 self._holdings.add(identity, held, known.is_explicit)
                 self._apply(instructions)
-        except Exception as error:  # whatever it is, the client must get it
+        except Exception as error:  # any error: the client must get it
             SERVICE.warning("%s cannot be held: %s", request.source.ref, str(error))  # without its frames
             with self._changed:
                 known.refused_at, known.refusal = self._clock(), PoolRefusal.of(error)

@@ -164,7 +164,7 @@ class PoolListener:
             del self._unauthenticated[fd]
             poll.unregister(fd)
             self._admit(*done.value)
-        except Exception as error:  # whatever it is, other peers must be served
+        except Exception as error:  # any error: other peers must be served
             self._reject(fd, error)
 
     def _admit(self, admitted: socket.socket, purpose: int) -> None:

@@ -57,7 +57,7 @@ READY_S = 600.0
 #: Fractions of a lifetime after which a successor is started, drawn for each worker so that not all end together, and
 #: after which a worker is drained even without one.
 ROTATE, LAST = (0.80, 0.95), 0.97
-#: How much earlier rotation may begin, since so many are replaced one after the other; fraction of a lifetime.
+#: How much earlier rotation may begin, as workers are replaced one after the other; fraction of a lifetime.
 MAX_LEAD = 0.6
 #: The fleet fails after this many workers in a row that never connected while none ever has, or that are unfit for one
 #: reason. They do not count by the target: after each failure the pause before the next start grows.
@@ -100,7 +100,7 @@ class Fleet:
         self._gone_s = 0.0
         #: Why there are fewer workers than the target; empty if nothing limits them.
         self.limited_by = ""
-        #: Why the fleet starts no worker any more; empty while it does.
+        #: Why the fleet no longer starts workers; empty while it does.
         self.failure = ""
 
     def retry(self) -> None:

@@ -68,7 +68,7 @@ class Shell(Protocol):
         """
 
     def fail(self, error: Exception) -> None:
-        """Handle that no worker will be started any more."""
+        """Handle the end of all starts of workers."""
 
 
 class RemoteWorkers:

@@ -234,7 +234,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Fail(msgspec.Struct, frozen=True):
-    """The fleet starts no worker any more: report the reason to the jobs."""
+    """The fleet no longer starts workers: report the reason to the jobs."""
 
     text: str
 

@@ -316,7 +316,7 @@ def _end_of(body: bytes, *, is_failure: bool) -> End:
     """Parse how a worker has ended from the answer to its invocation."""
     try:
         result = load_json(body)
-        if is_failure:  # of the runtime: the handler answers whatever its worker comes to
+        if is_failure:  # of the runtime: the handler itself answers for every end of its worker
             report = f"{result.get('errorType', 'error')}: {result.get('errorMessage', '')}"
             return End(report=report[-MAX_REPORT_CHARS:], place=_PLACE)
         report = str(result["report"])[-MAX_REPORT_CHARS:]

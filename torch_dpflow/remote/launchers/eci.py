@@ -168,7 +168,7 @@ class NodeGroups:
             "SecurityGroupId": self.security_group,
             "Cpu": self.cpu,
             "Memory": self.memory_gib,
-            # Else a node that ended because its cluster is gone would be restarted forever.
+            # Else a node that ended because its cluster has ended would be restarted forever.
             "RestartPolicy": "Never",
             "TerminationGracePeriodSeconds": _GRACE_S,
             **({"SpotStrategy": "SpotAsPriceGo"} if self.spot else {}),
@@ -258,7 +258,7 @@ def _removed(groups: ContainerGroups, them: Sequence[ContainerGroup], *, dry_run
             yield _line(one)
             continue
         if not dry_run:
-            # It may be gone, as after an answer that was lost.
+            # It may be removed already, if an answer was lost.
             with suppress(MissingError):
                 _tried(lambda one=one: groups.delete(one.id))  # type: ignore[misc]
         yield f"{_line(one)} {'would be ' if dry_run else ''}removed"

@@ -131,7 +131,7 @@ class SubprocessLauncher:
         for entry in os.scandir("/proc"):
             if entry.name.isdigit() and (name := _name_of(int(entry.name))).startswith(prefix) and name:
                 found[name] = entry.name
-        with self._lock:  # those that are ending have no environment any more
+        with self._lock:  # processes that are ending no longer have an environment
             alive = {name: child for name, child in self._children.items() if self._fate(child).end is None}
         return found | {name: str(child.pid) for name, child in alive.items() if name.startswith(prefix)}
 

@@ -179,7 +179,7 @@ class RayLauncher:
         module: what workers run, by its `run(launch_spec)`.
         detached: whether actors outlive the process that starts them.
         owns_process: whether to end this process if its Ray node has ended, as the service's next process connects to
-            another one. Ray itself keeps the connection, and starts nothing any more.
+            another one. Ray itself keeps the connection, but starts nothing.
 
     Raises:
         MissingExtraError: Ray is not installed.

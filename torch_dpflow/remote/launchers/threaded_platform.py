@@ -403,6 +403,6 @@ class ThreadedPlatform:
         """Make a call; return its error, empty if there is none."""
         try:
             call()
-        except Exception as error:  # a launcher's faults too: a stop is repeated whatever happens
+        except Exception as error:  # a launcher's faults too: a stop is always repeated
             return f"{type(error).__name__}: {error}"
         return ""

@@ -154,7 +154,7 @@ def resolve(name: str, package: str) -> str:
 
 
 def _own_tops() -> set[str]:
-    """Return the top-level modules where the user's own code is imported from, and the loaded ones of theirs."""
+    """Return the top-level modules in the directories of the user's own code, and the user's loaded modules."""
     found = {name for name, module in list(sys.modules.items()) if "." not in name and _is_own_file(module)}
     for folder in sys.path:
         folder = folder or os.getcwd()

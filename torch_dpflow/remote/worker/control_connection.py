@@ -72,7 +72,7 @@ class _Download:
 
 
 class ControlConnection(threading.Thread):
-    """Connects to the shard and sends heartbeats. Ends the process if the shard does not answer any more.
+    """Connects to the shard and sends heartbeats. Ends the process if the shard no longer answers.
 
     Args:
         launch_spec: where to connect, with which keys.

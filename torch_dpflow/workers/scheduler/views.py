@@ -170,7 +170,7 @@ class WorkerView:
         self.level = GONE
 
     def load(self) -> int:
-        """Return how many tasks the worker finishes before it is idle, including one that is not needed any more."""
+        """Return how many tasks the worker finishes before it is idle, including one that is no longer needed."""
         if self.running is None or self.running in self.held:
             return len(self.held)
         return len(self.held) + 1
