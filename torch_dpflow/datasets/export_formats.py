@@ -40,8 +40,6 @@ IMAGES = frozenset({"jpg", "png", "gif", "webp", "tif"})
 
 
 class ExportSample(NamedTuple):
-    """A sample to write."""
-
     number: int
     #: Members by extension, its bytes first. If it did not come from WebDataset: one, by the path's extension or "".
     members: dict[str, bytes]
@@ -53,7 +51,7 @@ class ExportSample(NamedTuple):
 
     @property
     def data(self) -> bytes:
-        """The sample's bytes."""
+        """The sample's bytes: its first member."""
         return next(iter(self.members.values()))
 
 

@@ -63,8 +63,6 @@ _LISTING_DEADLINES = 10
 
 
 class DirectoryEntry(NamedTuple):
-    """An entry of a directory."""
-
     name: str
     is_directory: bool
     #: bytes; None if the storage does not report it

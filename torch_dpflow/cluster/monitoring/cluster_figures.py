@@ -92,8 +92,6 @@ class ShardFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShardRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Row of one shard."""
-
     flow: str
     shard: str
     figures: ShardFigures
@@ -129,8 +127,6 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FlowRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Row of one flow."""
-
     #: Name and version.
     flow: str
     state: str

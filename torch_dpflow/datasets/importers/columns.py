@@ -145,7 +145,7 @@ def _nested(spec: Any, values: Any) -> Any:
 
 
 def _decoded(named: Sequence[tuple[str, _Decode]], values: Sequence[bytes]) -> list[tuple[str, Any]]:
-    """Return each name with its value."""
+    """Decode each value; return it with its name. Raises SourceError, which names the value, if it is damaged."""
     decoded = []
     for (name, decode), value in zip(named, values, strict=True):
         try:

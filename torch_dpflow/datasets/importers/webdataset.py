@@ -230,8 +230,6 @@ _HIDDEN = re.compile(r"__[^/]*__($|/)")
 
 
 class _Member(NamedTuple):
-    """A member of a sample."""
-
     ending: str
     #: offset of its bytes in the shard
     start: int

@@ -42,8 +42,6 @@ _ANSWERS = {PENDING: LATER, IN_STORAGE: ABSENT}
 
 
 class _Connection:
-    """One data connection."""
-
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         self.is_tls = isinstance(sock, ssl.SSLSocket)

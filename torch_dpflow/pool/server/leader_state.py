@@ -43,8 +43,6 @@ _FILE = "followers"
 
 @dataclass(eq=False)
 class FollowerRecord:
-    """Record of one follower."""
-
     info: ServerInfo
     generation: int
     #: Instructions that were not sent yet, and their total number so far.

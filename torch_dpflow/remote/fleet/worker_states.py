@@ -120,7 +120,7 @@ class FleetWorker:
 
     @property
     def user(self) -> str:
-        """The user of its key."""
+        """The user name under which its key is accepted."""
         return f"{self.number}/{self.incarnation}"
 
     def peer(self, kind: bytes) -> bytes:
