@@ -86,7 +86,7 @@ class Draft:
         checksum: ChecksumAlgorithm | None = None,
         progress: ProgressCallback = lambda samples: None,
     ) -> Variant:
-        """Import a source into a variant. Continues an earlier run that was killed, and may be called again.
+        """Import a source into a variant. Continues an earlier run that was killed, and can be called again.
 
         Args:
             variant: its name, such as "train".

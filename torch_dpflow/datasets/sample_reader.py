@@ -74,7 +74,7 @@ class Through(Protocol):
         """Return whether the source has samples of this dataset."""
 
     def close(self) -> None:
-        """Close what this process has opened. The source may be used again."""
+        """Close what this process has opened. The source can be used again."""
 
 
 class SampleReader:
@@ -220,7 +220,7 @@ class SampleReader:
         DATASETS.warning("%s, sample %d is left out: %s: %s", self.stored.ref, index, type(error).__name__, str(error))
 
     def close(self) -> None:
-        """Close this process's connections and mapped rows, and end its threads. The reader may be used again."""
+        """Close this process's connections and mapped rows, and end its threads. The reader can be used again."""
         vars(self).pop("_rows", None)
         if self._through is not None:
             self._through.close()

@@ -59,7 +59,7 @@ class TableDataset(Dataset[Any]):
     A row is decoded with its block: a row group of Parquet, a record batch of Arrow. Each process keeps the blocks that
     it used last, up to `memory`. Read Parquet in the order of a `BlockShuffleSampler`; in a random order nearly every
     row decodes a block. With `ReadOptions(cache_dir=)`, decoded blocks are also kept on disk and mapped by all
-    processes of the host, so that later epochs may be read in any order. Arrow files on a local disk are mapped as they
+    processes of the host, so that later epochs can be read in any order. Arrow files on a local disk are mapped as they
     are, and need neither.
 
     Files are compared with their state at opening: a changed one is an error. If a column has another type in some of
@@ -151,7 +151,7 @@ class TableDataset(Dataset[Any]):
         return samples
 
     def close(self) -> None:
-        """Close this process's files and connections. The dataset may be used again."""
+        """Close this process's files and connections. The dataset can be used again."""
         opened = self._opened.drop()
         if opened is not None:
             opened.close()

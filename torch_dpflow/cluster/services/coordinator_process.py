@@ -93,7 +93,7 @@ def run(service: ServiceSpec) -> None:
 def _load(state: WriteBehindStore, server: RpcServer, heartbeats: HeartbeatSender) -> None:
     """Load the state, and meanwhile refuse every call with the reason.
 
-    Until then stored flows are unknown and may be read, so no flow can be registered, scaled or deleted.
+    Until then stored flows are unknown, and jobs may be reading them. So no flow can be registered, scaled or deleted.
     """
 
     def refuse(call: IncomingCall) -> None:

@@ -60,7 +60,7 @@ class PlatformNodes:
         self._preload = msgpack_decoder(list[str]).decode(service.arguments)
         self._platform = spec.open_nodes(joining_node.__name__)
         self._prefix = prefix_of(service.place.cluster)
-        # Another group than that of an earlier provisioner, whose nodes may not have ended yet.
+        # Not the group of an earlier provisioner, whose nodes may not have ended yet.
         group = prefix_of(service.place.cluster, secrets.token_hex(5))
         self._fleet = Fleet(group, self._platform.limits, draw=SystemRandom().random, drain_s=NODE_LEAVE_S)
         self._clock = SuspendAwareClock()

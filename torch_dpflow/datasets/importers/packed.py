@@ -98,7 +98,7 @@ class PackedImporter(ShardImporter):
         return any(map(cls.names.fullmatch, files.names))
 
     def _below(self, files: SourceFiles) -> dict[str, SourceFile]:
-        """Return the objects of directories that the index names, as that of merged datasets does, by their paths."""
+        """Return the objects in directories that the index names, by their paths. Indexes of merged datasets name some."""
         folders: dict[str, None] = {}
         for shard in self.shards:
             folder, slash, _ = shard.name.rpartition("/")

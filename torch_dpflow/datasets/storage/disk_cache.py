@@ -77,7 +77,7 @@ class CacheUsage:
 
 
 class DiskCache:
-    """A directory of entries. Thread-safe, and may be used by any number of processes of one user.
+    """A directory of entries. Thread-safe. Any number of processes of one user can use it at the same time.
 
     An instance belongs to the process that made it.
 
@@ -138,7 +138,7 @@ class DiskCache:
             self._remove(digest, found.st_size)
             return None
         if time.time() - found.st_mtime > _TOUCH_S:
-            with suppress(OSError):  # a disk that cannot be written may be read
+            with suppress(OSError):  # a disk that cannot be written may still be readable
                 os.utime(path)
         return data
 

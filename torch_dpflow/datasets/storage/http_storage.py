@@ -297,8 +297,8 @@ def _encodings(response: Response) -> set[str]:
 def _check_frames(response: Response, span: ByteRange, data: bytes) -> None:
     """Raise StorageError if the object has the frames of its upload in it, or may have them.
 
-    Frames are seen at the object's start. In other parts, and short ones, they are excluded by a size that the dataset
-    has.
+    Frames are seen at the object's start. In other parts, and in short parts, only a size that the dataset records can
+    exclude them.
     """
     if _UPLOADED not in _encodings(response):
         return

@@ -142,7 +142,7 @@ class ObjectReader:
             opened.keep(key, span, data)
 
     def close(self) -> None:
-        """Close this process's connections and end its threads. The reader may be used again."""
+        """Close this process's connections and end its threads. The reader can be used again."""
         opened = self._opened.drop()
         if opened is not None:
             opened.close()

@@ -13,7 +13,7 @@ OSS V4    8 µs   33 µs (oss2)
 OSS V1    6 µs   12 µs (oss2)
 ========  =====  ==============
 
-Tests compare them with those of the vendors' clients.
+Tests compare the signatures with those of the vendors' clients.
 """
 
 from __future__ import annotations

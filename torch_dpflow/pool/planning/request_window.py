@@ -150,8 +150,8 @@ class MeasuredWindow(FixedWindow):
 class ConnectionQueues:
     """Records of a batch that are still to be requested, by connection.
 
-    The connection with the fewest outstanding bytes is next; among equal ones that with the most records left, so that
-    all finish together.
+    The connection with the fewest outstanding bytes is next; among equal ones, the one with the most records left, so
+    that all finish together.
 
     Args:
         connections: connection of each record, any names.

@@ -191,7 +191,7 @@ class LocalServer:
         self._known &= {*self._ready.values()}
 
     def _is_of_another(self, answer: RecordStates | DatasetOpened) -> bool:
-        """Return whether an answer belongs to other segments than the mapped ones."""
+        """Return whether an answer belongs to segments other than the mapped ones."""
         return answer.held not in (0, self._held)
 
     def _map_more(self) -> None:

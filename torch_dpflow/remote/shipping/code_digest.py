@@ -51,7 +51,7 @@ def _code(code: types.CodeType) -> tuple[bytes, frozenset[str]]:
 
 
 def _is_salt(constant: Any) -> bool:
-    """Return whether generated code has a constant from a hash of a text, as that of attrs: it differs by process."""
+    """Return whether generated code, as by attrs, has a constant from a hash of a text, which differs by process."""
     values = constant if type(constant) is tuple else (constant,)
     return any(type(one) is int and one.bit_length() > 32 for one in values)
 

@@ -207,8 +207,8 @@ _PYTHON_3 = 3
 def modules_in(pickled: bytes) -> frozenset[str]:
     """Return the modules, dotted, that unpickling imports, without the script's own. Runs no code of the pickles.
 
-    They are loaded with stand-ins for whatever they name, which takes a fifth of the time of `pickletools.genops`: a
-    dataset may hold millions of paths.
+    Pickles are loaded with stand-ins for all classes, functions and objects that they name. This takes a fifth of the
+    time of `pickletools.genops`, which counts because a dataset may hold millions of paths.
 
     Raises MessageError for invalid pickles.
     """
@@ -218,7 +218,7 @@ def modules_in(pickled: bytes) -> frozenset[str]:
 def installed_modules_in(pickled: bytes) -> list[str]:
     """Return the installed modules that unpickling imports, itself or by own modules, in about this order.
 
-    Of an own module these are the ones that its variables are, or come from. Raises MessageError as `modules_in`.
+    An own module imports the modules that its variables are, or that define them. Raises MessageError as `modules_in`.
     """
     found: dict[str, None] = {}
     seen: set[str] = set()

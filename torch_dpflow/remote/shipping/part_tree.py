@@ -41,7 +41,7 @@ class PartNode:
 
 
 def joined(own: bytes, parts: Mapping[str, PartNode]) -> bytes:
-    """Return the digest of a part with its parts; optional ones are compared by themselves only."""
+    """Return the digest of a part with its inner parts, except optional ones, which are compared separately."""
     counted = [(name, part.digest) for name, part in parts.items() if not part.optional]
     if not counted:
         return own
@@ -145,9 +145,10 @@ def unknown(obj: Any) -> PartNode:
 def flatten(
     roots: Mapping[str, PartNode], limit: int, is_ignored: Callable[[str], bool], max_path: int
 ) -> dict[str, PartNode]:
-    """Return the parts by their paths, at most `limit`, without ignored ones; what is below the others is joined.
+    """Return the parts by their paths, at most `limit`, without ignored parts.
 
-    A part that is listed with its parts has `parts`; its digest has no ignored ones.
+    A part whose inner parts are listed too has `parts`, and its digest leaves out ignored parts. The inner parts of all
+    other parts are joined in their digests.
     """
     listed: dict[str, PartNode] = {}
     waiting: deque[tuple[str, PartNode]] = deque()
@@ -175,7 +176,7 @@ def flatten(
 
 
 def merged(part: PartNode, inside: Mapping[str, PartNode]) -> PartNode:
-    """Return a part with others in it, by paths such as `.Crops.resize(size)`; of two with one path, both count."""
+    """Add parts to a part, by paths such as `.Crops.resize(size)`; return it. If two have one path, both count."""
     parts = dict(part.parts or {})
     below: dict[str, dict[str, PartNode]] = {}
     for path, one in inside.items():
