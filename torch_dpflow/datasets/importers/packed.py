@@ -98,7 +98,7 @@ class PackedImporter(ShardImporter):
         return any(map(cls.names.fullmatch, files.names))
 
     def _below(self, files: SourceFiles) -> dict[str, SourceFile]:
-        """Return the objects in directories that the index names, by their paths. Indexes of merged datasets name some."""
+        """Return the objects in directories that the index names, as for merged datasets, by their paths."""
         folders: dict[str, None] = {}
         for shard in self.shards:
             folder, slash, _ = shard.name.rpartition("/")
