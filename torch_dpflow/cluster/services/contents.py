@@ -67,7 +67,7 @@ class ContentFiles:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        #: Complete contents. Any thread may read this.
+        #: Digests of the complete contents. Any thread may read this.
         self.digests: set[str] = set()
         self._drafts: OrderedDict[str, _Draft] = OrderedDict()
         try:
@@ -175,7 +175,7 @@ class Contents:
 
     @property
     def digests(self) -> set[str]:
-        """Complete contents."""
+        """Digests of the complete contents."""
         return self._files.digests
 
     def run(self, call: IncomingCall, work: Callable[[ContentFiles], T], done: Callable[[T], None]) -> None:

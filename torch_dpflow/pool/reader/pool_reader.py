@@ -87,7 +87,7 @@ class PoolReader:
         plan: str | None = None,
         copy: bool = True,
     ) -> list[Any]:
-        """Return a copy of each record that is in memory; None for those that must be read from storage.
+        """Return a copy of each record that is in memory or was read ahead; None for records to read from storage.
 
         copy: False returns read-only memoryviews: of mapped memory, and of receive buffers, which are reused once no
             view is left.

@@ -250,7 +250,7 @@ def receive_ahead(data_reader: DataReader, server: str, number: int, there: Sequ
 
 
 class AheadReader:
-    """Reads one dataset for one process, one call at a time.
+    """Announces the order of a dataset's reads, and reads what the server has read ahead. One call at a time.
 
     silence_s: after this long without a sample, the rest comes from storage, seconds.
     """

@@ -89,10 +89,11 @@ class AheadReading:
     """Reads ahead the records of one dataset that have no place in memory. Thread-safe.
 
     Args:
-        lengths: bytes of each of those records.
-        reader: of the dataset's samples; not closed.
-        memory_bytes: to read samples into.
-        number: of this memory, unique in this server.
+        may_read: whether each record of the dataset is read ahead.
+        lengths: bytes of each record.
+        reader: reads the dataset's samples; it is not closed.
+        memory_bytes: memory to read samples into.
+        number: number of this memory, unique in this server.
 
     Raises PoolFullError if the memory is not available.
     """

@@ -334,7 +334,7 @@ class HeldDataset:
             self._changed.notify_all()
 
     def _put(self, record: int, content: bytes) -> DPFlowError | None:
-        """Write a record to its place; return a description if it is wrong, else nothing."""
+        """Write a record to its place; return an error if its length is not the expected one."""
         stripe, number = divmod(record, self.records.per_stripe)
         segment = self._segment_of[stripe]
         length = segment.place(stripe, number)[1]
