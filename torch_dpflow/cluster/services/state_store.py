@@ -160,6 +160,7 @@ class RedisStore:
 
     Raises:
         MissingExtraError: the package is missing.
+        OptionError: the address is malformed, or has an unknown option.
         StateError: the server does not answer.
     """
 

@@ -237,7 +237,7 @@ class ShardWorkers:
 
     @property
     def concurrency(self) -> int:
-        """How many loads may be in progress: the tasks that all workers can hold, and the same number of queued tasks."""
+        """How many loads may be in progress: twice the number of tasks that all workers can hold."""
         return 2 * self._window * max(1, self.expected)
 
     @property

@@ -147,13 +147,13 @@ class RemoteWorkers:
         self._has_events = True
 
     def rest(self) -> None:
-        """Stop all until `resume`."""
+        """Stop all workers until `resume`."""
         self._fleet.target(0)
         self._shortage.end()
         self._has_events = True
 
     def resume(self) -> None:
-        """Start them again, after `rest` or when no worker could be started."""
+        """Start workers again, after `rest` or when no worker could be started."""
         self._fleet.retry()
         self.start_all()
 
