@@ -46,7 +46,10 @@ class LookaheadPoller:
         self._left = 0
 
     def poll(self, count: int) -> Lookahead | None:
-        """Return the new lookahead, if any, before `count` reads. Runs the sampler's code: hold no lock."""
+        """Return a new lookahead if one is due and the sampler has one. Runs the sampler's code: hold no lock.
+
+        count: number of reads that follow this call.
+        """
         epoch = working(self.sampler, "epoch")
         lookahead = None
         if self._left <= 0 or epoch != self._epoch:

@@ -155,7 +155,7 @@ class GetRecordStates(msgspec.Struct, frozen=True, tag=True):
 
 
 class PushStripe(msgspec.Struct, frozen=True, tag=True):
-    """Push the rows of a stripe as sealed memory, one descriptor; answered by RecordStates."""
+    """Push the rows of a stripe: sealed memory, whose descriptor is sent with the message. Answered by RecordStates."""
 
     identity: bytes
     stripe: int

@@ -148,8 +148,8 @@ FloatArray = NDArray[np.float64]
 def upper_edges(longest: float, shortest: float, budget: float, spread: float) -> FloatArray:
     """Return the upper ends of the buckets, ascending; the last is `longest`.
 
-    Lengths of a bucket differ by at most the factor `1 + spread`. Where that allows it, a bucket ends at `budget / n`,
-    so that n of its longest samples fill a batch.
+    Lengths of a bucket differ by at most the factor `1 + spread`. A bucket ends at `budget / n` if its lengths can stay
+    within this factor; n of its longest samples then fill a batch.
     """
     edges = [longest]
     while edges[-1] / (1 + spread) >= shortest:

@@ -116,8 +116,8 @@ _NOTHING: IndexArray = np.empty(0, np.int64)
 class Draw:
     """The result of `SamplingGroup.draw` for one job.
 
-    A directory lists what is resident once all draws so far are loaded. A caller that draws ahead of delivery
-    has to keep drawn samples until they are delivered, even if another draw evicts them meanwhile.
+    The directory of a strategy lists which samples are resident once all draws so far are loaded. A caller that draws
+    ahead of delivery has to keep drawn samples until they are delivered, even if another draw evicts them meanwhile.
     """
 
     #: Sample numbers in the order in which the job reads them; shape (n,).

@@ -54,9 +54,9 @@ class EncodedImage(Protocol):
         """Decode to RGB of shape (height, width, 3), writable. Raises the errors of Pillow for a broken file.
 
         Args:
-            rows: needed rows from the top, of the whole image; the result may have more.
+            rows: number of rows needed from the top, counted before reduction; the result may have more.
             reduce: 2, 4 or 8: the factor by which rows and columns are reduced.
-            out: memory for the result if `reduce` is 1, of its shape; the result may be in other memory.
+            out: memory of the result's shape, given only if `reduce` is 1; the result may still be in other memory.
         """
 
     def close(self) -> None:

@@ -292,7 +292,10 @@ def state_of_entry(entry: Mapping[str, Any]) -> str | None:
 
 
 def is_state_of_entry(state: str, entry: Mapping[str, Any]) -> bool:
-    """Return whether an object still has this state by a listing, which may have more fields than the first one."""
+    """Return whether an object still has this state, according to a listing.
+
+    Fields that only this listing contains, such as an ETag, are not compared.
+    """
     name, equals, value = state.partition("=")
     if equals and name in _FIELDS:
         return _text(entry.get(name)) == value

@@ -237,7 +237,7 @@ class FunctionCompute:
 
     @property
     def timeout_s(self) -> int:
-        """The time limit of the function, in seconds. It is later than `lifetime`, after which workers exit."""
+        """The time limit of the function, in seconds. It is longer than `lifetime`, after which workers exit."""
         return int(self.lifetime_s + MARGIN_S)
 
     def check_installed(self) -> None:
