@@ -33,9 +33,15 @@ def short_queues(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
 
 
 def hold(path: str) -> None:
-    """Wait until the file is gone; make a file before that and one after it."""
+    """Wait until the file is gone; make a file before that and one after it.
+
+    In the first process alone: another one may steal the sample before it is known that its load has begun.
+    """
     if Path(path).exists():
-        Path(f"{path}-begun").touch()
+        try:
+            Path(f"{path}-begun").touch(exist_ok=False)
+        except FileExistsError:
+            return
         wait(lambda: not Path(path).exists())
         Path(f"{path}-passed").touch()
 

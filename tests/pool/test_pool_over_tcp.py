@@ -60,6 +60,7 @@ def test_who_has_the_keys_reads_and_others_are_told_why_not(
         def told(file: str, trusts: bool) -> str:
             with pytest.raises(PeerLostError) as caught:
                 DataClient(str(address), connection=keys / file, trust_network=trusts).cached_datasets()
+            assert isinstance(caught.value, OptionError), "so that jobs that read storage instead warn of it"
             return str(caught.value)
 
         assert "of this cluster's servers" in told("others", False) if not trust_network else True

@@ -256,7 +256,7 @@ def top(interval_s: float, count: int | None, as_json: bool, address: PoolAddres
         with suppress(KeyboardInterrupt), PoolConnection(address) as connection:
             for update in itertools.count() if count is None else range(count):
                 time.sleep(interval_s if update else 0)
-                click.echo(to_json(pool_facts(connection.contents())))
+                click.echo(to_json(pool_facts(connection.contents(), connection.servers())))
         return
     with (
         suppress(KeyboardInterrupt),  # the usual way to end it

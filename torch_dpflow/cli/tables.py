@@ -195,7 +195,7 @@ def dataset_facts(info: CachedDataset) -> dict[str, Any]:
     }
 
 
-def pool_facts(listed: CachedDatasetList, servers: Sequence[ServerInfo] = ()) -> dict[str, Any]:
+def pool_facts(listed: CachedDatasetList, servers: Sequence[ServerInfo]) -> dict[str, Any]:
     names = ("directory", "host", "listen", "memory", "free")
     return {
         "datasets": [dataset_facts(info) for info in listed.datasets],

@@ -155,10 +155,13 @@ def test_shards_and_flows_that_end_for_good_leave_no_sockets(
     before = sockets_of(cluster)
     job = join(flow, Numbers(20), batch_size=5, shards=3, workers=3)
     assert len(list(job.traverse(0))) == 4
-    wait(lambda: len(sockets_of(cluster) - before) == 4, what="the sockets of a router and three shards")
+    wait(
+        lambda: len(sockets_of(cluster) - before) == 5,
+        what="the sockets of a router, of three shards, and of the process that imports for workers",
+    )
     own = sockets_of(cluster) - before
     run(cluster, "flow", "scale", flow, "--shards", "1")
-    wait(lambda: len(sockets_of(cluster) & own) == 2, what="the end of two shards")
+    wait(lambda: len(sockets_of(cluster) & own) == 3, what="the end of two shards")
     assert len(list(job.traverse(1))) == 4
     job.close()
     wait(lambda: cluster.flows()[f"{flow}:v1"].jobs == 0, what="the job's end")

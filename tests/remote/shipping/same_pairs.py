@@ -27,6 +27,15 @@ SAME = [
             "class B(typing.Protocol):\n    b: int = 0\ndef f(): return 1"
         },
     ),
+    Pair(
+        "docstring that a dataclass writes of a set's order and a function's address",
+        "",
+        data("cfg.C.names and i", "import cfg\n# @@"),
+        files={
+            "cfg.py": "import dataclasses, typing\ndef f(): pass\n@dataclasses.dataclass(frozen=True)\nclass K:\n"
+            "    names: frozenset = frozenset('abcde')\n    load: typing.Callable = f\nC = K()"
+        },
+    ),
     Pair("comments and lines", "", "@@" + data("i"), "", "# a comment\n\n\n"),
     Pair("docstring of the class", "", data("i", inside="@@"), "'a'", "'b'"),
     Pair("docstring of a function", "", data("f(i)", "def f(i):\n    '''@@'''\n    return i")),

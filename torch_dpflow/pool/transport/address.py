@@ -80,7 +80,7 @@ def find_address(
     else:
         host, port = _host_port(named)
         where = PoolAddress(host=host, port=port)
-    file = connection if connection is not None else os.environ.get(CONNECTION_VARIABLE)
+    file = connection if connection is not None else os.environ.get(CONNECTION_VARIABLE) or None
     return replace(
         where,
         connection=None if file is None else os.path.abspath(file),

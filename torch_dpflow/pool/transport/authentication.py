@@ -121,6 +121,10 @@ _HANDSHAKE = b"\x16"
 _ALERT = b"\x15\x03\x03\x00\x02\x02\x46"
 
 
+class _RefusedError(PeerLostError, OptionError):
+    """A server is there, and a setting of this side must be changed to reach it."""
+
+
 class TLSAuthenticator:
     """TLS 1.3 with certificates on both sides. Methods raise OSError and DPFlowError."""
 
@@ -158,12 +162,14 @@ class TLSAuthenticator:
         try:
             return TLSStream(connection, self._context, SERVER_NAME)
         except ssl.SSLCertVerificationError as error:
-            raise PeerLostError(
+            raise _RefusedError(
                 f"its certificate is not one of this cluster's servers ({error.verify_message}); give the connection "
                 "file that it was started with"
             ) from None
+        except ssl.SSLEOFError:
+            raise
         except ssl.SSLError as error:
-            raise PeerLostError(
+            raise _RefusedError(
                 f"it does not speak TLS ({error.reason or error}); it may have been started with --trust-network: "
                 "give that here too, or start it without"
             ) from None
@@ -201,13 +207,13 @@ class HMACAuthenticator:
             connection.sendall(self._proof(b"client", begun, drawn))
             proof = receive_exactly(connection, _NONCE_BYTES)
         except (PeerLostError, ConnectionError):
-            raise PeerLostError(
+            raise _RefusedError(
                 "it has another key; give the connection file that it was started with"
                 if drawn
                 else "it speaks TLS, or is no server of a pool; leave out --trust-network and trust_network=True"
             ) from None
         if not hmac.compare_digest(proof, self._proof(b"server", begun, drawn)):
-            raise PeerLostError("it has another key; give the connection file that it was started with")
+            raise _RefusedError("it has another key; give the connection file that it was started with")
         return connection
 
     def _proof(self, who: bytes, begun: bytes, drawn: bytes) -> bytes:
@@ -235,7 +241,7 @@ def connect_stream(address: PoolAddress, authenticator: StreamAuthenticator, pur
 
     silence_s: timeout of the handshake as a whole, and of each later wait for the server, seconds.
 
-    Raises PeerLostError if no server answers in time, or it belongs to another cluster.
+    Raises PeerLostError if no server answers in time, also an OptionError if its keys or protocol differ.
     """
     try:
         plain = socket.create_connection((address.host, address.port), silence_s)
@@ -253,7 +259,8 @@ def connect_stream(address: PoolAddress, authenticator: StreamAuthenticator, pur
         purpose_of(receive_exactly(connection, HELLO_BYTES))
     except (OSError, MessageError, PeerLostError) as error:
         connection.close()
-        raise PeerLostError(f"cannot connect to the pool server at {address}: {_reason(error)}") from None
+        kind = _RefusedError if isinstance(error, _RefusedError) or _is_refusal(error) else PeerLostError
+        raise kind(f"cannot connect to the pool server at {address}: {_reason(error)}") from None
     return connection
 
 
@@ -315,6 +322,12 @@ def _refuse(connection: socket.socket) -> None:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, ssl.SSLError):
-        return f"it refuses this side's certificate ({error.reason or error}); give its connection file"
+    if _is_refusal(error):
+        return (
+            f"it refuses this side's certificate ({getattr(error, 'reason', None) or error}); give its connection file"
+        )
     return str(error)
+
+
+def _is_refusal(error: Exception) -> bool:
+    return isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError)

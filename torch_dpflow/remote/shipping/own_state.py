@@ -288,6 +288,8 @@ def _labels_not_as_file(module: Any, members: ModuleMembers, source: OwnSource) 
         definition = member.definition
         if member.kind == "class" and path in source.bases:
             variables = {**vars(definition), "__annotations__": _annotations_of(definition)}
+            if "__dataclass_fields__" in variables and path not in source.docs:
+                del variables["__doc__"]  # generated: defaults as they print here, with an address or in a set's order
             yield from _name(path, definition)
             yield from _texts(path, variables, vars(module), source)
             if "_abc_impl" in variables and (registered := abc._get_dump(definition)[0]):  # type: ignore[attr-defined]
