@@ -80,10 +80,8 @@ def _begin(iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Ca
     if state is not None and state.fresh:
         _return_to_rest(loader, state)
     if state is None or (state.fresh and state.base_seed is None):
-        shape, generators = (
-            LoaderShape(loader),
-            GeneratorStates.capture(loader),
-        )  # before samplers that count iterations
+        # Before samplers that count iterations.
+        shape, generators = LoaderShape(loader), GeneratorStates.capture(loader)
         start(loader)
         progress = _progress(loader, shape, opening, generators, iterator._sampler_iter, iterator._base_seed)
     else:

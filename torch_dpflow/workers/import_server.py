@@ -67,6 +67,8 @@ class ImportServer:
             raise
         finally:
             os.close(alive_r)
+        # Python's functions find the one fork server of a process by a global name. So this one is another object of
+        # Python's class, and its processes start by a copy of Python's function in which the name leads to it.
         server: Any = forkserver.ForkServer()
         server._forkserver_address, server._forkserver_alive_fd = self._address, self._alive
         server.ensure_running = lambda: None

@@ -378,9 +378,10 @@ class LaunchThread:
 
     def _run(self) -> None:
         waiting: deque[ProcessSpec] = deque()  # for imports
+        pause_s = 0.0
         while not self._closes:
             try:
-                spec = self._specs.get(timeout=IMPORT_POLL_S if waiting else None)
+                spec = self._specs.get(timeout=pause_s if waiting else None)
             except queue.Empty:
                 spec = waiting.popleft()
             if spec is None:
@@ -389,7 +390,9 @@ class LaunchThread:
                 outcome: Handle | Exception = self._platform.launch(spec)
             except StillImportingError:
                 waiting.append(spec)
+                pause_s = IMPORT_POLL_S
                 continue
             except Exception as error:
                 outcome = error
+            pause_s = 0.0  # the others of its group can start, too
             self._report(spec, outcome)

@@ -26,6 +26,7 @@ import ipaddress
 import os
 import re
 import ssl
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from email.utils import format_datetime
@@ -170,7 +171,7 @@ def _aws_switch(variable: str, name: str, profile: Mapping[str, Any], nested: Ma
     return False
 
 
-class _ObjectStore:
+class _ObjectStore(ABC):
     """Common part of S3 and OSS: credentials, which are renewed when they are refused."""
 
     checks_encoding = False
@@ -205,13 +206,13 @@ class _ObjectStore:
             )
         return found
 
+    @abstractmethod
     def _place(self, bucket: str, region: str) -> Endpoint:
         """Return the address of `bucket`, assuming that it is in `region`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _signed(self, origin: Origin, path: str, region: str, url: str, credentials: Credentials) -> dict[str, str]:
         """Return the headers of a request for the encoded `path`."""
-        raise NotImplementedError
 
     def origin(self, url: str) -> Origin:
         return self._place(split_url(url)[0], self._region).origin
