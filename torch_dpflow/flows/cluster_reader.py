@@ -1,4 +1,4 @@
-"""The reader of flows that a cluster loads for all jobs that read them (thesis, section 3.3.2)."""
+"""Reader of flows whose samples a cluster loads once for all jobs (thesis, section 3.3.2)."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class FailedSample(Failed):
 
 
 def stand_in(index: int, error: Exception) -> FailedSample:
-    """Return the placeholder for a failed sample, so that the rest of its batch is delivered."""
+    """Return the placeholder for a failed sample, so that the other samples of its batch are delivered."""
     return FailedSample(error, index)
 
 
 class PerDrawStages:
-    """Stages of a flow that run for each draw, after those whose output is kept."""
+    """Stages of a flow that run for each draw of a sample, after the stages whose output is kept."""
 
     def __init__(self, stages: Sequence[Stage], flow: str) -> None:
         self._staged = StagedDataset((), stages, flow)
@@ -51,7 +51,7 @@ class PerDrawStages:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedFlow:
-    """A flow of a cluster, as all jobs that read it together describe it."""
+    """Flow of a cluster, described the same by all jobs that read it together."""
 
     name: str
     version: int
@@ -62,7 +62,10 @@ class SharedFlow:
     options: JobOptions
 
     def open(self) -> SharedJob:
-        """Join as a job that reads lists of cacheable samples. Raises as `cluster.client.open_job.open_job`."""
+        """Join as a job that reads lists of cacheable samples.
+
+        Raises the errors of `cluster.client.open_job.open_job`.
+        """
         return open_job(
             FlowDefinition(name=self.name, dataset=self.dataset, version=self.version, workers=self.workers),
             JobReading(collate_fn=list, cacheable_only=True),
@@ -75,8 +78,8 @@ class SharedFlow:
 class ClusterSamples(Dataset[Any]):
     """The output of a shared flow's cacheable stages, by sample number.
 
-    Each process joins the flow at its first request, a forked child too, and leaves when it ends. Thread-safe; the
-    threads of a process wait for each other.
+    Each process joins the flow at its first request, including a forked child, and leaves when it ends. Thread-safe;
+    the threads of a process wait for each other.
     """
 
     def __init__(self, shared: SharedFlow) -> None:
@@ -91,7 +94,7 @@ class ClusterSamples(Dataset[Any]):
         return sample
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        """Return the samples, in order. Raises the error of a failed one."""
+        """Return the samples, in order. Raises the error of a failed sample."""
         samples = self.read_each(indices)
         for sample in samples:
             if isinstance(sample, FailedSample):
@@ -119,7 +122,7 @@ class ClusterSamples(Dataset[Any]):
 
 
 class _OpenedFlow:
-    """Job of one process. Two threads may each construct one at first, so the job joins only under the lock."""
+    """Job of one process, which joins at its first use under a lock: two threads may construct this object at once."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -131,11 +134,11 @@ class _Order(Sized, Protocol):
 
 
 class SubsetOrder(Sampler[Any]):
-    """The order of a sampler over a subset, or its batches, as numbers of the flow's samples.
+    """Sampler over a subset, translated to the flow's sample numbers.
 
     Args:
         order: a sampler or batch sampler.
-        indices: by place, the sample's number.
+        indices: the flow's sample number for each place in the subset.
     """
 
     def __init__(self, order: _Order, indices: np.ndarray[Any, np.dtype[np.int64]]) -> None:
@@ -160,21 +163,21 @@ class RemoteDataLoadFlowReader:
     version. Its dataset and stages are sent to the workers, which must be able to open the data: on other hosts a
     shared mount or an object store.
 
-    The output of the stages before the first with `cache="never"` must depend on the sample alone. The shards keep it
-    in memory (`JobOptions.memory_bytes`, `policy`), once for all jobs.
+    The output of the stages before the first with `cache="never"` must depend only on the sample. The shards keep this
+    output in memory (`JobOptions.memory_bytes`, `policy`), once for all jobs.
 
-    - `to_mapped()` fetches those stages' output from the cluster, and runs the others in the process that indexes it.
-      Samples equal those of a `LocalDataLoadFlowReader` with the same seed.
-    - `to_shuffled()` runs all stages in the cluster's workers; the others for each job and epoch, with random draws
-      that depend on the loader's seed, the epoch and the sample alone.
+    - `to_mapped()` fetches those stages' output from the cluster, and runs the later stages in the process that indexes
+      it. Samples equal those of a `LocalDataLoadFlowReader` with the same seed.
+    - `to_shuffled()` runs all stages in the cluster's workers. The later stages run for each job and epoch, with random
+      draws that depend only on the loader's seed, the epoch and the sample.
 
     If the first stage has `cache="never"`, samples are kept only while jobs that read together need them.
 
     Args:
         store: as for `LocalDataLoadFlowReader`.
-        address: of the cluster; "auto": DPFLOW_ADDRESS, or the cluster on this machine.
-        workers: number of loading processes, if this job starts the flow; also its loaders' `num_workers`.
-        job: the job's options; None for the defaults.
+        address: the cluster's address; "auto": DPFLOW_ADDRESS, or the cluster on this machine.
+        workers: number of loading processes, if this job starts the flow; its loaders have this `num_workers` too.
+        job: options of the job; None for the defaults.
         seed: for `to_mapped()` as for `LocalDataLoadFlowReader`; for `to_shuffled()` it seeds the loader's
             generator if none is given.
         source: further options of `LocalDataLoadFlowReader`: `storage_options`, `read_options`, `check`.
@@ -205,7 +208,7 @@ class RemoteDataLoadFlowReader:
         """Build `flow` on the cluster; its services start when a sample is first read.
 
         Raises:
-            UsageError: it has no dataset, or names a stored one and there is no store.
+            UsageError: the flow has no dataset, or names a stored dataset although no store was given.
             DatasetError: the store has no such dataset, or it is damaged.
         """
         flow = flow.clone()
@@ -226,7 +229,7 @@ class RemoteDataLoadFlowReader:
         cacheable: tuple[Stage, ...],
         per_draw: tuple[Stage, ...] = (),
     ) -> SharedFlow:
-        """Return the cluster's flow with these stages."""
+        """Return the description of a cluster's flow with these stages."""
         title = f"{flow.name}:{flow.version}"
         skips = flow.on_error == "skip"
         dataset = TwoStageDataset(
@@ -250,9 +253,9 @@ class RemoteDataLoadFlowRead(DataLoadFlowRead):
 
     Args:
         flow: the flow that was built.
-        kept: the cluster's flow with the cacheable stages.
+        kept: the cluster's flow with only the cacheable stages.
         whole: the cluster's flow with all stages.
-        seed: of the reader.
+        seed: the reader's seed.
     """
 
     def __init__(self, flow: DataLoadFlow, *, kept: SharedFlow, whole: SharedFlow, seed: int | None) -> None:
@@ -271,13 +274,13 @@ class RemoteDataLoadFlowRead(DataLoadFlowRead):
         """Make a DPFlowDataLoader over the shared flow, whose batches have another random order in each epoch.
 
         The services draw a uniform order, together with the orders of other jobs. If `sampler` is given, it decides the
-        order instead. Functions of `local_map` and `collate_fn` run in the read-ahead thread of the training process:
-        random draws in them would change those of training.
+        order instead. Functions of `local_map` and `collate_fn` run in the read-ahead thread of the training process,
+        so random draws in them would change the training's random draws.
 
         Args:
             batch_size: samples in a batch.
             collate_fn: makes a batch of a list of samples; None: torch's default.
-            prefetch: batches for each worker that are requested ahead of need; None: as `JobOptions.requested`.
+            prefetch: number of batches for each worker that are requested ahead of need; None: `JobOptions.requested`.
             options: further arguments of the loader.
 
         Raises:
@@ -304,7 +307,7 @@ class RemoteDataLoadFlowRead(DataLoadFlowRead):
         )
 
     def _set_order(self, given: dict[str, Any]) -> None:
-        """Set the sampler of the loader, if this reads a subset."""
+        """Set the loader's sampler in `given`, if this read is a subset."""
         for kind in ("sampler", "batch_sampler"):
             if given.get(kind) is not None:
                 if self._indices is not None:
@@ -325,7 +328,7 @@ class RemoteDataLoadFlowRead(DataLoadFlowRead):
 
 @dataclass(frozen=True)
 class Assembly:
-    """Makes a batch of samples from the cluster: local functions, the flow's policy for errors, `collate_fn`."""
+    """Function that makes a batch of samples from the cluster: local functions, the flow's `on_error`, `collate_fn`."""
 
     collate_fn: Callable[[list[Any]], Any]
     local: tuple[Stage, ...]

@@ -1,6 +1,6 @@
-"""DataLoadFlow: a named, versioned description of loading (thesis, section 3.3.2), its picture, and its file.
+"""DataLoadFlow: a named, versioned description of loading (thesis, section 3.3.2), its diagram, and its file.
 
-A file of a flow is a line of JSON, followed by the code.
+A flow's file is one line of JSON, followed by the pickled code.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FlowSource:
     in_pool: bool = False
 
     def is_same(self, other: FlowSource) -> bool:
-        """Return whether both have the same samples, as far as that can be determined."""
+        """Return whether both sources have the same samples, as far as can be determined."""
         if (self.ref, self.in_pool) != (other.ref, other.in_pool):
             return False
         if self.samples is other.samples:
@@ -68,7 +68,7 @@ class FlowSource:
 
 
 class DataLoadFlow:
-    """Describes how samples are loaded: from which dataset, through which stages. Loads nothing itself.
+    """Description of how samples are loaded: from which dataset, through which stages. It loads nothing.
 
     The describing methods change the flow and return it, so they can be chained or called one by one::
 
@@ -82,9 +82,9 @@ class DataLoadFlow:
 
     Args:
         name: "namespace/name".
-        version: whole number from 1; a changed flow needs a higher one.
-        on_error: "raise" the error of a sample that cannot be loaded, or "skip" the sample: it is then missing from
-            its batch, and counted.
+        version: whole number from 1; a changed flow needs a higher version.
+        on_error: "raise" the error of a sample that cannot be loaded, or "skip" the sample: its batch is then smaller,
+            and the sample is counted.
 
     Raises:
         OptionError, OptionTypeError: an argument is not allowed.
@@ -107,10 +107,10 @@ class DataLoadFlow:
         """Set the source of the samples.
 
         Args:
-            name: "namespace/name" of a stored dataset; version and variant may follow, as in
-                "core/cifar100:v1:train". With pool:// before it, samples come from the pool, as by `PooledDataset`.
-            version: of the dataset, such as "v1"; None: the last one when the flow is read.
-            variant: such as "train"; None: the only one.
+            name: "namespace/name" of a stored dataset; version and variant may follow, as in "core/cifar100:v1:train".
+                With the prefix pool://, samples come from the pool; see `PooledDataset`.
+            version: the dataset's version, such as "v1"; None: the latest version when the flow is read.
+            variant: the dataset's variant, such as "train"; None: the only variant.
             samples: a map-style dataset to read instead of a stored one.
 
         Raises:
@@ -140,14 +140,15 @@ class DataLoadFlow:
         """Add a stage.
 
         Args:
-            name: its name in logs and errors; unique in the flow.
+            name: name of the stage in logs and errors; unique in the flow.
             function: gets the part of a sample that `transform` selects.
-            transform: None: the function gets the whole sample and returns the next one.
-            cache: "always" if the output depends on the input alone, so that it may be kept; "never" if it is
-                random. The output of later stages is not kept either.
+            transform: selects the function's argument; None: the function gets the whole sample and returns the next
+                stage's sample.
+            cache: "always" if the output depends only on the input, so that it may be kept; "never" if it is random.
+                The output of all stages after a "never" is not kept either.
 
         Raises:
-            OptionError, OptionTypeError: an argument is not allowed; the name is taken.
+            OptionError, OptionTypeError: an argument is not allowed, or another stage has the name.
         """
         if any(stage.name == name for stage in self._stages):
             raise OptionError(f"{self.name}:{self.version} has a stage {name!r} already; give another name")
@@ -178,17 +179,17 @@ class DataLoadFlow:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages, in order."""
+        """Stages of the flow, in order."""
         return tuple(self._stages)
 
     @property
     def cacheable(self) -> int:
-        """The number of leading stages whose output may be cached."""
+        """Number of leading stages whose output may be cached."""
         kept = [stage.cache == "always" for stage in self._stages]
         return kept.index(False) if False in kept else len(kept)
 
     def prepare_read(self, reader: DataLoadFlowReader[Read_co]) -> Read_co:
-        """Build the flow; `reader` determines where it runs. Raises the errors of `reader.read`."""
+        """Build the flow with `reader`, which determines where the stages run. Raises the errors of `reader.read`."""
         if isinstance(reader, type) or not callable(working(reader, "read")):
             raise OptionTypeError(
                 f"reader={reader!r:.80} cannot build a flow; give a reader, such as LocalDataLoadFlowReader(store)"
@@ -210,7 +211,7 @@ class DataLoadFlow:
 
 
 def _named(name: str, **labels: str | None) -> DatasetRef:
-    """Return the dataset's reference, from its name and labels."""
+    """Return the reference to a dataset with this name and the given labels, such as `version`."""
     ref = DatasetRef.parse(name)
     for part, label in labels.items():
         if label is not None and not isinstance(label, str):
@@ -226,10 +227,10 @@ def _named(name: str, **labels: str | None) -> DatasetRef:
 
 
 class DataLoadFlowReader(Protocol[Read_co]):
-    """Builds flows somewhere: in this process, or elsewhere."""
+    """Reader that builds flows, so that they can be read in this process or elsewhere."""
 
     def read(self, flow: DataLoadFlow) -> Read_co:
-        """Build `flow` as it is now; later changes of it do not affect the read."""
+        """Build the present state of `flow`; later changes of the flow do not affect the result."""
 
 
 _HARD = "\N{NO-BREAK SPACE}"
@@ -239,7 +240,7 @@ _NO_SOURCE = "no dataset"
 
 
 def to_mermaid(flow: DataLoadFlow) -> str:
-    """Draw the flow as a Mermaid flowchart; stages whose output may be kept have the class `kept`."""
+    """Return a Mermaid flowchart of the flow; stages whose output may be kept have the class `kept`."""
     check_type("flow", flow, DataLoadFlow, "a DataLoadFlow")
     lines = ["flowchart LR", f"  n0[({_mermaid(str(flow.source.ref))})]"]
     for number, stage in enumerate(flow.stages, 1):
@@ -274,12 +275,12 @@ class _Format(msgspec.Struct):
 
 
 def save_flow(flow: DataLoadFlow, url: str | os.PathLike[str], **storage_options: Any) -> None:
-    """Write a flow to a file, replacing one that exists; atomically, as all files of a dataset store.
+    """Write a flow to a file, atomically; an existing file is replaced.
 
-    Its functions are saved as code, those of installed modules by name.
+    The flow's functions are saved as code, except functions of installed modules, which are saved by name.
 
     Raises:
-        UsageError: it is not a flow, or a part of it cannot be pickled or has keys of a storage.
+        UsageError: `flow` is not a flow, or a part of it cannot be pickled or contains keys of a storage.
     """
     check_type("flow", flow, DataLoadFlow, "a DataLoadFlow")
     try:
@@ -298,17 +299,20 @@ def save_flow(flow: DataLoadFlow, url: str | os.PathLike[str], **storage_options
 
 
 def describe_flow(url: str | os.PathLike[str], **storage_options: Any) -> FlowRecord:
-    """Return the description in a flow's file. Runs none of its code. Raises DamagedStoreError, NewerFormatError."""
+    """Return the description in a flow's file, without running code of it.
+
+    Raises DamagedStoreError, NewerFormatError.
+    """
     return _read(url, storage_options)[0]
 
 
 def load_flow(url: str | os.PathLike[str], **storage_options: Any) -> DataLoadFlow:
-    """Read a flow from a file. Runs code of its author: load only what you trust.
+    """Read a flow from a file. This runs code of the file's author: load only files that you trust.
 
     Raises:
-        DamagedStoreError: the file is damaged or no file of a flow.
+        DamagedStoreError: the file is damaged, or is not a flow's file.
         NewerFormatError: a later release wrote it.
-        UsageError: another version of Python wrote it, or it needs modules that are not installed.
+        UsageError: another version of Python wrote the file, or the flow needs modules that are not installed.
     """
     record, code = _read(url, storage_options)
     printed = without_login(str(url))
@@ -324,7 +328,7 @@ def load_flow(url: str | os.PathLike[str], **storage_options: Any) -> DataLoadFl
 
 
 def _read(url: str | os.PathLike[str], storage_options: dict[str, Any]) -> tuple[FlowRecord, bytes]:
-    """Return the first line of a flow's file and the code after it, both checked against the digest."""
+    """Return (first line, code) of a flow's file, both checked against the digest."""
     files, name = _place(url, storage_options)
     line, _, code = files.read(name).partition(b"\n")
     printed = without_login(str(url))

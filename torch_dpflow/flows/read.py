@@ -1,4 +1,4 @@
-"""Flows that can be read (thesis, section 3.3.2): their reader in this process, map-style dataset and random parts."""
+"""Built flows (thesis, section 3.3.2): the reader in this process, its map-style dataset, and random splits."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _READ = "read"
 
 
 class Skips:
-    """Counts of skipped samples, by the stage that failed, in a process and its workers.
+    """Counters of skipped samples, by the stage that failed, shared by a process and its workers.
 
-    Stages of one name are counted together. If the dataset is itself the read of a flow, its failures count as
-    "read", unless a stage here has the name of the failed one. The counts are in shared memory, one row per worker, so
-    no lock crosses processes.
+    Stages with the same name are counted together. If the dataset is itself a read of another flow, failures of that
+    flow's stages count as "read", except stages with a name that this flow has too. The counts are in shared memory,
+    one row per worker, so no lock crosses processes.
     """
 
     def __init__(self, stages: Sequence[str]) -> None:
@@ -55,7 +55,7 @@ class Skips:
         self._lock = PerProcess(threading.Lock)
 
     def add(self, error: Exception) -> None:
-        """Count a sample that this error skips."""
+        """Count a sample that is skipped because of this error."""
         name = error.stage if isinstance(error, StageError) else _READ
         info = get_worker_info()
         slot = 0 if info is None else 1 + info.id % (_SLOTS - 1)
@@ -63,7 +63,7 @@ class Skips:
             self._counts[slot, self._columns.get(name, self._columns[_READ])] += 1
 
     def counts(self) -> dict[str, int]:
-        """Return the counts above zero."""
+        """Return the counts above zero, by the stage's name."""
         totals = self._counts.sum(0).tolist()
         return {name: totals[column] for name, column in self._columns.items() if totals[column]}
 
@@ -77,9 +77,9 @@ class Skips:
 
 
 def without_failed(samples: Sequence[Any], name_of: Callable[[int], str], skips: Skips | None, flow: str) -> list[Any]:
-    """Return the loaded samples. Count and log the failed ones; if all are, raise the last one's error.
+    """Return the loaded samples; count and log the failed samples. If all have failed, raise the last error.
 
-    name_of: returns a sample's name, given its place among these.
+    name_of: returns the name of a sample for the log, given its index in `samples`.
     """
     found = [sample for sample in samples if not isinstance(sample, Failed)]
     for place, sample in enumerate(samples):
@@ -94,10 +94,10 @@ def without_failed(samples: Sequence[Any], name_of: Callable[[int], str], skips:
 
 
 class MappedDataset(Dataset[Any]):
-    """The samples of a read, by number. Made by `DataLoadFlowRead.to_mapped()`.
+    """Map-style dataset of a read's samples. Made by `DataLoadFlowRead.to_mapped()`.
 
-    If the flow skips samples that cannot be loaded, batches may have fewer samples. A batch without any sample left
-    raises the last error, as does a failed sample that is read by itself. The errors are logged
+    If the flow skips samples that cannot be loaded, batches may have fewer samples. The last error is raised for a
+    batch in which all samples failed, and for a failed sample that is read singly. The errors are logged
     (`torch_dpflow.flows`) and counted.
     """
 
@@ -137,12 +137,12 @@ class MappedDataset(Dataset[Any]):
         self._samples.announce_order(places, spread, extends)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that random stages draw for, if the reader has a seed.
+        """Set the epoch by which random stages are seeded, if the reader has a seed.
 
-        By default they use the epochs that a DPFlowDataLoader counts, also after a resume. Under another loader they
-        count passes over the samples, from 0. So under another loader, call this if a pass leaves samples out, as with
-        several ranks, or if another process resumes. Call it before the epoch's first batch; persistent workers see it
-        too.
+        A DPFlowDataLoader passes its epochs to the stages, also after a resume, so this call is not needed. Under
+        another loader the epoch is the number of passes over the samples, from 0. Call this method there if a pass
+        leaves samples out, as with several ranks, or if another process resumes. Call it before the epoch's first
+        batch; it takes effect in persistent workers too.
 
         Raises OptionTypeError or OptionError unless `epoch` is a whole number of 64 bits.
         """
@@ -160,9 +160,9 @@ class MappedDataset(Dataset[Any]):
 
 
 class DataLoadFlowRead:
-    """A built flow that torch's loaders can read, as a whole or a subset.
+    """Built flow that torch's loaders can read, as a whole or a subset.
 
-    A reader makes it. Methods that change how it is read return a new read; all of them share the samples and a cache.
+    Readers create it. Methods that change how it is read return a new read, which shares the samples and the cache.
 
     Args:
         flow: the flow that was built.
@@ -180,7 +180,7 @@ class DataLoadFlowRead:
         return len(self._samples) if self._indices is None else len(self._indices)
 
     def to_mapped(self) -> MappedDataset:
-        """Return a map-style dataset for any DataLoader, or to index."""
+        """Return a map-style dataset, for any DataLoader or for direct indexing."""
         return MappedDataset(
             self._samples,
             indices=self._indices,
@@ -201,7 +201,7 @@ class DataLoadFlowRead:
         Args:
             batch_size: samples in a batch.
             collate_fn: makes a batch of a list of samples; None: torch's default.
-            prefetch: batches that each worker loads ahead; None: torch's default.
+            prefetch: number of batches that each worker loads ahead; None: torch's default.
             options: further arguments of the loader, such as `num_workers`, `generator` or `sampler`.
         """
         from torch_dpflow.loader.loader import DPFlowDataLoader  # here, because it imports torch's DataLoader
@@ -213,17 +213,20 @@ class DataLoadFlowRead:
         )
 
     def local_map(self, function: Callable[[Any], Any], name: str = "local_map") -> DataLoadFlowRead:
-        """Return a read that applies `function` last, in the process that uses the samples; its output is not kept."""
+        """Return a read that applies `function` last, in the process that uses the samples.
+
+        Its output is not cached.
+        """
         read = copy.copy(self)
         read._local = (*self._local, Stage(name, function, SampleTransform(), "never"))
         read._skips = read._new_skips()
         return read
 
     def subset(self, indices: Iterable[int]) -> DataLoadFlowRead:
-        """Return a read of some samples, in the order given. Indices may repeat; negative ones count from the end.
+        """Return a read of some samples, in the given order. Indices may repeat; negative indices count from the end.
 
         Raises:
-            OptionError: an index is out of range. OptionTypeError: one is not a whole number.
+            OptionError: an index is out of range. OptionTypeError: an index is not a whole number.
         """
         chosen = _whole_numbers(indices)
         size = len(self)
@@ -240,14 +243,14 @@ class DataLoadFlowRead:
         return read
 
     def indices(self) -> Sequence[int]:
-        """Return the numbers of the flow's samples that are read, in order."""
+        """Return the flow's sample numbers that this read contains, in order."""
         return range(len(self)) if self._indices is None else self._indices.tolist()
 
     def skipped(self) -> dict[str, int]:
         """Return how many samples were skipped because of errors, by stage; "read" is the dataset itself.
 
-        Counts samples loaded through datasets and loaders of this read, in this process and their workers. Stages and
-        local functions of one name are counted together.
+        Counts samples that datasets and loaders of this read loaded, in this process and in workers. Stages and local
+        functions with the same name are counted together.
         """
         return {} if self._skips is None else self._skips.counts()
 
@@ -287,21 +290,21 @@ def random_split(
     *,
     seed: int = 0,
 ) -> list[DataLoadFlowRead]:
-    """Split the samples into disjoint random parts, one part of each flow.
+    """Split the samples into disjoint random parts; part `i` is read through the i-th flow.
 
     Flows may differ in their stages, such as one with augmentation for training and one without for validation; they
     must read the same samples of the same dataset. The parts equal those of torch's `random_split` with this seed.
 
     Args:
-        flows: a read for each part, or one that all parts are of.
-        lengths: the number of samples of each part, adding up to all of them; or shares, adding up to 1: then
-            each share is rounded down, and the first parts get one more sample each until all are assigned.
+        flows: one read for each part, or a single read for all parts.
+        lengths: the number of samples of each part, adding up to all samples; or shares, adding up to 1. Shares are
+            rounded down, and the first parts get one more sample each until all samples are assigned.
         seed: determines the parts.
 
     Raises:
-        OptionError: the lengths do not add up; there are more or fewer flows than lengths; the flows read
-            different samples.
-        OptionTypeError: a length is not a number, a flow was not prepared to be read, or the seed is not a whole
+        OptionError: the lengths do not add up, the numbers of flows and lengths differ, or the flows read different
+            samples.
+        OptionTypeError: a length is not a number, a flow has not been built by a reader, or the seed is not a whole
             number.
     """
     shares = _checked_lengths(lengths)
@@ -364,20 +367,20 @@ def _counts(lengths: list[int | float], total: int) -> list[int]:
 
 
 class LocalDataLoadFlowReader:
-    """Builds flows in this process and the workers of its loaders.
+    """Reader that builds flows in this process and in the workers of its loaders.
 
     Args:
-        store: the store of stored datasets: a DatasetStore, or its path or URL.
+        store: where stored datasets are: a DatasetStore, or its path or URL.
         cache: the capacity of an `ALSDCache` ("4GiB", or a number of samples) for the output of the stages before the
             first with `cache="never"`; None: no cache.
-        seed: random stages draw by (seed, epoch, sample) alone, in any process; for the epochs see
-            `MappedDataset.set_epoch`. None: they draw from the process's generators, as a loader seeds them.
+        seed: seeds random stages by (seed, epoch, sample), the same in any process; for the epochs see
+            `MappedDataset.set_epoch`. None: stages draw from the process's generators, which a loader seeds.
         storage_options: fsspec's options for the data; None: the store's options.
         read_options: timeouts, retries and concurrency of reads.
-        check: True compares all samples with their checksums, if the dataset has them. None compares only samples
-            from storage, because a pool has compared its samples already. False compares none.
-        pool: the pool to read from, as for `PooledDataset`: "auto" or an address. None: storage, and "auto" for
-            datasets named pool://...
+        check: True: compare all samples with their checksums, if the dataset has them. None: compare only samples from
+            storage, because a pool has compared its samples already. False: compare nothing.
+        pool: the pool to read from, as for `PooledDataset`: "auto" or an address. None: read from storage, and use
+            "auto" for datasets named pool://...
 
     Raises:
         OptionError, OptionTypeError: an argument is not allowed.
@@ -414,7 +417,7 @@ class LocalDataLoadFlowReader:
         """Build `flow` here.
 
         Raises:
-            UsageError: it has no dataset, or names a stored one and there is no store.
+            UsageError: the flow has no dataset, or names a stored dataset although no store was given.
             DatasetError: the store has no such dataset, or it is damaged.
         """
         flow = flow.clone()
@@ -427,7 +430,7 @@ class LocalDataLoadFlowReader:
         return DataLoadFlowRead(flow, StagedDataset(samples, stages, name, seed=self._seed))
 
     def open(self, source: FlowSource) -> Any:
-        """Return the samples of a flow's source. Raises as `read`."""
+        """Open a flow's source and return its samples. Raises the errors of `read`."""
         if source.samples is not None:
             return source.samples
         if self._store is None:

@@ -1,4 +1,4 @@
-"""Stage: one step of preprocessing; functions that decode; and a dataset with stages, each sample at its epoch."""
+"""Stages of preprocessing, decoding functions, and a dataset that applies stages to samples."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from torch_dpflow.lookahead import Order, announce_order
 
 @runtime_checkable
 class MapTransform(Protocol):
-    """Selects the function's argument from a sample. Must be picklable if the stage must."""
+    """Selection of a function's argument from a sample. It must be picklable if the stage is sent to workers."""
 
     def process_arg(self, arg: Any) -> Any:
-        """Return the function's argument, from the sample `arg`."""
+        """Return the function's argument, taken from the sample `arg`."""
 
     def process_ret(self, arg: Any, ret: Any) -> Any:
-        """Return the next stage's sample, from the sample `arg` and the function's result `ret`."""
+        """Return the next stage's sample, made of the sample `arg` and the function's result `ret`."""
 
 
 class SampleTransform:
-    """The function gets the whole sample and returns the next one: to change an image and its boxes, for example."""
+    """Transform whose function gets and returns a whole sample, for example to change an image and its boxes."""
 
     def process_arg(self, arg: Any) -> Any:
         return arg
@@ -42,7 +42,7 @@ class SampleTransform:
 
 
 class DataTransform:
-    """The function gets and returns the data of a `(data, target)` sample; the target stays."""
+    """Transform whose function gets and returns the data of a `(data, target)` sample; the target is unchanged."""
 
     def process_arg(self, arg: tuple[Any, Any]) -> Any:
         return arg[0]
@@ -52,7 +52,7 @@ class DataTransform:
 
 
 class TargetTransform:
-    """The function gets and returns the target of a `(data, target)` sample; the data stay."""
+    """Transform whose function gets and returns the target of a `(data, target)` sample; the data are unchanged."""
 
     def process_arg(self, arg: tuple[Any, Any]) -> Any:
         return arg[1]
@@ -67,7 +67,7 @@ CacheControl = Literal["always", "never"]
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of preprocessing, with a name. Its pickle includes its code, lambdas too.
+    """Named step of preprocessing. Its pickle includes the function's code, even that of a lambda.
 
     Raises:
         OptionError, OptionTypeError: an argument is not allowed.
@@ -97,7 +97,7 @@ class Stage:
             raise OptionError(f"stage {self.name!r}: cache={self.cache!r} is not one of {get_args(CacheControl)}")
 
     def apply(self, sample: Any) -> Any:
-        """Return the next sample. Raises StageError, whose cause is the function's error."""
+        """Return the output of this stage for a sample. Raises StageError, whose cause is the function's error."""
         try:
             argument = self.transform.process_arg(sample)
             return self.transform.process_ret(sample, self.function(argument))
@@ -126,10 +126,10 @@ JpegDecoder = Literal["pillow", "simplejpeg"]
 
 
 class ImagePilDecode:
-    """Decodes an image of any format that Pillow supports. A truncated image raises an error.
+    """Decoder of images in any format that Pillow supports. A truncated image raises an error.
 
     Args:
-        mode: Pillow's mode of the result, "RGB" or "L" for example; None: that of the file.
+        mode: Pillow's mode of the result, "RGB" or "L" for example; None: the file's mode.
         decoder: "simplejpeg" takes 25% less time for JPEGs, and supports only the mode "RGB". The pixels are the same,
             unless Pillow was built with another release of libjpeg-turbo.
 
@@ -166,11 +166,11 @@ _IS_SET, _SET, _COUNTED, _HEAD = range(4)
 
 
 class EpochCounter:
-    """Counter that returns the epoch of each sample that is read. Shared by a process and its workers.
+    """Counter of epochs: returns the epoch in which a sample is read. Shared by a process and its workers.
 
-    An epoch that was set takes precedence, then the epoch of a DPFlowDataLoader. Under torch's loader, which passes no
-    epoch to a dataset, reads are counted: a sample's epoch is how often it was read before, or the highest epoch that
-    any sample has reached, if that is more. In passes over all samples this is the number of the pass.
+    The epoch is, in this order: the epoch that was set; the epoch of a DPFlowDataLoader; a count of reads, as torch's
+    loader passes no epoch to a dataset. By that count a sample's epoch is how often it was read before, but at least
+    the highest epoch that any sample has reached. In passes over all samples it is the number of the pass.
 
     Two processes that count at the same time may each miss the other's increment. Both then return the same epoch.
 
@@ -184,12 +184,12 @@ class EpochCounter:
         self._open(words.share_memory_())
 
     def set(self, epoch: int) -> None:
-        """Set the epoch, also for running workers."""
+        """Set the epoch, in running workers too."""
         self._head[_SET] = epoch
         self._head[_IS_SET] = 1
 
     def of(self, sample: int) -> int:
-        """Return the epoch in which the sample is read now. If reads are counted, count this read."""
+        """Return the epoch in which this sample is read now. If reads are counted, count this read."""
         if self._head[_IS_SET]:
             return int(self._head[_SET])
         loading = loading_epoch()
@@ -229,20 +229,21 @@ def _without_counts(samples: int, was_set: int | None) -> EpochCounter:
 
 @dataclass(frozen=True)
 class Failed:
-    """The placeholder of a sample that could not be loaded."""
+    """Placeholder for a sample that could not be loaded."""
 
     error: Exception
 
 
 class StagedDataset(Dataset[Any]):
-    """A map-style dataset whose samples stages transform. As thread-safe as the dataset and the stages' functions.
+    """Map-style dataset that applies stages to samples. It is thread-safe if the dataset and the stages' functions are.
 
     Args:
-        samples: a map-style dataset; its `__getitems__` is used if it has one, so that reads overlap.
+        samples: a map-style dataset. `__getitems__` is used if it exists, so that reads overlap.
         stages: in order.
-        flow: names it in errors.
-        seed: seeds torch's, Python's and numpy's generators by (seed, epoch, index) for each sample, and restores them
-            afterwards; not in threads, which share them. None: stages draw from them as they are.
+        flow: name of the flow in errors.
+        seed: torch's, Python's and numpy's generators are seeded by (seed, epoch, index) for each sample, and restored
+            afterwards; not in threads, which share the generators. None: stages draw from the generators without
+            seeding.
     """
 
     def __init__(self, samples: Any, stages: Sequence[Stage], flow: str, *, seed: int | None = None) -> None:
@@ -270,18 +271,18 @@ class StagedDataset(Dataset[Any]):
         return [self.through(index, sample) for index, sample in zip(indices, samples)]
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
-        """Announce the order of an epoch to the dataset inside; see `lookahead`."""
+        """Announce the order of an epoch to the wrapped dataset; see `lookahead`."""
         announce_order(self._samples, order, spread, extends)
 
     def load_each(self, indices: list[int]) -> list[Any]:
-        """Return each sample, or a Failed in its place; an error of one does not affect others."""
+        """Return each sample, or a Failed in its place; an error of one sample does not affect the others."""
         return [
             sample if isinstance(sample, Failed) else _attempt(self.through, index, sample)
             for index, sample in zip(indices, _each(self._samples, indices))
         ]
 
     def through(self, index: int, sample: Any) -> Any:
-        """Return the output of the stages for the sample of this number. Raises StageError."""
+        """Return the output of all stages for a sample. index: the sample's number. Raises StageError."""
         if self._seed is None or self.epochs is None:
             return self._staged(index, sample)
         with preserved_rng():
@@ -299,7 +300,7 @@ class StagedDataset(Dataset[Any]):
 
 
 def _each(samples: Any, indices: list[int]) -> list[Any]:
-    """Return a dataset's samples, with a Failed for each that fails; read together if the dataset can."""
+    """Return a dataset's samples, with a Failed in place of each failed sample; read in one call if possible."""
     if isinstance(samples, StagedDataset):
         return samples.load_each(indices)
     if (read_each := working(samples, "read_each")) is not None:

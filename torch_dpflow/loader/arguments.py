@@ -29,7 +29,7 @@ _FLOW = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._/-]{0,99})(:v(?P<version>[1
 
 
 def check_types(loader: Any, address: Any) -> None:
-    """Raise OptionTypeError or OptionError for an argument that torch accepts and no iteration could use."""
+    """Raise OptionTypeError or OptionError for arguments that torch accepts but that no iteration can use."""
     try:
         operator.index(loader.num_workers)
     except TypeError:
@@ -66,9 +66,9 @@ def name_of(context: Any) -> str:
 
 
 def undivided(sampler: Any, dataset: Any) -> Any:
-    """Return the sampler within a DistributedSampler that divides among the same ranks as that sampler does itself.
+    """Unwrap a DistributedSampler whose inner sampler already divides among the same ranks; return the inner sampler.
 
-    Frameworks wrap each sampler that is not a DistributedSampler. Any other sampler is returned as it is.
+    Frameworks wrap each sampler that is not a DistributedSampler. Any other sampler is returned unchanged.
     """
     if not isinstance(sampler, DistributedSampler):
         return sampler
@@ -77,7 +77,7 @@ def undivided(sampler: Any, dataset: Any) -> Any:
 
 
 def check_divided_once(loader: Any) -> None:
-    """Raise OptionError if a sampler or dataset that divides among ranks is within another one that does so too."""
+    """Raise OptionError if samplers or datasets that divide among ranks are nested, so that ranks divide twice."""
     samplers = nested_samplers(loader.sampler, loader.batch_sampler, dataset=loader.dataset)
     for parts in ([*samplers], [loader.dataset, working(loader.dataset, "dataset")]):
         found = _divide(parts)
@@ -93,7 +93,7 @@ def check_divided_once(loader: Any) -> None:
 
 
 def _divide(parts: Iterable[Any]) -> list[tuple[Any, Ranks]]:
-    """Return the samplers or datasets that name several ranks, each with its ranks."""
+    """Return the samplers or datasets that divide among several ranks, each with its `Ranks`."""
     return [(part, ranks) for part in parts if (ranks := named_ranks(part)) is not None and ranks.num_replicas > 1]
 
 
@@ -105,7 +105,7 @@ def _is_of_accelerate(part: Any) -> bool:
 
 
 def check_options(options: LoaderOptions, flow: str | None = None) -> None:
-    """Raise OptionError for options that a loader without a platform would ignore; `code` is one of a flow's too."""
+    """Raise OptionError for options that have no effect without a platform; `code` is allowed with a flow."""
     usual = LoaderOptions()
     given = [
         f"{name}={getattr(options, name)!r}"
@@ -120,10 +120,10 @@ def check_options(options: LoaderOptions, flow: str | None = None) -> None:
 
 
 def check_platform_arguments(loader: Any) -> None:
-    """Check `platform=` and the arguments that depend on it.
+    """Check the argument `platform` and the arguments that depend on it.
 
     Raises:
-        OptionError, OptionTypeError: there is no such platform, or an argument does not go with it.
+        OptionError, OptionTypeError: the platform does not exist, or an argument cannot be combined with it.
         MissingExtraError: the platform's library is not installed.
     """
     from torch_dpflow.remote.launchers.registry import resolve
@@ -150,9 +150,9 @@ def check_platform_arguments(loader: Any) -> None:
 
 
 def listen_address(platform: PlatformSpec, options: LoaderOptions) -> str:
-    """Return the address to listen at by the options or the settings; empty: the platform chooses.
+    """Return the address to listen at, from the options or else the settings; empty: the platform chooses.
 
-    Raises OptionError as `PlatformSpec.check_listen`.
+    Raises OptionError if `PlatformSpec.check_listen` refuses the address.
     """
     from torch_dpflow.remote.launchers.registry import network
 

@@ -23,7 +23,7 @@ GROWTH_BYTES, GROWTH_FRACTION = 64 << 20, 4
 
 
 def interrupted_draw() -> WorkerError:
-    """Return the error in place of the end of an epoch if Control-C interrupted the sampler."""
+    """Return the error to raise at the end of an epoch whose sampler Control-C has interrupted."""
     return WorkerError(
         "this iteration was interrupted while the sampler drew indices, so the rest of the epoch is not known; "
         "begin another iteration"
@@ -31,7 +31,10 @@ def interrupted_draw() -> WorkerError:
 
 
 def next_undelivered(plan: Plan, progress: EpochProgress) -> tuple[int, Any]:
-    """Peek at the next batch that a resumed epoch has not delivered. Raises StopIteration at the epoch's end."""
+    """Return (position, indices) of the next undelivered batch, without drawing it.
+
+    StopIteration at the epoch's end.
+    """
     plan.forget(progress.position)
     position, index = plan.peek()
     while progress.was_delivered(position):
@@ -41,9 +44,10 @@ def next_undelivered(plan: Plan, progress: EpochProgress) -> tuple[int, Any]:
 
 
 class DeliveringIterator(BaseDataLoaderIter):
-    """Base of a loader's iterators: each batch is delivered once, whatever Control-C interrupts.
+    """Base class of a loader's iterators, which deliver each batch once even if Control-C interrupts them anywhere.
 
-    `_next_data` sets `_head` to the batch that is due, and returns the same one until it was taken: see `PlannedBatch`.
+    `_next_data` sets `_head` to the next batch, and returns the same batch at each call until `__next__` has marked it
+        as taken: see `PlannedBatch`.
     """
 
     _runtime: LoaderRuntime
@@ -69,7 +73,7 @@ class DeliveringIterator(BaseDataLoaderIter):
         raise NotImplementedError
 
     def _meter_once(self, samples: int, nbytes: int = 0) -> bool:
-        """Count the head, unless it was counted; return whether it was not."""
+        """Count the batch `_head` in the meter; return False if it was counted before."""
         if self._metered is self._head:
             return False
         self._metered = self._head
@@ -78,10 +82,10 @@ class DeliveringIterator(BaseDataLoaderIter):
 
 
 class InFlight:
-    """The batches in flight, by position, with their outcomes.
+    """Batches in flight, by position, with their outcomes.
 
     Args:
-        in_order: deliver by position; else by arrival.
+        in_order: deliver in the order of positions; otherwise in the order of arrival.
     """
 
     def __init__(self, *, in_order: bool) -> None:
@@ -93,7 +97,7 @@ class InFlight:
         return len(self._batches)
 
     def add(self, batch: PlannedBatch) -> None:
-        """Add a planned batch; positions rise."""
+        """Add a planned batch, whose position is higher than those before."""
         self._batches[batch.position] = batch
 
     def arrive(self, position: int, outcome: Any) -> None:
@@ -105,7 +109,7 @@ class InFlight:
             batch.outcome = outcome
 
     def due(self) -> PlannedBatch | None:
-        """Return the batch to deliver next, the same one until it is removed; None while it has not arrived."""
+        """Return the batch to deliver next, until it is removed; None while it has not arrived."""
         if self._in_order:
             batch = next(iter(self._batches.values()), None)
             return batch if batch is not None and batch.outcome is not None else None
@@ -125,7 +129,7 @@ class InFlight:
         return [b.position for b in self._batches.values() if b.worker == worker and b.outcome is None]
 
     def workers(self) -> list[int]:
-        """Return the workers of the batches in flight, by position."""
+        """Return the worker of each batch in flight, in the order of positions."""
         return [batch.worker for batch in self._batches.values() if batch.worker is not None]
 
     def first_waiting(self) -> PlannedBatch | None:
@@ -133,10 +137,10 @@ class InFlight:
 
 
 class InFlightLimit:
-    """How many batches may be in flight.
+    """Limit of the number of batches in flight.
 
-    In general torch's number. Fewer if batches of remote workers would fill this process's memory. More while a worker
-    is idle because the next batch to deliver is late.
+    By default torch's number. Lower if batches of remote workers would fill this process's memory. Higher while a
+    worker is idle because the next batch to deliver is late.
 
     Args:
         usual: torch's number.
@@ -150,13 +154,13 @@ class InFlightLimit:
         self._budget = budget
 
     def at_start(self, largest: int) -> int:
-        """How many to plan at the start of an epoch. largest: bytes of the largest batch so far, 0 if unknown."""
+        """Return how many batches to plan at an epoch's start. largest: bytes of the largest batch; 0 if unknown."""
         if self._budget is None:
             return self._usual
         return max(self._workers, min(self._usual, self._budget // largest if largest else 0))
 
     def next(self, largest: int, in_flight: int, ahead: int | None = None) -> int:
-        """Return how many batches to plan in place of the next batch to deliver, which is still in flight.
+        """Return how many batches to plan when one is delivered, which still counts in `in_flight`.
 
         ahead: how many items of a stream may be in flight; None: as many as at the start.
         """
@@ -165,7 +169,7 @@ class InFlightLimit:
         return max(0, min(2, max(self.at_start(largest), ahead or 0) - in_flight + 1))
 
     def may_grow(self, batches: int, largest: int, limit: int) -> bool:
-        """Return whether `batches` may be in flight while a worker is idle, at most `limit`."""
+        """Return whether `batches`, at most `limit`, may be in flight while a worker is idle."""
         if batches > limit or not largest:
             return False
         more = (batches - self._usual) * largest
@@ -178,12 +182,12 @@ class InFlightLimit:
 
 
 class Rotation:
-    """torch's assignment of batches to workers: in turn, skipping those whose stream has ended.
+    """Torch's assignment of batches to workers: round robin, without workers whose stream has ended.
 
     Args:
-        in_flight: their batches.
-        in_order: if False, also skip those that have more than their share in flight.
-        limit: most batches in flight.
+        in_flight: the workers' batches.
+        in_order: if False, also skip workers that have more than their share of batches in flight.
+        limit: maximum number of batches in flight.
         first: the worker to begin with.
     """
 
@@ -195,7 +199,7 @@ class Rotation:
         self.next = first % workers
 
     def in_turn(self) -> int | None:
-        """The worker that gets the next batch, None if none may. Set `next` to `after` it once it has the batch."""
+        """Return the worker for the next batch; None if no worker may get one. Then set `next` to `after(worker)`."""
         share = self._limit // max(1, sum(self._active))
         for turn in range(len(self._active)):
             worker = (self.next + turn) % len(self._active)
@@ -207,20 +211,20 @@ class Rotation:
         return (worker + 1) % len(self._active)
 
     def end(self, worker: int) -> None:
-        """Record that the worker's stream has ended. Idempotent."""
+        """Record that this worker's stream has ended. Idempotent."""
         self._active[worker] = False
 
     def order(self) -> tuple[list[int], int]:
-        """Return the workers of the batches in flight, and the one after them."""
+        """Return (the worker of each batch in flight, the worker after them)."""
         # A worker whose stream has ended may have a second report of its end in flight.
         return [worker for worker in self._in_flight.workers() if self._active[worker]], self.next
 
 
 class BatchPlanner:
-    """Draws the batches of one epoch, each for its worker if batches are bound to workers.
+    """Planner that draws one epoch's batches, and assigns each to a worker if batches are bound to workers.
 
     Args:
-        rotation: chooses the worker of a batch; None if any worker may load any.
+        rotation: chooses a batch's worker; None if any worker may load any batch.
     """
 
     def __init__(self, progress: EpochProgress, rotation: Rotation | None = None) -> None:
@@ -237,7 +241,7 @@ class BatchPlanner:
                 rotation.end(worker)
 
     def draw(self) -> PlannedBatch | None:
-        """Return the next batch, the same one until `submitted`; None if there is none or no worker may have it."""
+        """Return the next batch, the same one until `submitted()`; None if none is left or no worker may get it."""
         plan, rotation = self._progress.plan, self._rotation
         if self.drawn is not None or plan.is_torn:
             return self.drawn

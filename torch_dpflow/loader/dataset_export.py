@@ -1,4 +1,4 @@
-"""Export of any map-style dataset to shards, by the workers of a loader."""
+"""Export of any map-style dataset to files in a shard format; the workers of a loader read the samples."""
 
 from __future__ import annotations
 
@@ -64,12 +64,13 @@ def export_dataset(
 
     Args:
         dataset: its samples are (bytes, mapping of annotations), or `encode` converts them to that.
-        target: the directory, also a URL.
+        target: path or URL of the directory.
         format, main, file_size, row_group_size, annotations, options: as in `torch_dpflow.datasets.export.export`.
         encode: a function of a sample that returns (bytes, mapping of annotations). Workers call it.
-        workers: processes that read; 0: this one. None: one for each processor.
-        name: the beginning of the names of the files.
-        samples_per_file: None: `file_size`, divided by the mean size of the first 256 samples.
+        workers: number of processes that read; 0: this process reads. None: one for each processor.
+        name: prefix of the files' names.
+        samples_per_file: number of samples in each file. None: `file_size`, divided by the mean size of the first 256
+            samples.
         resume: whether to keep the files of an earlier run of this export that was killed. The dataset must not have
             changed: only its class, its length and its first samples are compared.
         write_options: timeouts and retries of writing files.
@@ -78,7 +79,7 @@ def export_dataset(
     Raises:
         OptionError, OptionTypeError: an option is not allowed; the dataset is empty or has no length; the target has
             other files of these names, or files of an earlier run without `resume=True`.
-        SourceError: a sample cannot be read or encoded, or has what the format cannot hold. Its number is in the text.
+        SourceError: a sample cannot be read or encoded, or the format cannot store it. The message has its number.
         StorageError: a file cannot be written.
         MissingExtraError: pyarrow is not installed.
     """
@@ -120,7 +121,7 @@ def _write(
     processes: int,
     progress: Callable[[int], None],
 ) -> None:
-    """Write the files that are not there yet. Raises as `export_dataset`."""
+    """Write the files that do not exist yet. Raises the errors of `export_dataset`."""
     # The first file decides about columns, so it is read again where it is kept.
     read = [part for part, one in zip(plan, names) if one not in export.present or part is plan[0]]
     with preserved_rng(), closing(_samples(encoded, read, processes)) as samples:
@@ -135,7 +136,7 @@ def _write(
 
 
 def _samples(encoded: EncodedSamples, parts: Sequence[range], processes: int) -> Generator[ExportSample, None, None]:
-    """Yield the samples of these files. Tasks do not cross files, so they are the same whatever is written already."""
+    """Yield the samples of these files. A task never spans two files, so files that exist already change no task."""
     tasks = [part[start : start + _TASK_SAMPLES] for part in parts for start in range(0, len(part), _TASK_SAMPLES)]
     loader: DPFlowDataLoader[Any] = DPFlowDataLoader(
         encoded,
@@ -150,7 +151,7 @@ def _samples(encoded: EncodedSamples, parts: Sequence[range], processes: int) ->
 
 
 def _observe(kind: FileFormat, samples: Sequence[ExportSample], *, is_first: bool) -> None:
-    """Take notice of the annotations of a file. Raises SourceError if they do not fit the first file's."""
+    """Record the annotations of a file. Raises SourceError if they do not fit those of the first file."""
     for sample in samples:
         kind.observe(sample.number, msgspec.json.decode(sample.annotations))
     if is_first:
@@ -189,13 +190,13 @@ def _length_of(dataset: Any) -> int:
 
 
 def _first_samples(encoded: EncodedSamples, count: int) -> list[tuple[bytes, bytes]]:
-    """Return the first samples, read here, so that wrong input fails before anything is written."""
+    """Read the first samples in this process, so that wrong input fails before anything is written."""
     with preserved_rng():
         return encoded.__getitems__(range(min(count, _MEASURED)))
 
 
 class EncodedSamples(torch.utils.data.Dataset[tuple[bytes, bytes]]):
-    """Samples of a dataset as bytes and JSON, each seeded by its number. Raises SourceError, which names the sample."""
+    """Dataset of (bytes, JSON) pairs, each loaded with the seed of its number. Raises SourceError with the number."""
 
     def __init__(self, dataset: Any, encode: Encode | None) -> None:
         self._dataset, self._encode = dataset, encode
@@ -207,7 +208,7 @@ class EncodedSamples(torch.utils.data.Dataset[tuple[bytes, bytes]]):
         return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[tuple[bytes, bytes]]:
-        """Return the samples of a task; a dataset that has this method reads them in one call."""
+        """Return the samples of a task; a dataset that has `__getitems__` reads them in one call."""
         together = working(self._dataset, "__getitems__")
         if together is None:
             return [self._encoded(number, self._read(number)) for number in numbers]

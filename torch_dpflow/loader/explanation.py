@@ -1,4 +1,4 @@
-"""Decides from its figures what limits a loader, and what to change. Pure."""
+"""Diagnosis of a loader from its figures: what limits it, and what to change. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_THREADS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """The figures of a loader."""
+    """Figures of a loader, from which `explain` decides."""
 
     stats: LoaderStats
     #: Seconds from `iter` to the latest batch, over all epochs; the part of them before first batches and while workers
@@ -55,12 +55,12 @@ class Observed:
 
     @property
     def wait_s(self) -> float:
-        """Seconds that the training loop waited for batches other than the first ones."""
+        """Time that the training loop waited for batches, except each epoch's first batch, seconds."""
         return max(0.0, self.stats.stall_s - self.turn_stall_s)
 
     @property
     def steady_s(self) -> float:
-        """Seconds between the first and the last batch of each epoch, over all epochs."""
+        """Time from the first to the last batch of an epoch, summed over all epochs, seconds."""
         return max(0.0, self.iterating_s - self.turns_s)
 
     @property
@@ -71,7 +71,7 @@ class Observed:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """Limit of a loader: the result of `DPFlowDataLoader.explain`. Prints as three lines."""
+    """Limit of a loader: the result of `DPFlowDataLoader.explain`. `print` shows it as three lines."""
 
     #: "workers" (too few), "processors", "storage", "start" (of epochs), "job" (the training itself), "cold start",
     #: "network", "shard", "budget", or a platform's reason, as "quota"; empty if too little was read.

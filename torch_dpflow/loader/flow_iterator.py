@@ -1,4 +1,4 @@
-"""The iterator of a shared flow: the cluster's workers load samples, this process collates batches."""
+"""The iterator over a shared flow: the cluster's workers load samples, this process collates batches."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 class SharedLoaderIterator(DeliveringIterator):
     """One epoch of a job that shares its flow with others.
 
-    With the samplers that `routed_order` supports, `shuffle=True` among them, the flow's router decides the order
-    together with those of other jobs: every order is equally likely, and each sample comes once. The order of any other
-    sampler is kept. It is also kept if several processes of torch.distributed may have to read the same samples.
+    If `routed_order` supports the sampler, such as that of `shuffle=True`, the flow's router draws the orders of all
+    jobs together: every order is equally likely, and contains each sample once. The order of any other sampler is kept,
+    as is that of processes of torch.distributed that may have to read the same samples.
 
     Args:
         loader: a `DPFlowDataLoader` with a `flow`.
@@ -137,9 +137,9 @@ class SharedLoaderIterator(DeliveringIterator):
 
 
 def _order_of(loader: Any, pending: LoaderState | None) -> RoutedOrder | None:
-    """Return the order of the next epoch as `routed_order`; None too for the rest of an epoch of the sampler's order.
+    """Return the router's order for the next epoch; None if the sampler decides, as in an epoch that it began.
 
-    Ranks may have had peers that read the same, so that the sampler decided, and have none now.
+    A resumed rank may have had peers that read the same samples, so that the sampler decided, and have none now.
     """
     order = routed_order(loader)
     is_planned = pending is not None and not pending.fresh and pending.shared is None
@@ -147,9 +147,9 @@ def _order_of(loader: Any, pending: LoaderState | None) -> RoutedOrder | None:
 
 
 def _drawn_by_reader(progress: EpochProgress, positions: dict[int, int], *, batched: bool) -> Iterator[Any]:
-    """Yield the keys of each batch of a fixed order, which may be drawn in the reader's thread.
+    """Yield the keys of each batch. The sampler's order must be fixed, as the reader's thread draws from it.
 
-    positions: filled with the position in the plan of each batch, by the batch's number.
+    positions: this function stores each batch's position in the plan here, by the batch's number.
     """
     for number in itertools.count():
         progress.plan.forget(progress.position)
@@ -165,7 +165,7 @@ def _drawn_by_reader(progress: EpochProgress, positions: dict[int, int], *, batc
 
 @dataclass(frozen=True)
 class _ResumedEpoch:
-    """The position in an order of the router that a loader's state has saved; all None without such a state."""
+    """Position in the router's order from a loader's saved state; all fields are None without such a state."""
 
     #: Seed and epoch of the order.
     seed: int | None = None
@@ -185,7 +185,7 @@ class _ResumedEpoch:
 
 @dataclass(frozen=True)
 class _PlannedProgress:
-    """The progress of an epoch whose order the sampler decides."""
+    """Progress of an epoch whose order the sampler decides."""
 
     progress: EpochProgress
     batches: EpochReader
@@ -202,10 +202,10 @@ class _PlannedProgress:
 
 
 class RoutedProgress:
-    """The progress of an epoch whose order the router decides.
+    """Progress of an epoch whose order the router decides.
 
     Args:
-        iteration: number of the loader's iteration.
+        iteration: number of the loader's iteration, from 0.
         epoch: epoch of the router's order.
     """
 
@@ -219,9 +219,10 @@ class RoutedProgress:
         self.finished = False
 
     def state(self, held: int = 0) -> LoaderState:
-        """Return the state to resume the epoch, or the next one if this one is over.
+        """Return the state to resume the epoch, or to begin the next epoch if this one has ended.
 
-        One bit per sample of the flow; up to three where the job has ranks. Raises StateError for `held` batches.
+        The state has one bit for each sample of the flow; up to three if the job has ranks. Raises StateError if `held`
+        is not 0 within an epoch.
         """
         if held and not self.finished:
             raise held_ahead(held)
@@ -238,7 +239,7 @@ class RoutedProgress:
 
 
 def _settled_order(loader: Any, plan: Plan) -> npt.NDArray[np.int64] | None:
-    """Return the rest of an epoch whose order is fixed at its start; None for any other, and for a long one."""
+    """Return the remaining keys of an epoch whose order is fixed at its start; None for other or very long orders."""
     if len(loader.dataset) > MAX_WHOLE:
         plan.settle(plan.drawn + 1)  # the order's seed is drawn here and now, and not by the reader's thread
         return None
@@ -253,15 +254,15 @@ def _settled_order(loader: Any, plan: Plan) -> npt.NDArray[np.int64] | None:
 
 
 class FlowPlanner:
-    """Draws the batches of a sampler whose order may change during the epoch. Only the training thread uses it.
+    """Planner of batches whose sampler may change the order during the epoch. Only the training thread uses it.
 
     Like torch, it draws `prefetch_factor * num_workers` batches when an iteration begins, and one more before it
     returns each batch. Without workers it draws a batch when that batch is requested.
 
     Args:
-        ahead: batches that are drawn beyond those that were taken.
-        settled: how many batches are fixed now; up to `settled_ahead` of these may be drawn ahead.
-        batched: whether the sampler returns batches, and not single keys.
+        ahead: number of batches to draw beyond those that were taken.
+        settled: number of batches whose order can no longer change; up to `settled_ahead` of these may be drawn ahead.
+        batched: True if the sampler returns batches, False if it returns single keys.
     """
 
     def __init__(
@@ -277,11 +278,11 @@ class FlowPlanner:
         self.draw_beyond(0)
 
     def draw_due(self, taken: int) -> None:
-        """Draw the batch that follows the first `taken`, unless it was drawn."""
+        """Draw the batch after the first `taken` batches, unless it was drawn before."""
         self._draw(taken, max(1, self._ahead))
 
     def draw_beyond(self, taken: int) -> None:
-        """Draw batches beyond the first `taken` ones. Raises what the sampler raises."""
+        """Draw batches beyond the first `taken` batches. Raises the errors of the sampler."""
         self._draw(taken, self._ahead)
 
     def _draw(self, taken: int, ahead: int) -> None:

@@ -1,6 +1,6 @@
-"""The jobs of a loader that reads a shared flow, and the samplers whose order the flow's router can decide.
+"""Jobs of a loader that reads a shared flow, and the choice between the router's order and the sampler's.
 
-Jobs whose order the router decides read samples that other jobs have just loaded.
+If the router decides the order, a job reads samples that other jobs have just loaded.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _readers: weakref.WeakKeyDictionary[SharedJob, tuple[Any, ...]] = weakref.WeakKe
 
 @dataclass(frozen=True)
 class RoutedOrder:
-    """An order that the router decides: each sample of the sampler once, every order equally likely.
+    """Order that the router decides: each sample of the sampler once, every order equally likely.
 
-    A job that is alone in its flow reads the order of its sampler.
+    The only job of a flow reads the order of its sampler.
     """
 
     sampler: Any
@@ -70,11 +70,12 @@ class RoutedOrder:
     independence: float = 0.0
 
     def next_epoch(self, iterations: int, resumed: int | None, *, resumes: bool) -> int:
-        """Return the epoch that the next iteration reads.
+        """Return the number of the epoch that the next iteration reads.
 
         Args:
-            resumed: the next epoch by a loaded state.
-            resumes: whether the state was taken in the middle of that epoch.
+            iterations: number of the loader's iteration, from 0.
+            resumed: the epoch in a loaded state; None without a state.
+            resumes: whether the state was taken in the middle of the epoch `resumed`.
         """
         if not self.counts:
             return iterations if resumed is None else resumed
@@ -87,13 +88,15 @@ class RoutedOrder:
 
 
 def routed_order(loader: Any) -> RoutedOrder | None:
-    """Return how the router may replace the loader's sampler; None: the sampler's own order is kept.
+    """Return the order by which the router replaces the loader's sampler; None if the sampler's order is kept.
 
-    It may replace the sampler of `shuffle=True`, a SubsetRandomSampler without a separate generator,
-    DistributedSampler and DynaGCSSampler, but no subclass of them. If there are several ranks, they must have a common
+    The router may replace the sampler of `shuffle=True`, a SubsetRandomSampler without a separate generator, a
+    DistributedSampler and a DynaGCSSampler, but no subclass of them. If there are several ranks, they must have a
+    common
     name: that of `JobOptions`, or one drawn through torch.distributed.
 
-    It may not replace the sampler in two cases. First, torch.distributed has more processes than the sampler has
+    The router may not replace the sampler in two cases. First, torch.distributed has more processes than the sampler
+    has
     replicas: some processes then read the same batches by the sampler's seed, as tensor-parallel and context-parallel
     peers do. Second, the user has fixed the order by a generator in the sampler.
     """
@@ -143,10 +146,10 @@ def has_common_name(options: JobOptions | None, replica: Replica | None) -> bool
 
 
 def common_name(flow: str, seed: int) -> str:
-    """Return a name for this process's next job of a flow, the same in all ranks of torch.distributed.
+    """Agree on a name for the next job of a flow; return the same name in all ranks of torch.distributed.
 
-    The first rank draws it and sets it in the store by which the ranks found each other. So no rank waits and no
-    collective is called. A store may outlive the ranks, as after a restart by torchrun, so the key holds the attempt.
+    The first rank draws the name and writes it to the store by which the ranks found each other, without a collective
+    call. A store may outlive the ranks, as after a restart by torchrun, so the key holds the attempt.
     """
     global _counted_by
     store = default_store()
@@ -165,18 +168,18 @@ def _replica_of(sampler: Any) -> Replica | None:
 
 
 def job_of(loader: Any, seed: int, order: RoutedOrder | None = None, resumed_seed: int | None = None) -> SharedJob:
-    """Return an unused job of the loader, opened if there is none; it is closed with the loader.
+    """Return a job of the loader that no iteration reads; open one if necessary. The loader closes it at its end.
 
-    So iterations may run concurrently, as with torch. All iterations of a rank belong to one job, so ranks need not
+    So iterations can run concurrently, as with torch. All iterations of a rank count as one job, so ranks need not
     begin the same number of iterations.
 
     Args:
-        seed: of the order, if it is the loader's first job.
+        seed: seed of the order, if it is the loader's first job.
         order: the order that the router decides; None where the sampler decides it.
         resumed_seed: the seed of the run that is resumed; a job with another seed is opened.
 
     Raises:
-        as `open_job`.
+        The errors of `open_job`.
     """
     runtime: LoaderRuntime = loader._runtime
     jobs = runtime.jobs
@@ -209,7 +212,7 @@ def job_of(loader: Any, seed: int, order: RoutedOrder | None = None, resumed_see
 
 
 def _close_outdated(loader: Any, order: RoutedOrder | None) -> bool:
-    """Close jobs that differ from the loader in flow, options, order or dataset; return whether there were any.
+    """Close jobs that differ from the loader in flow, options, order or dataset; return whether any was closed.
 
     Workers have the content as it was when the first job was opened. If the dataset's own state has changed, the
     cluster accepts or refuses the present content as if it came from another loader. A change elsewhere, such as a
@@ -286,10 +289,10 @@ def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> Sha
 
 
 def _free_name(loader: Any, name: str, rank: int | None, group: Any) -> str:
-    """Return the name, with "~2" and so on appended if other iterations of this process have it.
+    """Return the name, with "~2" and so on appended if other iterations of this process use it.
 
-    Ranks open their jobs in the same order, as they run the same script. Jobs that a former process group has read
-    under the name are closed: their ranks are not there any more to read the rest of the epoch.
+    Ranks open their jobs in the same order, as they run the same script. Jobs of a former process group that have the
+    name are closed: their other ranks no longer exist to read the epoch to its end.
     """
     for free in chain([name], (f"{name:.{MAX_NAME - 5}}~{number}" for number in itertools.count(2))):
         is_used = False
@@ -323,16 +326,16 @@ def _part_of(dataset: Any) -> bytes:
 
 
 def _places_of(dataset: Any) -> IndexArray | None:
-    """Return the samples of the flow that a torch `Subset` has; None for any other dataset."""
+    """Return the flow's sample numbers that a torch `Subset` contains; None for any other dataset."""
     return without_subset(dataset.dataset if isinstance(dataset, ALSDCache) else dataset)[1]
 
 
 def settled_state(loader: Any, shared: dict[str, Any]) -> dict[str, Any]:
-    """Return the position of this rank in an epoch of the router's order, from a position of any number of ranks.
+    """Return this rank's position in an epoch of the router's order, from positions saved by any number of ranks.
 
-    The position can then be joined with the other ranks' positions before an iteration begins with it.
+    The result can be joined with the other ranks' positions, even if no iteration has begun with it.
 
-    Raises StateError: the position is not known to one rank, or is of other samples.
+    Raises StateError: `shared` does not contain this rank's position, or is a position in other samples.
     """
     order, epoch = routed_order(loader), shared["epoch"]
     if order is None:

@@ -1,4 +1,4 @@
-"""The iterator without workers: torch's, with a position that can be saved."""
+"""The iterator without workers: torch's iterator, with a position that can be saved."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class SingleProcessIterator(DeliveringIterator):
             return Stream(self._dataset, begun, state=None, skip=delivered, failed=failed, batch_size=batch_size)
 
     def _dataset_state(self) -> Callable[[], Any] | None:
-        """Return a function that returns the dataset's own state; None if it has none."""
+        """Return a function that returns the dataset's own state; None if the dataset has no state."""
         dataset = self._dataset
         if self._dataset_kind != DatasetKind.Iterable:
             return (lambda: copied(dataset, at_rest(dataset))) if has_state(dataset) else None

@@ -1,4 +1,4 @@
-"""Start of an iteration, as in torch or from a loaded state."""
+"""Start of an iteration: a whole epoch as in torch, or from a loaded state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from torch_dpflow.lookahead import announce_order, takes_orders
 
 
 class LoaderView:
-    """View of a loader, without its sampler and generator, so that torch's iterator starts without random draws."""
+    """View of a loader without its sampler and generator, so that torch's iterator starts without random draws."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -59,10 +59,11 @@ def begin(iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Cal
     Args:
         iterator: torch's base iterator, which is being constructed or reset; its index sampler and base seed are set.
         loader: the `DPFlowDataLoader`.
-        opening: the steps in which `start` begins a whole epoch.
+        opening: the random draws of `start` when it begins a whole epoch, in order.
         start: torch's own constructor or reset.
 
-    Raises StateError: the pending state does not fit. It is dropped; the next iteration reads a whole epoch.
+    Raises StateError: the pending state does not fit the loader. The state is dropped, so the next iteration reads a
+    whole epoch.
     """
     runtime = loader._runtime
     epoch, pending = runtime.epoch, runtime.pending
@@ -111,7 +112,7 @@ def _begin(iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Ca
 
 
 def _return_to_rest(loader: Any, state: LoaderState) -> None:
-    """Restore generators, sampler and dataset to their states between the epochs."""
+    """Restore generators, sampler and dataset from a state that was saved between two epochs."""
     if state.plan_rng is not None and (names := unchanged_generators(state.plan_rng, state.began)):
         # The script was restarted with the same seed: the next epoch must not repeat the order of the first.
         counted, epoch = epoch_setter(loader._index_sampler, loader.sampler), None
@@ -132,7 +133,7 @@ def _return_to_rest(loader: Any, state: LoaderState) -> None:
 
 
 def _with_shared_seeds(opening: Sequence[OpeningStep], loader: Any) -> list[OpeningStep]:
-    """Add the draws of a data pipe's shared seed: torch draws it first of all, and again when it resets an iterator."""
+    """Return `opening` with the draws of a data pipe's shared seed: torch draws it first, and again at a reset."""
     if not isinstance(loader.dataset, IterDataPipe):
         return list(opening)
     first: list[OpeningStep] = ["seed"] if "seed" in opening else []
@@ -141,14 +142,14 @@ def _with_shared_seeds(opening: Sequence[OpeningStep], loader: Any) -> list[Open
 
 
 def _share_seed(iterator: Any, seed: int | None) -> None:
-    """Make a data pipe shuffle with this seed instead of the one that torch drew."""
+    """Make a data pipe shuffle with this seed instead of the seed that torch drew."""
     if seed is not None and isinstance(iterator._dataset, IterDataPipe):
         iterator._shared_seed = seed
         iterator._dataset = graph_settings.apply_random_seed(iterator._dataset, torch.Generator().manual_seed(seed))
 
 
 def _next_with_same_seed(loader: Any, state: LoaderState) -> tuple[EpochProgress, int | None]:
-    """Begin another epoch of persistent workers, which keep their base seed."""
+    """Begin another epoch with persistent workers' base seed; return its progress and a data pipe's shared seed."""
     assert state.base_seed is not None
     shape, generators = LoaderShape(loader), GeneratorStates.capture(loader)
     batches = open_order(OPENING_AGAIN, loader._index_sampler, loader.generator)
@@ -186,13 +187,13 @@ _SAMPLES = 1024
 
 
 class EpochAnnouncement:
-    """Announces the order of what is left of an epoch to the loader's dataset, if the dataset accepts it.
+    """Announcement of an epoch's remaining order to the loader's dataset, if the dataset accepts announcements.
 
     A fixed order is announced as a whole, any other batch by batch as it is drawn. Announcing does not change the
     plan's batches.
 
     Args:
-        batches: most batches in flight.
+        batches: maximum number of batches in flight.
     """
 
     def __init__(self, loader: Any, plan: Plan, batches: int) -> None:
@@ -225,7 +226,7 @@ class EpochAnnouncement:
 
 
 def flat_keys(batches: list[Any]) -> npt.NDArray[np.int64]:
-    """Return the samples of batches, in order. With `batch_size=None` batches are samples themselves."""
+    """Return the samples of all batches as one array. With `batch_size=None` each batch is a single sample."""
     is_flat = bool(batches) and not isinstance(batches[0], Iterable)
     return np.fromiter(batches if is_flat else chain.from_iterable(batches), dtype=np.int64)
 
@@ -236,7 +237,7 @@ def _batch_size(batch_sampler: Any) -> int | None:
 
 
 class Pin:
-    """Copies a batch into pinned memory. Made in the training thread, called in the shard's.
+    """Function that copies a batch into pinned memory. Made in the training thread, called in the shard's thread.
 
     Args:
         device: the kind of accelerator, as torch's iterator has found it.

@@ -1,4 +1,4 @@
-"""States given to a loader: check that they fit it, and join the states of all ranks to one."""
+"""States given to a loader: checks that they fit the loader, and joining of all ranks' states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from torch_dpflow.errors import StateError
 
 
 def read_states(given: Any, rank: int, workers: int, dataset: Any) -> LoaderState:
-    """Return the state with which this rank resumes: the given one, or the given ones of all ranks, joined.
+    """Return the state with which this rank resumes: the given state, or the joined states of all ranks.
+
+    given: a state dict, or a list of the state dicts of all ranks.
 
     Raises StateError: a state is damaged, or the states are of different epochs, or not of all ranks.
     """
@@ -44,7 +46,7 @@ def _as_read_by(state: LoaderState, workers: int, dataset: Any) -> LoaderState:
 
 
 def _of_all_ranks(state: LoaderState) -> LoaderState:
-    """Return the only state of a list. Raises StateError if other ranks have read parts of its epoch."""
+    """Return the state, which was given alone. Raises StateError if other ranks have read parts of its epoch."""
     replicas = state.made_of.get("num_replicas")
     if isinstance(replicas, int) and replicas > 1 and not state.fresh and (state.position or state.ahead):
         raise StateError(
@@ -55,7 +57,7 @@ def _of_all_ranks(state: LoaderState) -> LoaderState:
 
 
 def _joined_streams(states: Sequence[LoaderState], rank: int, workers: int) -> LoaderState:
-    """Return this rank's state of an iterable dataset. If the dataset has shards, it has the shards of all ranks."""
+    """Return this rank's state of an iterable dataset; for a dataset with shards, joined from those of all ranks."""
     begun = [state for state in states if not state.fresh] or list(states)
     own = next((state for state in states if _rank_of(state) == rank), None)
     streams = [stream for state in begun for stream in state.streams]
@@ -73,7 +75,7 @@ def _joined_streams(states: Sequence[LoaderState], rank: int, workers: int) -> L
 
 
 def _is_of_other_ranks(state: LoaderState, dataset: Any) -> bool:
-    """Return whether a different number of ranks has divided the shards, so that each worker needs all positions."""
+    """Return whether the state's run had a different number of ranks, so that workers need all shards' positions."""
     if not isinstance(dataset, ShardedIterableDataset):
         return False
     kept = [stream.dataset["dataset"] for stream in state.streams if stream.dataset is not None]
@@ -83,10 +85,10 @@ def _is_of_other_ranks(state: LoaderState, dataset: Any) -> bool:
 def _with_shards_moved(
     state: LoaderState, streams: Sequence[StreamState], workers: int, ranks: int = 1
 ) -> LoaderState | None:
-    """Return a state in which each of the workers has the positions of all shards; None without shards.
+    """Return a state in which every worker's stream has the positions of all shards; None without shards.
 
     Args:
-        streams: of all workers, in all ranks whose states are given.
+        streams: the streams of all workers of all ranks whose states are given.
         ranks: the number of ranks whose states are given.
     """
     kept = [one for one in (state.dataset, *(stream.dataset for stream in streams)) if one is not None]
@@ -140,9 +142,9 @@ def _rank_of(state: LoaderState) -> Any:
 
 
 def _with_unread(kept: list[Any]) -> list[Any]:
-    """Give a position to ranks that have read nothing of an epoch that others have begun; theirs is None.
+    """Replace None by a position at the epoch's start, for ranks that have read nothing of an epoch others have begun.
 
-    Which of the missing ranks each of them gets does not matter, as all begin at the same place.
+    The missing rank numbers are assigned in any order, because all these ranks begin at the same place.
     """
     begun = next((one for one in kept if isinstance(one, dict) and {"rank", "length"} <= one.keys()), None)
     if begun is None:
@@ -154,9 +156,10 @@ def _with_unread(kept: list[Any]) -> list[Any]:
 
 
 def with_seed_of(state: LoaderState, rank: int) -> LoaderState:
-    """Return the state with this rank's seed for the workers, if it holds the seed of another rank.
+    """Replace the workers' seed in a state by this rank's seed, if it is the seed of another rank.
 
-    A stream that is skipped up to its position needs the seed that it was begun with.
+    The seed of an iterable dataset's state stays, because skipping a stream to its position needs the seed of its
+    start.
     """
     is_own = state.shared is not None or state.kind == "iterable" or state.made_of.get(RANK) in (None, rank)
     if state.base_seed is None or is_own:
@@ -166,9 +169,9 @@ def with_seed_of(state: LoaderState, rank: int) -> LoaderState:
 
 
 def as_own(state: LoaderState, loader: Any) -> LoaderState:
-    """Return a loaded state that no iteration has begun with as that of this rank, so that it joins with the others.
+    """Return a loaded, unused state as a state of this rank, so that it can be joined with other ranks' states.
 
-    Raises StateError: the states that it was loaded from are not those of all ranks.
+    Raises StateError: the state was not loaded from the states of all ranks.
     """
     if state.fresh:
         return state
@@ -205,16 +208,16 @@ def _check_alike(states: Sequence[LoaderState]) -> None:
 
 
 def set_counted_epoch(loader: Any, state: LoaderState) -> None:
-    """Set a sampler without a state that counts its iterations to the next epoch, which `set_epoch` may change."""
+    """Set the sampler to the epoch after the state's, if it counts its iterations and has no saved state."""
     sampler, counted = epoch_setter(loader._index_sampler, loader.sampler), state.made_of.get(COUNTED)
     if state.fresh and state.sampler is None and sampler is not None and type(counted) is int:
         sampler.set_epoch(counted)
 
 
 def begin_saved_epoch(loader: Any, *, is_over: bool) -> None:
-    """Set the sampler to the epoch of a pending state, for a trainer that does so only after it has called `iter`.
+    """Set the sampler to the pending state's epoch, for trainers that call `set_epoch` only after `iter`.
 
-    is_over: the trainer continues with the next epoch, so the next iteration must be that one.
+    is_over: the trainer continues with the epoch after the state's, so the next iteration must read that epoch.
     """
     state: LoaderState | None = loader._runtime.pending
     if state is None or state.fresh:
@@ -232,9 +235,9 @@ def begin_saved_epoch(loader: Any, *, is_over: bool) -> None:
 
 
 def _epochs_of(states: Sequence[LoaderState]) -> list[Any]:
-    """Return the epochs of states: their samplers' where all have one, else how many iterations were begun.
+    """Return the epoch of each state: the sampler's epoch if all states have it, else the number of begun iterations.
 
-    A rank that has looked at a batch before the epoch has begun more iterations than the others.
+    The latter can differ between ranks: one that fetched a batch before the epoch has begun one iteration more.
     """
     named = [state.sampler["sampler"] if state.sampler is not None and not state.fresh else None for state in states]
     if all(isinstance(one, dict) and type(one.get("epoch")) is int for one in named):
@@ -249,7 +252,7 @@ _RANKED = (
 
 
 def check_fits(loader: Any, state: LoaderState) -> None:
-    """Raise StateError unless the loader can continue the epoch of a state exactly, or begin the one after it."""
+    """Raise StateError unless the loader can continue the state's epoch exactly, or begin the epoch after it."""
     shape = LoaderShape(loader)
     kind, length, mine = shape.kind, shape.length(), shape.parts()
     if loader.flow is None and state.shared is not None and not state.fresh:
@@ -290,7 +293,7 @@ def check_fits(loader: Any, state: LoaderState) -> None:
 
 
 def _of_devices(*samplers: Any) -> str:
-    """Return what to do where a framework has another sampler for one device than for several."""
+    """Return advice if a framework uses different samplers for one device and for several; otherwise empty text."""
     is_shuffled = {*samplers} in ({"RandomSampler", "DistributedSampler"}, {"SequentialSampler", "DistributedSampler"})
     text = ". Lightning and others read by one on one device and by the other on several: change the number of devices"
     return f"{text} between epochs, or give the loader a sampler with ranks" if is_shuffled else ""
@@ -301,10 +304,10 @@ UNKNOWN = -1
 
 
 def end_of_epoch(loader: Any, state: LoaderState) -> int | None:
-    """Return the number of the batch at which the epoch of a state ends in this loader; None for a whole epoch.
+    """Return the number of the batch at which the epoch of a state ends in this loader; None: at the usual end.
 
-    Raises StateError: the states do not cover all ranks; or the script has read `len(loader)` before, and may count
-        batches up to that, and the epoch of the state does not end there.
+    Raises StateError: the states do not cover all ranks; or the script has read `len(loader)` before, so that it may
+    count batches up to a number at which this epoch does not end.
     """
     if state.fresh or state.kind == "iterable":
         return None
@@ -326,7 +329,7 @@ def end_of_epoch(loader: Any, state: LoaderState) -> int | None:
 
 
 def _check_size(state: LoaderState, mine: dict[str, Any], resized: list[str], rank: int) -> None:
-    """Raise StateError if the rest of the epoch cannot be divided again."""
+    """Raise StateError if the remaining epoch cannot be divided among the present ranks and batches."""
     own = None if state.sampler is None else state.sampler["sampler"]
     of_ranks = isinstance(own, list) or (isinstance(own, dict) and "num_replicas" in own)
     if state.ahead and (resized or state.made_of.get(RANK) not in (None, rank)):
@@ -367,13 +370,13 @@ def _check_workers(loader: Any, state: LoaderState) -> None:
 def join_flow_states(states: Sequence[LoaderState], rank: int) -> LoaderState:
     """Return the state with which a rank of any number of ranks resumes.
 
-    For states of epochs whose order the flow's router decides: at least one of them has `shared`. States of ranks that
-    have read nothing of the epoch count as empty. A rank resumes with the seeds of the state that has its number, or
-    else with those of any other state.
+    All states are of an epoch whose order the flow's router decides: at least one has `shared`. The others have read
+    nothing of the epoch. A rank resumes with the seeds of the state that has its number, or else with the seeds of any
+    state.
 
     Args:
-        states: one of each rank that there was, in any order.
-        rank: of this process.
+        states: one state of each rank of the saved run, in any order.
+        rank: the rank of this process.
 
     Raises StateError: the states are not of one epoch, or not of all ranks.
     """
@@ -399,7 +402,7 @@ def join_flow_states(states: Sequence[LoaderState], rank: int) -> LoaderState:
 
 
 def _routed_rank(state: LoaderState) -> tuple[int, int]:
-    """Return the rank of a state in mid-epoch and the number of ranks. Raises StateError if it has none."""
+    """Return (rank, number of ranks) of a state in mid-epoch. Raises StateError if the state has no rank."""
     shared = state.shared
     if shared is None:
         raise StateError(

@@ -65,8 +65,8 @@ class DPFlowDataLoader(DataLoader[T]):
     - Idle workers take over tasks of busy ones, so one slow sample does not delay the others.
     - Random augmentation does not depend on the number of workers, a crash or a resume (see `LoaderOptions.seeding`;
       not with `num_workers=0`, which draws from the process's generators).
-    - `state_dict()` and `load_state_dict()` save and restore the position, also in another process and with another
-      number of workers or ranks, or at another batch size.
+    - `state_dict()` and `load_state_dict()` save and restore the position, also in another process with a different
+      number of workers or ranks, or at a different batch size.
     - `stats()` returns how long the training loop waited; `explain()` returns the cause, and what to change.
 
     Not thread-safe: iterate, save and load in one thread. A forked child can iterate the loader again.
@@ -166,12 +166,12 @@ class DPFlowDataLoader(DataLoader[T]):
     def __len__(self) -> int:
         """Return the number of batches of an epoch; while a loaded state is pending or read, of the epoch it resumes.
 
-        That counts the batches before the state too. So programs that count batches from a saved step read the rest of
-        an epoch that was begun with a different number of ranks or batch size.
+        The number includes the batches before the state. So programs that count batches from a saved step read to the
+        end of an epoch that was begun with a different number of ranks or batch size.
 
         Raises:
-            TypeError: it is not known, as of an iterable dataset without a length, or of an epoch of a flow that other
-                ranks began.
+            TypeError: the number is not known, such as for an iterable dataset without a length, or for an epoch of a
+                flow that other ranks began.
         """
         runtime = self._runtime
         if (end := runtime.end_of_epoch()) is None:
@@ -211,12 +211,12 @@ class DPFlowDataLoader(DataLoader[T]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the latest iteration as a dict with the same keys at every position.
 
-        JSON, pickle, `torch.save` and `torch.distributed.checkpoint` can store it. The own states of a dataset or
-        sampler with a `state_dict` are included; if one holds more than plain types and tensors, JSON cannot store the
-        dict. O(1): no index and no sample is read, except that the first state of an epoch reads the indices of a
+        JSON, pickle, `torch.save` and `torch.distributed.checkpoint` can store it. The result includes the states of a
+        dataset or sampler that has a `state_dict`. JSON can store it only if these states are plain types. O(1): no
+        index and no sample is read, except that the first state of an epoch reads the indices of a
         `Subset` or of a sampler. Valid at any time: before the first batch, after any, after the last.
 
-        It holds the state of the loader's `generator`. Of the process's generators it holds only the states from which
+        The result includes the state of the loader's `generator`, and the states of the process's generators from which
         this epoch was drawn. The remaining epoch is therefore always exact. Later epochs are exact if a `generator` was
         given, or if the training script restores torch's random state.
 
@@ -242,27 +242,27 @@ class DPFlowDataLoader(DataLoader[T]):
         return state.as_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Begin the next iteration at the position of `state_dict`, whatever the number of workers was.
+        """Make the next iteration begin at the position of `state_dict`. The number of workers may have changed.
 
-        Indices are drawn again up to the position, unless the sampler has a state; samples are not loaded.
-        An iterable dataset needs the same number of workers, unless it is a `ShardedIterableDataset`. It continues from
-        its own state if it has one, else it skips what was delivered. A dataset or sampler that cannot restore its own
-        state raises at the next `iter`.
+        Indices are drawn again up to the position, unless the sampler has a state; samples are not loaded. An iterable
+        dataset needs the same number of workers, unless it is a `ShardedIterableDataset`. It continues from its own
+        state if it has one; otherwise the samples that were delivered are skipped. A dataset or sampler that cannot
+        restore its own state raises at the next `iter`.
 
-        A map-style dataset may be read at another batch size, and by a different number of ranks: with torch's
-        DistributedSampler or a `DynaGCSSampler`, what is left of the epoch is dealt to the new ranks.
+        A map-style dataset may be read at a different batch size. With torch's DistributedSampler or a `DynaGCSSampler`
+        it may also be read by a different number of ranks, which divide the remaining epoch.
 
         Args:
             state_dict: what `state_dict()` returned in this rank; or a list of the states of all ranks, in any order,
                 of which a rank of an iterable dataset uses its own. If all ranks have read the same number of batches,
-                the state of any rank is enough. Otherwise a single state would lose or repeat samples, which it
-                cannot show.
+                the state of any rank is enough. Otherwise a single state would lose or repeat samples without an error.
 
         Raises:
             StateError: the state is invalid or damaged; it was taken with other data, another part of it, another
-                sampler or another shared flow; ranks are missing in a list; what is left cannot be divided again; the
-                epoch now ends at a different batch than a `len()` returned before; or the workers are
-                threads. Nothing is changed then. What a dataset or sampler refuses is raised by the next `iter`.
+                sampler or another shared flow; ranks are missing in a list; the remaining epoch cannot be divided
+                again; the epoch now ends at a different batch than a `len()` returned before; or the workers are
+                threads. Nothing is changed then. Errors of a dataset or sampler that refuses its state are raised by
+                the next `iter`.
         """
         self._check_workers()
         rank = LoaderShape(self).rank()
@@ -274,7 +274,7 @@ class DPFlowDataLoader(DataLoader[T]):
         self._iterator = None  # persistent workers have read ahead, and begin epochs in another way than new ones
 
     def stats(self) -> LoaderStats:
-        """Return the counters of this loader, over all its iterations; of a shared flow at most a second old."""
+        """Return the counters of all iterations of this loader; figures of a shared flow are at most a second old."""
         stats, jobs = self._runtime.meter.snapshot(), self._runtime.jobs.values()
         if not jobs:
             return stats
@@ -294,7 +294,7 @@ class DPFlowDataLoader(DataLoader[T]):
         )
 
     def explain(self) -> Explanation:
-        """Return what limits the run and what to change, from the measurements so far; printed, three lines.
+        """Return what limits the run and what to change, by the measurements so far. `print` shows three lines.
 
         Call it in the training thread, in or after an iteration. `limited_by` is one word for programs, empty if too
         little was read.

@@ -1,7 +1,7 @@
-"""Batches that a worker has begun and all workers load: which rows are whose, and what becomes of each batch.
+"""Opened batches: a worker began them, and all workers load their rows. Division of rows, and the outcome.
 
-Used by a private shard's thread. It neither sends nor waits. Pieces are tasks of the scheduler like whole batches: they
-are stolen, repeated after a death, and counted against a worker's time limit.
+Only a private shard's thread calls this module, which neither sends nor waits. Pieces are tasks of the scheduler like
+whole batches: they are stolen, repeated after a worker's death, and have the time limit of a task.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PIECE_S, PIECES_EACH = 0.025, 4
 
 
 class Opening(NamedTuple):
-    """A batch as it was opened."""
+    """State of a batch when a worker opened it."""
 
     opened: OpenedBatch
     #: It encoded, for other workers.
@@ -41,7 +41,7 @@ class _Open:
 
 
 class OpenBatches:
-    """The batches that are open, by the task that began each.
+    """Open batches, by the task that began each.
 
     Args:
         submit: submits (task, payload) pairs, to be loaded before all batches at later positions.
@@ -65,7 +65,7 @@ class OpenBatches:
         return len(self._batches)
 
     def add(self, task: int, opening: Opening) -> None:
-        """Divide what is left of a batch among the workers."""
+        """Divide the remaining rows of a batch among the workers, as tasks."""
         batch, opened = _Open(opening), opening.opened
         self._batches[task] = batch
         if not self.opens:
@@ -100,7 +100,7 @@ class OpenBatches:
             self._end(task - part_of(task), batch)
 
     def drop(self, task: int) -> int:
-        """Drop the open batch of this task, if it is one of its pieces; return the number of the batch's task."""
+        """Drop the open batch that this task is a piece of, if any; return the number of the batch's task."""
         whole = task - part_of(task)
         batch = self._batches.pop(whole, None)
         if batch is not None:
@@ -108,7 +108,7 @@ class OpenBatches:
         return whole
 
     def clear(self) -> None:
-        """Forget all batches; their tasks are cancelled."""
+        """Forget all batches, whose tasks the caller cancels."""
         self._batches.clear()
 
     def _end(self, task: int, batch: _Open) -> None:

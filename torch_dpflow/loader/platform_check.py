@@ -26,7 +26,7 @@ TIMEOUT_S = 300.0
 
 
 class Probe(Dataset[Any]):
-    """Sample 0 says where it was loaded. Small samples follow, then a large one that is not timed, then large ones."""
+    """Dataset for the test: sample 0 names its host; then small samples, an untimed large one, and timed large ones."""
 
     _large: torch.Tensor | None = None
 
@@ -44,7 +44,7 @@ class Probe(Dataset[Any]):
 
 
 def check_platform(platform: str | PlatformSpec, *, listen: str | None = None) -> Iterator[Finding]:
-    """Yield the findings about a platform, then those of a worker that is started on it and ended.
+    """Yield the findings about a platform, then the findings of a worker that is started there and ended.
 
     listen: as in `LoaderOptions`.
 

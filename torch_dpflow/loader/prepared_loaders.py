@@ -1,10 +1,11 @@
-"""Lets accelerate, Fabric, Lightning and Ray Train take a loader as one of our class, with its options and its state.
+"""Support for accelerate, Fabric, Lightning and Ray Train, which then keep a loader's class, options and state.
 
-accelerate makes a loader of torch's class with torch's arguments from the one that it is given, and has no hook. Its
-two functions that do so are wrapped where it is imported. Its wrapper and Fabric's count epochs from 0 and set them, so
-they count from the loaded state. Lightning sets the epoch of a sampler after it has begun a resumed iteration, and goes
-on to the next epoch if a state is at the end of one. For data without a length it reads a batch ahead, as Ray Train's
-wrapper does, which a saved position must not count. `docs/howto/libraries.md` lists the ways for Ray Train and Ignite.
+accelerate makes a new loader of torch's class, with torch's arguments, from the given loader, and has no hook. The two
+functions that do so are wrapped when accelerate is imported. Its wrapper and Fabric's count epochs from 0 and set them,
+so they count from the loaded state. Lightning sets the epoch of a sampler after it has begun a resumed iteration, and
+goes on to the next epoch if a state is at the end of one. For data without a length Lightning reads a batch ahead, as
+Ray Train's wrapper does; a saved position must not count that batch. `docs/howto/libraries.md` lists the ways for Ray
+Train and Ignite.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _PREPARED: ContextVar[Any] = ContextVar("prepared", default=None)
 
 
 def keep_class_when_prepared(ours: type[Any]) -> None:
-    """Let these libraries prepare loaders of class `ours` as such, now or once they are imported."""
+    """Make these libraries keep the class of loaders of class `ours`, now or once they are imported."""
     amend_by_module = {
         _ACCELERATE: _amend_accelerate,
         _RAY: _amend_ray,
@@ -191,7 +192,7 @@ def _noting(ours: type[Any], function: Callable[..., Any]) -> Callable[..., Any]
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """An import hook that calls a function with a module once it has been imported."""
+    """Import hook that calls a function with each named module after its import."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name = name
@@ -201,7 +202,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find the module by the other finders, and extend its loader."""
+        """Find a named module by the other finders, and make its loader call the function."""
         if fullname != self._name or self._is_asking:
             return None
         self._is_asking = True

@@ -65,16 +65,16 @@ SIGNALS_S = 1.0
 
 
 class PrivateShard:
-    """Runs a shard for one loader in this process.
+    """Shard of one loader, in a thread of this process.
 
     All methods belong to the training thread.
 
     Args:
-        processes: the workers, not started yet; closed with the shard.
-        epoch: the first epoch, alike for all workers.
-        streams: where each worker's own stream begins, or empty.
+        processes: the workers, not started yet; `close` closes them.
+        epoch: parameters of the first epoch, the same for all workers.
+        streams: the position at which each worker's own stream begins; empty without own streams.
         poison_limit, task_timeout_s: see `LoaderOptions`.
-        pin: applied to each batch in the shard's thread (copies it to pinned memory), or None.
+        pin: copies a batch to pinned memory, in the shard's thread; None: batches stay as they are.
     """
 
     #: Whether the thread ticks even if no option sets a time limit.
@@ -136,7 +136,7 @@ class PrivateShard:
     # -- for the training thread -------------------------------------------------------------------------
 
     def submit(self, task: int, index: Any, *, pinned_to: int | None = None) -> None:
-        """Submit the batch of these indices. Task numbers rise; a repeated one is ignored."""
+        """Submit the batch of these indices. Task numbers must rise; a repeated number is ignored."""
         self._command(partial(self._submit, [(task, pickle.dumps(index, pickle.HIGHEST_PROTOCOL))], pinned_to))
 
     def cancel(self, tasks: Sequence[int]) -> None:
@@ -144,14 +144,14 @@ class PrivateShard:
         self._command(lambda: self._shard.cancel(tasks))
 
     def ahead(self, largest: int) -> int | None:
-        """Return how many batches may be in flight, if that depends on their times. largest: bytes of the largest."""
+        """Return how many batches may be in flight; None unless their times decide. largest: bytes of the largest."""
         return None
 
     def wait(self, timeout_s: float | None) -> Event | None:
         """Return the next event, in the order in which they happened; None on timeout.
 
-        It stays the next event until `acknowledge`, as Control-C may interrupt the training thread between any two
-        steps.
+        The same event is returned until `acknowledge`, because Control-C may interrupt the training thread between any
+        two steps.
 
         Raises:
             LifetimeError: this process was forked from the one that made the shard.
@@ -190,7 +190,7 @@ class PrivateShard:
         self._events.popleft()
 
     def begin_epoch(self, epoch: EpochSpec, streams: Sequence[StreamState | None]) -> None:
-        """Cancel the rest of the running epoch and begin another with the same workers."""
+        """Cancel the running epoch's tasks, and begin another epoch with the same workers."""
 
         def begin() -> None:
             self._epoch = epoch
@@ -210,7 +210,7 @@ class PrivateShard:
         return self._scheduler.counters
 
     def elsewhere(self) -> tuple[int, str]:
-        """Return the number of remote workers that work, and the reason why there are no more."""
+        """Return (number of remote workers that work, reason why there are no more)."""
         return 0, ""
 
     def close(self, *, grace_s: float = GRACE_S) -> None:

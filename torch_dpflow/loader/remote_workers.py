@@ -35,9 +35,9 @@ STEP_S = 1.0
 def workers_of(
     loader: Any, options: LoaderOptions, spec: LoadSpec
 ) -> tuple[Callable[..., PrivateShard], RemoteWorkers]:
-    """Return the workers of a loader with a platform, not started yet, and the constructor of their shard.
+    """Return the constructor of a shard with remote workers, and the workers, not started yet.
 
-    Raises as `RemoteWorkers`.
+    Raises the errors of `RemoteWorkers`.
     """
     platform = resolve(loader.platform)
     code = options.code if platform.sends_code or options.code != "auto" else None
@@ -56,7 +56,7 @@ def workers_of(
 
 
 class RemoteShard(PrivateShard):
-    """A private shard with remote workers, which its thread starts and replaces."""
+    """Private shard whose thread starts and replaces remote workers."""
 
     ticks = True
     max_window = BATCH_WORKERS.max_window
@@ -99,7 +99,7 @@ class RemoteShard(PrivateShard):
         self._limit.look(self._scheduler, self._clock())
 
     def _shut_down(self) -> None:
-        """Stop the workers and wait for those that work; the platform ends the others."""
+        """Stop the workers and wait for those that have tasks; the platform ends the others."""
         self._shard.stop_workers()
         self._remote.dismiss()
         deadline = time.monotonic() + self._grace_s
@@ -111,10 +111,10 @@ class RemoteShard(PrivateShard):
 
 
 class LoaderLimit:
-    """Determines what limits a loader with remote workers, by the autoscaler's rule. Of the shard's thread.
+    """Diagnosis of what limits a loader with remote workers, by the autoscaler's rule. Only the shard's thread uses it.
 
     Args:
-        meter: of the loader; gets the result.
+        meter: the loader's meter, which receives the result.
     """
 
     def __init__(self, meter: LoaderMeter, remote: RemoteWorkers, workers: int) -> None:
@@ -126,7 +126,7 @@ class LoaderLimit:
         self._next_at = self._reading_s = 0.0
 
     def look(self, scheduler: Scheduler, now: float) -> None:
-        """Count, and update the meter once per `STEP_S`."""
+        """Add the time since the last call to the counts, and update the meter once per `STEP_S`."""
         passed_s = 0.0 if self._counted_at is None else now - self._counted_at
         self._counted_at = now
         workers, busy = scheduler.workers

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class Workload:
-    """The processor time of a loader's workers on this host, over all iterations. Of the training thread.
+    """Processor time of a loader's workers on this host, over all iterations. Only the training thread uses it.
 
-    It is read on request, and before the workers end.
+    The time is read from the kernel by `look`, and before the workers end.
     """
 
     def __init__(self, meter: LoaderMeter) -> None:
@@ -66,21 +66,21 @@ def _none() -> int:
 
 
 class IterationProgress(Protocol):
-    """The progress of an iteration, as its loader reads it."""
+    """Interface by which a loader reads the progress of an iteration."""
 
     @property
     def finished(self) -> bool:
         """Whether the epoch is over."""
 
     def state(self, held: int = 0) -> LoaderState:
-        """Return the state to resume the iteration, or the next one if this one is over. No side effect.
+        """Return the state to resume the iteration, or to begin the next one if it has ended. No side effect.
 
         held: see `LoaderRuntime.held`.
         """
 
 
 class LoaderRuntime:
-    """The state of a loader between its iterations. A copied or pickled one keeps only the epoch."""
+    """State of a loader between its iterations. A copy or a pickle contains only the number of the epoch."""
 
     def __init__(self, epoch: int = 0) -> None:
         #: The number of the next iteration.
@@ -118,12 +118,12 @@ class LoaderRuntime:
         return LoaderRuntime, (self.epoch,)
 
     def end_of_epoch(self) -> int | None:
-        """Return the number of the batch at which a resumed epoch ends; None if no epoch is resumed, or it is over."""
+        """Return the number of the batch at which the resumed epoch ends; None if none is resumed, or it has ended."""
         is_over = self.pending is None and (self.progress is None or self.progress.finished)
         return None if is_over else self.resumed_end
 
     def take_pending(self) -> LoaderState | None:
-        """Return the loaded state and drop it, as it applies to one iteration."""
+        """Return the loaded state and drop it, because it applies to one iteration only."""
         pending, self.pending, self.held = self.pending, None, _none
         if pending is None:
             self.resumed_end = None

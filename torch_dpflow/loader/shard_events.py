@@ -1,6 +1,6 @@
 """Events that a private shard's thread passes to the training thread.
 
-Structs are defined and created in a fraction of the time of dataclasses.
+Events are structs, which take a fraction of the time of dataclasses to define and to create.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Arrived(msgspec.Struct, frozen=True):
 
 
 class RowsArrived(msgspec.Struct, frozen=True):
-    """A worker has loaded rows of a batch that several workers load. The fields are as in `Arrived`."""
+    """A worker has loaded rows of an opened batch, which several workers load. The fields are as in `Arrived`."""
 
     task: int
     worker: int

@@ -1,8 +1,8 @@
 """The private shard of a mapped stream: quick items travel in groups.
 
-Each item stays a separate task, which is stolen, repeated after a death, and blamed for one. But a message costs as
-much as several quick items. So a worker holds as many items as it maps within `WINDOW_S`, and sends the results of half
-of them together. Items that take longer travel one by one.
+Each item is a separate task, which can be stolen, is repeated after a worker's death, and can be suspected of it. But a
+message costs the time of several quick items. So a worker holds the number of items that it maps within `WINDOW_S`, and
+sends the results of half of them together. Slow items travel one by one.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ WEIGHT = 0.1
 
 
 class ItemPace:
-    """How many items are in flight, by moving averages of how long they take. Pure.
+    """Limit of the items in flight, from moving averages of their times. Pure.
 
-    The training thread calls `read`, the shard's thread `mapped`.
+    The training thread calls `read`, the shard's thread calls `mapped`.
 
     Args:
-        fixed: most items in flight; None: as many as two windows of each worker.
+        fixed: fixed maximum of items in flight; None: two windows for each worker, by the averages.
     """
 
     def __init__(self, workers: int, fixed: int | None) -> None:
@@ -48,12 +48,12 @@ class ItemPace:
         self._largest = max(self._largest, nbytes)
 
     def mapped(self, seconds: float, count: int) -> None:
-        """Note the time that a worker took to map `count` items."""
+        """Record that a worker took this time to map `count` items."""
         self._map_s = _averaged(self._map_s, seconds / count, count)
 
     @property
     def window(self) -> int:
-        """The number of items that a worker should hold."""
+        """Number of items that a worker should hold."""
         if self._map_s is None or self._read_s is None:
             return WINDOW
         # A slow source is not read ahead: items of a live one would wait.
@@ -61,7 +61,7 @@ class ItemPace:
         return max(WINDOW, min(self._max_window, int(WINDOW_S / max(each_s, 1e-9))))
 
     def ahead(self, largest: int) -> int | None:
-        """Return how many items may be in flight; None: as many as at the start. largest: bytes of a result."""
+        """Return how many items may be in flight; None if that is fixed. largest: bytes of the largest result."""
         if self._is_fixed:
             return None
         return min(2 * self.window * self._workers, GROWTH_BYTES // max(largest, self._largest))
@@ -72,10 +72,10 @@ def _averaged(before: float | None, seconds: float, count: int) -> float:
 
 
 class StreamShard(PrivateShard):
-    """A private shard whose tasks are items of a stream.
+    """Private shard whose tasks are items of a stream.
 
     Args:
-        pace: says how many items workers hold.
+        pace: decides how many items workers hold.
     """
 
     max_window = MAX_WINDOW
@@ -90,7 +90,7 @@ class StreamShard(PrivateShard):
     # -- for the training thread -------------------------------------------------------------------------
 
     def submit(self, task: int, index: StreamItem, *, pinned_to: int | None = None) -> None:
-        """Submit an item, at the latest with the next wait. As in `PrivateShard`."""
+        """Submit an item, which is sent at the latest by the next `wait`; see `PrivateShard.submit`."""
         payload = pickle.dumps(index, pickle.HIGHEST_PROTOCOL)
         self._pace.read(index.read_s, len(payload))
         self._unsent.append((task, payload))

@@ -1,8 +1,8 @@
-"""Writes what loaders do to a file of trace events, which Perfetto and chrome://tracing open, for `DPFLOW_TRACE`.
+"""Traces of loaders: files of trace events for Perfetto and chrome://tracing, as `DPFLOW_TRACE` requests.
 
-A loader is a process of the trace: one track for the training loop, with its waits and steps, and one for each worker,
-with its batches, their stages, and deaths. The training process writes it all, so a worker that dies leaves no gap in
-the file, which is valid JSON after every write.
+Each loader is a process in the trace. It has one track for the training loop, with waits and steps, and one track for
+each worker, with batches, their stages, and deaths. Only the training process writes, so the death of a worker leaves
+no gap. The file is valid JSON after every write.
 
 The format is the JSON array of the "Trace Event Format" (Google, 2016).
 """
@@ -39,7 +39,7 @@ _BEGINNINGS = (b"", b"[\n]", b"[\n{")
 
 
 def trace(loader: Any) -> None:
-    """Trace this loader in the file that DPFLOW_TRACE names, unless in a worker.
+    """Trace this loader in the file that DPFLOW_TRACE names. Does nothing in a worker process.
 
     Ranks of torchrun write files with their own names: `trace.json` becomes `trace-rank1.json`. If another process
     writes the file, a warning is logged and nothing is traced.
@@ -62,9 +62,9 @@ def trace(loader: Any) -> None:
 
 
 class TraceFile:
-    """A file of trace events. Any thread may call.
+    """File of trace events. Any thread may call.
 
-    Raises OSError: it cannot be written; BlockingIOError: another process writes it.
+    Raises OSError if the file cannot be written, BlockingIOError if another process writes it.
     """
 
     def __init__(self, path: str, *, max_bytes: int = MAX_BYTES) -> None:
@@ -95,11 +95,11 @@ class TraceFile:
             return self._loaders
 
     def microseconds(self, at: float) -> float:
-        """Return a time of `time.perf_counter` as the trace has it."""
+        """Convert a time of `time.perf_counter` to microseconds since the start of the trace."""
         return round((at - self._began) * 1e6, 1)
 
     def add(self, *events: dict[str, Any]) -> None:
-        """Add events; they are written within a second of the next ones, or at the end of the process."""
+        """Add events. A later call writes them, after a second at most, or else the end of the process."""
         if os.getpid() != self._owner:
             return  # a fork has the file too
         with self._lock:
@@ -110,13 +110,13 @@ class TraceFile:
                 self._write()
 
     def flush(self) -> None:
-        """Write the events that wait."""
+        """Write all buffered events."""
         if os.getpid() == self._owner:
             with self._lock:
                 self._write()
 
     def close(self) -> None:
-        """Write the events that wait, and close the file."""
+        """Write all buffered events, and close the file."""
         self.flush()
         with self._lock:
             self._is_full = True
@@ -140,7 +140,7 @@ class TraceFile:
             LOADER.warning("%s cannot be written, so events are not traced: %s", self._path, error.strerror or error)
 
     def _put(self, data: bytes, at: int) -> None:
-        """Write data over the end of the array, and the end after it."""
+        """Write data at offset `at`, where the array's closing bracket is, and the bracket after it."""
         if os.pwrite(self._descriptor, data + _END, at) != len(data) + len(_END):
             os.pwrite(self._descriptor, _END, at)
             raise OSError("no space is left")
@@ -148,7 +148,7 @@ class TraceFile:
 
 
 class LoaderTrace:
-    """The part of one loader. Of the training thread."""
+    """Events of one loader in a trace. Only the training thread uses it."""
 
     def __init__(self, file: TraceFile, name: str) -> None:
         self._file = file
@@ -159,14 +159,14 @@ class LoaderTrace:
         file.add(self._named("process_name", TRAINING, f"loader {self._number}: {name}"))
 
     def epoch(self, epoch: int, at: float) -> None:
-        """Add the start of an iteration."""
+        """Add the start of an iteration, at the time `at` of `time.perf_counter`."""
         self._epoch, self._epoch_began = epoch, at
         self._track(TRAINING)
         self._ends[TRAINING] = at
         self._mark(TRAINING, "epoch", at, {"epoch": epoch})
 
     def waited(self, entered: float, left: float) -> None:
-        """Add a `next()`, and the step of the training loop before it."""
+        """Add a call of `next()`, from `entered` to `left`, and the step of the training loop before it."""
         self._track(TRAINING)
         if (before := self._ends.get(TRAINING)) is not None and before < entered:
             self._span(TRAINING, "step", before, entered, {})
@@ -174,7 +174,7 @@ class LoaderTrace:
         self._ends[TRAINING] = left
 
     def loaded(self, worker: int | None, batch: int, times: StageTimes, arrived: float) -> None:
-        """Add a batch that a worker has loaded, or the training process itself. It ends when its result arrived."""
+        """Add a batch that a worker has loaded, or the training process if `worker` is None. It ends at `arrived`."""
         track = TRAINING if worker is None else worker + 1
         self._track(track)
         total = sum(times.stages.values())
@@ -192,7 +192,7 @@ class LoaderTrace:
             self._ends[track] = arrived
 
     def ended(self, worker: int, how: str) -> None:
-        """Add the end of a worker."""
+        """Add the end of a worker, described by `how`."""
         self._track(worker + 1)
         self._mark(worker + 1, "worker ended", time.perf_counter(), {"how": how})
         self._file.flush()

@@ -42,10 +42,12 @@ _MAX_TEXT = 300
 
 
 def watch(loader: Any, address: str | None) -> None:
-    """Show this loader at HOST:PORT, or at the address in `DPFLOW_WATCH`, unless in a worker. Raises as `check_page`.
+    """Show this loader at HOST:PORT, or at the address in `DPFLOW_WATCH`. Does nothing in a worker process.
 
-    LOCAL_RANK is added to the port, so that each process of a training run has a separate port. If another process
-    has the address, a warning is logged and the loader is not shown.
+    LOCAL_RANK is added to the port, so that each process of a training run has a separate port. If another process uses
+    the address, a warning is logged and the loader is not shown.
+
+    Raises the errors of `check_page`.
     """
     if get_worker_info() is not None:
         return  # the loader that has started this process may be shown
@@ -70,9 +72,9 @@ def watch(loader: Any, address: str | None) -> None:
 
 
 class _WatchedLoaders:
-    """The page of this process at one address, with its thread and its process.
+    """Page of this process's loaders at one address, with the thread and the process that serve it.
 
-    Raises OSError: the address cannot be used, or no process can be started.
+    Raises OSError if the address cannot be used, or no process can be started.
     """
 
     def __init__(self, place: PagePlace) -> None:
@@ -152,7 +154,7 @@ class _WatchedLoaders:
 
 
 class _WatchedLoader:
-    """One loader on its page. Of the thread that reports."""
+    """A loader on its page. Only the thread that reports the figures uses it."""
 
     def __init__(self, loader: Any, name: str) -> None:
         self.loader = weakref.ref(loader)
@@ -211,7 +213,7 @@ class _WatchedLoader:
         )
 
     def limit(self, loader: Any) -> tuple[str, str]:
-        """Return what limits it while it waits, and what to change."""
+        """Return (what limits the loader while it waits, what to change)."""
         if time.monotonic() >= self._look_at:
             found, self._limit = loader._explain(self._workload), ("loading", "")
             if found.limited_by:

@@ -61,7 +61,8 @@ _NO_BATCH = RowsArrived, WorkerIdle
 class WorkerIterator(DeliveringIterator):
     """Iterator of a `DPFlowDataLoader` over the batches that a private shard's workers load.
 
-    Belongs to the thread that calls `next()`, which plans, waits, and starts replacements for workers that died.
+    It belongs to the thread that calls `next()`. That thread plans, waits, and starts replacements for workers that
+    died.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -105,7 +106,7 @@ class WorkerIterator(DeliveringIterator):
         self._start_loading(epoch, pending, progress)
 
     def _make_workers(self, loader: Any) -> tuple[Callable[..., PrivateShard], Any]:
-        """Return the workers, not started yet, and the constructor of their shard."""
+        """Return (the constructor of the shard, its workers, which are not started yet)."""
         spec = load_spec(self, loader, self._options, own_stream=self._own_stream)
         if loader.platform is not None:
             from torch_dpflow.loader.remote_workers import workers_of
@@ -192,8 +193,9 @@ class WorkerIterator(DeliveringIterator):
         """Submit the first batches, and check that all workers' datasets have restored their states.
 
         Raises:
-            StateError, or the error of a dataset: one has not. The loader is unchanged, without the state.
-            The error of the sampler, or KeyboardInterrupt: the loader is unchanged; the state stays.
+            StateError, or the error of a dataset: a dataset cannot restore its state. The loader is as before, but the
+                pending state is dropped.
+            The error of the sampler, or KeyboardInterrupt: the loader is as before, and the pending state stays.
         """
         if not self._resumes:
             self._submit_ahead()
@@ -291,9 +293,9 @@ class WorkerIterator(DeliveringIterator):
         return outcome.value
 
     def _refill(self, head: PlannedBatch) -> None:
-        """Submit another batch in place of this one.
+        """Submit another batch in place of `head`, which is about to be delivered.
 
-        If that fails, for example in the sampler, this one stays the head.
+        If that fails, for example in the sampler, `head` stays the next batch.
         """
         self._in_flight.remove(head.position)
         while self._planner.planned < self._goal and self._plan_one():
@@ -339,7 +341,7 @@ class WorkerIterator(DeliveringIterator):
             self._handle(event)
 
     def _await_event(self) -> None:
-        """Wait for an event, and handle it. Rows of a batch and an idle worker do not begin the wait again."""
+        """Wait for an event, and handle it. Rows of an opened batch and idle workers do not restart the timeout."""
         until = time.monotonic() + self._timeout if self._timeout else math.inf
         while True:
             assert self._shard is not None
@@ -416,7 +418,7 @@ class WorkerIterator(DeliveringIterator):
             raise
 
     def _count(self) -> None:
-        """Add the shard's counts since the last call to the meter."""
+        """Add the growth of the shard's counters since the last call to the meter."""
         assert self._shard is not None
         totals, before = self._shard.totals(), self._counted
         counts = totals.duplicates, totals.steals

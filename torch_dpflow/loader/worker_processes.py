@@ -1,4 +1,4 @@
-"""The worker processes of one loader: what they load, how they start, when they are replaced, how they end."""
+"""Worker processes of one loader: their load spec, start, replacement and end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RESTART_LIMIT = 8
 
 
 def load_spec(iterator: Any, loader: Any, options: LoaderOptions, *, own_stream: bool) -> LoadSpec:
-    """Return the specification for all workers of this iterator, which derives from torch's."""
+    """Return the load spec of all workers of `iterator`, a subclass of torch's iterator."""
     worker_init_fn = loader.worker_init_fn
     if isinstance(iterator._dataset, IterDataPipe | MapDataPipe):
         worker_init_fn = functools.partial(
@@ -68,7 +68,7 @@ def load_spec(iterator: Any, loader: Any, options: LoaderOptions, *, own_stream:
 
 
 def has_own_streams(loader: Any, options: LoaderOptions) -> bool:
-    """Return whether batches are bound to workers, each of which has a separate random stream."""
+    """Return whether each worker has a separate random stream, so that batches are bound to workers."""
     if loader._dataset_kind == DatasetKind.Iterable or options.seeding == "worker":
         return True
     if has_state(loader.dataset):  # its state depends on what the worker loaded before
@@ -77,7 +77,7 @@ def has_own_streams(loader: Any, options: LoaderOptions) -> bool:
 
 
 def divides_batches(iterator: Any, loader: Any, options: LoaderOptions) -> bool:
-    """Return whether several workers may load one batch, unless batches are bound to workers.
+    """Return whether several workers may load parts of one batch. Batches that are bound to workers are not considered.
 
     The workers must share memory, and the batches must be joined by torch's own collate, which treats each sample
     independently. A dataset with `__getitems__` gets whole batches; the worker checks that.
@@ -94,13 +94,13 @@ def local_workers(loader: Any, spec: LoadSpec, workers: int) -> WorkerProcesses:
 
 
 class WorkerProcesses:
-    """The latest process under each worker's number.
+    """Latest process of each worker number.
 
-    The training thread starts and releases them; the shard's thread may call `ended`, `refusal` and `kill`.
+    The training thread starts and releases processes; the shard's thread may call `ended`, `refusal` and `kill`.
 
     Args:
-        platform: runs the processes; closed with this.
-        spec: what all of them load.
+        platform: runs the processes; `close` closes it.
+        spec: the load spec of all workers.
 
     Raises DescriptorLimitError: the limit of open files is too low for this many workers.
     """
@@ -123,12 +123,12 @@ class WorkerProcesses:
 
     @property
     def local(self) -> WorkerProcesses:
-        """The workers of this host: all of them."""
+        """Workers on this host: all of these."""
         return self  # no attribute, which would be a reference cycle
 
     @property
     def sender(self) -> Listener:
-        """Sends the shard's messages."""
+        """The object that sends the shard's messages."""
         return self.listener
 
     @property
@@ -143,7 +143,7 @@ class WorkerProcesses:
         """Start a process for this worker.
 
         Raises:
-            NotPicklableError: what it loads cannot be sent to it.
+            NotPicklableError: the load spec cannot be sent to the process.
             LaunchError, DescriptorLimitError: see `Platform.launch`.
         """
         spec = WorkerSpec(
@@ -169,7 +169,7 @@ class WorkerProcesses:
             ) from error
 
     def replace(self, worker: int, dead: Handle) -> str:
-        """Start another process in place of `dead`, unless that was done; return how it ended.
+        """Start another process in place of `dead`, unless it was replaced before; return how `dead` ended.
 
         Raises DescriptorLimitError: too many files are open; the call can be repeated.
         """
@@ -192,11 +192,11 @@ class WorkerProcesses:
         return str(end)
 
     def ended(self) -> list[tuple[int, Handle]]:
-        """Return the processes that have ended since the last call, with their workers; also replaced ones."""
+        """Return (worker, process) of each process that has ended since the last call, including replaced processes."""
         return [(self._numbers[handle.name], handle) for handle in self._platform.take_ended()]
 
     def refusal(self, worker: int, incarnation: int) -> str:
-        """Return why a process is not the latest one of its worker; empty if it is."""
+        """Return why this incarnation is not the latest process of its worker; empty if it is."""
         if worker >= len(self):
             return f"there are {len(self)} workers"
         latest = self._incarnations[worker]
@@ -217,10 +217,11 @@ class WorkerProcesses:
 
 
 class Restarts:
-    """Replaces the workers of one iterator that died, until too many die in a row.
+    """Replacement of one iterator's workers that died, until too many die in a row.
 
     Args:
-        limit: deaths in a row, with no batch in between, that are tolerated; None: as `LoaderOptions` says.
+        limit: number of tolerated deaths in a row, without a batch in between; None: the default in `LoaderOptions`.
+        workers: number of workers.
         meter: counts the replacements.
     """
 
@@ -279,7 +280,7 @@ class Restarts:
         LOADER.warning("worker %d is replaced: %s", worker, how)
 
     def poison_error(self, index: Any, deaths: int) -> PoisonTaskError:
-        """Return the error for the batch of these indices, during which several workers died."""
+        """Return the error for a batch during which `deaths` workers died."""
         what = described(index) if isinstance(index, StreamItem) else f"the batch of {described(index)}"
         return PoisonTaskError(
             f"{what} took down {deaths} workers one after the other and is skipped; the last one, "

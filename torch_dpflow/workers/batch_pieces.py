@@ -1,12 +1,12 @@
-"""A batch that several workers load: one begins it and opens it to others, which write their rows into its memory.
+"""Batches that several workers load: one worker begins a batch, the others write rows into its memory.
 
 A worker begins each batch as a whole. If the batch is slow (`OPEN_S`, `REST_S`) and the loader allows it, the worker
 makes the batch's memory, writes the rows that it has, and returns the batch as opened. The shard then distributes the
 other rows to all workers, each of which collates its rows straight into that memory.
 
-The result equals that of one worker, as torch's default collate joins rows independently of each other. If later rows
-have another collated form than the first rows, or draw random numbers that are seeded by batch, the batch is loaded
-again as a whole.
+The result equals a batch that one worker loads, because torch's default collate joins rows independently. The batch is
+loaded again as a whole if later rows collate to another shape or type than the first rows, or if they draw random
+numbers that are seeded by batch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ UNDIVIDED = (1 << PART_BITS) - 1
 
 
 def task_of(generation: int, position: int, part: int = 0) -> int:
-    """Return the number of a task. Numbers rise with the position, and with the part of one batch."""
+    """Return a task's number, which rises with the batch's position, and within a batch with the part."""
     return (generation << POSITION_BITS | position) << PART_BITS | part
 
 
@@ -63,7 +63,7 @@ CollateAt: TypeAlias = Callable[[list[Any], list[torch.Tensor]], Any]
 
 
 class Lender(NamedTuple):
-    """The worker in whose memory an opened batch lies."""
+    """Worker whose memory contains an opened batch."""
 
     worker: int
     incarnation: int
@@ -71,7 +71,7 @@ class Lender(NamedTuple):
 
 
 class OpenedBatch(NamedTuple):
-    """A batch that has its memory and its first rows."""
+    """Batch whose memory is allocated and whose first rows are loaded."""
 
     #: As the default collate makes it, of all rows.
     value: Any
@@ -95,14 +95,14 @@ class BatchPiece(NamedTuple):
 
 
 def loads_by_sample(dataset: Any) -> bool:
-    """Return whether torch's fetcher reads the samples of a batch one by one, and not by `__getitems__`."""
+    """Return whether torch's fetcher reads the batch's samples by `__getitem__`, because there is no `__getitems__`."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return not callable(working(dataset, "__getitems__"))
 
 
 def _joins_rows() -> bool:
-    """Return whether the user has added no collate function: torch's own join rows independently of each other."""
+    """Return whether every collate function is torch's or ours: these join rows independently of each other."""
     return all(
         function.__module__ in ("torch.utils.data._utils.collate", "torch_dpflow.workers.batch_worker")
         for function in default_collate_fn_map.values()
@@ -110,13 +110,13 @@ def _joins_rows() -> bool:
 
 
 class PieceLoader:
-    """Loads a worker's batches, which it may open, and rows of batches that other workers have opened.
+    """Loads whole batches, begins and opens slow ones, and loads rows of batches that other workers opened.
 
     Args:
-        arena: for the memory of opened batches.
+        arena: lends the memory of opened batches.
         lender: this worker.
-        rows: loads the samples of these indices, the first of which is this row of its batch.
-        collate_at: as `batch_worker.collate_at`.
+        rows: loads the samples of the given indices; its second argument is the batch row of the first index.
+        collate_at: the function `batch_worker.collate_at`.
         clock: measures where the time goes.
     """
 
@@ -135,9 +135,9 @@ class PieceLoader:
         self._shared: dict[Lender, SharedBlocks] = {}
 
     def begin(self, index: Sequence[Any], has_drawn: Callable[[], bool]) -> tuple[int, Any]:
-        """Load a batch, or the beginning of it if it is worth opening.
+        """Load a whole batch, or only its first rows if the batch is slow enough to be opened.
 
-        has_drawn: whether samples have drawn random numbers that they would not have drawn in another worker.
+        has_drawn: returns whether the samples drew random numbers that differ if another worker loads them.
 
         Returns BATCH and the batch, or OPENED and the encoded `OpenedBatch`. Raises the error of a sample.
         """
@@ -188,7 +188,8 @@ class PieceLoader:
     def load(self, piece: BatchPiece, has_drawn: Callable[[], bool]) -> tuple[int, bool]:
         """Load rows of an opened batch into its memory. Raises the error of a sample.
 
-        Returns BATCH and True; or UNFIT if the rows cannot be there, and whether rows of other batches can.
+        Returns (BATCH, True), or (UNFIT, flag) if the rows do not fit. The flag is False if rows of other batches will
+        not fit either.
         """
         samples = self._rows(piece.indices, piece.begin)
         if has_drawn():
@@ -206,7 +207,7 @@ class PieceLoader:
         return UNFIT, False
 
     def _write(self, value: Any, begin: int, samples: list[Any]) -> bool:
-        """Collate the samples into their rows; return whether they fit."""
+        """Collate samples into the rows of `value` starting at `begin`; return whether they fit."""
         leaves, structure = tree_flatten(value)
         rows = [leaf[begin : begin + len(samples)] for leaf in leaves]
         # All but numbers are collated by stacking, in this order.
@@ -230,7 +231,7 @@ class PieceLoader:
 
 
 def _has_attributes(value: Any) -> bool:
-    """Return whether a container, such as an OrderedDict, has attributes, which flattening it would lose."""
+    """Return whether flattening would lose attributes of a container, such as an OrderedDict's."""
     return type(value) is not torch.Tensor and bool(getattr(value, "__dict__", None))
 
 

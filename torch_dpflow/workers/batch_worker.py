@@ -1,10 +1,10 @@
-"""A private loader's worker: connect to the shard, load batches.
+"""Worker of a private loader: its main function, and collation of batches into shared memory.
 
 A worker collates its batches into shared memory, without a copy. torch's `default_collate_fn_map` is its public
-registry of collate functions. Its function for tensors is replaced by one that differs only in the result's memory.
-Other types, and tensors for which it fails, go to torch's function, so that results and errors are torch's. A dataset
-of rows may get the block for its batch (`let_fill`), so that its rows need not be stacked. The batches of a shared flow
-are collated in the job, by `cluster/client/collate`.
+registry of collate functions. The function for tensors is replaced by a function that differs only in the memory of its
+result. Torch's function handles other types, and tensors for which ours fails, so results and errors are torch's. A
+dataset can get the memory of its batch and write rows there (`let_fill`), so no row is copied. The batches of a shared
+flow are collated in the job, by `cluster/client/collate`.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from torch_dpflow.workers.batches import BatchSource, EpochSpec, LoadedBatch, Lo
 from torch_dpflow.workers.process_control import use_sched_batch
 from torch_dpflow.workers.task_worker import Compress, TaskWorker
 
-#: By collate function that keeps no rows, the method by which datasets get memory for rows in its layout.
+#: For each collate function that keeps no rows: the method of datasets that takes memory in its layout.
 FILLS = {default_collate: "fill_batches", collate_channels_last: "fill_images"}
 
 _arena: Arena | None = None
 #: Addresses of blocks that were lent to datasets.
 _filled: set[int] = set()
-#: The tensors for the next stacks, in turn, in `collate_at`.
+#: While `collate_at` runs: the tensors into which the next stacks are written, in order.
 _places: list[torch.Tensor] = []
 
 
 def collate_into(arena: Arena) -> None:
-    """Let torch's default collate stack into blocks of `arena`, unless the user has replaced its function."""
+    """Make torch's default collate stack into blocks of `arena`, unless the user replaced its function for tensors."""
     global _arena
     if default_collate_fn_map.get(torch.Tensor) in (collate_tensor_fn, _collate_tensors):
         _arena = arena
@@ -64,9 +64,9 @@ def collate_into(arena: Arena) -> None:
 
 
 def let_fill(dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
-    """Lend datasets that have a method of `FILLS` the memory of their batches, after `collate_into`.
+    """Give datasets the memory of their batches, if they have the method that `FILLS` names. Call `collate_into` first.
 
-    This is done only if the collate function alone uses the rows. Any other code that kept a row would see it change.
+    Does nothing unless only the collate function uses the rows: other code that kept a row would see it change.
     """
     if collate_fn in FILLS:
         for one in _fillers(dataset, FILLS[collate_fn]) or ():
@@ -74,7 +74,10 @@ def let_fill(dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
 
 
 def collate_at(samples: list[Any], places: list[torch.Tensor]) -> Any:
-    """Collate samples as `default_collate`, and stack into these tensors, in turn, while they fit. Raises as that."""
+    """Collate with `default_collate`; the n-th stacked tensor is written into `places[n]`, until one does not fit.
+
+    Raises the errors of `default_collate`.
+    """
     _places[:] = places
     try:
         return default_collate(samples)
@@ -83,7 +86,7 @@ def collate_at(samples: list[Any], places: list[torch.Tensor]) -> Any:
 
 
 def lend(nbytes: int) -> Memory | None:
-    """Lend the memory of a block of the arena; None if there is none, or `nbytes` is too small."""
+    """Return `nbytes` of the arena's memory; None if nothing is free, or if `nbytes` is too small to share."""
     block = _lend(nbytes)
     if block is None:
         return None
@@ -92,7 +95,7 @@ def lend(nbytes: int) -> Memory | None:
 
 
 def _fillers(dataset: Any, method: str) -> list[Any] | None:
-    """Return the parts of a dataset that fill their batches; None if other code may use the rows."""
+    """Return the parts of a dataset that can fill their batches; None if other code may use the rows."""
     if type(dataset) is Subset:
         return _fillers(dataset.dataset, method)
     if type(dataset) is TensorDataset:
@@ -153,7 +156,7 @@ def _lend(nbytes: int) -> Block | None:
 
 
 def _as_they_lie(batch: tuple[torch.Tensor, ...] | list[torch.Tensor]) -> torch.Tensor | None:
-    """Return the block that these rows fill in this order, as their batch; None if they fill none."""
+    """Return the batch without a copy if its rows fill a lent block in order; None otherwise."""
     first, start = batch[0], batch[0].data_ptr()
     if start not in _filled or _arena is None:
         return None
@@ -176,7 +179,7 @@ def _has_script() -> bool:
 
 
 class _WithoutScript(ForkingPickler):
-    """Refuses classes and functions of `__main__`, as another process cannot import it."""
+    """Pickler that refuses classes and functions of `__main__`, which another process cannot import."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__":
@@ -187,7 +190,7 @@ class _WithoutScript(ForkingPickler):
 
 
 class DeferredPickle:
-    """Carries `value` to a process that multiprocessing starts, where `open` unpickles it.
+    """Carrier of `value` to a process that multiprocessing starts, where `open` unpickles it.
 
     A forked process gets the object itself. For any other start method multiprocessing unpickles the target's arguments
     before any code of ours runs, where a failing import would end the process with a traceback that nothing catches.
@@ -198,7 +201,7 @@ class DeferredPickle:
         self._pickled: bytes | None = None
 
     def open(self) -> Any:
-        """Return the value. Raises as its unpickling."""
+        """Unpickle and return the value. Raises any error of unpickling it."""
         if self._pickled is not None:
             self._value, self._pickled = pickle.loads(self._pickled), None
         return self._value
@@ -262,7 +265,7 @@ class BatchWorker(TaskWorker):
     """Worker of a private loader.
 
     Args:
-        connection, compress: as in `TaskWorker`. The connection is closed at the end.
+        connection, compress: as in `TaskWorker`. `work` closes the connection at its end.
     """
 
     def __init__(
@@ -283,7 +286,7 @@ class BatchWorker(TaskWorker):
         self._is_first = True
 
     def work(self) -> None:
-        """Load until the shard sends `Stop`. Raises WorkerRefusedError if it refuses this worker."""
+        """Load until the shard sends `Stop`. Raises WorkerRefusedError if the shard refuses this worker."""
         super().work()
         self._connection.close()
 

@@ -1,4 +1,4 @@
-"""Loads batches in a worker, with the seeds, fetchers, streams and errors of torch's worker."""
+"""Loading of batches in a worker, with the seeds, fetchers, streams and errors of torch's worker."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SHARED_FRACTION = 4
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSpec:
-    """What a worker loads and how; the same for all workers of a loader and their replacements."""
+    """Specification of what workers load, and how; the same for all workers of a loader and their replacements."""
 
     dataset: Any
     dataset_kind: int
@@ -98,7 +98,7 @@ class EpochSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
-    """Report of a worker that has begun an epoch with a separate stream."""
+    """Report that a worker with a separate stream has begun an epoch."""
 
     generation: int
     #: Its beginning, if the dataset has a state.
@@ -119,7 +119,7 @@ class LoadedBatch(NamedTuple):
 
 
 class BatchSource:
-    """Loads batches in a worker process, as torch's worker does.
+    """Loader of a worker process's batches, equivalent to the loop of torch's worker.
 
     Makes the process a DataLoader worker: one torch thread, torch's seeds, `get_worker_info()`.
 
@@ -147,7 +147,7 @@ class BatchSource:
     def begin(self, epoch: EpochSpec) -> Begun | None:
         """Begin an epoch; return the report if this worker has a separate stream.
 
-        An error here, also in `worker_init_fn`, becomes the result of every task.
+        An error here, including one in `worker_init_fn`, becomes the result of every task.
         """
         first = self._epoch is None
         self._epoch = epoch
@@ -175,7 +175,9 @@ class BatchSource:
             self._pieces = PieceLoader(arena, lender, self._rows, collate_at, self._clock)
 
     def load(self, task: int, index: Any) -> LoadedBatch:
-        """Load the batch of these indices, or its failure. index: or a `BatchPiece` of a batch.
+        """Load a batch, and return it or its failure.
+
+        index: the batch's indices, or a `BatchPiece` of an opened batch.
 
         Raises MessageError if no epoch has begun.
         """
@@ -211,11 +213,11 @@ class BatchSource:
         seed_batch(self._epoch.base_seed, self._epoch.epoch, self._position)
 
     def _has_drawn(self) -> bool:
-        """Return whether the batch has drawn numbers from the generators as they were seeded for it as a whole."""
+        """Return whether loading has drawn random numbers since the generators were seeded for the whole batch."""
         return not self._load_spec.by_sample and has_drawn_since(self._seed_batch)
 
     def _rows(self, indices: Sequence[Any], first: int) -> list[Any]:
-        """Load these samples of the batch one by one, as torch's fetchers do; the first of them is row `first`."""
+        """Load samples one by one, as torch's fetchers do. first: the batch row of the first of `indices`."""
         dataset, epoch, by_sample = self._dataset, self._epoch, self._load_spec.by_sample
         assert epoch is not None
 
@@ -232,10 +234,10 @@ class BatchSource:
         return samples
 
     def _begin_stream(self, stream: StreamState | None) -> None:
-        """Make the fetcher at the stream's position, with the generators as they were there.
+        """Make the fetcher, at the stream's position, and restore the random generators to their states there.
 
-        If the stream has to skip its beginning, which draws from the generators, they are restored before. Otherwise
-        they are restored after the fetcher was made, as making it must not advance them.
+        If the fetcher skips samples to reach the position, the generators are restored first, because skipping draws
+        from them. Otherwise they are restored afterwards, because making the fetcher must not advance them.
         """
         passes_over = self._iterable and (stream is None or stream.dataset is None)
         rng = None if stream is None else stream.rng
@@ -247,7 +249,7 @@ class BatchSource:
         self._fetch = self._make_fetch()
 
     def _make_fetch(self) -> Callable[[Any], Any]:
-        """Return what loads the batch of some indices: torch's fetcher, unless samples overlap or have seeds."""
+        """Return the function that loads the batch of given indices: by default torch's fetcher."""
         spec, dataset = self._load_spec, None if self._iterable else self._dataset
         if dataset is not None and spec.auto_collation:
             collate = self._clock.collating(spec.collate_fn)
@@ -296,7 +298,7 @@ class BatchSource:
         return sealed(self._dataset, self._fetcher.state() if self._iterable else at_rest(self._dataset))
 
     def _beginning(self) -> StreamState | None:
-        """Return the stream's state before its first batch; None if the dataset's state is not needed for it."""
+        """Return the stream's state before its first batch; None if resuming needs no state of the dataset."""
         assert self._epoch is not None
         over = self._epoch.stream is not None and self._epoch.stream.ended
         kept = None if over or self._broken is not None else self._kept()
@@ -318,7 +320,7 @@ class BatchSource:
 
 
 def _opened(epoch: EpochSpec, *, lives_on: bool) -> EpochSpec:
-    """Unpickle the dataset's state in `epoch`; drop it if the dataset has it already, or it was not saved."""
+    """Unpickle the dataset's state in `epoch`; drop a state that the dataset is in already, or that was not saved."""
     if epoch.stream is None:
         return epoch
     kept = epoch.stream.dataset
@@ -344,7 +346,7 @@ def _become_worker(spec: LoadSpec, worker: int) -> None:
 def threaded_fetch(
     dataset: Any, collate_fn: Callable[[Any], Any], threads: int, clock: StageClock
 ) -> Callable[[Any], Any]:
-    """Return what reads the samples of a batch by several threads, so that their waits overlap. Their order stays."""
+    """Return a fetch function that reads a batch's samples in several threads, so their waits overlap; in order."""
     # numpy's error settings belong to a thread; these threads take over those of the worker.
     settings = partial(np.seterr, **np.geterr())
     pool = ThreadPoolExecutor(threads, thread_name_prefix="dpflow-read", initializer=settings)
@@ -360,9 +362,9 @@ def threaded_fetch(
 
 
 def timed_fetch(clock: StageClock, fetcher: Any, dataset: Any, *, batched: bool) -> Callable[[Any], Any]:
-    """Return `fetch` of torch's fetcher, measured.
+    """Return the `fetch` method of torch's fetcher, wrapped so that `clock` measures it.
 
-    dataset: that of a map-style fetcher, else None. batched: whether the fetcher collates samples.
+    dataset: the fetcher's map-style dataset; None if it is iterable. batched: whether the fetcher collates samples.
     """
     one_by_one, is_whole = batched and not getattr(dataset, "__getitems__", None), dataset is not None
 
@@ -376,7 +378,7 @@ def timed_fetch(clock: StageClock, fetcher: Any, dataset: Any, *, batched: bool)
 def wrapped_failure(worker: int, *, dataset: Any = None, index: Any = None) -> ExceptionWrapper:
     """Wrap the exception that is being handled, with this worker's traceback, for the loader to raise.
 
-    Its text mentions an index beyond the dataset's length, or the number of a stream's item.
+    The message names an index beyond the dataset's length, or the number of a stream's item.
     """
     place = f"at {index!r}, in worker process" if isinstance(index, StreamItem) else "in DataLoader worker process"
     wrapper = ExceptionWrapper(where=f"{place} {worker}")
@@ -388,7 +390,7 @@ def wrapped_failure(worker: int, *, dataset: Any = None, index: Any = None) -> E
 
 
 def _can_be_raised(kind: Any) -> bool:
-    """Return whether `ExceptionWrapper.reraise` can make it: it calls a type with a `message` with that keyword."""
+    """Return whether `ExceptionWrapper.reraise` can construct this type: it passes `message=` if the type has one."""
     if getattr(kind, "message", None):
         try:
             kind(message="")
@@ -398,7 +400,7 @@ def _can_be_raised(kind: Any) -> bool:
 
 
 def unpicklable_failure(worker: int, error: NotPicklableError) -> ExceptionWrapper:
-    """Wrap the error of a batch that was loaded but cannot be pickled, as `wrapped_failure`."""
+    """Wrap the error of a batch that was loaded but cannot be pickled, for the loader to raise."""
     return ExceptionWrapper((type(error), error, error.__traceback__), f"in DataLoader worker process {worker}")
 
 

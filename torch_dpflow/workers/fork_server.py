@@ -1,4 +1,4 @@
-"""Processes forked by this process's fork server, which has imported what they need: they start at once."""
+"""Processes that this process's fork server forks; it has imported their modules, so they start at once."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ KILLED_S = 1.0
 
 
 class ForkServerPlatform(LocalPlatform):
-    """Starts processes by this process's fork server.
+    """Platform that starts processes by this process's fork server.
 
     Args:
-        context: a multiprocessing context of this kind; None: Python's own.
+        context: a multiprocessing context with start method "forkserver"; None: Python's own.
         preload: modules that the fork server imports, read at its first start only. With them it survives connections
             that do not speak its protocol.
         timeouts_s: for how many seconds the fork server may make no progress while it forks a process, and while it
@@ -81,9 +81,10 @@ class ForkServerPlatform(LocalPlatform):
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Wait until the fork server has imported its modules, for which the first launch would wait.
+        """Wait until the fork server has imported its modules. Without this call the first launch waits.
 
-        Raises LaunchError if it cannot be started, as where a module ends it. Returns early once `interrupt` is called.
+        Returns early once `interrupt` is called. Raises LaunchError if the fork server cannot start, such as when a
+        module exits the process.
         """
         while not self._interrupted.is_set():
             nothing = self._context.Process(target=_nothing, daemon=True)
@@ -100,7 +101,7 @@ class ForkServerPlatform(LocalPlatform):
                 return
 
     def interrupt(self) -> None:
-        """Refuse all later launches, and end one that waits for the fork server. Signal handlers may call."""
+        """Refuse later launches, and end a launch that waits for the fork server. Signal handlers may call this."""
         self._interrupted.set()
         pid = _fork_server()
         if self._waits and pid is not None:
@@ -129,7 +130,7 @@ class ForkServerPlatform(LocalPlatform):
         return ended
 
     def launch(self, spec: ProcessSpec) -> LocalHandle:
-        """Start a process; see `Platform`. Raises StillImportingError while the modules of its group are imported."""
+        """Start a process; see `Platform`. Raises StillImportingError while its group's import server is importing."""
         with self._lock:
             return super().launch(spec)
 
@@ -190,7 +191,7 @@ class ForkServerPlatform(LocalPlatform):
             children.discard(started)
 
     def _check_imports(self) -> None:
-        """Raise LaunchError if the fork server has ended by itself while it imported a module."""
+        """Raise LaunchError if an import has made the fork server exit."""
         pid = _fork_server()
         end = None if pid is None else _end_of(pid)
         if end is not None and end.si_code == os.CLD_EXITED and (module := self._imported(pid)):
@@ -227,13 +228,16 @@ class ForkServerPlatform(LocalPlatform):
         return f"imports {module}" if module else "has not forked a process"
 
     def _imported(self, pid: int | None) -> str:
-        """Return the module that the fork server imports, or has ended with; empty: none."""
+        """Return the module that the fork server imports now or imported when it ended; empty if there is none."""
         with suppress(OSError, ValueError, IndexError):
             return self._preload[int(Path(f"/proc/{pid}/comm").read_text().strip().removeprefix(FORK_SERVER_NAME))]
         return ""
 
     def _ensure_running(self) -> None:
-        """Start the fork server, unless it runs. SIGINT is blocked in it until its guard ignores and unblocks it."""
+        """Start the fork server unless it runs.
+
+        Its SIGINT stays blocked until `fork_server_guard` ignores the signal.
+        """
         if not self._preload:
             forkserver.ensure_running()
             return
@@ -246,11 +250,14 @@ class ForkServerPlatform(LocalPlatform):
 
 
 def _nothing() -> None:
-    """Main function of a process that only tests whether the fork server works."""
+    """Do nothing: the main function of a process that only tests whether the fork server works."""
 
 
 def progress_of(pid: int) -> tuple[int, ...]:
-    """Return counters that grow while a process runs: major page faults and processor time. Empty if it has none."""
+    """Return counters that grow while a process runs: major page faults and processor time.
+
+    Empty if they cannot be read.
+    """
     with suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[9]), int(fields[11]), int(fields[12])
@@ -258,24 +265,25 @@ def progress_of(pid: int) -> tuple[int, ...]:
 
 
 def local_platform(context: Any, *, preload: Sequence[str] = ()) -> LocalPlatform:
-    """Return the platform for a multiprocessing context, or a module used as one.
+    """Return the platform that starts processes by `context`.
 
     Args:
+        context: a multiprocessing context, or a module with its functions (torch.multiprocessing).
         preload: modules that a fork server imports in addition to the user's modules, if it does not run yet.
     """
     if context.get_start_method() != "forkserver":
         return LocalPlatform(context)
-    if not preload or not _are_found_anew():
+    if not preload or not _new_interpreter_agrees():
         return ForkServerPlatform(context)
     server: Any = forkserver._forkserver
     return ForkServerPlatform(context, preload=[*server._preload_modules, *preload])
 
 
 @functools.cache
-def _are_found_anew() -> bool:
+def _new_interpreter_agrees() -> bool:
     """Return whether a new interpreter finds torch and this package where this process has found them.
 
-    A fork server may import modules before it has this process's `sys.path`, and would then have others.
+    A fork server may import modules before it gets this process's `sys.path`, and could import other versions.
     """
     names = ("torch", "torch_dpflow")
     program = f"from importlib.util import find_spec\nfor name in {names}: print(find_spec(name).origin)"
@@ -288,7 +296,7 @@ def _are_found_anew() -> bool:
 
 
 def end_fork_server() -> None:
-    """End this process's fork server, which would take seconds to end by itself."""
+    """Kill this process's fork server, which would take seconds to exit on its own."""
     pid = _fork_server()
     if pid is not None:
         _kill(pid)
@@ -315,7 +323,7 @@ def _kill(pid: int) -> None:
 
 
 def _end_of(pid: int) -> os.waitid_result | None:
-    """Return how a child that ends has ended, and leave it to be reaped; None if it does not end in `KILLED_S`."""
+    """Wait for a child to end, without reaping it; return its status, or None if it still runs after `KILLED_S`."""
     deadline = time.monotonic() + KILLED_S
     with suppress(ChildProcessError):
         while (end := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)) is None:

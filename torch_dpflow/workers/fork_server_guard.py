@@ -1,13 +1,14 @@
-"""Imported first by a fork server, and by nothing else; importing it has effects.
+"""Protection of a fork server against invalid connections and SIGINT. Importing it has effects.
 
-With it the fork server drops a connection that does not speak its protocol; Python's own would end, and take seconds to
-start again. It also ignores SIGINT from the start. Python's own does so only after all imports: until then Control-C,
-which reaches every process of a terminal, would print a traceback.
+Only the fork server imports this module, before all others. The fork server then drops a connection that does not speak
+its protocol; without this module it would end, and take seconds to start again. It also ignores SIGINT from the start.
+Python's own fork server does so only after all imports: until then Control-C, which reaches every process of a
+terminal, would print a traceback.
 
 Python's fork server has no hook between imports, but skips modules that are not found. So the list of modules contains
 marks between them: names that no module has. Each mark becomes the name of the process, for `top` and for
-`ForkServerPlatform`. Between the first and the last mark the kernel ends the process with its parent, as a module whose
-import hangs would keep it from noticing the parent's end.
+`ForkServerPlatform`. Between the first and the last mark the kernel kills the process when its parent ends, because a
+process in a hanging import cannot detect that.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ REQUEST_S = 5.0
 
 
 def receive(connection: socket, limit: int) -> list[int]:
-    """Return the descriptors of a request. Raises the error that the fork server's loop treats as a lost connection."""
+    """Receive at most `limit` descriptors of a request.
+
+    Raises the error that the server's loop treats as a lost connection.
+    """
     connection.settimeout(REQUEST_S)
     try:
         found: list[int] = reduction.recvfds(connection, limit)
@@ -43,7 +47,7 @@ def receive(connection: socket, limit: int) -> list[int]:
 
 
 class Marks:
-    """Finder of modules that finds none. It gives this process the name of each mark."""
+    """Module finder that never finds a module, but renames this process to each mark that is looked up."""
 
     @staticmethod
     def find_spec(name: str, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""Fork servers of groups of processes: each has imported what its group needs, and the group shares that memory."""
+"""Fork servers of groups of processes: each imports its group's modules once, and the group shares their memory."""
 
 from __future__ import annotations
 
@@ -31,18 +31,22 @@ class StillImportingError(DPFlowError):
 
 
 class ImportServer:
-    """A fork server that this process's fork server has forked, for one group of processes.
+    """Second-level fork server for one group of processes, itself forked by this process's fork server.
 
-    It imports the group's modules, then forks the group's processes. It ends instead if an import raises, starts a
-    thread, of which a fork has no copy, looks for the user's own modules, or initializes CUDA. It also ends when this
-    process and the group have ended.
+    It imports the group's modules, then forks the group's processes. It ends when this process and the group have
+    ended. It ends before any fork if an import does one of the following:
+
+    - it raises
+    - it starts a thread, which a fork does not copy
+    - it looks for the user's own modules
+    - it initializes CUDA
 
     Args:
-        imports: what it imports.
+        imports: the modules to import, and the settings to apply before.
         context: a multiprocessing context whose fork server forks it.
-        fork: starts a process of this context.
-        begin_s: the timeout of its imports, seconds.
-        fork_s: the timeout of a fork, seconds.
+        fork: starts a process of `context`.
+        begin_s: timeout of all imports, seconds.
+        fork_s: timeout of a fork, seconds.
     """
 
     def __init__(
@@ -82,7 +86,7 @@ class ImportServer:
 
         Raises:
             StillImportingError: the imports are not finished.
-            OSError, EOFError: it has ended, has not finished its imports in time, or does not fork in time.
+            OSError, EOFError: the server has ended, or exceeded the timeout of its imports or of the fork.
         """
         unstarted: Any = process
         unstarted._Popen = self._start
@@ -100,11 +104,11 @@ class ImportServer:
             watch.cancel()
 
     def kill(self) -> None:
-        """Kill it. Its processes continue."""
+        """Kill the server. The processes that it forked continue."""
         self._handle.kill()
 
     def close(self, *, kill: bool = False) -> None:
-        """End it once its processes have ended, or kill it."""
+        """End the server after the processes that it forked have ended; with `kill`, at once."""
         if kill:
             self.kill()
         os.close(self._alive)
@@ -120,7 +124,7 @@ class ImportServer:
 
 
 class _Inherited:
-    """A descriptor that a process inherits, as its number there."""
+    """Descriptor that a started process inherits; unpickles to its number there."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -134,7 +138,7 @@ def _detached(inherited: Any) -> Any:
 
 
 def _serve(imports: Imports, listener: int, alive: int) -> None:
-    """Import, then serve as Python's fork server does. Nothing can connect before `listen`."""
+    """Import the modules, then serve as Python's fork server does. No process can connect before that."""
     # An import that hangs would not notice that `alive` is closed. The fork server above ends with its starter unless
     # another process, such as this one, has its descriptor.
     main: Any = forkserver
@@ -168,7 +172,7 @@ def _serve(imports: Imports, listener: int, alive: int) -> None:
 
 
 class _Own(MetaPathFinder):
-    """Notes whether the user's own modules are looked for, which only workers have."""
+    """Finder that records whether an import looks for the user's own modules, which only workers have."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = frozenset(names)

@@ -1,4 +1,4 @@
-"""Processes of this machine: forked from this one, or started from scratch. `fork_server` has a third kind."""
+"""Processes of this host: forked from this process, or started from scratch. For fork servers see `fork_server`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ DESCRIPTORS = 3
 
 
 class LocalPlatform:
-    """Starts processes by a multiprocessing context, or a module used as one (torch.multiprocessing).
+    """Platform that starts processes by a multiprocessing context, or by torch.multiprocessing.
 
-    With fork, the child has a copy of the thread that launches.
+    With start method "fork", the only thread of the child is a copy of the thread that called `launch`.
     """
 
     #: Whether the kernel may kill a process with its parent. It takes the end of the starting thread for the end of
@@ -100,7 +100,7 @@ class LocalPlatform:
         self._poller.close()
 
     def _start(self, process: BaseProcess, imports: Imports | None = None) -> None:
-        """Start a process with SIGINT blocked, which it unblocks once Control-C prints no traceback of its start."""
+        """Start a process with SIGINT blocked, so that Control-C prints no traceback; its target unblocks it."""
         if self._context.get_start_method() == "spawn":
             resource_tracker.ensure_running()  # which the start would do, and unblocks SIGINT
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -117,7 +117,7 @@ class LocalPlatform:
 
 
 class _ProcessName(str):
-    """Name of a process. Unpickling it turns the garbage collector off, until `_run` turns it on.
+    """Process name whose unpickling turns the garbage collector off; `_run` turns it on again.
 
     A new process unpickles its name before the user's script and torch are imported. Collections meanwhile find
     nothing, and take 4% to 8% of the time of these imports.
@@ -131,7 +131,7 @@ class _ProcessName(str):
 
 
 def _run(spec: ProcessSpec, owner: int, by_kernel: bool, is_fork: bool) -> None:
-    """Main function of a process. It makes the process end with its owner, then runs the target."""
+    """Main function of a process: make it end when process `owner` does, then run the target."""
     # Else the first full collection would visit everything imported, or copy all inherited pages.
     gc.freeze()
     if is_fork:  # the user's handlers are for their process: one may save a checkpoint, another wakes its event loop
@@ -219,7 +219,7 @@ class LocalHandle:
 
 
 def _descriptor_of(process: BaseProcess) -> tuple[int, bool]:
-    """Return a descriptor that becomes readable when the process ends, and whether it is a pidfd."""
+    """Return (descriptor that becomes readable when the process ends, whether it is a pidfd)."""
     assert process.pid is not None
     try:
         return os.pidfd_open(process.pid), True

@@ -1,7 +1,7 @@
 """The contract of a platform: it starts processes, kills them and reports how they ended.
 
-A process is identified by its name and incarnation. Reports of a platform are advisory: a process that it reports as
-running may be unreachable, so its users also require heartbeats or handshakes. The contract suite is
+A process is identified by its name and incarnation. A platform's reports are advisory: a process that is reported as
+running may be unreachable, so callers also require heartbeats or handshakes. The contract suite is
 `tests/contracts/platforms.py`.
 """
 
@@ -43,7 +43,7 @@ class Limits:
 class Imports:
     """Installed modules that a group of processes needs, and that may be imported once for all of them.
 
-    A platform that starts each process from scratch ignores it: processes import what they lack.
+    A platform that starts each process from scratch ignores this; its processes import the modules themselves.
     """
 
     #: Identifies the group. No other process is forked from one that has imported for it.
@@ -63,14 +63,14 @@ class ProcessSpec:
     Args:
         name: identifies it; no two running processes have the same.
         incarnation: counts the processes that have had this name.
-        target: the function that it runs in its main thread, at the top of a module.
-        arguments: of the target. They are pickled unless the process is a fork, which inherits them.
+        target: the function that the process runs in its main thread; defined at the top of a module.
+        arguments: the target's arguments. They are pickled unless the process is a fork, which inherits them.
             Unpickling tensors may connect back to this process, which takes the `authkey` of its
             `multiprocessing.current_process()`.
-        report_file: the file for its exit report, if it shares this host's files; else empty.
-        directory: a directory that the launching process removes, or the launched processes if that one is killed;
-            or empty.
-        imports: what its group imports; None: nothing is known.
+        report_file: path of its exit report; empty if the process does not share this host's files.
+        directory: a directory to remove at the end: by the launching process, or by the launched ones if that is
+            killed; empty: none.
+        imports: modules that its group of processes imports; None: unknown.
     """
 
     name: str
@@ -126,10 +126,10 @@ class Handle(Protocol):
     pid: int
 
     def kill(self, why: str = "") -> None:
-        """Kill the process without waiting. `describe` returns the reason. Idempotent; any thread may call."""
+        """Kill the process without waiting; `why` becomes part of `describe()`. Idempotent; any thread may call."""
 
     def describe(self) -> End | None:
-        """Return how the process ended; None while it runs. Waits at most a second for a status in transit."""
+        """Return how the process ended; None while it runs. Waits at most a second for an exit status in transit."""
 
 
 class Platform(Protocol):

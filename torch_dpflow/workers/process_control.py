@@ -39,7 +39,7 @@ def exit_with(pid: int, directory: str = "", *, by_kernel: bool = False) -> None
 
 
 def end_with_parent(number: int) -> None:
-    """Have the kernel send this process a signal when the thread that has started it ends; 0: none."""
+    """Make the kernel send signal `number` to this process when the thread that started it ends; 0: no signal."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
@@ -88,7 +88,7 @@ _ATTRIBUTES = struct.Struct("<IIQiIQQQ")
 
 
 def use_sched_batch() -> bool:
-    """Give this thread, and those that it starts, SCHED_BATCH and long time slices; return whether that succeeded.
+    """Give this thread, and threads that it starts, SCHED_BATCH and long time slices; return whether that succeeded.
 
     Its share of the processor stays the same. Where more decoders run than there are cores, each time slice begins with
     caches that another process has filled, so few long slices are faster than many short ones. And processes that wait
@@ -122,7 +122,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed memory for the next samples, unless the environment sets its thresholds.
+    """Make glibc keep freed memory for the next samples, unless the environment sets its thresholds.
 
     By default glibc returns memory to the system about as soon as a sample is freed, and each page of the next sample
     is a fault: a copy of a record of 110 kB then takes 71 µs, and 9 µs in memory that was kept.

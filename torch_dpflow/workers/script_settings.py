@@ -1,6 +1,6 @@
-"""Settings of the script's process that affect samples, for workers that are not forked from it.
+"""Process settings of the script that affect samples, copied to workers that are not forked from its process.
 
-In the processes of a shared flow or a platform these settings have their defaults.
+Workers of a shared flow or of a platform keep the defaults.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NUMPY_ERRORS = {"divide": "warn", "over": "warn", "under": "ignore", "invalid":
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptSettings:
-    """The settings that differ from the defaults of a new process."""
+    """Process settings that differ from the defaults of a new process."""
 
     default_dtype: torch.dtype = torch.float32
     #: As `numpy.seterr` takes it.
@@ -46,7 +46,7 @@ class ScriptSettings:
 
     @classmethod
     def capture(cls) -> ScriptSettings:
-        """Return the settings of this process, in this thread."""
+        """Return the settings of this process, and of this thread for numpy."""
         found = [(module, name, usual, vars(sys.modules.get(module, cls))) for module, name, usual in _ATTRIBUTES]
         return cls(
             default_dtype=torch.get_default_dtype(),
@@ -62,7 +62,7 @@ class ScriptSettings:
         )
 
     def apply(self) -> None:
-        """Apply the settings to this process; numpy's to this thread only.
+        """Apply the settings to this process; numpy's settings to this thread only.
 
         If the script's directory does not exist, as on another host, this process stays in its current directory.
         """
@@ -87,7 +87,7 @@ class ScriptSettings:
         torch.set_float32_matmul_precision(self.matmul_precision)
 
     def describe(self) -> str:
-        """Return the settings that change samples, for messages; empty if all have their defaults."""
+        """Return a text that names the settings that change samples; empty if all have their defaults."""
         parts = [f"{module}.{name}={value!r}" for module, name, value in self.attributes]
         if self.default_dtype is not torch.float32:
             parts.insert(0, f"torch's default dtype {self.default_dtype}")
@@ -104,7 +104,7 @@ def current_directory() -> str:
 
 
 class RelativePaths:
-    """Looks for paths relative to the current directory in texts that are sent to workers."""
+    """Search for paths relative to the current directory, in texts that are sent to workers."""
 
     def __init__(self) -> None:
         #: The first one.
@@ -113,7 +113,10 @@ class RelativePaths:
         self._left = MAX_LOOKED_AT
 
     def look(self, text: str) -> None:
-        """Look whether this text is such a path. Texts of dots and slashes alone are not."""
+        """Record this text if it is the relative path of an existing file.
+
+        Texts of only dots and slashes do not count.
+        """
         if self.found or not self._left or len(text) > MAX_PATH_CHARS or not text.strip("./") or os.path.isabs(text):
             return
         self._left -= 1
@@ -121,7 +124,7 @@ class RelativePaths:
             self.found = text if os.path.lexists(text) else ""
 
     def look_in(self, values: Any) -> None:
-        """Look at the first text of a container, also of one that is its first entry."""
+        """Check the first text in a container, or in its first entry if that is a container."""
         for _ in range(3):
             if type(values) is dict and values:
                 key = next(iter(values))

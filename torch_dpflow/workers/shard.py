@@ -1,6 +1,6 @@
-"""A shard: the queue of tasks and the workers that pull from it. The I/O around the pure scheduler.
+"""A shard: the queue of tasks, and the I/O between the pure scheduler and the workers.
 
-It forwards payloads without decoding them; its `Requester` decodes.
+The shard forwards payloads without decoding them; its `Requester` decodes.
 """
 
 from __future__ import annotations
@@ -62,59 +62,62 @@ _NO_RESULTS: Mapping[int, tuple[Finished, Any]] = MappingProxyType({})
 
 
 class Requester(Protocol):
-    """The owner of a shard, which gets its results. Called in the shard's thread."""
+    """Owner of a shard: receives results and events, in the shard's thread."""
 
     def refusal(self, handshake: WorkerHandshake) -> str:
-        """Return why this process is not, or no longer, a worker of this shard; empty if it is."""
+        """Return why the sender of this handshake is not, or no longer, a worker of the shard; empty if it is."""
 
     def admitted(self, handshake: WorkerHandshake, *, shares_memory: bool) -> None:
-        """Handle a worker that may now load. It can be the successor of one whose end was not noticed.
+        """Handle the admission of a worker. It may replace a worker whose end was not noticed.
 
         shares_memory: whether its shared memory can be read here.
 
-        Raises DescriptorLimitError: it is not admitted and repeats its handshake.
+        Raises DescriptorLimitError: the worker is then not admitted, and repeats its handshake.
         """
 
     def epoch_for(self, worker: int) -> bytes:
-        """Return the running epoch's parameters for this worker; opaque to the shard."""
+        """Return the current epoch's parameters for this worker, encoded; the shard does not read them."""
 
     def begun(self, worker: int, frame: memoryview) -> None:
-        """Handle the beginning of a worker's stream. Raises MessageError if workers of this kind have none."""
+        """Handle the report that a worker's stream has begun.
+
+        Raises MessageError if workers of this kind have no stream.
+        """
 
     def timed(self, worker: int, times: StageTimes) -> None:
-        """Record how long loading has taken a worker, by stage. Its results follow."""
+        """Record how long a worker's latest loads took, by stage. Called before their results are delivered."""
 
     def open(
         self, worker: int, reader: ArenaReader | None, finished: Finished, payloads: list[list[memoryview]]
     ) -> list[Any]:
-        """Decode or copy the frames of each result. Raises SegmentLostError if they were lost with the worker."""
+        """Decode or copy the frames of each result. Raises SegmentLostError if the worker's shared memory is lost."""
 
     def delivered(self, task: int, worker: int, finished: Finished, opened: Any) -> None:
         """Handle the first result of this task."""
 
     def poisoned(self, task: int, workers: tuple[int, ...], late: int) -> None:
-        """Fail a task over which these workers died, `late` of them by its time limit."""
+        """Fail a task during which these workers died, `late` of them killed by the time limit."""
 
     def starved(self) -> None:
         """Handle that a worker is idle."""
 
     def failed(self, worker: int, why: str) -> None:
-        """Replace a worker that violates the protocol, cannot be sent a message, or whose memory cannot be read."""
+        """Replace a worker that broke the protocol, cannot be reached, or whose shared memory cannot be read."""
 
     def overdue(self, worker: int) -> None:
         """Replace a worker that has exceeded the time limit for a task or for its start."""
 
 
 class Sender(Protocol):
-    """The object by which a shard sends: a `Listener`, or a wrapper that counts messages."""
+    """Sending side of a shard: a `Listener`, or a wrapper that counts messages."""
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
-        """As `Listener.send`."""
+        """Send a message to a worker's connection, like `Listener.send`."""
 
 
 @dataclass(eq=False)
 class _Admitted:
-    """A worker that is admitted."""
+    """State of an admitted worker."""
 
     peer: bytes
     #: Readers of its shared memory, and of the record of the task that it runs; None if they cannot be read here.
@@ -128,13 +131,13 @@ class _Admitted:
 
 
 class Shard:
-    """Owns tasks and their payloads until their results arrive. One thread drives it.
+    """Owner of tasks and their payloads until their results arrive. One thread drives it.
 
     Args:
         sender: sends to workers.
         scheduler: decides who loads what.
         requester: receives the results.
-        clock: seconds, for the scheduler.
+        clock: returns the time for the scheduler, seconds.
         start_timeout_s: the time from a worker's handshake until it is ready, seconds; None: no limit.
     """
 
@@ -159,7 +162,7 @@ class Shard:
         self._workers: dict[int, _Admitted] = {}
 
     def submit(self, tasks: Sequence[tuple[int, Frame]], *, pinned_to: int | None = None) -> None:
-        """Queue these tasks, in this order, for any worker or for one."""
+        """Queue (task, payload) pairs, in order, for any worker, or only for worker `pinned_to`."""
         self._payloads.update(tasks)
         self._apply(self._scheduler.submit([task for task, _ in tasks], pinned_to, self._clock()))
 
@@ -169,10 +172,10 @@ class Shard:
         self._apply(self._scheduler.cancel(tasks, self._clock()))
 
     def begin_epoch(self) -> None:
-        """Cancel the rest of the last epoch and send the new one to every worker.
+        """Cancel all tasks of the previous epoch, and send the new epoch to every worker.
 
-        A worker that has not answered since the last epoch gets it with its next task, or once it answers. So a worker
-        that loads one slow sample gets one message, and not one for every epoch that a script begins meanwhile.
+        A worker that has not answered since the previous epoch gets the new epoch with its next task, or once it
+        answers. So a worker that loads one slow sample gets a single message, however many epochs begin meanwhile.
         """
         self.cancel(list(self._payloads))
         for number, worker in list(self._workers.items()):
@@ -181,7 +184,7 @@ class Shard:
                 self._send_epoch(number)
 
     def check_timeouts(self) -> None:
-        """Apply time limits, and let other workers take over tasks of slow ones."""
+        """Apply time limits, and let other workers take over tasks of slow workers."""
         now = self._clock()
         if self._start_timeout_s is not None:
             for number, worker in list(self._workers.items()):
@@ -191,7 +194,7 @@ class Shard:
         self._apply(self._scheduler.tick(now))
 
     def on_worker_lost(self, worker: int, *, may_blame: bool = True) -> None:
-        """Handle the end of a worker. may_blame: whether the task that it ran may be the reason."""
+        """Handle the end of a worker. may_blame: whether its running task may have caused the end."""
         lost = self._workers.pop(worker, None)
         at: tuple[int, ...] | None = ()
         if may_blame:
@@ -250,7 +253,7 @@ class Shard:
             TRANSPORT.error("message from connection %r dropped: %s", _shown(peer), error)
 
     def _reject(self, peer: bytes, reason: str) -> None:
-        """Replace the sender of a malformed message if it is a worker, else refuse it with the reason."""
+        """Replace the sender of a malformed message if it is an admitted worker, else refuse it with the reason."""
         workers = [number for number, known in self._workers.items() if known.peer == peer]
         for worker in workers:
             self._requester.failed(worker, f"it sent an invalid message: {reason}")  # its result would never come
@@ -360,24 +363,24 @@ class Shard:
         self._send(worker, [encode(EpochBegin()), self._requester.epoch_for(worker)])
 
     def _note_answer(self, worker: int, known: _Admitted) -> None:
-        """Record that a worker has read what it was sent; send it the epoch that waited for that."""
+        """Record that a worker has read its messages; send it the epoch that was held back until then."""
         known.is_quiet = False
         if known.is_behind:
             self._send_epoch(worker)
 
     def _admitted(self, worker: int, peer: bytes) -> _Admitted | None:
-        """Return the worker with this number, if it has this connection."""
+        """Return the admitted worker with this number; None if it has another connection."""
         known = self._workers.get(worker)
         return known if known is not None and known.peer == peer else None
 
     def _send(self, worker: int, frames: list[Frame]) -> None:
-        """Send a message to an admitted worker, or have it replaced: without the message its tasks would not end."""
+        """Send a message to an admitted worker; replace the worker if that fails, as its tasks would never end."""
         if not self.sender.send(self._workers[worker].peer, frames):
             self._requester.failed(worker, UNREACHABLE)
 
 
 def other_release(version: int) -> str:
-    """Return why a worker with another version of the protocol is refused; empty if it has this one."""
+    """Return why a worker with this protocol version is refused; empty if it is ours."""
     if version == PROTOCOL_VERSION:
         return ""
     return (
@@ -387,7 +390,7 @@ def other_release(version: int) -> str:
 
 
 def _shown(peer: bytes) -> bytes:
-    """Return a connection's identity for logs: a worker's number and incarnation, without its node's token."""
+    """Return a connection's identity for logs: worker number and incarnation, without the secret token."""
     return b"/".join(peer.split(b"/")[:2])[:20]
 
 

@@ -17,16 +17,16 @@ _PLAIN = frozenset({bytes, str, int, float})
 
 
 class SourceFailed(NamedTuple):
-    """Stands for an item in whose place the source raised an error, which stays in the process of the source."""
+    """Placeholder for an item where the source raised an error; the error itself stays in the source's process."""
 
     number: int
 
 
 class StreamItem:
-    """One item of a stream, as it is sent to a worker.
+    """Item of a stream, as it is sent to a worker.
 
-    It is encoded where the source is read, and decoded where the function is called. So an item that cannot be pickled
-    or unpickled fails with its number, as an error of the function does.
+    It is encoded where the source is read, and decoded where the function is called. So an error of pickling or
+    unpickling names the item's number, like an error of the function.
 
     Args:
         number: its place in the stream, from 0.
@@ -44,7 +44,10 @@ class StreamItem:
         self._frames: Sequence[Frame] = ()
 
     def encode(self) -> StreamItem:
-        """Encode the value, for `pickle`. Raises NotPicklableError, which names the part that cannot be pickled."""
+        """Return the item with its value encoded.
+
+        Raises NotPicklableError, which names the part that cannot be pickled.
+        """
         if type(self._value) not in _PLAIN:
             self._table, self._frames = encode(self._value)
         return self
@@ -72,7 +75,7 @@ def _received(number: int, table: PayloadTable, frames: Sequence[Frame]) -> Stre
 
 
 class MappedItems:
-    """A function as a map-style dataset: an item in place of an index gives the function's result.
+    """Map-style dataset around a function: indexing it by an item returns the function's result.
 
     Args:
         reads_ahead: whether more quick items may be in flight than `prefetch_factor` says.
@@ -93,5 +96,5 @@ class MappedItems:
 
 
 def as_mapped(result: Any) -> Any:
-    """Return a result unchanged: the `collate_fn` of a stream."""
+    """Return `result` unchanged; used as the `collate_fn` of a stream."""
     return result

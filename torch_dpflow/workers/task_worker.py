@@ -1,7 +1,7 @@
 """A worker process's loop: it holds the tasks that its shard assigns, loads the oldest, and sends the results.
 
-One message delivers results and requests more tasks. What a task is, a subclass knows: a batch of a private loader
-(`workers/batch_worker`) or a sample of a flow (`cluster/shard/sample_worker`).
+One message delivers results and requests more tasks. Subclasses define the task: a batch of a private loader
+(`workers/batch_worker`), or a sample of a flow (`cluster/shard/sample_worker`).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class TaskWorker:
     """Worker that holds some of its shard's tasks and loads the oldest.
 
     Args:
-        connection: to the shard; its identity begins with the worker's number.
+        connection: connection to the shard; its identity begins with the worker's number.
         shared_memory: maximum bytes of results in shared memory; 0: none.
-        compress: for a shard on another host; None: results are sent unchanged.
+        compress: compresses results for a shard on another host; None: they are sent unchanged.
     """
 
     #: How often a worker that has tasks polls its socket, seconds; 0: after each task.
@@ -78,7 +78,7 @@ class TaskWorker:
         self._send_handshake()
 
     def step(self) -> None:
-        """Handle the messages that have arrived, and load until it is time to look again; wait if there is no task."""
+        """Handle the messages that have arrived, then load tasks for a time; wait if there is no task."""
         for frames in self._received():
             self._handle(decode(frames[0]), frames[1:])
         look_at = self._looked_at + self.look_s
@@ -88,7 +88,7 @@ class TaskWorker:
                 return
 
     def _received(self) -> list[list[memoryview]]:
-        """Return the messages of the shard; wait for one if there are no tasks."""
+        """Return the shard's messages that have arrived; wait for a message if there are no tasks."""
         received: list[list[memoryview]] = []
         if not self._tasks:
             frames = self._connection.receive(self.idle_s)
@@ -139,10 +139,11 @@ class TaskWorker:
             self._outbox.flush()
 
     def _may_hold(self) -> bool:
-        """Return whether the result of the task that was just loaded may wait for others.
+        """Return whether the latest result may wait to be sent together with later results.
 
-        In the middle of the window it is sent at once, so that the shard refills the window before others steal from
-        it. If the shard cannot read which task runs, no result waits: a finished task could be suspected.
+        In the middle of the window the result is sent at once, so that the shard refills the window before idle workers
+        steal from it. No result waits if the shard cannot read from shared memory which task runs: it could suspect a
+            finished task.
         """
         return self._running.ref is not None and len(self._tasks) not in (self._low, 0)
 
@@ -153,18 +154,18 @@ class TaskWorker:
         raise NotImplementedError
 
     def _on_refused(self, reason: str) -> None:
-        """End: the shard refuses this worker."""
+        """End the worker, because the shard refuses it."""
         raise NotImplementedError
 
     def _load(self, task: int, payload: memoryview) -> None:
-        """Load this task, and give its result to the outbox."""
+        """Load this task, and pass its result to the outbox."""
         raise NotImplementedError
 
     def _on_tasks(self, payloads: Sequence[memoryview]) -> None:
-        """Handle tasks that have arrived."""
+        """Handle newly arrived tasks, before they are loaded."""
 
     def _on_idle(self) -> None:
-        """Handle `idle_s` without a task or message."""
+        """Handle a wait of `idle_s` in which no task or message arrived."""
 
 
 #: Maximum results of a message; maximum frames and bytes, shared memory included, of a message of several results.
@@ -177,19 +178,19 @@ LATE_S = 0.1
 
 
 class ResultOutbox:
-    """Sends a worker's results to its shard: slow ones at once, fast ones in groups.
+    """Outbox that sends a worker's results to its shard: slow results at once, fast ones in groups.
 
-    A single result costs a shard three times the processor time of one in a group: on a busy machine it begins with
-    cold caches, and so does the decoder afterwards. The code of shard, job and worker around a sample takes 100 µs
-    alone; with decoders on the same two cores, it took 700 µs. One thread at a time uses the connection.
+    A result sent alone costs a shard three times the processor time of a result in a group. On a busy machine, handling
+    it begins with cold caches, and so does decoding afterwards. The code of shard, job and worker around a sample takes
+    100 µs alone; with decoders on the same two cores, it took 700 µs. One thread at a time uses the connection.
 
-    `add` and `flush` are for the worker's thread; a thread of the outbox sends results that have waited too long. That
-    thread is not a `PeriodicCall`, as it must not wake up during decoding while no result waits.
+    Only the worker's thread calls `add` and `flush`; a thread of the outbox sends results that have waited too long. It
+    is not a `PeriodicCall`, because it must not wake up during decoding while no result waits.
 
     Args:
-        connection: to the shard. Other users of it must hold `lock` while results wait.
+        connection: connection to the shard. Other users of it must hold `lock` while results wait.
         compress: compresses frames; None: they are sent unchanged.
-        clock: its times are sent with the results; of the worker's thread.
+        clock: measures loading in the worker's thread; its times are sent with the results.
     """
 
     def __init__(
@@ -228,10 +229,10 @@ class ResultOutbox:
         hold: bool = False,
         has_stream: bool = False,
     ) -> None:
-        """Send a result, now or with later ones.
+        """Send a result at once, or together with later results.
 
-        started: the task that the worker runs next. hold: whether the result may wait for others. has_stream: as of
-            `Finished`, for results that may not wait.
+        started: the task that the worker runs next. hold: whether the result may wait for others. has_stream: as in
+            `Finished`; such a result may not wait.
         """
         # Views of the sample's memory, which the dataset may overwrite with the next sample before they are sent.
         frames = [bytes(frame) if type(frame) is memoryview else frame for frame in frames]

@@ -25,17 +25,17 @@ from torch_dpflow.workers.scheduler.views import (
 
 
 class Assign(msgspec.Struct, frozen=True, gc=False):
-    """Append these to the worker's local queue, in order."""
+    """Append these tasks to the worker's local queue, in order."""
 
     worker: WorkerId
     tasks: list[TaskId]
 
 
 class Revoke(msgspec.Struct, frozen=True, gc=False):
-    """Drop these from the worker's local queue if they wait there.
+    """Remove these tasks from the worker's local queue if they wait there.
 
     This cancels earlier Assigns only: the same task may be assigned to the same worker again later. A task that runs or
-    has run is not affected; its result is delivered or discarded when it comes.
+    has run is not affected; its result is delivered or discarded when it arrives.
     """
 
     worker: WorkerId
@@ -43,23 +43,23 @@ class Revoke(msgspec.Struct, frozen=True, gc=False):
 
 
 class Deliver(msgspec.Struct, frozen=True, gc=False):
-    """Deliver the result of this task from this worker, as it is the first one."""
+    """Deliver this worker's result of the task: it is the task's first result."""
 
     task: TaskId
     worker: WorkerId
 
 
 class Discard(msgspec.Struct, frozen=True, gc=False):
-    """Drop this result: a copy came first, or the task was cancelled, poisoned or never submitted."""
+    """Discard this result: another worker's came first, or the task was cancelled, poisoned or never submitted."""
 
     task: TaskId
     worker: WorkerId
 
 
 class Poison(msgspec.Struct, frozen=True, gc=False):
-    """Each of these workers was lost while it ran this task: fail it.
+    """Fail this task: each of these workers was lost while it ran the task.
 
-    `late` of them were killed because they took too long over it.
+    `late` of the workers were killed because they exceeded `task_timeout_s`.
     """
 
     task: TaskId
@@ -68,7 +68,7 @@ class Poison(msgspec.Struct, frozen=True, gc=False):
 
 
 class KillWorker(msgspec.Struct, frozen=True, gc=False):
-    """This worker has run one task for longer than `task_timeout_s`: kill it, and report its end by `lose`.
+    """Kill this worker, and report its end by `lose`: it has run one task for longer than `task_timeout_s`.
 
     Returned once, unless the worker exchanges again.
     """
@@ -77,7 +77,7 @@ class KillWorker(msgspec.Struct, frozen=True, gc=False):
 
 
 class IdleWorkers(msgspec.Struct, frozen=True, gc=False):
-    """These workers have no task, and none is left for them. Returned once, until they get a task."""
+    """Notice that these workers have no task, and that none is left for them. Returned once for each idle period."""
 
     workers: list[WorkerId]
 
@@ -86,7 +86,7 @@ SchedulerInstruction: TypeAlias = Assign | Revoke | Deliver | Discard | Poison |
 
 
 class Counters(msgspec.Struct):
-    """Counts since the scheduler was made; each only grows."""
+    """Counters since the scheduler was created."""
 
     submitted: int = 0
     delivered: int = 0
@@ -102,18 +102,21 @@ class Counters(msgspec.Struct):
 
 
 class Scheduler:
-    """Decides which worker loads which task, and whose result counts, as the package's docstring describes.
+    """State machine that decides which worker loads which task, and which result counts; see the package's docstring.
 
-    A task is delivered at most once; as long as workers exchange, every task is delivered, cancelled or poisoned; while
-    a worker is idle, no task is queued and none waits that it could steal.
+    Invariants:
+
+    - A task is delivered at most once.
+    - As long as workers exchange, every task is delivered, cancelled or poisoned.
+    - While a worker is idle, no task is queued, and none waits that this worker could steal.
 
     Not thread-safe. An event costs O(tasks that it names), amortised; stealing adds a look at each worker. Input is
     checked before anything changes, so a rejected event has no effect.
 
     Args:
-        window: most tasks that a worker holds (K of the thesis), at least 1, until `set_window`.
+        window: maximum number of tasks that a worker holds (K of the thesis) until `set_window`, at least 1.
         max_window: the upper limit of `set_window`; None: `window`.
-        poison_limit: lost workers after which a task is poisoned, at least 1.
+        poison_limit: number of lost workers after which a task is poisoned, at least 1.
         overtake_after_s: seconds after which other workers, busy or not, may take over the tasks of a worker that has
             run one task for much longer than usual; None: never.
         task_timeout_s: seconds after which a worker that still runs one task is killed; None: never.
@@ -154,23 +157,23 @@ class Scheduler:
 
     @property
     def workers(self) -> tuple[int, int]:
-        """Return the number of workers, and of those that have tasks."""
+        """Return (number of workers, number of workers that have tasks)."""
         return len(self._views.views), len(self._views.views) - len(self._views.levels[0])
 
     @property
     def usual_s(self) -> float:
-        """The usual time of a task, seconds; infinite before the first, and without `overtake_after_s`."""
+        """Usual duration of a task, seconds; infinite before the first result, and without `overtake_after_s`."""
         return math.inf if self._pace is None or not self.counters.delivered else self._pace.usual_s
 
     # -- events: each returns the instructions that follow, in order -------------------------------------
 
     def submit(self, tasks: Sequence[TaskId], pinned_to: WorkerId | None, now: float) -> list[SchedulerInstruction]:
-        """Load these tasks, first in, first out. Pinned tasks run on one worker only and are never stolen.
+        """Queue these tasks, first in, first out. Pinned tasks run only on worker `pinned_to` and are never stolen.
 
-        Numbers rise. A lower number than an earlier one is for a part of a task that a worker has begun: the part goes
-        before all tasks with higher numbers.
+        Task numbers rise from call to call. Only a part of a task that a worker has begun can have a lower number: the
+        part is queued before all tasks with higher numbers.
 
-        Raises OptionError if a task is given twice.
+        Raises OptionError for a task that is given twice, or that was submitted before and is unfinished.
         """
         known = self._tasks
         if len(set(tasks)) != len(tasks):
@@ -192,7 +195,7 @@ class Scheduler:
         return self._settled(now)
 
     def cancel(self, tasks: Sequence[TaskId], now: float) -> list[SchedulerInstruction]:
-        """Drop these tasks. Unknown ones are ignored."""
+        """Drop these tasks. Unknown tasks are ignored."""
         for task_id in tasks:
             task = self._tasks.get(task_id)
             if task is not None:
@@ -200,7 +203,7 @@ class Scheduler:
         return self._settled(now)
 
     def add_worker(self, worker: WorkerId, now: float) -> list[SchedulerInstruction]:
-        """Add a worker with an empty local queue. An id in use means that its former worker was lost."""
+        """Add a worker with an empty local queue. If the id is in use, its former worker counts as lost."""
         self._lose(worker, None)
         self._views.add(WorkerView(worker, self._reserved_for(worker), now, self._first_window))
         return self._settled(now)
@@ -216,11 +219,11 @@ class Scheduler:
     def exchange(
         self, worker: WorkerId, finished: Sequence[TaskId], started: TaskId | None, now: float
     ) -> list[SchedulerInstruction]:
-        """Take all results that a worker has, and give it more tasks.
+        """Process a worker's results, and assign more tasks to it.
 
         A worker exchanges after at most N results, and whenever its local queue becomes empty, also by a Revoke.
 
-        started: the task that it runs from now on; None: the head of its view is assumed.
+        started: the task that the worker runs next; None: assume the head of its view.
         """
         view = self._views.views.get(worker)
         for task_id in finished:
@@ -243,16 +246,16 @@ class Scheduler:
         return self._settled(now)
 
     def lose(self, worker: WorkerId, now: float, at: tuple[TaskId, ...] | None = None) -> list[SchedulerInstruction]:
-        """Remove a worker that has died or does not answer. Unknown ones are ignored.
+        """Remove a worker that has died or does not answer. Unknown workers are ignored.
 
-        at: the task that it ran, or empty. It may be any task; one that is over is not suspected. None: the task that
-            the scheduler believes was running is suspected.
+        at: the task that the worker ran, which becomes a suspect unless it has finished; empty: no task. None: suspect
+            the task that the scheduler believes was running.
         """
         self._lose(worker, at)
         return self._settled(now)
 
     def tick(self, now: float) -> list[SchedulerInstruction]:
-        """Note that time has passed; required for overtaking and time limits only."""
+        """Apply overtaking and time limits at the time `now`."""
         if self._pace is not None:
             for view in self._views.stuck(now - self._pace.stuck_after_s):
                 self._overtake(view, now)
@@ -265,7 +268,7 @@ class Scheduler:
         return self._settled(now)
 
     def _settled(self, now: float) -> list[SchedulerInstruction]:
-        """Fill the windows; return the instructions of this event."""
+        """Fill the windows; return all instructions of the current event."""
         starved = self._fill_windows(now)
         out, self._out = self._out, []
         if self._revoked or self._assigned:
@@ -302,7 +305,7 @@ class Scheduler:
                 self._views.offer(holder)
 
     def _overtake(self, view: WorkerView, now: float) -> None:
-        """Let other workers take over the tasks of one that seems stuck. Idempotent."""
+        """Let other workers take over the tasks of a worker that seems stuck. Idempotent."""
         view.overtaken = True
         while (waiting := view.last_movable()) is not None:
             del view.held[waiting.id]
@@ -322,7 +325,7 @@ class Scheduler:
         return self._reserved.setdefault(worker, Backlog())
 
     def _suspect(self, task: Task, worker: WorkerId) -> None:
-        """Record a lost worker for the task that it ran; fail the task if it has lost too many."""
+        """Count a lost worker against the task that it ran; fail the task if it has cost too many workers."""
         self._views.suspects += not task.losses
         task.losses += (worker,)
         if len(task.losses) >= self._poison_limit:
@@ -334,7 +337,7 @@ class Scheduler:
             self._views.place(holder)
 
     def _forget(self, task: Task, finisher: WorkerView | None) -> None:
-        """Forget a task that is over, and revoke it from its holders, except the one that finished it."""
+        """Forget a finished task, and revoke it from every worker that holds it, except `finisher`."""
         del self._tasks[task.id]
         self._views.suspects -= bool(task.losses)
         if task.backlog is not None:
@@ -365,7 +368,7 @@ class Scheduler:
     # -- windows -----------------------------------------------------------------------------------------
 
     def _fill_windows(self, now: float) -> list[WorkerId]:
-        """Fill every window that has room; return the workers that have become idle."""
+        """Fill every window that has room; return the workers that became idle."""
         freed = self._views.freed
         for view in freed:
             self._fill_from_reserved(view, now)

@@ -43,8 +43,8 @@ class Task:
 class Backlog:
     """Tasks that no worker holds, oldest first.
 
-    Appending a new task and taking the oldest are O(1), returning one is O(log r) with r returned tasks. Tasks leave in
-    order, so every returned task is older than every new one: a heap of the returned and a queue of the new ones
+    Appending a new task and taking the oldest are O(1). Returning a task is O(log r) with r returned tasks. Tasks leave
+    in order, so every returned task is older than every new one: a heap of returned tasks and a queue of new tasks
     suffice. Discarding a task from the middle of the queue leaves a gap, which is skipped later.
     """
 
@@ -103,7 +103,7 @@ class Backlog:
         return task
 
     def take_many(self, count: int) -> list[Task]:
-        """Remove and return the oldest `count` tasks. The backlog must have as many."""
+        """Remove and return the oldest `count` tasks. The backlog must contain at least `count`."""
         if self._returned:
             return [self.take() for _ in range(count)]
         tasks: list[Task] = []
@@ -126,9 +126,9 @@ GONE = -1
 
 
 class WorkerView:
-    """The scheduler's view of one worker's local queue: the mirror queue of the thesis.
+    """View of one worker's local queue in the scheduler: the mirror queue of the thesis.
 
-    `held` is its submitted part, `reserved` its unsubmitted part.
+    `held` are the tasks sent to the worker, `reserved` the tasks pinned to it and not sent yet.
     """
 
     __slots__ = (
@@ -170,13 +170,13 @@ class WorkerView:
         self.level = GONE
 
     def load(self) -> int:
-        """Return how many tasks the worker finishes before it is idle, including one that is no longer needed."""
+        """Return how many tasks the worker runs before it is idle, including a running one that is no longer needed."""
         if self.running is None or self.running in self.held:
             return len(self.held)
         return len(self.held) + 1
 
     def running_task(self) -> Task | None:
-        """Return the task that is believed to run, if its result is still needed from this worker."""
+        """Return the task believed to run on this worker; None if its result is no longer needed."""
         return None if self.running is None else self.held.get(self.running)
 
     def last_movable(self) -> Task | None:
@@ -189,18 +189,18 @@ class WorkerView:
         return None
 
     def note_running(self, running: TaskId | None, now: float) -> None:
-        """Record that the worker runs this task; `now` is the start, unless the task was recorded before."""
+        """Record which task the worker runs; its start is `now` unless it was recorded before."""
         if running != self.running:
             self.running = running
             self.since = now
 
 
 class WorkerViews:
-    """All views, by level.
+    """Views of all workers, indexed by level.
 
-    The level of a view is its load, 0 to window + 1 (a full window behind a task that is no longer needed). A view
-    whose own smaller window is full counts as if its load were `window` or more. A view that must not get anything,
-    because of a suspect or because it was overtaken, is on the last level, whatever its load.
+    The level of a view is its load, 0 to window + 1 (a full window behind a task that is no longer needed). A view with
+    a smaller window that is full counts as if its load were `window` or more. A view that must get no tasks is on the
+    last level, whatever its load: it was overtaken, or a suspect must run alone.
     """
 
     def __init__(self, window: int) -> None:
@@ -226,7 +226,7 @@ class WorkerViews:
         view.level = GONE
 
     def place(self, view: WorkerView) -> None:
-        """Update the view's level; call after each change of what it holds or runs."""
+        """Update the view's level; call this after each change of the tasks that it holds or runs."""
         level = view.load()
         if level >= view.window:
             level = self.window + (level > view.window)
@@ -244,7 +244,7 @@ class WorkerViews:
                 self._lowest = level
 
     def _is_closed(self, view: WorkerView) -> bool:
-        """Whether a busy worker must not get tasks: it was overtaken, runs a suspect, or has to be empty for one."""
+        """Return whether a busy worker must get no tasks: it was overtaken, or runs or awaits a suspect."""
         if view.overtaken:
             return True
         running = view.running_task()
@@ -255,7 +255,8 @@ class WorkerViews:
     def note_messages(self, workers: Iterable[WorkerId]) -> None:
         """Count a message to each of these workers.
 
-        One that exchanges nothing gets no more tasks. Idle workers would steal each of them, without end.
+        A worker that answers none of its messages gets no more tasks: idle workers would steal each of them, without
+        end.
         """
         for worker in workers:
             view = self.views.get(worker)
@@ -277,7 +278,7 @@ class WorkerViews:
         return None
 
     def turns(self, tasks: int) -> tuple[list[WorkerView], int]:
-        """Return the emptiest views, and how many of `tasks` they get in turn before another view is as empty.
+        """Return the emptiest views, and how many of `tasks` to deal to them before another view is as empty.
 
         There must be a view with room, and no suspect.
         """
@@ -290,7 +291,7 @@ class WorkerViews:
         return views, min(tasks, rounds * len(views))
 
     def offer(self, view: WorkerView) -> None:
-        """Let idle workers try to steal again if this view, which has changed, has something to steal."""
+        """Let idle workers try to steal again if this changed view contains a task that can be stolen."""
         if self.levels[0] and view.level > 1 and view.last_movable() is not None:
             self.freed.extend(self.levels[0].values())
 
@@ -318,10 +319,10 @@ _STUCK_FACTOR = 4.0
 
 
 class Pace:
-    """A moving average of the time of a task.
+    """Moving average of the duration of a task.
 
     Args:
-        min_s: a worker that has run a task for less never counts as stuck, seconds.
+        min_s: shortest time at one task after which a worker can count as stuck, seconds.
     """
 
     def __init__(self, min_s: float) -> None:
@@ -331,9 +332,12 @@ class Pace:
 
     @property
     def stuck_after_s(self) -> float:
-        """The time at one task after which a worker counts as stuck, seconds."""
+        """Time at one task after which a worker counts as stuck, seconds."""
         return max(self._min_s, _STUCK_FACTOR * self.usual_s)
 
     def took(self, seconds: float) -> None:
-        """Add the time of one task. At most `stuck_after_s` of it counts, or one stuck task would raise that limit."""
+        """Add the duration of one task.
+
+        At most `stuck_after_s` counts, as one stuck task would otherwise raise that limit.
+        """
         self.usual_s += _WEIGHT * (min(seconds, self.stuck_after_s) - self.usual_s)
