@@ -8,7 +8,7 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import quantiles
 
@@ -30,10 +30,10 @@ def modules(root: Path) -> dict[str, Path]:
     return found
 
 
-def imports(tree: ast.AST, known: dict[str, Path]) -> set[str]:
+def imports(nodes: Iterable[ast.AST], known: dict[str, Path]) -> set[str]:
     """The package's modules that a module names in import statements, wherever they stand."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
@@ -45,7 +45,7 @@ def imports(tree: ast.AST, known: dict[str, Path]) -> set[str]:
 
 def import_graph(known: dict[str, Path]) -> dict[str, set[str]]:
     """By module, the others that it imports."""
-    return {name: imports(ast.parse(path.read_text()), known) - {name} for name, path in known.items()}
+    return {name: imports(ast.walk(ast.parse(path.read_text())), known) - {name} for name, path in known.items()}
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:

@@ -9,7 +9,6 @@ import grimp
 import pytest
 
 from tests.new_process import run_interpreter
-from tools.code_figures import cycles, import_graph, modules
 
 ROOT = Path(__file__).parents[2]
 #: Who keeps values, asks users' code or is torch's sampler, among those that decide which samples are read and kept.
@@ -48,10 +47,6 @@ def house_rules() -> configparser.ConfigParser:
     contracts = configparser.ConfigParser()
     assert contracts.read(ROOT / ".importlinter")
     return contracts
-
-
-def test_no_module_imports_itself_through_others_not_even_for_types() -> None:
-    assert cycles(import_graph(modules(ROOT))) == []
 
 
 def test_every_room_has_its_place_among_the_layers() -> None:

@@ -6,6 +6,7 @@ which are scripts of their own.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -177,34 +178,35 @@ def test_every_page_of_the_site_is_in_its_contents() -> None:
     assert {(DOCS / f"{entry}.md").resolve() for entry in entries} == {*PAGES} - {DOCS / "index.md"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
+def test_links_lead_to_files_and_headings_that_are_there() -> None:
     missing = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
-        path, _, heading = target.partition("#")
-        if "://" in path:
-            continue
-        there = page.parent / path if path else page
-        if not there.exists() or (heading and heading not in headings(there)):
-            missing.append(target)
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+            path, _, heading = target.partition("#")
+            if "://" in path:
+                continue
+            there = (page.parent / path).resolve() if path else page
+            if not there.exists() or (heading and heading not in headings(there)):
+                missing.append((named(page), target))
     assert not missing
 
 
+@functools.cache
 def headings(page: Path) -> set[str]:
     """The anchors of a page, as code hosts make them from its headings."""
     found = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in found}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_commands_name_targets_and_modules_that_are_there(page: Path) -> None:
-    text = page.read_text("utf-8")
+def test_commands_name_targets_and_modules_that_are_there() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
-    assert set(re.findall(r"(?:^\$ |`)make ([a-z-]+)", text, re.MULTILINE)) <= targets
-    for module in set(re.findall(r"-m ((?:benchmarks|examples)\.\w+)", text)):
-        if not module.endswith(".NAME"):
-            parts = ROOT.joinpath(*module.split("."))
-            assert parts.with_suffix(".py").is_file() or (parts / "__main__.py").is_file(), module
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        assert set(re.findall(r"(?:^\$ |`)make ([a-z-]+)", text, re.MULTILINE)) <= targets, page
+        for module in set(re.findall(r"-m ((?:benchmarks|examples)\.\w+)", text)):
+            if not module.endswith(".NAME"):
+                parts = ROOT.joinpath(*module.split("."))
+                assert parts.with_suffix(".py").is_file() or (parts / "__main__.py").is_file(), (page, module)
 
 
 def commands(text: str) -> set[str]:
@@ -229,10 +231,9 @@ def unknown_in(line: str) -> str:
     return next((one for one in given if one not in options), "")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_commands_of_dpflow_are_there_with_their_options(page: Path) -> None:
-    found = {line: unknown_in(line) for line in commands(page.read_text("utf-8"))}
-    assert {line: unknown for line, unknown in found.items() if unknown} == {}
+def test_commands_of_dpflow_are_there_with_their_options() -> None:
+    found = {(named(page), line): unknown_in(line) for page in PAGES for line in commands(page.read_text("utf-8"))}
+    assert {where: unknown for where, unknown in found.items() if unknown} == {}
 
 
 def unknown_options(text: str) -> list[str]:
@@ -245,9 +246,9 @@ def unknown_options(text: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=named)
-def test_options_of_a_page_are_there(page: Path) -> None:
-    assert unknown_options(page.read_text("utf-8")) == []
+def test_options_of_a_page_are_there() -> None:
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
+    assert [(named(page), one) for page in pages for one in unknown_options(page.read_text("utf-8"))] == []
 
 
 def test_unknown_options_of_a_page_are_found() -> None:

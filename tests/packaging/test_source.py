@@ -1,0 +1,223 @@
+"""The source of the package, parsed once: its names, its imports, what it uses of torch, and its texts."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import io
+import re
+import tokenize
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.pages import ROOT
+from tools.code_figures import cycles, imports, modules
+from torch_dpflow._core.torch_private import ITERATOR_ATTRIBUTES, LOADER_ATTRIBUTES
+
+PACKAGE = ROOT / "torch_dpflow"
+#: The one module that uses private names of torch.
+FENCE = PACKAGE / "_core" / "torch_private.py"
+#: Private names of other packages that the package uses: attributes that no class of ours has, and not torch's.
+OF_OTHERS = {
+    "_strip_protocol": "fsspec",
+    "_get_kwargs_from_urls": "fsspec",
+    "_get_dirs": "fsspec",
+    "_whichmodule": "cloudpickle",
+    "_make_typevar": "cloudpickle",
+    "_dynamic_function_reduce": "cloudpickle",
+    "_get_dump": "abc",
+    "_getframe": "sys",
+    "_move_to_device": "ray",
+    "_wait_for_batch": "ray",
+    "_forkserver": "multiprocessing",
+    "_forkserver_pid": "multiprocessing",
+    "_preload_modules": "multiprocessing",
+    "_config": "multiprocessing",
+    "_exit": "os",
+    "_asdict": "collections",
+    "_slotnames": "copyreg",
+    "_reconstructor": "copyreg",
+    "_reduce_ex": "copyreg",
+    "_HEAPTYPE": "copyreg",
+    "_combined_loader": "lightning",
+    "_dataloader": "lightning",
+}
+#: Words that the project does not use for programs, or that readers stumble over.
+AVOIDED = re.compile(
+    r"\b(whoever|nobody|somebody|(is|are) told|has come|knocks?|strangers?|parcels?|anew|patience)\b"
+    r"|\b(in any case|says so|another number of|for ever|with as many (ranks|workers)(?! as))\b|\bsome (?=[0-9])"
+    r"|\bas ever\b(?! \w+ed\b)|\b(MOST|LEAST)_[A-Z]"
+    r"|\bof (its|their|his|your|our) own(?=\s*[.,;:)]|$)|\bfor people\b|\b(once|times) an epoch\b|\blikewise\b"
+    r"|\b[Aa]s of `|\bfrom (?!now|then|here)[\w*`]{1,20} on(?=[.,;])"
+)
+#: Names of other libraries, of variables of the environment, and of examples.
+ELSEWHERE = re.compile(
+    r"DPFLOW_\w+|a/0001.*|mydata.*|ps|R|x\.conj|save_to_disk|sched_setattr|authkey|key_filename|AsyncTask|Batcher|"
+    r"Feature|Function|Loader|PinMemory|Prefetcher|RandomResizedCrop|(torch|functools|pickletools)\..*"
+)
+#: Tokens with the text of strings. From Python 3.12 on, an f-string has tokens for its parts.
+STRINGS = (tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
+
+
+#: The nodes of a module's tree, itself first.
+Nodes = list[ast.AST]
+
+
+def nodes_of(program: str) -> Nodes:
+    return [*ast.walk(ast.parse(program))]
+
+
+@pytest.fixture(scope="module")
+def source() -> dict[Path, Nodes]:
+    """Every module of the package."""
+    return {path: nodes_of(path.read_text("utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def test_no_two_classes_of_the_package_have_one_name(source: dict[Path, Nodes]) -> None:
+    """A search for it leads to one place."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path, nodes in source.items():
+        for node in nodes:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert len(places) > 400
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_no_module_imports_itself_through_others_not_even_for_types(source: dict[Path, Nodes]) -> None:
+    known = modules(ROOT)
+    assert cycles({name: imports(source[path], known) - {name} for name, path in known.items()}) == []
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "from torch._utils import ExceptionWrapper",
+        "from torch.utils.data import Dataset, _DatasetKind",
+        "import torch.utils.data._utils",
+        "import torch as t\nt._C._set_worker_signal_handlers()",
+        "import torch.distributed as dist\ndist.distributed_c10d._get_default_store()",
+        "from torch.utils import data\ndata._utils.collate.collate([])",
+    ],
+)
+def test_the_search_finds_a_private_name(program: str) -> None:
+    assert _private_names(nodes_of(program))
+
+
+def test_no_other_module_touches_a_private_name_of_torch(source: dict[Path, Nodes]) -> None:
+    found = {
+        str(path.relative_to(PACKAGE)): names
+        for path, nodes in source.items()
+        if path != FENCE and (names := _private_names(nodes))
+    }
+    assert found == {}
+
+
+def test_every_private_attribute_that_is_not_ours_is_one_that_is_checked(source: dict[Path, Nodes]) -> None:
+    """What our classes inherit of torch's, or use of its objects, and nothing that was forgotten in the list."""
+    used: defaultdict[str, list[str]] = defaultdict(list)
+    ours: set[str] = set()
+    for path, nodes in source.items():
+        if path == FENCE:
+            continue
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and _is_private(node.attr):
+                if isinstance(node.ctx, ast.Store):
+                    ours.add(node.attr)
+                else:
+                    used[node.attr].append(f"{path.name}:{node.lineno}")
+            else:
+                ours |= _defined(node)
+    strange = {name: where for name, where in used.items() if name not in ours}
+    assert OF_OTHERS.keys() <= strange.keys()
+    assert strange.keys() - OF_OTHERS.keys() <= {*ITERATOR_ATTRIBUTES, *LOADER_ATTRIBUTES}, strange
+
+
+def _defined(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return {node.id}
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):  # __slots__, and what setattr is given
+        return {node.value}
+    return set()
+
+
+def _is_private(name: str) -> bool:
+    return any(part.startswith("_") and not (part.startswith("__") and part.endswith("__")) for part in name.split("."))
+
+
+def _private_names(nodes: Nodes) -> list[str]:
+    """What it imports of torch's private names, and what it reaches from torch's modules."""
+    found: list[str] = []
+    torchs: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names = [(alias.name, alias.asname or alias.name.split(".")[0]) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [(f"{node.module}.{alias.name}", alias.asname or alias.name) for alias in node.names]
+        else:
+            continue
+        of_torch = [(name, local) for name, local in names if name.split(".")[0] == "torch"]
+        torchs.update(local for _, local in of_torch)
+        found += [name for name, _ in of_torch if _is_private(name)]
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            root = ast.unparse(node).split(".")[0]
+            if root in torchs:
+                found.append(ast.unparse(node))
+    return found
+
+
+def written(path: Path, nodes: Nodes) -> tuple[list[tuple[int, str]], set[str]]:
+    """Return the docstrings and comments of a module with their lines, and the names that its code has."""
+    source, texts, names = path.read_text("utf-8"), [], {*path.with_suffix("").parts, *path.parts}
+    for node in nodes:
+        has_docstring = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if has_docstring and (text := ast.get_docstring(node, clean=False)) is not None:
+            texts.append((node.body[0].lineno, text))
+    docstrings = {line for line, _ in texts}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            texts.append((token.start[0], token.string))
+        elif token.type == tokenize.NAME:
+            names.add(token.string)
+        elif token.type in STRINGS and token.start[0] not in docstrings:
+            names.update(re.findall(r"\w+", token.string))
+    return texts, names
+
+
+def test_docstrings_and_comments_name_what_exists_in_plain_words(source: dict[Path, Nodes]) -> None:
+    read = {path: written(path, nodes) for path, nodes in source.items()}
+    known = {*dir(builtins)}.union(*(names for _, names in read.values()))
+    others = [path for name in ("tests", "docs", "tools", "benchmarks") for path in (ROOT / name).rglob("*")]
+    known.update(part for path in others for part in (*path.parts, path.stem))
+    gone, avoided = [], []
+    for path, (texts, _) in read.items():
+        place = str(path.relative_to(ROOT))
+        for line, text in texts:
+            names = re.findall(r"(?<!`)`([A-Za-z_][\w./]*)(?:\(\))?`(?!`)", text)
+            unknown = [name for name in names if not {*filter(None, re.split(r"[./]", name))} <= known]
+            gone += [(place, line, name) for name in unknown if not ELSEWHERE.fullmatch(name)]
+            avoided += [(place, line, found[0]) for found in AVOIDED.finditer(text)]
+    assert not gone
+    assert not avoided
+
+
+def test_a_name_that_is_gone_and_a_word_that_is_avoided_are_found() -> None:
+    text = "Whoever calls `nothing.like_this` is told anew, some 10 times in any case."
+    text += " As of `X`: once an epoch, likewise from 9 on, in a thread of its own."
+    found = ["whoever", "is told", "anew", "some ", "in any case"]
+    found += ["as of `", "once an epoch", "likewise", "from 9 on", "of its own"]
+    assert [one[0] for one in AVOIDED.finditer(text.lower())] == found
+
+
+def test_names_in_texts_of_code_exist(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text('"""Not `Docstring`."""\nkind = f"Example of {kind} and " "Another"\n')
+    texts, names = written(module, nodes_of(module.read_text()))
+    assert texts == [(1, "Not `Docstring`.")]
+    assert {"Example", "Another", "kind"} <= names
+    assert "Docstring" not in names
