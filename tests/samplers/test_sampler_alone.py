@@ -24,27 +24,28 @@ from torch_dpflow.samplers import DynaGCSSampler
 from torch_dpflow.samplers.indices import check_indices
 
 
-def distributed_cases(count: int) -> Iterator[tuple[int, int, bool, bool, int, int]]:
-    """n, replicas, drop_last, shuffle, seed, epoch; fewer samples than replicas among them."""
+def distributed_cases(count: int) -> Iterator[tuple[int, int, dict[str, Any], int]]:
+    """n, replicas, other options, epoch; fewer samples than replicas among them."""
     rng = random.Random(0)
     for _ in range(count):
-        n, replicas = rng.randint(1, 50), rng.randint(1, 9)
-        yield n, replicas, rng.random() < 0.5, rng.random() < 0.7, rng.randrange(10**6), rng.randrange(100)
+        n, replicas, drop_last, shuffle = rng.randint(1, 50), rng.randint(1, 9), rng.random() < 0.5, rng.random() < 0.7
+        yield (
+            n,
+            replicas,
+            {"shuffle": shuffle, "seed": rng.randrange(10**6), "drop_last": drop_last},
+            rng.randrange(100),
+        )
 
 
-@pytest.mark.parametrize("case", list(distributed_cases(200)), ids=str)
-def test_every_rank_reads_what_distributed_sampler_gives_it(
-    case: tuple[int, int, bool, bool, int, int],
-) -> None:
-    n, replicas, drop_last, shuffle, seed, epoch = case
-    options = {"num_replicas": replicas, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
-    for rank in range(replicas):
-        theirs: Any = DistributedSampler(range(n), rank=rank, **options)  # type: ignore[arg-type]
-        ours = DynaGCSSampler(range(n), rank=rank, **options)  # type: ignore[arg-type]
-        theirs.set_epoch(epoch)
-        ours.set_epoch(epoch)
-        assert list(ours) == list(theirs)
-        assert len(ours) == len(theirs)
+def test_every_rank_reads_what_distributed_sampler_gives_it() -> None:
+    for n, replicas, options, epoch in distributed_cases(200):
+        for rank in range(replicas):
+            theirs: Any = DistributedSampler(range(n), replicas, rank, **options)  # type: ignore[arg-type]
+            ours = DynaGCSSampler(range(n), num_replicas=replicas, rank=rank, **options)
+            theirs.set_epoch(epoch)
+            ours.set_epoch(epoch)
+            assert list(ours) == list(theirs), (n, replicas, rank, options, epoch)
+            assert len(ours) == len(theirs)
 
 
 @pytest.mark.parametrize("n", [1, 2, 9, 5000])

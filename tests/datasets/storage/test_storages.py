@@ -106,9 +106,12 @@ class OSSContract(PrivateStorageContract):
 
 
 class TestOSS(OSSContract):
-    """Our own client, with signatures of both versions, with permanent and with temporary keys."""
+    """Our own client, with signatures of both versions, with permanent and with temporary keys.
 
-    @pytest.fixture(params=["v1", "v4", "v1-token", "v4-token"])
+    `test_signing.py` compares the signatures of all four pairs with the vendor's.
+    """
+
+    @pytest.fixture(params=["v1", "v4-token"])
     def options(self, request: pytest.FixtureRequest, oss: OSSServer) -> dict[str, Any]:
         version, _, token = request.param.partition("-")
         oss.token = "temporary" if token else None
