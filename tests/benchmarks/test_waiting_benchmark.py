@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +27,7 @@ from benchmarks.waiting import (
     busiest,
     check,
 )
+from tests.new_process import interpreter
 
 #: Holds all processors of a folder, prints a line, and does not end by itself.
 HOLDER = """
@@ -69,12 +69,7 @@ def test_a_remote_worker_loads_while_the_host_has_no_free_processor(
 
 
 def test_the_processors_of_a_killed_process_are_free_again(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as holder:
+    with interpreter(HOLDER, str(tmp_path), stdin=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         assert Processors(tmp_path)._free() is None

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import signal
 import threading
 from collections import defaultdict
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.new_process import ROOT
+from tests.new_process import run_interpreter
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow._core.stage_times import StageTimes
 from torch_dpflow.errors import OptionError
@@ -53,10 +51,8 @@ if sys.argv[2] == "killed":
 def run(tmp_path: Path, how: str, **environment: str) -> list[dict[str, Any]]:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps([{"name": "of an earlier run"}] * 1000, indent=0))
-    environment = {**os.environ, "DPFLOW_TRACE": str(path), "PYTHONPATH": str(ROOT), **environment}
-    subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "mark"), how], env=environment, check=how != "killed", timeout=120
-    )
+    done = run_interpreter(SCRIPT, str(tmp_path / "mark"), how, env={"DPFLOW_TRACE": str(path), **environment})
+    assert done.returncode == (-signal.SIGKILL if how == "killed" else 0), done.stderr
     (written,) = (one for one in tmp_path.glob("*.json") if "of an earlier" not in one.read_text())
     assert (written.name == "trace-rank3.json") is ("RANK" in environment)
     events: list[dict[str, Any]] = json.loads(written.read_text())

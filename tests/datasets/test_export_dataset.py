@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from torch.utils.data import Dataset
 
 from tests.datasets.test_export import contents, samples, stored_of
 from tests.loader_cases import Stream
-from tests.new_process import ROOT
+from tests.new_process import run_interpreter
 from torch_dpflow import export_dataset, open_dataset
 from torch_dpflow.datasets import DatasetStore
 from torch_dpflow.datasets.export import export
@@ -102,8 +100,7 @@ export_dataset(Given(200), sys.argv[1], samples_per_file=40, workers=2, progress
 
 def test_an_export_that_was_killed_goes_on_when_that_is_said(tmp_path: Path) -> None:
     (tmp_path / "temporary").mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "temporary")}
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "out")], env=environment, timeout=120)
+    killed = run_interpreter(KILLED, str(tmp_path / "out"), env={"TMPDIR": str(tmp_path / "temporary")})
     assert killed.returncode == -signal.SIGKILL
     assert sorted(path.name for path in (tmp_path / "out").glob("*.tar")) == ["train-000000.tar", "train-000001.tar"]
     with pytest.raises(OptionError, match=r"has train-000000\.tar; give an empty directory or, .*, resume=True"):

@@ -8,8 +8,6 @@ import os
 import pickle
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -23,6 +21,7 @@ from hypothesis import strategies as st
 
 from tests.datasets.formats.tars import write_shards
 from tests.datasets.samples_source import Numbered, numbers, publish
+from tests.new_process import run_interpreter
 from torch_dpflow.datasets import DatasetStore, open_dataset
 from torch_dpflow.datasets.index import PartRows, Rows
 from torch_dpflow.datasets.reader import DatasetReader
@@ -124,7 +123,8 @@ def test_a_process_that_was_started_alone_shares_them_too(
     pickled = tmp_path / "pickled"
     pickled.write_bytes(pickle.dumps(reader))
     script = f"import pickle; pickle.loads(open({str(pickled)!r}, 'rb').read()).__getitems__(range(40))"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    done = run_interpreter(script)
+    assert (done.returncode, done.stderr) == (0, "")
     assert reader.__getitems__([*range(40)]) == numbers(40)
     assert not metadata_reads
 

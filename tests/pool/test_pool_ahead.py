@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,6 +19,7 @@ import pytest
 import torch
 from torch.utils.data import RandomSampler, Subset
 
+from tests.new_process import interpreter
 from tests.pool.pool_servers import inner_server, server
 from tests.shared_cluster import PATIENCE_S, TestCluster, wait
 from tests.support.oss_server import OSSServer, StoredObject
@@ -184,9 +184,9 @@ def test_the_orders_of_a_job_that_is_killed_are_forgotten(
         "print('announced', flush=True)\n"
         "input()"
     )
-    with subprocess.Popen([sys.executable, "-c", job], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with interpreter(job, stdin=subprocess.PIPE) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == b"announced\n"
+        assert process.stdout.readline() == "announced\n"
         assert pool._holdings.ahead._readings
         process.kill()
     wait(lambda: pool._holdings.ahead._left == AHEAD, what="the end of reading ahead")

@@ -7,7 +7,6 @@ import mmap
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.datasets.samples_source import Numbered, publish
+from tests.new_process import Interpreter
 from tests.pool.pool_servers import inner_server, server
 from torch_dpflow.cli.main import root
 from torch_dpflow.datasets import DatasetStore
@@ -235,13 +235,8 @@ def test_top_ends_with_its_server_and_by_ctrl_c(tmp_path: Path, ends: str, code:
     command = [sys.executable, "-m", "torch_dpflow.cli", "pool", "top", "--interval-s", "0.1"]
     with (
         server(tmp_path / "p") as serving,
-        subprocess.Popen(
-            [*command, "--address", str(tmp_path / "p")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",  # what was read up to a line may end in the midst of a character
-        ) as top,
+        # What was read up to a line may end in the midst of a character.
+        Interpreter([*command, "--address", str(tmp_path / "p")], errors="replace") as top,
     ):
         assert top.stdout is not None
         while "bytes are free" not in top.stdout.readline():

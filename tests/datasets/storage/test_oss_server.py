@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
@@ -17,6 +15,7 @@ import requests
 
 from tests.datasets.storage.servers import BUCKET
 from tests.later import Later
+from tests.new_process import Interpreter
 from tests.support.oss_server import Fault, OSSServer
 from tests.support.oss_server.messages import OSSError, Request
 from tests.support.oss_server.signatures import check_signature, sign_v1
@@ -192,7 +191,7 @@ def test_serves_a_folder_from_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep/x.bin").write_bytes(b"content")
     command = [sys.executable, "-m", "tests.support.oss_server", "--folder", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ}) as process:
+    with Interpreter(command) as process:
         assert process.stdout is not None
         endpoint = process.stdout.readline().strip()
         bucket = oss2.Bucket(oss2.Auth("test-key-id", "test-secret"), endpoint, "data")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import pytest
 import torch
 
 from tests.ipc.memory.arena_writer import SIZE, pair, writer
-from tests.new_process import held_by_child
+from tests.new_process import held_by_child, run_interpreter
 from torch_dpflow.errors import SegmentLostError
 from torch_dpflow.ipc.memory.arena import MAX_SEGMENTS, Arena
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader, SharedBlocks
@@ -367,7 +365,7 @@ for index in range(5):
     holder.view = torch.from_numpy(reader.view(arena.publish(block)))
     globals()[f"view{{index}}"] = holder
 """
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    run = run_interpreter(program, destructors=True)
     assert (run.returncode, run.stderr) == (0, "")
 
 

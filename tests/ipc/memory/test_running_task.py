@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import msgspec
 import pytest
 
+from tests.new_process import interpreter
 from torch_dpflow.ipc.memory.arena import Arena, RunningTask, RunningTaskReader
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.messages.headers import BlockRef
@@ -47,7 +46,7 @@ signal.pause()
 
 
 def test_it_outlives_a_worker_that_is_killed() -> None:
-    with subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True) as worker:
+    with interpreter(WORKER) as worker:
         assert worker.stdout is not None
         ref = msgspec.json.decode(worker.stdout.readline(), type=BlockRef)
         reader = RunningTaskReader.open(ArenaReader(worker.pid), ref)
