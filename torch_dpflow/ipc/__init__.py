@@ -1,1 +1,1 @@
-"""Between processes: shared memory, serialization, transport, calls, and the messages of all of them."""
+"""Communication between processes: shared memory, serialization, transport, calls, and message types."""

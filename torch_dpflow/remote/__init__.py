@@ -1,4 +1,4 @@
-"""Workers beyond this host: the platforms that a loader may name, what they run, and what is sent to them.
+"""Workers beyond this host: platforms that run them, their program, and the code and data sent to them.
 
 The settings of each platform are a class: `DPFlowDataLoader(dataset, num_workers=4, platform=Ray(address="auto"))`.
 """

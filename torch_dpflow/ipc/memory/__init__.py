@@ -1,1 +1,1 @@
-"""Shared memory between two processes of one host: an arena that one writes, and its reader in the other."""
+"""Shared memory between two processes of one host: an arena in the writer, and a reader in the other process."""

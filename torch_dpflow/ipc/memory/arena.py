@@ -3,10 +3,10 @@
 torch's loader makes a shared-memory file for every tensor of every batch, so every batch pays for new pages, zeroed by
 the kernel and faulted in one by one in both processes. An `Arena` reuses its segments, whose pages are mapped already.
 
-A segment is reused only when neither side still uses it. The reader's use is recorded in a byte of the segment,
-which a weakref callback of the `ArenaReader` clears when the last object over the memory is gone. The writer's use is a
-weakref to the array that all tensors and views over the memory keep alive. Neither counts the references of a forked
-child, so a segment that was in use during a fork is freed and not reused.
+A segment is reused only when neither side still uses it. The reader's use is recorded in a byte of the segment, which a
+weakref callback of the `ArenaReader` clears when the last object over the memory is gone. The writer's use is a weakref
+to the array that all tensors and views over the memory keep alive. References of a forked child count for neither, so a
+segment that was in use during a fork is freed and not reused.
 """
 
 from __future__ import annotations
@@ -63,13 +63,14 @@ class Block:
 
 
 class Arena:
-    """Lends blocks, publishes them, and reuses them. The writer's side.
+    """Writer's side of shared memory: lends blocks, publishes them, and reuses them.
 
-    Any thread may call `allocate`; the other methods belong to one thread. After a fork the arena belongs to the
-    parent: in the child it lends nothing.
+    Any thread may call `allocate`; the other methods belong to one thread. After a fork only the parent can use the
+    arena: in the child it lends nothing.
 
     Args:
-        budget_bytes: maximum memory of the arena, in use and free together, bytes. Without memfds it lends nothing.
+        budget_bytes: maximum memory of the arena, used and free segments together, bytes. On a system without memfds
+            the arena lends nothing.
     """
 
     def __init__(self, *, budget_bytes: int) -> None:
@@ -90,11 +91,11 @@ class Arena:
 
     @property
     def segments(self) -> int:
-        """How many segments there are, in use and free."""
+        """Number of segments, in use and free."""
         return len(self._by_address)
 
     def allocate(self, nbytes: int) -> Block | None:
-        """Lend `nbytes` of memory, not cleared; None if the budget or the system's memory is exhausted."""
+        """Lend a block of `nbytes`, uninitialized; None if the budget or the system's memory is exhausted."""
         if nbytes <= 0 or not self._usable or os.getpid() != self._pid:
             return None
         with self._lock:
@@ -109,11 +110,12 @@ class Arena:
             return None if segment is None else self._lend(segment, nbytes)
 
     def publish(self, block: Block, *, is_open: bool = False) -> BlockRef:
-        """Return a reference by which the reader opens `block`. Once for each loan, as one byte records the release.
+        """Return a reference by which the reader opens `block`. Call this once for each loan.
 
-        is_open: whether other processes may write into it (`arena_reader.SharedBlocks`) until its reader ends that.
+        is_open: whether other processes may write into the block (`arena_reader.SharedBlocks`) until its reader calls
+            `end_writing`.
 
-        Raises OptionError if it was published before.
+        Raises OptionError if the block was published before: one byte records its release.
         """
         segment = block.segment
         if segment.published:
@@ -125,7 +127,7 @@ class Arena:
         return BlockRef(segment.number, segment.fd, segment.capacity, segment.nbytes, segment.generation, self._retired)
 
     def block_at(self, address: int, nbytes: int) -> Block | None:
-        """Return the lent, not yet published block that begins at `address` and holds `nbytes`, if any."""
+        """Return the unpublished block that begins at `address` and has at least `nbytes`; None if there is none."""
         segment = self._by_address.get(address)
         if segment is None or segment.published or segment.nbytes < nbytes or os.getpid() != self._pid:
             return None
@@ -133,7 +135,7 @@ class Arena:
         return None if memory is None else Block(memory, segment)
 
     def probe_ref(self) -> ProbeRef | None:
-        """Publish a token for `ArenaReader.probe`; None if nothing can be lent."""
+        """Publish a token for `ArenaReader.probe`; return None if no block can be lent."""
         block = self.allocate(segments.TOKEN_BYTES)
         if block is None:
             return None
@@ -142,7 +144,7 @@ class Arena:
         return ProbeRef(token, self.publish(block))
 
     def close(self) -> None:
-        """Retire all segments. Memory in use stays valid until its last user is gone."""
+        """Retire all segments. Blocks in use stay valid until nothing refers to them."""
         with self._lock:
             self._usable = False
             for segment in list(self._by_address.values()):
@@ -168,7 +170,10 @@ class Arena:
         return None
 
     def _first_free(self, size: int, checked: int | None) -> Segment | None:
-        """Return a free segment of this size. Checked ones move to the end: the next search begins behind them."""
+        """Return a free segment of `size`, or None.
+
+        Checked segments move to the end, so the next search begins with others.
+        """
         candidates = self._classes.get(size, _NONE)
         for _ in range(len(candidates) if checked is None else min(checked, len(candidates))):
             segment = candidates[0]
@@ -200,7 +205,7 @@ class Arena:
         return self._headroom.available()
 
     def _make_room(self, size: int) -> bool:
-        """Retire free segments for a new one of `size`, the least recently lent first."""
+        """Retire free segments, the least recently lent first, for a new segment of `size`; return whether it fits."""
         free = sorted(self._free_segments(), key=lambda segment: segment.used)
         spare = sum(segment.size for segment in free)
         retained = max(self.allocated_bytes - spare, _RETAINED_BYTES)
@@ -232,7 +237,7 @@ class Arena:
 
 
 def _size_class(nbytes: int) -> int:
-    """Return the size of the segment for a payload of `nbytes`, header included."""
+    """Return the size of the segment for a payload of `nbytes`, including the header."""
     size = max(nbytes + HEADER_BYTES, _SMALLEST_SEGMENT)
     step = 1 << max(size.bit_length() - _CLASS_BITS, 0)
     return -(-size // step) * step
@@ -243,10 +248,10 @@ _WORD = struct.Struct("<Q")
 
 
 class RunningTask:
-    """The task that a worker runs or has run last, in a word of shared memory, which outlives the worker.
+    """Record of the task that a worker runs or ran last, in a word of shared memory that outlives the worker.
 
     A worker's last message may be old when it dies: results that wait to be sent, or are in libzmq's thread, are lost
-    with it. This word identifies the task that killed the worker, so that none of its neighbours is suspected.
+    with it. This word identifies the task that ran when the worker died, so that no other task is suspected.
 
     Args:
         arena: lends the word, in a block that is never released; None: nothing is recorded.
@@ -260,20 +265,23 @@ class RunningTask:
         self.ref: BlockRef | None = None if arena is None or block is None else arena.publish(block)
 
     def note(self, task: int | None) -> None:
-        """Record that the worker runs this task from now on, or none, and that earlier ones can no longer harm it."""
+        """Record the task that the worker now runs, or None.
+
+        Earlier tasks are then not suspected if the worker dies.
+        """
         if self._memory is not None:
             _WORD.pack_into(self._memory, 0, 0 if task is None else task + 1)
 
 
 class RunningTaskReader:
-    """Reads the word of a `RunningTask`, in the shard."""
+    """Reader of a `RunningTask`'s word, in the shard."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
 
     @classmethod
     def open(cls, reader: ArenaReader, ref: BlockRef | None) -> RunningTaskReader | None:
-        """Open the word in a worker's arena; None if the worker has none, or it cannot be read."""
+        """Open the word in a worker's arena; None if the worker has no such word, or if it cannot be read."""
         if ref is None or ref.nbytes != _WORD.size:
             return None
         try:
@@ -282,6 +290,6 @@ class RunningTaskReader:
             return None
 
     def tasks(self) -> tuple[int, ...]:
-        """Return the task that the worker recorded last: one or none."""
+        """Return the task that the worker recorded last, as a tuple of one or no task."""
         (word,) = _WORD.unpack_from(self._memory)
         return (word - 1,) if word else ()

@@ -1,4 +1,4 @@
-"""The reader's side of an arena: opens published blocks, releases unused ones, watches the writers' processes."""
+"""The reader's side of an arena: opens published blocks, releases unused blocks, watches the writers' processes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _MAX_MAPPED = 1024
 
 
 class ArenaReader:
-    """Maps the segments of one writer and marks them as free.
+    """Reader's side of one writer's arena: maps its segments, and marks them as free.
 
-    Not thread-safe. Views may be dropped in any thread, at any time, also after the writer has died and while the
-    interpreter exits. In a forked child, views keep their contents even if the parent drops its own; dropping a view in
-    the child releases nothing.
+    Not thread-safe. Views may be dropped in any thread, at any time, even after the writer has died or while the
+    interpreter exits. A forked child's views keep their contents even if the parent drops the same views; dropping a
+    view in the child releases nothing.
 
     Args:
-        pid: the writer's process.
+        pid: process id of the writer.
     """
 
     def __init__(self, pid: int) -> None:
@@ -47,7 +47,7 @@ class ArenaReader:
 
         Raises:
             SegmentLostError: the writer is dead and the segment was never mapped.
-            MessageError: the reference does not fit what is there, or has been opened before.
+            MessageError: the reference does not match the writer's segment, or was opened before.
             DescriptorLimitError: this process has too many files open to map the segment.
         """
         segment = self._take(ref)
@@ -56,13 +56,13 @@ class ArenaReader:
         return memory
 
     def release(self, ref: BlockRef) -> None:
-        """Release a block unopened. Raises as `view`."""
+        """Release a block without opening it. Raises the errors of `view`."""
         self._take(ref).memory[0] = FREE
 
     def end_writing(self, ref: BlockRef) -> bool:
-        """Let no other process write into this open block, of which the caller has a view, from now on.
+        """Stop other processes from writing into an open block. The caller must have a view of the block.
 
-        Returns False if one writes now, or the writer of the arena is dead.
+        Returns False, and changes nothing, if a process is writing now or the arena's writer is dead.
         """
         segment = self._segments.get(ref.segment)
         if segment is None:
@@ -73,7 +73,7 @@ class ArenaReader:
         return is_locked
 
     def probe(self, ref: ProbeRef) -> bool:
-        """Return whether this process can read what the writer shares, and both have the same pid namespace."""
+        """Return whether this process can read the writer's memory, and is in the same pid namespace."""
         if ref.block.nbytes != TOKEN_BYTES:  # before it is copied, as the writer chooses its size
             return False
         # In a pid namespace without a separate /proc, the numbers there are not those of the system's calls.
@@ -85,7 +85,7 @@ class ArenaReader:
             return False
 
     def close(self) -> None:
-        """Unmap everything; views that are left keep their memory."""
+        """Unmap all segments; existing views keep their memory."""
         self._segments.clear()
 
     def _take(self, ref: BlockRef) -> Segment:
@@ -127,10 +127,13 @@ class ArenaReader:
 
 
 class SharedBlocks(ArenaReader):
-    """Maps open blocks of a sibling process, to write a part of each. Releases nothing: that is for the reader."""
+    """Open blocks of a sibling process, mapped to write parts of them. Only the reader releases the blocks."""
 
     def view(self, ref: BlockRef) -> Memory:
-        """Return the block as a writable uint8 array, which may be written during `writing` only. Raises as `_map`."""
+        """Return the block as a writable uint8 array.
+
+        Write to it only within `writing`. Raises the errors of `_map`.
+        """
         return self._take(ref).payload(ref.nbytes)
 
     def release(self, ref: BlockRef) -> None:
@@ -138,7 +141,7 @@ class SharedBlocks(ArenaReader):
 
     @contextmanager
     def writing(self, ref: BlockRef) -> Iterator[bool]:
-        """Keep the block open during the body. Yields False once its reader has ended the writing, or it is lost."""
+        """Keep the block open during the body. Yields False if the reader has ended writing, or the block is lost."""
         segment = self._take(ref)
         with segments.locked(self._pid, ref.fd, segment, alone=False) as is_locked:
             yield is_locked and segment.is_open_for(ref.generation)
@@ -166,7 +169,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class _Hold(weakref[Memory]):
-    """A weak reference to a view that frees the view's segment when the view is gone."""
+    """Weak reference to a view, which frees the view's segment when the view is garbage."""
 
     __slots__ = ("pid", "segment", "stamp")
     # A weak reference hashes as what it refers to, and arrays do not hash.
@@ -200,7 +203,7 @@ def _release(hold: Any, getpid: Callable[[], int] = os.getpid, held: set[_Hold] 
 
 
 class ArenaPeers:
-    """Watches the writers' processes by pidfds. Not thread-safe."""
+    """Watch over writers' processes, by pidfds. Not thread-safe."""
 
     def __init__(self) -> None:
         self._poller = select.poll()
@@ -208,10 +211,11 @@ class ArenaPeers:
         self._descriptors: dict[int, int] = {}
 
     def watch(self, number: int, pid: int) -> bool:
-        """Watch a process; return False where the kernel or a sandbox has no pidfds. Raises DescriptorLimitError.
+        """Watch a process; return False if the kernel or a sandbox has no pidfds. Raises DescriptorLimitError.
 
-        pid: as the process has reported it. It is valid on the process's own host only, so call this once the process's
-            arena was read here.
+        number: the caller's number for the process.
+        pid: as the process has reported it. It is valid only on the process's own host, so call this after its arena
+            was read here.
         """
         try:
             descriptor = self._descriptors[number] = os.pidfd_open(pid)

@@ -1,7 +1,8 @@
-"""The memory that can be allocated before the kernel kills processes.
+"""Measurement of the memory that can be allocated before the kernel kills processes.
 
 Shared memory is reserved page by page. If the memory of the machine or container is exhausted meanwhile, Linux returns
-no error but kills a process, so the available memory is checked first. A figure that the system lacks is estimated.
+no error but kills a process, so the available memory is checked first. Figures that the system does not provide are
+estimated.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _machine_available() -> int:
 
 
 def _meminfo() -> dict[str, int]:
-    """Return bytes by name, without unreadable entries."""
+    """Return the entries of /proc/meminfo, bytes by name, without unreadable entries."""
     found: dict[str, int] = {}
     for line in _text(_MEMINFO).splitlines():
         name, _, rest = line.partition(":")
@@ -58,7 +59,7 @@ def _pages(name: str) -> int:
 
 
 def _text(file: Path) -> str:
-    """Return the file's text, empty if it cannot be read. Raises OSError if no descriptor is left for it."""
+    """Return a file's text; empty if it cannot be read. Raises OSError if this process has no descriptor left."""
     try:
         return file.read_text(errors="replace")
     except OSError as error:
@@ -68,7 +69,7 @@ def _text(file: Path) -> str:
 
 
 class _Files(NamedTuple):
-    """The names of files and entries in a version of control groups."""
+    """Names of files and entries in one version of control groups."""
 
     limit: str
     usage: str
@@ -81,7 +82,7 @@ _V2 = _Files("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
 class Headroom:
-    """The memory that is available to this process, on the machine and in the control groups that limit it.
+    """Memory that is available to this process, on the machine and in the control groups that limit the process.
 
     Args:
         memberships: the file that lists the process's groups.
@@ -98,7 +99,7 @@ class Headroom:
 
     @property
     def is_limited(self) -> bool:
-        """Whether a control group allows less than the machine has."""
+        """Whether a control group allows less memory than the machine has."""
         return bool(self._groups)
 
     def total(self) -> int:
@@ -107,7 +108,7 @@ class Headroom:
         return min([self._machine, *limits])
 
     def available(self) -> int:
-        """Return the available bytes. Raises OSError if no descriptor is left to read them."""
+        """Return the available bytes. Raises OSError if this process has no descriptor left."""
         left = (_left_in(folder, files) for folder, files in self._groups)
         return min([_machine_available(), *(one for one in left if one is not None)])
 
@@ -147,7 +148,7 @@ def _number(file: Path, otherwise: int) -> int:
 
 
 def _left_in(folder: Path, files: _Files) -> int | None:
-    """Return the bytes that a group may still allocate; None if unknown."""
+    """Return the bytes that the processes of a control group may still allocate; None if unknown."""
     limit, used = (_number(folder / name, -1) for name in (files.limit, files.usage))
     if limit < 0 or used < 0:
         return None

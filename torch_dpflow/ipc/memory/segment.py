@@ -3,17 +3,18 @@
 The header's first byte is the segment's state, which needs no message:
 
 - the writer sets PUBLISHED before it sends the reader a reference;
-- the reader sets FREE when nothing refers to the payload, or INHERITED if it has forked meanwhile, as the
-  child may read on: the writer frees such a segment and does not lend it again;
+- the reader sets FREE when nothing refers to the payload, or INHERITED if the reader has forked meanwhile, because the
+  child may still read: the writer frees such a segment and does not lend it again;
 - the writer sets RETIRED before it frees the segment.
 
 A segment is a memfd: it has no name that could outlive its processes, does not count against a container's small
 /dev/shm, and is sealed against shrinking under a mapping. Its pages are reserved when it is created, so that no later
 access can fail with SIGBUS. A system without memfds has no segments.
 
-A segment may be filled by several processes: the writer's siblings map it as well. The header then holds the loan
-for which they may write, and each of them locks the file while it checks that and writes (`locked`). To end the
-writing, a process takes the exclusive lock and clears the loan. The kernel drops a dead process's lock.
+Several processes may fill a segment: siblings of the writer map it as well. The header then contains the generation of
+the loan during which they may write. Each sibling locks the file (`locked`) while it checks the generation and writes.
+To end the writing, a process takes the exclusive lock and clears the generation. The kernel drops a dead process's
+lock.
 
 The functions above `Segment` turn plain memory into arrays, storages and tensors, and back.
 """
@@ -44,10 +45,10 @@ Memory: TypeAlias = npt.NDArray[np.uint8]
 
 
 def from_array(array: npt.NDArray[Any]) -> torch.Tensor:
-    """Return a tensor over an array, as `torch.from_numpy`; arrays made of it stay valid when the tensor is shared.
+    """Return a tensor over an array's memory; arrays made of the tensor stay valid when the tensor is shared.
 
-    `share_memory_`, and so a queue, moves a storage and drops its former memory. Arrays made of its tensors keep the
-    storage alive, so the storage keeps the memory.
+    `share_memory_`, which queues call, moves a storage and drops its former memory. Arrays made of its tensors keep
+    only the storage alive, so this storage keeps the former memory.
     """
     tensor = torch.from_numpy(array)
     _keep(tensor, array)
@@ -66,12 +67,12 @@ def _keep(tensor: torch.Tensor, memory: npt.NDArray[Any]) -> torch.UntypedStorag
 
 
 def keeps_memory(storage: torch.UntypedStorage) -> bool:
-    """Return whether it was made by `from_array` or `storage_over`."""
+    """Return whether the storage was made by `from_array` or `storage_over`, so that it keeps its memory."""
     return hasattr(storage, "memory")
 
 
 def memory_of(storage: Any, start: int = 0, nbytes: int | None = None) -> Memory:
-    """Return the bytes of a CPU storage, or a part of them, without a copy."""
+    """Return the bytes of a CPU storage, or `nbytes` of them beginning at `start`, without a copy."""
     empty: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
     if nbytes is None:
         nbytes = storage.nbytes()
@@ -86,7 +87,7 @@ def tensor_over(
     stride: Sequence[int] | None = None,
     offset: int = 0,
 ) -> torch.Tensor:
-    """Return a tensor over `storage`, contiguous without `stride`; a base and not a view of another tensor."""
+    """Return a tensor over `storage`, which is no view of another tensor; contiguous if `stride` is None."""
     # Twice as fast as `torch.empty`.
     empty: Any = _empty(dtype).new_empty(0)
     if stride is None:
@@ -121,12 +122,12 @@ def aligned_copy(memory: memoryview) -> Memory:
 
 
 class Forks:
-    """Counts the forks of this process, by which loans are stamped.
+    """Counter of this process's forks, by which loans are stamped.
 
     A child may read memory for as long as it lives, and no reference here counts it. So memory that is lent while a
     process forks is never lent again; its pages are freed with the last mapping.
 
-    Takes no lock and reads no global: a release runs in any thread, and while the interpreter exits.
+    The methods take no lock and read no global, because a release runs in any thread, and while the interpreter exits.
     """
 
     def __init__(self) -> None:
@@ -140,7 +141,7 @@ class Forks:
         return -1 if self._running else self._count
 
     def since(self, stamp: int) -> bool:
-        """Return whether this process may have forked since the loan that has this stamp."""
+        """Return whether this process may have forked since the loan with this stamp."""
         return stamp != self._count
 
     def _begin(self) -> None:
@@ -174,7 +175,7 @@ HAS_MEMFD = hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS") and os
 
 @dataclass(slots=True)
 class Segment:
-    """A segment in one of its two processes. Its memory stays mapped while anything refers to it."""
+    """Segment as mapped in one process. Its memory stays mapped while anything refers to it."""
 
     number: int
     #: Bytes of payload.
@@ -201,7 +202,7 @@ class Segment:
 
     @property
     def size(self) -> int:
-        """Bytes of memory, header included."""
+        """Bytes of memory, including the header."""
         return HEADER_BYTES + self.capacity
 
     @property
@@ -211,23 +212,26 @@ class Segment:
 
     @property
     def inherited(self) -> bool:
-        """Whether a child of either side may use the payload, as that side forked during the last loan."""
+        """Whether a forked child may use the payload, because writer or reader forked during the last loan."""
         return self.memory[0] == INHERITED or (self.owner is not None and FORKS.since(self.stamp))
 
     def open_to_others(self) -> None:
-        """Let other processes write into the payload of this loan."""
+        """Let other processes write into the payload until `close_to_others`."""
         self.memory[OPEN_LOAN] = self.generation.to_bytes(8, "little")
 
     def is_open_for(self, generation: int) -> bool:
-        """Return whether other processes may write for this loan. The caller holds a lock of the file."""
+        """Return whether other processes may write during the loan `generation`.
+
+        The caller must hold a lock of the file.
+        """
         return self.memory[OPEN_LOAN] == generation.to_bytes(8, "little")
 
     def close_to_others(self) -> None:
-        """End what `open_to_others` began. The caller alone holds the lock of the file."""
+        """Stop other processes from writing. The caller must hold the exclusive lock of the file."""
         self.memory[OPEN_LOAN] = bytes(8)
 
     def payload(self, nbytes: int) -> Memory:
-        """Return a new array over the first `nbytes` of the payload, which all of its views keep alive."""
+        """Return a new array over the first `nbytes` of the payload. Views of the array keep it alive."""
         # Not a view of an array: numpy makes views of views refer to the innermost array.
         return np.frombuffer(self.memory, np.uint8, nbytes, HEADER_BYTES)
 
@@ -243,7 +247,7 @@ class Segment:
 
 
 def _check_kind(path: str, claim: str) -> None:
-    """Check the kind of a descriptor before it is opened, as a peer may claim a descriptor of another process."""
+    """Check that a descriptor is a memfd before opening it, as a peer may claim a descriptor of another process."""
     with contextlib.suppress(OSError):  # it cannot be reached, as opening it will report
         kind = os.readlink(path)
         if not kind.startswith(f"/memfd:{_NAME}"):
@@ -251,7 +255,7 @@ def _check_kind(path: str, claim: str) -> None:
 
 
 def create_memfd(number: int, capacity: int, token: bytes) -> Segment:
-    """Create an anonymous segment. Raises OSError where memory or descriptors are exhausted."""
+    """Create an anonymous segment. Raises OSError if memory or descriptors are exhausted."""
     size = HEADER_BYTES + capacity
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -270,7 +274,7 @@ def open_memfd(pid: int, fd: int, number: int, capacity: int, token: bytes | Non
 
     Raises:
         SegmentLostError: the process, or its descriptor, does not exist or cannot be accessed.
-        MessageError: the descriptor is not what is claimed, or too large to be mapped.
+        MessageError: the descriptor is not the claimed segment, or its size cannot be mapped.
         DescriptorLimitError: this process has too many files open.
     """
     claim = f"segment {number} (descriptor {fd} of process {pid}, {capacity} bytes)"
@@ -292,7 +296,7 @@ def open_memfd(pid: int, fd: int, number: int, capacity: int, token: bytes | Non
 def locked(pid: int, fd: int, segment: Segment, *, alone: bool) -> Iterator[bool]:
     """Lock the file of another process's segment during the body; yield False if it cannot be locked now.
 
-    alone: exclude all other locks; else only locks that exclude this one.
+    alone: take an exclusive lock; otherwise a shared lock.
     """
     try:
         own = _open(f"/proc/{pid}/fd/{fd}", f"segment {segment.number} of process {pid}")

@@ -1,1 +1,1 @@
-"""Structs and limits shared by processes of any kind: headers, fields, launch specs. No torch, sockets or threads."""
+"""Structs and limits that all kinds of processes share: headers, fields, launch specs. No torch, sockets or threads."""

@@ -1,4 +1,4 @@
-"""Digests of what a flow's workers are sent, part by part, and how two such descriptions differ."""
+"""Digests of a flow's content, part by part, and differences between two contents."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ ContentParts: TypeAlias = Annotated[dict[PartName, PartDigest], msgspec.Meta(max
 def differences(
     here: Mapping[str, PartDigest], there: Mapping[str, PartDigest], ignore: Sequence[str]
 ) -> dict[str, str]:
-    """Return the parts that differ, by name, each with a description such as "0.1 here, 0.01 in the flow".
+    """Return the differing parts by path, each with a description such as "0.1 here, 0.01 in the flow".
 
-    Pure. Parts below a part that differs in kind, or that one description has joined to it, are not listed.
+    Pure. Parts inside a listed part are not listed, and neither are parts that one side has joined to their container.
 
-    ignore: patterns of parts that do not count, as `is_ignored`.
+    here, there: digests of this job's content, and of the flow's.
+    ignore: patterns of the paths of parts to leave out; see `is_ignored`.
     """
     found: dict[str, str] = {}
     unexplained: list[str] = []
@@ -70,9 +71,9 @@ def differences(
 
 
 def is_ignored(path: str, ignore: Iterable[str]) -> bool:
-    """Return whether a pattern matches the path of a part, or of a part that contains it.
+    """Return whether a pattern matches the path of this part, or of a part that contains it.
 
-    `*` and `?` stand for characters, as in names of files.
+    `*` and `?` are wildcards, as in shell patterns.
     """
     patterns = [*ignore]
     return bool(patterns) and any(
@@ -91,17 +92,17 @@ def describe_differences(found: Mapping[str, str], script: str) -> str:
 
 
 def ignoring(found: Iterable[str], script: str) -> str:
-    """Return the option by which these parts do not count."""
+    """Return the `JobOptions` argument that ignores these parts, as source code."""
     return f"JobOptions(ignore={[shown(path, script) for path in [*found][:MAX_IGNORED]]})"
 
 
 def shown(path: str, script: str) -> str:
-    """Return the path of a part with the script's name in place of its module's."""
+    """Return the path of a part for display: with the script's name in place of its module's name."""
     return f"{script}{path[len(SCRIPT_PART) :]}" if path.startswith(f"{SCRIPT_PART}.") else path
 
 
 def _counts_alone(path: str, here: Mapping[str, PartDigest], there: Mapping[str, PartDigest]) -> bool:
-    """Return whether a part that one side lacks is a difference that no other entry shows."""
+    """Return whether to list a part that only one side has; False if the entry of an outer part shows it."""
     part = here.get(path) or there[path]
     if part.optional:
         return False
@@ -115,7 +116,7 @@ def _counts_alone(path: str, here: Mapping[str, PartDigest], there: Mapping[str,
 
 
 def above_of(path: str) -> Iterator[str]:
-    """Yield what may be the paths of the parts that contain this one, the nearest first."""
+    """Yield the possible paths of the parts that contain this part, the innermost first."""
     for at in range(len(path) - 1, 0, -1):
         if path[at] in ".[(":
             yield path[:at]

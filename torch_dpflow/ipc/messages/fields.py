@@ -1,4 +1,4 @@
-"""Parts of calls: types of fields with their limits, the base of bodies, and the errors that a client recovers from.
+"""Parts of calls: types of fields with limits, the base class of bodies, and errors from which a client recovers.
 
 A client recovers from these errors by refreshing its view or by waiting; they are never shown to users.
 """
@@ -29,7 +29,7 @@ SampleKeys: TypeAlias = Annotated[list[Count], msgspec.Meta(max_length=MAX_SAMPL
 
 
 class Body(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Arguments or result of a call, encoded as a msgpack array of the fields; unknown fields are an error."""
+    """Base class of arguments and results of calls: a msgpack array of fields. Unknown fields are an error."""
 
 
 class WorkerRefusedError(WorkerError):
@@ -37,7 +37,7 @@ class WorkerRefusedError(WorkerError):
 
 
 class RecoverableError(UsageError):
-    """The caller's view is out of date, or the caller has to wait."""
+    """Base class of errors after which the caller refreshes its view, or waits, and repeats the call."""
 
     kind: ClassVar[ErrorKind]
 
@@ -50,7 +50,10 @@ class StaleJobError(RecoverableError, kind=ErrorKind.STALE_JOB):
 
 
 class MisdirectedError(RecoverableError, kind=ErrorKind.MISDIRECTED):
-    """The job has called another flow's service, which listens at its former address. The job has to locate its own."""
+    """The job has called a service of another flow, at an address that was the job's own.
+
+    The job has to locate its service again.
+    """
 
 
 class UnknownFlowError(RecoverableError, kind=ErrorKind.UNKNOWN_FLOW):
@@ -58,7 +61,7 @@ class UnknownFlowError(RecoverableError, kind=ErrorKind.UNKNOWN_FLOW):
 
 
 class StaleRoutingError(RecoverableError, kind=ErrorKind.STALE_ROUTING):
-    """The job chose a shard by an old routing table. It has to fetch the current one from the router."""
+    """The job chose a shard by an old routing table. The job has to fetch the current table from the router."""
 
 
 class StaleShardError(RecoverableError, kind=ErrorKind.STALE_SHARD):
@@ -66,11 +69,11 @@ class StaleShardError(RecoverableError, kind=ErrorKind.STALE_SHARD):
 
 
 class OutOfStepError(RecoverableError, kind=ErrorKind.OUT_OF_STEP):
-    """The job and its router disagree on what was drawn. The job has to send its position in the epoch."""
+    """The job and its router disagree on the samples drawn so far. The job has to send its position in the epoch."""
 
 
 class OverloadedError(RecoverableError, kind=ErrorKind.OVERLOADED):
-    """The job requests more than a service tracks. It has to fetch what it has requested first."""
+    """The job requests more samples than a service tracks. The job has to fetch earlier requests first."""
 
 
 class NameBusyError(RecoverableError, kind=ErrorKind.NAME_BUSY):
@@ -78,7 +81,10 @@ class NameBusyError(RecoverableError, kind=ErrorKind.NAME_BUSY):
 
 
 class AwaitedRanksError(RecoverableError, kind=ErrorKind.RANKS_AWAITED):
-    """Some ranks of the job have not reported what they have read of its epoch. The others have to wait."""
+    """Some ranks of the job have not reported which samples of the epoch they have read.
+
+    The other ranks have to wait.
+    """
 
 
 class AwaitedWorkersError(RecoverableError, kind=ErrorKind.WORKERS_AWAITED):
@@ -86,4 +92,4 @@ class AwaitedWorkersError(RecoverableError, kind=ErrorKind.WORKERS_AWAITED):
 
 
 class LostWorkersError(RecoverableError, kind=ErrorKind.LOST):
-    """All workers of the flow are lost and none has replaced them. The job waits until its timeout."""
+    """All workers of the flow are lost, and none has been replaced. The job waits until its timeout."""

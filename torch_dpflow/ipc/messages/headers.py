@@ -1,7 +1,7 @@
-"""Every header that crosses a process boundary: one typed struct each, encoded with msgpack.
+"""Headers of all messages between processes: one typed struct for each kind, encoded with msgpack.
 
-A message is one header frame followed by payload frames, which this module does not parse; a `PayloadTable` in the
-header says where an encoded object lies in them and in shared memory. Headers are validated when
+A message is one header frame followed by payload frames, which this module does not parse. A `PayloadTable` in the
+header locates an encoded object in these frames and in shared memory. Headers are validated when
 they are decoded: types, ranges, lengths, no unknown fields. No allocation trusts a length that a peer claims: msgspec
 grows lists as it reads, and a header frame has at most `MAX_HEADER_BYTES`.
 
@@ -50,7 +50,7 @@ def aligned(size: int) -> int:
 
 
 class BlockRef(msgspec.Struct, array_like=True, frozen=True):
-    """Where a published block lies, as the process that wrote it describes it."""
+    """Location of a published block, as its writer reports it."""
 
     #: Number of the segment, never used twice by one arena.
     segment: int
@@ -83,7 +83,7 @@ class BufferSpan(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class PayloadTable(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Where the head and the buffers of a payload lie in its frames and blocks."""
+    """Locations of a payload's head and buffers in its frames and blocks."""
 
     #: How many frames of a message the payload takes.
     frames: int
@@ -102,7 +102,7 @@ class PayloadTable(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class PayloadGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Payloads with one outcome and one table. Part of other headers; `payload_groups` has what belongs to it."""
+    """Payloads with the same outcome and table, as a part of other headers; see `payload_groups`."""
 
     #: The task, or the ticket, of each payload.
     numbers: Annotated[list[Count], msgspec.Meta(min_length=1, max_length=1 << 16)]
@@ -114,7 +114,7 @@ class PayloadGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True, 
 
     @property
     def frames_each(self) -> int:
-        """How many frames of the message each payload takes, unless they are joined."""
+        """Number of frames of each payload, unless the payloads are joined."""
         return self.payload.frames
 
 
@@ -127,7 +127,7 @@ EMPTY_BODY = msgspec.Raw(b"\xc0")
 
 
 class Packing(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """How payload frames travel if some are compressed or in shared memory. Part of other headers."""
+    """Encoding of payload frames, if some are compressed or in shared memory. Part of other headers."""
 
     #: One number for each payload frame, in order. 0: the next frame on the socket. n > 0: the next frame on the
     #: socket, n bytes compressed by snappy. n < 0: the next -n bytes of the shared block, starting at a 64-byte
@@ -141,7 +141,10 @@ class Packing(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=Fa
 
 
 class PayloadOffer(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """How the sender can receive large payload frames, and which memory it shares."""
+    """Ways in which the sender can receive large payload frames, and the memory that it shares.
+
+    Part of other headers.
+    """
 
     #: The sender's process.
     pid: Count
@@ -212,15 +215,15 @@ class Failure(Body, tag=12):
 class Inquiry(Body, tag=13):
     """Client to server.
 
-    Each of these calls that does not run is answered with `Missing`. As messages keep their order, a reply on its way
-    arrives before that.
+    Do these calls still run? The server answers `Missing` for each call that does not. A reply in transit arrives
+    before that, because messages keep their order.
     """
 
     calls: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
 
 
 class Missing(Body, tag=14):
-    """Server to client: this call does not run, so it or its answer was lost; send it again."""
+    """Server to client: this call does not run, so the call or its answer was lost; send the call again."""
 
     call: Count
 
@@ -235,7 +238,7 @@ MAX_TASKS = 1 << 16
 
 
 class WorkerHandshake(Body, tag=30):
-    """Worker to shard, its first message: it has started.
+    """Worker to shard, as first message: the worker has started.
 
     Releases only append fields after `version`: `version_of` reads it.
     """
@@ -261,7 +264,7 @@ class WorkerWelcome(Body, tag=31):
 
 
 class WorkerRefused(Body, tag=38):
-    """Shard to worker: end, because the shard no longer has this worker, or the releases differ."""
+    """Shard to worker: exit, because this is no longer a worker of the shard, or the releases differ."""
 
     reason: Text  # empty: the shard ends, which needs no log line
 
@@ -269,12 +272,16 @@ class WorkerRefused(Body, tag=38):
 class WorkerReady(Body, tag=36):
     """Worker to shard: the epoch of `WorkerWelcome` has begun; the worker can load tasks.
 
-    A separate message, so that no task is suspected if a worker dies during its own start, as in `worker_init_fn`.
+    This is a separate message, so that no task is suspected if a worker dies during its start, such as in
+    `worker_init_fn`.
     """
 
 
 class WorkerBegun(Body, tag=37):
-    """Worker to shard: where its own stream begins in the epoch. One frame follows: `Begun`."""
+    """Worker to shard: the position at which the worker's own stream begins in the epoch.
+
+    One frame follows: `Begun`.
+    """
 
 
 class EpochBegin(Body, tag=32):
@@ -282,7 +289,7 @@ class EpochBegin(Body, tag=32):
 
 
 class Window(Body, tag=33):
-    """Shard to worker: append these tasks to the queue. One frame follows for each, or one for all."""
+    """Shard to worker: append these tasks to the local queue. One frame follows for each task, or one for all."""
 
     tasks: Annotated[list[Count], msgspec.Meta(max_length=MAX_TASKS)]
     #: Tasks that others take over: drop those that have not begun.
@@ -292,7 +299,7 @@ class Window(Body, tag=33):
 
 
 class Finished(PayloadGroup):
-    """Results: outcomes of tasks are BATCH, FAILURE, END, OPENED or UNFIT.
+    """Results with the same outcome: BATCH, FAILURE, END, OPENED or UNFIT.
 
     Part of `Exchange`; the payloads' frames follow.
     """
@@ -306,7 +313,10 @@ class Finished(PayloadGroup):
 
 
 class Exchange(Body, tag=34):
-    """Worker to shard: all results since the last one, and a request for more tasks. Frames of the results follow."""
+    """Worker to shard: all results since the last exchange, and a request for more tasks.
+
+    The results' frames follow.
+    """
 
     finished: Annotated[list[Finished], msgspec.Meta(max_length=MAX_TASKS)]
     #: The task that begins now; None if none is left.
@@ -372,12 +382,12 @@ def encode(header: Header) -> bytes:
 
 
 def decode(frame: bytes | bytearray | memoryview) -> Header:
-    """Decode the header in `frame`, which may hold anything. Raises MessageError unless it is valid."""
+    """Decode the header in an untrusted frame. Raises MessageError unless the header is valid."""
     return _decode(_decoder, frame)
 
 
 def version_of(frame: bytes | bytearray | memoryview) -> int:
-    """Return the sender's protocol version, from a handshake of any release; this release's for other frames."""
+    """Return the protocol version in a handshake of any release; for other frames return this release's version."""
     try:
         fields = _decode(_fields, frame)
         version = fields[_VERSION_AT[fields[0]]]
@@ -387,7 +397,7 @@ def version_of(frame: bytes | bytearray | memoryview) -> int:
 
 
 def encode_body(body: object) -> msgspec.Raw:
-    """Encode a call's arguments or result as msgpack. Raises OptionError for text without a UTF-8 encoding."""
+    """Encode a call's arguments or result as msgpack. Raises OptionError for text that UTF-8 cannot encode."""
     try:
         return EMPTY_BODY if body is None else msgspec.Raw(_encoder.encode(body))
     except UnicodeEncodeError as error:
@@ -395,7 +405,7 @@ def encode_body(body: object) -> msgspec.Raw:
 
 
 def decode_body(body: msgspec.Raw, decoder: msgspec.msgpack.Decoder[T]) -> T:
-    """Decode `body` as the decoder's type. Raises MessageError for anything else."""
+    """Decode `body` as the decoder's type. Raises MessageError if `body` is of another type or malformed."""
     return _decode(decoder, body)
 
 
@@ -413,6 +423,6 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: msgspec.Raw | bytes | byt
 
 @functools.cache
 def _takes_any(decoder: msgspec.msgpack.Decoder[Any]) -> bool:
-    """Return whether the decoder accepts values of any type, which alone can be nested to any depth."""
+    """Return whether the decoder accepts values of any type: only these can be nested to any depth."""
     types = repr(msgspec.inspect.type_info(decoder.type))
     return "AnyType" in types or "RawType" in types

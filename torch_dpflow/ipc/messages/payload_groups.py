@@ -1,7 +1,7 @@
 """Payloads that travel as a group: one entry of the header for all of them, and one frame.
 
-A frame costs sender and receiver several microseconds each, and an entry of a header two: more than a small sample
-takes otherwise. So small payloads with one table are joined.
+A frame costs several microseconds each at sender and receiver, and an entry of a header costs two. This is more than
+all other work on a small sample. So small payloads with the same table are joined.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ Group = TypeVar("Group", bound=PayloadGroup)
 def group_payloads(
     payloads: Iterable[tuple[int, int, PayloadTable, Sequence[Frame]]], kind: type[Group]
 ) -> tuple[list[Group], list[Frame]]:
-    """Return groups, and the frames of a message with them, of payloads as (number, kind, table, frames).
+    """Group payloads, given as (number, outcome, table, frames); return the groups, and the frames to send with them.
 
-    Small payloads are joined if they have one table, the same object, and one size. All others stay in their order,
-    which keeps large frames of samples in a row; neighbours with one table are a group.
+    Small payloads are joined into one frame if they have the same table object, outcome and size. All others stay in
+    order, so that samples' large frames are adjacent; neighbours with the same table object and outcome form a group.
+
+    kind: class of the groups.
     """
     groups: list[Group] = []
     parts: list[list[Frame]] = []
@@ -58,7 +60,7 @@ def group_payloads(
 
 
 def split_payloads(groups: Sequence[Group], frames: Sequence[memoryview]) -> list[tuple[Group, list[list[memoryview]]]]:
-    """Return each group with the frames of each of its payloads. Parts of a joined frame share its memory.
+    """Return (group, frames of each of its payloads) for each group. Parts of a joined frame share its memory.
 
     Raises MessageError if the frames do not fit the groups.
     """
@@ -80,7 +82,7 @@ def split_payloads(groups: Sequence[Group], frames: Sequence[memoryview]) -> lis
 
 
 def split_frame(frames: Sequence[memoryview], size: int, count: int) -> list[memoryview]:
-    """Return the `count` parts of `size` bytes in the one frame. Raises MessageError if it has another size."""
+    """Split the only frame into `count` parts of `size` bytes. Raises MessageError unless it has this size."""
     nbytes = sum(frame.nbytes for frame in frames)
     if len(frames) != 1 or nbytes != size * count:
         raise MessageError(f"{count} parts of {size} bytes are announced, and {len(frames)} frames have {nbytes}")
@@ -89,7 +91,7 @@ def split_frame(frames: Sequence[memoryview], size: int, count: int) -> list[mem
 
 
 def join_tasks(window: Window, tasks: Sequence[Frame]) -> list[Frame]:
-    """Return the frames of a window with these tasks, one for each; small ones of one size are joined."""
+    """Return the frames that follow a window: one for each task, or a single one if all are small and equally long."""
     sizes = {len(task) for task in tasks}
     if len(tasks) > 1 and len(sizes) == 1 and 0 < (size := sizes.pop()) <= JOINED_BYTES:
         window.joined = size

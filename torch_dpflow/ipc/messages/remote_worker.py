@@ -1,4 +1,4 @@
-"""What a remote worker and its shard exchange: its launch spec, the messages of its own connection, and its state."""
+"""Messages between a remote worker and its shard: launch spec, messages of the control connection, and state."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Key = Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
 
 
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Task of one remote worker, and where it connects. JSON, because it is copied into environments.
+    """Launch spec of one remote worker: what it loads, and where it connects. JSON, as environments carry it.
 
-    All times are durations from the worker's own start: no two clocks are compared. The spec carries no credentials.
-    Its key admits this worker only, and expires after `start_within_s` unless the worker has connected.
+    All times are durations from the worker's own start: no two clocks are compared. The spec contains no credentials
+    except its key. The key admits only this worker, and expires after `start_within_s` unless the worker has connected.
     """
 
     version: Literal[2] = 2
@@ -55,12 +55,12 @@ class _Version(msgspec.Struct):
 
 
 def encode_launch_spec(spec: LaunchSpec) -> bytes:
-    """Encode a launch spec as JSON. Raises OptionError above `MAX_LAUNCH_SPEC_BYTES`."""
+    """Encode a launch spec as JSON. Raises OptionError if that is longer than `MAX_LAUNCH_SPEC_BYTES`."""
     return checked_launch_spec(spec.name, msgspec.json.encode(spec))
 
 
 def checked_launch_spec(name: str, data: bytes) -> bytes:
-    """Return an encoded launch spec. Raises OptionError above `MAX_LAUNCH_SPEC_BYTES`."""
+    """Return `data`, or raise OptionError if it is longer than `MAX_LAUNCH_SPEC_BYTES`. name: the worker's."""
     if len(data) > MAX_LAUNCH_SPEC_BYTES:
         raise OptionError(
             f"the launch spec of {name} has {len(data)} bytes; at most {MAX_LAUNCH_SPEC_BYTES} are allowed: give fewer "
@@ -70,7 +70,7 @@ def checked_launch_spec(name: str, data: bytes) -> bytes:
 
 
 def decode_launch_spec(data: bytes) -> LaunchSpec:
-    """Decode a launch spec. Raises MessageError, which quotes nothing of it."""
+    """Decode a launch spec. Raises MessageError, whose text quotes nothing of the spec."""
     try:
         if len(data) > MAX_LAUNCH_SPEC_BYTES:
             raise MessageError(f"a launch spec of {len(data)} bytes; at most {MAX_LAUNCH_SPEC_BYTES} are allowed")
@@ -88,7 +88,10 @@ def decode_launch_spec(data: bytes) -> LaunchSpec:
 
 
 class RemoteWorkerView(Body):
-    """State of a remote worker as its shard reports it. Defined here so that printing it imports no package above."""
+    """State of a remote worker, as its shard reports it.
+
+    Defined here so that the command line need not import `remote`.
+    """
 
     name: Name
     #: Its place among the workers of the shard.
@@ -114,7 +117,7 @@ _Short = Annotated[str, msgspec.Meta(max_length=128)]
 
 
 class RemoteHandshake(Body, tag=40):
-    """Remote worker to shard, first, and again until it is answered.
+    """Remote worker to shard, as first message, repeated until it is answered.
 
     In all releases its first field is the version: `version_of` reads it.
     """
@@ -127,7 +130,7 @@ class RemoteHandshake(Body, tag=40):
 
 
 class RemoteWelcome(Body, tag=41):
-    """Shard to remote worker: fetch these contents, by their digests. An empty digest means none."""
+    """Shard to remote worker: fetch the contents with these digests. An empty digest: nothing to fetch."""
 
     #: What it loads, and its size.
     content: _Short
@@ -164,7 +167,7 @@ class WorkerHeartbeat(Body, tag=44):
 
 
 class WorkerGoodbye(Body, tag=45):
-    """Remote worker to shard, its last message: it ends now."""
+    """Remote worker to shard, as last message: the worker ends now."""
 
     #: Why, as a traceback; empty if it was requested.
     report: Text

@@ -1,9 +1,9 @@
 """Calls between processes: ids, deadlines, repetition.
 
 A client calls a method and waits for its answer. Bodies are small and typed (msgpack); bulk data travels in frames that
-are neither copied nor parsed. A call is repeated until it is answered or its deadline passes. A server remembers
-nothing of a call that it has answered, so a call whose answer is lost runs twice: each method changes nothing the
-second time (`tests/cluster/services/test_repeated_calls.py` makes every call of every service twice).
+are neither copied nor parsed. A call is repeated until it is answered or its deadline passes. A server stores nothing
+    about answered calls, so a call whose answer is lost runs twice: each method must change nothing the second time
+    (`tests/cluster/services/test_repeated_calls.py` makes every call of every service twice).
 """
 
 from __future__ import annotations

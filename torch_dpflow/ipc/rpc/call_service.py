@@ -1,4 +1,4 @@
-"""Server side of calls: sessions of clients, methods by name, execution."""
+"""Server side of calls: sessions of clients, methods by name, and their execution."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def kind_of(error: BaseException) -> ErrorKind:
 
 
 def describe(error: BaseException) -> tuple[ErrorKind, str]:
-    """Return an error's kind and text; for an unforeseen error the end of its traceback, cut to a header's limit."""
+    """Return (kind, text) of an error, cut to a header's limit.
+
+    The text of an unexpected error is its traceback's end.
+    """
     kind = kind_of(error)
     is_foreseen = kind is not ErrorKind.INTERNAL or isinstance(error, StateError)
     text = str(error) if is_foreseen else "".join(traceback.format_exception(error))
@@ -39,14 +42,14 @@ def describe(error: BaseException) -> tuple[ErrorKind, str]:
 
 
 class Result(NamedTuple):
-    """A method's answer: a small body that msgpack can encode, and bulk data."""
+    """Result of a method: a small body that msgpack can encode, and frames of bulk data."""
 
     body: Any = None
     frames: Sequence[Frame] = ()
 
 
 class Later(enum.Enum):
-    """Returned by a handler that answers later, by `IncomingCall.answer` or `fail`."""
+    """Marker that a handler returns if it calls `IncomingCall.answer` or `fail` later."""
 
     LATER = enum.auto()
 
@@ -57,7 +60,7 @@ Outcome: TypeAlias = "Result | Exception"
 
 
 class IncomingCall:
-    """One call of a client. The frames are writable and belong to the handler."""
+    """Call of a client. The frames are writable and belong to the handler."""
 
     __slots__ = ("_finish", "body", "client", "frames", "method", "timeout_s")
 
@@ -118,7 +121,7 @@ class ServerStats:
 
 
 class Session:
-    """One client, from its handshake until its session is dropped."""
+    """State of one client, from its handshake until the session is dropped."""
 
     def __init__(self, client: bytes, carrier: Carrier, send: Send) -> None:
         self.client = client
@@ -130,7 +133,10 @@ class Session:
         self._send = send
 
     def begin(self, header: messages.Request, most: int) -> None:
-        """Record that a call runs. Raises OverloadedError if more than `most` calls run whose callers still wait."""
+        """Record that a call runs.
+
+        Raises OverloadedError if more than `most` calls run for which the client still waits.
+        """
         self.running[header.call] = self.received_at + header.timeout_s
         if len(self.running) > most:
             self.running = {call: until for call, until in self.running.items() if until > self.received_at}
@@ -153,10 +159,10 @@ class Session:
 
 
 class SessionTable:
-    """Sessions by client.
+    """Sessions of all clients.
 
     Args:
-        most: maximum number of sessions; a new one replaces the one idle longest.
+        most: maximum number of sessions; beyond it, a new session replaces the session that is idle longest.
         idle_s: how long a session may be idle before it is dropped, seconds.
     """
 
@@ -172,7 +178,7 @@ class SessionTable:
         return self._sessions.get(client)
 
     def on_message(self, client: bytes, now: float) -> Session | None:
-        """Record a client's message; return its session, if it has one."""
+        """Record that a client has sent a message; return its session, or None."""
         session = self._sessions.get(client)
         if session is not None:
             self._active.renew(client, now)
@@ -209,10 +215,10 @@ class _Method:
 
 
 class CallService:
-    """Executes calls in the server's thread.
+    """Execution of calls, in the server's thread.
 
     Args:
-        max_open: maximum calls of one client that run at once.
+        max_open: maximum number of one client's calls that run at once.
         post: schedules a function for the server's thread.
     """
 
@@ -227,7 +233,7 @@ class CallService:
         self._methods[name] = _Method(handler, msgpack_decoder(body_type))
 
     def on_request(self, session: Session, header: messages.Request, frames: list[memoryview]) -> None:
-        """Execute a call, unless it runs."""
+        """Execute a call, unless it runs already."""
         if header.call in session.running:
             self._stats.repeats += 1
             session.carrier.unpack(frames, header.packing)  # opening shared memory is what releases it to the client
@@ -242,7 +248,7 @@ class CallService:
             finish(outcome)
 
     def on_inquiry(self, session: Session, header: messages.Inquiry, *_: object) -> None:
-        """Send a `Missing` for each call that the client waits for and that does not run."""
+        """Send `Missing` for each call in the inquiry that does not run."""
         for call in header.calls:
             if call not in session.running:
                 session.send(messages.Missing(call))
@@ -277,7 +283,7 @@ class CallService:
         return Result() if result is None else result
 
     def _finish(self, session: Session, call: int, outcome: Outcome) -> None:
-        """Answer a call, if its client waits: a dropped session's client makes the call again in another one."""
+        """Answer a call, unless its session was dropped: that client repeats the call in its next session."""
         if session.running.pop(call, None) is None or self._sessions.get(session.client) is not session:
             return
         error = outcome if isinstance(outcome, Exception) else _sent(session, call, outcome)
@@ -287,7 +293,7 @@ class CallService:
 
 
 def _sent(session: Session, call: int, result: object) -> Exception | None:
-    """Send a method's result; return why that cannot be done."""
+    """Send a method's result; return the error if that fails, else None."""
     if not isinstance(result, Result):
         return TypeError(f"the method returned a {type(result).__name__}; return Result, LATER or None")
     try:

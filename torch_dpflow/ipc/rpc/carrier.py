@@ -1,9 +1,9 @@
-"""How payload frames travel between two peers: as they are, compressed, or in shared memory.
+"""Transport of payload frames between two peers: unchanged, compressed, or in shared memory.
 
 Each side has one `Carrier` per peer. On one host, large frames are copied into an arena and only a reference crosses
 the socket, once the peer has proved that it can read the arena. Between hosts, frames are compressed by snappy if a
-trial shows that it pays: for text, labels, masks and small integers, not for JPEGs, noise or float images. All others
-are sent without a copy.
+    trial shows that they shrink: text, labels, masks and small integers do; JPEGs, noise and float images do not. All
+    other frames are sent without a copy.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MAX_EXPANSION = 22
 
 
 def pays(frame: Frame) -> bool:
-    """Return whether parts of `frame` shrink enough to compress all of it."""
+    """Return whether compression pays for `frame`, judged by parts of it."""
     size = memoryview(frame).nbytes
     if size < MIN_FRAME_BYTES:
         return False
@@ -57,9 +57,9 @@ def pays(frame: Frame) -> bool:
 
 
 def compress(frames: Sequence[Frame]) -> tuple[list[Frame], list[int]]:
-    """Compress frames if it pays; return them and the size of each before compression, bytes, 0 without it.
+    """Compress frames if that pays; return the frames, and each one's original size in bytes, 0 if uncompressed.
 
-    The sizes are an empty list if no frame was compressed.
+    The list of sizes is empty if no frame was compressed.
     """
     packed: list[Frame] = []
     sizes: list[int] = []
@@ -71,11 +71,11 @@ def compress(frames: Sequence[Frame]) -> tuple[list[Frame], list[int]]:
 
 
 def decompress(frame: memoryview, size: int, *, limit: int) -> memoryview:
-    """Return the content of a compressed frame, writable.
+    """Return the content of a compressed frame, in writable memory.
 
     Raises:
-        MessageError: the frame is not snappy data; or, before anything is allocated, the length that it claims differs
-            from `size`, exceeds `limit`, or is impossible.
+        MessageError: the frame is not snappy data, or its claimed length differs from `size`, exceeds `limit`, or is
+            impossible. The length is checked before memory is allocated.
     """
     claim = _claimed_size(frame)
     if claim != size or claim > limit or claim > _MAX_EXPANSION * frame.nbytes:
@@ -90,7 +90,7 @@ def decompress(frame: memoryview, size: int, *, limit: int) -> memoryview:
 
 
 def _claimed_size(frame: memoryview) -> int:
-    """Return the length that snappy data begins with: 7 bits a byte, lowest first, at most 32 bits."""
+    """Return the length at the beginning of snappy data: a varint of at most 32 bits, 7 bits per byte, lowest first."""
     claim = 0
     for position, byte in enumerate(frame[:5]):
         claim |= (byte & 0x7F) << (7 * position)
@@ -104,7 +104,7 @@ _block_decoder = msgpack_decoder(BlockRef | None)
 
 
 class Carrier:
-    """Packs frames for one peer and unpacks that peer's. Not thread-safe.
+    """Packing of frames to one peer, and unpacking of frames from it. Not thread-safe.
 
     Args:
         max_bytes: maximum bytes of one message's frames, decompressed or in shared memory.
@@ -125,16 +125,16 @@ class Carrier:
         self.shares = False
 
     def offer(self) -> PayloadOffer:
-        """Return what this side can read and shares, for `Handshake` or `Welcome`; the same at each call."""
+        """Return this side's offer for `Handshake` or `Welcome`; the same at each call."""
         if self._offer is None:
             probe = None if self._arena is None else self._arena.probe_ref()
             self._offer = PayloadOffer(os.getpid(), self._asks_compression, encode_body(probe))
         return self._offer
 
     def accept(self, offer: PayloadOffer) -> bool:
-        """Use the peer's offer; return whether this side can read the peer's shared memory.
+        """Apply the peer's offer; return whether this side can read the peer's shared memory.
 
-        A repeated offer changes nothing: the peer may share its memory since the first one.
+        A repeated offer changes nothing, because the peer may have shared memory since the first offer.
 
         Raises MessageError if the offer is malformed.
         """
@@ -147,7 +147,7 @@ class Carrier:
         return self._reader is not None
 
     def pack(self, frames: Sequence[Frame]) -> tuple[Sequence[Frame], Packing | None]:
-        """Return the frames to send, and how the peer restores the original ones."""
+        """Return (frames to send, `Packing` by which the peer restores the original frames). None: sent unchanged."""
         if self.shares:
             return self._share(frames)
         if self.compresses:
@@ -159,9 +159,9 @@ class Carrier:
         """Return the frames that the peer packed.
 
         Raises:
-            MessageError: they do not fit the packing.
+            MessageError: the frames do not match the packing.
             SegmentLostError: the peer died and its shared memory with it.
-            DescriptorLimitError: this process has too many files open to map it.
+            DescriptorLimitError: this process has too many files open to map the peer's memory.
         """
         if packing is None:
             return frames
@@ -185,7 +185,7 @@ class Carrier:
         return unpacked
 
     def close(self) -> None:
-        """Release the shared memory; views of it stay valid until their last user is gone."""
+        """Release the shared memory; existing views of it stay valid."""
         if self._arena is not None:
             self._arena.close()
         if self._reader is not None:
@@ -206,7 +206,7 @@ class Carrier:
         return [frame for size, frame in zip(sizes, frames) if not size], Packing([-size for size in sizes], reference)
 
     def _from_block(self, packing: Packing) -> list[memoryview]:
-        """Return the frames in shared memory, in order. Small ones are copied: a view would keep the block in use."""
+        """Return the frames in shared memory, in order. Small frames are copied: a view would keep the block in use."""
         block = self._open(packing)
         sizes = [-size for size in packing.frames if size < 0]
         offsets, end = _places(sizes)
@@ -247,10 +247,10 @@ def _reader(pid: int) -> ArenaReader:
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return the offsets of frames of these sizes in a block, large frames first, and the end of the last one.
+    """Return (offset of each frame in a block, end of the last frame). Large frames are placed first.
 
-    The large frames of a batch are then contiguous, so that the job makes a batch of them without a copy. Small frames
-    in the block of the large ones save a frame each on the socket.
+    The large frames of a batch are then contiguous, so that the job makes a batch of them without a copy. Each small
+    frame in the same block saves a frame on the socket.
     """
     offsets, end = [0] * len(sizes), 0
     for large in (True, False):

@@ -1,4 +1,4 @@
-"""Rpc client: calls over one connection, from any thread; it starts none.
+"""RPC client: calls over one connection, from any thread. The client starts no thread.
 
 One of the waiting threads, the leader, reads the socket for all of them. When its own answer has arrived, another
 thread becomes the leader. So a single caller needs no switch between threads, which would cost more than the rest of a
@@ -42,14 +42,17 @@ class ClientOptions:
 
 
 class PendingCall:
-    """A call that was sent; any thread may wait for its `result`."""
+    """Sent call; any thread may wait for its `result`."""
 
     def __init__(self, client: RpcClient, call: Call) -> None:
         self._client = client
         self._call = call
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s`; return whether `result` would no longer block. Raises PeerLostError as `result`."""
+        """Wait up to `timeout_s`; return whether `result` would return at once.
+
+        Raises PeerLostError if the client was closed.
+        """
         if self._call.is_over:
             return True
         with self._client._usable:
@@ -62,7 +65,7 @@ class PendingCall:
             RemoteCallError: the server answered with an error.
             DeadlineError: the server did not answer in time.
             PeerLostError: the client was closed.
-            MessageError: the answer is not of the requested type.
+            MessageError: the answer is not of the type `reply_type`.
         """
         if self._call.is_over:
             return self._call.outcome()
@@ -118,7 +121,7 @@ class RpcClient:
         reply_type: Any = Any,
         timeout_s: float | None = None,
     ) -> Answer:
-        """Call `method` and wait for its answer. Arguments and errors as in `begin` and `PendingCall.result`."""
+        """Call `method` and wait for its answer. For arguments and errors see `begin` and `PendingCall.result`."""
         with self._usable:
             return self._result(self._begin(method, body, frames, reply_type, timeout_s))
 
@@ -133,10 +136,11 @@ class RpcClient:
     ) -> PendingCall:
         """Send a call without waiting for its answer.
 
-        body: small; anything that msgpack can encode.
+        body: small arguments; anything that msgpack can encode.
         frames: bulk data.
         reply_type: the type that the answer's body must have.
-        Raises MessageError if the call exceeds a limit, PeerLostError where the connection takes no more.
+        timeout_s: deadline of the call, seconds; None: the client's default. Raises MessageError if the call exceeds a
+        limit, PeerLostError if the connection accepts no more messages.
         """
         with self._usable:
             call = self._begin(method, body, frames, reply_type, timeout_s)
@@ -191,14 +195,14 @@ class RpcClient:
         return call.outcome()
 
     def _is_over_within(self, call: Call, timeout_s: float) -> bool:
-        """Wait up to `timeout_s`; return whether the call is over, or past its deadline."""
+        """Wait up to `timeout_s`; return whether the call has ended or its deadline has passed."""
         until = time.monotonic() + timeout_s
         return self._wait(call, min(until, call.deadline)) or until >= call.deadline
 
     def _wait(self, call: Call, deadline: float) -> bool:
-        """Wait until the call is over; return False if the deadline passes first.
+        """Wait until the call has ended; return False if the deadline passes first.
 
-        Become the leader if there is none.
+        The calling thread becomes the leader if there is none.
         """
         if not self._waiters:
             self._inquire_at = max(self._inquire_at, time.monotonic() + self.options.inquire_s)
@@ -232,7 +236,7 @@ class RpcClient:
             self._lead(None)
 
     def _lead(self, wait_s: float | None) -> None:
-        """Send the outbox; then read a message, unless `wait_s` is None."""
+        """Send the outbox; then wait up to `wait_s` seconds for a message and handle it. None: do not read."""
         outbox, self._session.outbox = self._session.outbox, []
         received = None
         self._leading = True

@@ -1,4 +1,4 @@
-"""State machine of an rpc client: no socket, no lock, no clock.
+"""State machine of an RPC client: no socket, no lock, no clock.
 
 Messages go in through `on_message`; messages to send come out in `outbox`, in order. The server may restart or drop
 the client's session at any time. It then answers `NoSession`; the client repeats its handshake and inquires about every
@@ -30,7 +30,7 @@ from torch_dpflow.ipc.rpc.carrier import Carrier
 
 
 class Answer(NamedTuple):
-    """The body and the frames of a reply."""
+    """Body and frames of a reply."""
 
     body: Any
     frames: list[memoryview]
@@ -38,7 +38,7 @@ class Answer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A call, with all that is needed to send it again, and its answer or error once it is over."""
+    """State of a call: its message, to send it again, and its answer or error once it has ended."""
 
     id: int
     method: str
@@ -58,7 +58,7 @@ class Call:
         return self.answer is not None or self.error is not None
 
     def outcome(self) -> Answer:
-        """Return the answer of a call that is over, or raise its error."""
+        """Return the answer of an ended call, or raise its error."""
         if self.error is not None:
             # A copy: its traceback refers to the caller's frames, and these to this object. A cycle would keep alive
             # what they hold, a loader's iterator too, until the garbage collector runs.
@@ -79,13 +79,13 @@ class ClientStats:
 
 
 class ClientSession:
-    """The calls of one client. Not thread-safe; times are seconds of the caller's clock.
+    """Calls of one client. Not thread-safe; times are seconds of the caller's clock.
 
     Args:
-        address: of the server, for messages.
-        make_carrier: creates a carrier for a server that has restarted or dropped the session.
-        check: raises MessageError for a message that the connection will not take. Checked when a call begins: later
-            another thread may send it, which would get the error.
+        address: the server's address, for error messages.
+        make_carrier: creates a carrier; called again if the server has restarted or dropped the session.
+        check: raises MessageError for a message that the connection will not accept. Called when a call begins, because
+            another thread, which must not get the error, may send the message later.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ClientSession:
         now: float,
         timeout_s: float,
     ) -> Call:
-        """Open a call. Raises MessageError if it exceeds a limit."""
+        """Create a call, put its request into the outbox, and return it. Raises MessageError if it exceeds a limit."""
         call = Call(next(self._numbers), method, body, frames, now, now + timeout_s, decoder)
         self._send_request(call, now)
         self.open[call.id] = call
@@ -132,7 +132,7 @@ class ClientSession:
             self.open.pop(call.id, None)
 
     def inquire(self, now: float, older_s: float) -> None:
-        """Request the state of calls older than `older_s`; end calls past their deadline."""
+        """Inquire about calls older than `older_s` seconds; fail calls whose deadline has passed."""
         for call in list(self.open.values()):
             if call.deadline <= now:
                 self.abandon(call, self.late(call))
@@ -186,7 +186,7 @@ class ClientSession:
             self._inquire_about([*self.open.values()])
 
     def _check_version(self, version: int) -> bool:
-        """Return whether the server has this side's version; fail all calls if not."""
+        """Return whether the server's protocol version is ours; otherwise fail all calls."""
         if version != messages.PROTOCOL_VERSION:
             text = (
                 f"{self.address} has version {version} of the protocol and this side {messages.PROTOCOL_VERSION}; "

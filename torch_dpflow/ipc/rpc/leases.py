@@ -1,13 +1,14 @@
 """Leases of peers, renewed by heartbeats, and their generations. Pure: no socket, thread or clock inside.
 
-A peer is a member while it renews its lease in time. Each time it starts, or rejoins after a loss, it has a higher
-generation. A generation is a member at most once: after its loss it stays lost even if the peer is alive, because its
-work has been given to others. It is then `STALE`; the peer rejoins under a new generation.
+A peer is a member while it renews its lease in time. Each time the peer starts, or rejoins after a loss, it has a
+higher generation. A generation is a member at most once: after its loss it stays lost even if the peer is alive,
+because its work has been given to other peers. Its messages are then `STALE`, and the peer rejoins under a new
+generation.
 
 A name belongs to the process that joined under it until its lease expires or it leaves. Another process that requests
-it has to repeat the request, because the holder may have ended or be about to leave. If the holder renews its lease
-`LEAVING_S` after the first request, the other process is refused for good; otherwise the lease expires, and the next
-process that requests the name gets it. A holder that is known to have ended is replaced at once.
+the name has to repeat its request, because the holder may have ended or be about to leave. If the holder renews its
+lease `LEAVING_S` after the first request, the other process is refused for good. Otherwise the lease expires, and the
+next process that requests the name gets it. A holder that is known to have ended is replaced at once.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ LEAVING_S = 3.0
 
 
 class Expiry(Generic[K]):
-    """Names that expire when they are not renewed. Not thread-safe; every call is amortised O(1).
+    """Set of names that expire unless they are renewed. Not thread-safe; every call is amortised O(1).
 
-    Only `expire` ends a lease: a service that was delayed itself first handles the messages that have arrived
-    meanwhile, and so loses no living peer. Time that runs backwards stands still.
+    Only `expire` ends a lease. A service that was delayed first handles the messages that arrived meanwhile, and so
+    loses no living peer. If the clock runs backwards, time stands still.
 
     lease_s: seconds of silence after which a name expires.
     """
@@ -69,7 +70,7 @@ class Expiry(Generic[K]):
         return self._renewed.pop(name, None) is not None
 
     def expire(self, now: float) -> list[K]:
-        """End the leases that are over; return their names."""
+        """End all expired leases; return their names."""
         self._now = max(self._now, now)
         expired: list[K] = []
         for name, renewed in self._renewed.items():
@@ -82,13 +83,13 @@ class Expiry(Generic[K]):
 
 
 class Renewal(enum.Enum):
-    """The effect of a message of a peer's generation."""
+    """Effect of a message from a peer's generation."""
 
     RENEWED = enum.auto()
-    #: It is a member now; `REPLACED`: in the place of an earlier generation, whose work goes to others.
+    #: The generation is a member now; `REPLACED`: instead of an earlier generation, whose work goes to others.
     GRANTED = enum.auto()
     REPLACED = enum.auto()
-    #: Nothing: it is lost, or replaced.
+    #: No effect: the generation is lost, or replaced.
     STALE = enum.auto()
 
 
@@ -106,7 +107,7 @@ class Leases:
 
     @property
     def members(self) -> Mapping[str, int]:
-        """The generation of every member: a copy."""
+        """Generation of every member, as a copy."""
         return {peer: self._newest[peer] for peer in self._members}
 
     def generation_of(self, peer: str) -> int | None:
@@ -117,11 +118,11 @@ class Leases:
         return self._members.renewed_at(peer)
 
     def newest(self, peer: str) -> int:
-        """Return the newest generation of a peer that is known, 0 for none."""
+        """Return the newest known generation of a peer; 0 if none is known."""
         return self._newest.get(peer, 0)
 
     def renew(self, peer: str, generation: int, now: float) -> Renewal:
-        """Record a message of this generation of a peer."""
+        """Record a message from this generation of a peer, which renews or begins its lease."""
         is_member, newest = peer in self._members, self._newest.get(peer)
         if newest is not None and (generation < newest or (generation == newest and not is_member)):
             return Renewal.STALE
@@ -133,7 +134,7 @@ class Leases:
         return Renewal.RENEWED if generation == newest else Renewal.REPLACED
 
     def leave(self, peer: str, generation: int, now: float) -> bool:
-        """End this generation of a peer, and those before; return whether one was a member."""
+        """End this and earlier generations of a peer; return whether one of them was a member."""
         if generation < self._newest.get(peer, generation):
             return False
         was_member = self._members.drop(peer)
@@ -142,7 +143,7 @@ class Leases:
         return was_member
 
     def expire(self, now: float) -> list[str]:
-        """End the leases that are over; return the peers, whose work goes to others."""
+        """End all expired leases; return the lost peers."""
         lost = self._members.expire(now)
         for peer in lost:
             self._remember(peer, now)
@@ -169,7 +170,7 @@ class _Holder:
 
 
 class NameLeases:
-    """Names of all readers of one flow. Not thread-safe; every call is amortised O(1).
+    """Names of all readers of one flow, each leased to a process. Not thread-safe; every call is amortised O(1).
 
     Args:
         lease_s: how long a lease lasts without renewal, seconds.
@@ -181,11 +182,11 @@ class NameLeases:
 
     @property
     def members(self) -> Mapping[str, int]:
-        """The generation of every reader: a copy."""
+        """Generation of every reader, as a copy."""
         return self._leases.members
 
     def holder(self, name: str) -> tuple[int, str]:
-        """Return the random number and the identity of the process that has this name; 0 and "" if there is none."""
+        """Return (random number, identity) of the process that has this name; (0, "") if no process has it."""
         current = self._holders.get(name)
         return (0, "") if current is None else (current.holder, current.process)
 
@@ -198,17 +199,17 @@ class NameLeases:
         return self._leases.generation_of(name) or 0
 
     def admit(self, name: str, generation: int, holder: int, now: float, *, process: str = "") -> bool:
-        """Grant the name to a process that begins to read under it, or that returns.
+        """Grant the name to a process that starts or resumes reading.
 
         holder: the process's random number.
-        process: its identity, as in `own_process`.
+        process: the process's identity, as in `own_process`.
 
-        Returns whether this replaces an earlier generation, whose state is void.
+        Returns whether it replaces an earlier generation, whose state must be dropped.
 
         Raises:
-            NameBusyError: another process has the name, and may have ended; try again.
-            UsageError: another process has it and renews its lease.
-            StaleJobError: a later generation has joined.
+            NameBusyError: another process has the name, but may have ended; the caller repeats the request.
+            UsageError: another process has the name and renews its lease.
+            StaleJobError: a later generation of this name has joined.
         """
         current = self._holders.get(name)
         if current is not None and current.holder != holder:
@@ -220,20 +221,20 @@ class NameLeases:
         return renewal is Renewal.REPLACED
 
     def renew(self, name: str, generation: int, now: float) -> None:
-        """Renew a lease. Raises StaleJobError if the reader has none, or it has expired."""
+        """Renew a reader's lease. Raises StaleJobError if this generation has no lease, or its lease has expired."""
         if self._leases.generation_of(name) != generation:
             raise StaleJobError(f"job {name!r} has no lease (any more); join again")
         self._leases.renew(name, generation, now)
 
     def leave(self, name: str, generation: int, now: float) -> bool:
-        """End a lease; returns whether there was one."""
+        """End a reader's lease; return whether there was one."""
         lost = self._leases.leave(name, generation, now)
         if lost:
             del self._holders[name]
         return lost
 
     def tick(self, now: float) -> list[str]:
-        """Expire leases; returns the names that are free now."""
+        """Expire leases; return the names that are free now."""
         expired = self._leases.expire(now)
         for name in expired:
             del self._holders[name]

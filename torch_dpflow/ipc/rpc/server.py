@@ -1,4 +1,4 @@
-"""Rpc server: one thread reads the socket and runs the handlers."""
+"""RPC server: one thread reads the socket and runs the handlers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch_dpflow.log import TRANSPORT
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Limits that a server sets its clients."""
+    """Limits that a server imposes on its clients."""
 
     max_clients: int = 4096
     #: Maximum calls of one client that run at once.
@@ -40,7 +40,7 @@ class ServerOptions:
 
 
 class RpcServer:
-    """Server of calls at a listener, which it owns.
+    """Server of calls, which owns its listener.
 
     The thread that calls `step` or `serve` is the server's: handlers run in it and must not block. Any thread may call
     `post` and `stop`.
@@ -75,11 +75,11 @@ class RpcServer:
 
     @property
     def address(self) -> str:
-        """Where clients connect."""
+        """Address to which clients connect."""
         return self._listener.address
 
     def register(self, method: str, handler: Handler, *, body_type: Any = Any) -> None:
-        """Serve calls of `method`. A call may be executed twice, so the second must change nothing.
+        """Serve calls of `method`. A call may be executed twice, so the second execution must change nothing.
 
         Args:
             body_type: the type of the arguments, e.g. a msgspec struct; anything else is answered with an error.

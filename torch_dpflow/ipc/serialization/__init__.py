@@ -1,4 +1,4 @@
-"""Encodes samples and batches as payloads, which are frames and blocks of shared memory, and decodes them."""
+"""Encoding of samples and batches as payloads (frames, and blocks of shared memory), and decoding."""
 
 #: Names of a script's module: in its own process, and in processes that it spawns.
 SCRIPT = ("__main__", "__mp_main__")

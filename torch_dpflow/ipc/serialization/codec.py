@@ -1,9 +1,9 @@
-"""Encodes and decodes payloads, without copies: one payload is one sample or batch.
+"""Encoding and decoding of payloads without copies. A payload is one sample or batch.
 
 A payload is a pickle head (protocol 5) and out-of-band buffers: the memory of tensors, of arrays and of big bytes
-objects. A large buffer is in a block of shared memory if there is an arena, else in a separate frame. Small buffers
-are coalesced, each 64-byte aligned: behind the head in the first frame, or together in one block, as are all big bytes
-objects. The table says where each is. Services forward (table, frames) without decoding them.
+objects. A large buffer is in a block of shared memory if there is an arena, else in a separate frame. Small buffers are
+coalesced, each 64-byte aligned: behind the head in the first frame, or together in one block. All big bytes objects are
+in one block too. The table locates each buffer. Services forward (table, frames) without decoding them.
 
 Only workers and jobs decode payloads, and only from authenticated peers: a pickle can run code.
 """
@@ -52,10 +52,9 @@ MAX_LARGE_FRAMES = 1000
 
 
 def encode_in(obj: Any, block: Block, arena: Arena) -> tuple[PayloadTable, list[Frame]] | None:
-    """Encode `obj`, whose buffers lie in `block`, and publish that open to other processes.
+    """Encode `obj`, whose buffers lie in `block`, and publish the block so that other processes can write to it.
 
-    Returns None if a buffer lies elsewhere.
-    Raises the error of an object that cannot be pickled.
+    Returns None if a buffer of `obj` lies elsewhere. Raises the error of pickling if a part of `obj` cannot be pickled.
     """
     pickler = PayloadPickler()
     pickler.dump(obj)
@@ -69,13 +68,12 @@ def encode_in(obj: Any, block: Block, arena: Arena) -> tuple[PayloadTable, list[
 def encode(obj: Any, *, arena: Arena | None = None, contiguous: bool = False) -> tuple[PayloadTable, list[Frame]]:
     """Encode `obj`. The frames refer to its memory, which must not change until they are sent.
 
-    With `arena`, large buffers go into its blocks while it lends any; a buffer in an unpublished block is published in
-    place.
+    With `arena`, large buffers are copied into its blocks while it lends any. A buffer that is already in an
+    unpublished block is not copied.
 
     Args:
-        contiguous: make big tensors of up to three dimensions contiguous, once, in the block in which they travel.
-            Tensors of PIL images have the channels last in memory, which each job would take three times as long to
-            collate.
+        contiguous: make big tensors of up to three dimensions contiguous here. Tensors of PIL images have the channels
+            last in memory, and each job would take three times as long to collate these.
 
     Raises NotPicklableError: a part of `obj` cannot be pickled; the message names it and its place.
     """
@@ -94,12 +92,12 @@ def decode(table: PayloadTable, frames: Sequence[Frame], *, reader: ArenaReader 
     memory can be opened once, so a payload with blocks can be decoded once.
 
     Args:
-        reader: of the arena that the payload was encoded with, if any.
+        reader: reader of the arena that the payload was encoded with, if any.
 
     Raises:
         MessageError: the table does not fit the frames, or the head cannot be unpickled.
         SegmentLostError: the worker has died, and its shared memory is gone.
-        DescriptorLimitError: this process has too many files open to map it.
+        DescriptorLimitError: this process has too many files open to map the shared memory.
     """
     try:
         buffers = _buffers_in_place(table, frames)
@@ -114,9 +112,9 @@ def decode(table: PayloadTable, frames: Sequence[Frame], *, reader: ArenaReader 
 def decode_heads(
     payloads: Sequence[tuple[PayloadTable, Sequence[Frame]]],
 ) -> list[tuple[bytes, memoryview]] | None:
-    """Return each payload's pickled head and its buffer; None unless each has one, in a frame or next to its head.
+    """Return (pickled head, buffer) of each payload; None unless each has exactly one buffer, and that in a frame.
 
-    As in `decode`, the frame can become an object's memory.
+    As in `decode`, a frame can become an object's memory.
     """
     found: list[tuple[bytes, memoryview]] = []
     known, beside = None, None
@@ -137,7 +135,7 @@ def decode_heads(
 
 
 def _buffer_beside_head(table: PayloadTable) -> slice | None:
-    """Return where a payload's one buffer lies, if it is in the frame of the head, and behind it."""
+    """Return the slice of a payload's only buffer, if that lies behind the head in the only frame; else None."""
     head, places = table.head, table.buffers
     if table.frames != 1 or len(places) != 1 or head.part or head.offset or places[0].part:
         return None
@@ -148,7 +146,7 @@ def _buffer_beside_head(table: PayloadTable) -> slice | None:
 
 
 def discard(table: PayloadTable, *, reader: ArenaReader | None = None) -> None:
-    """Release the shared memory of a payload that will not be decoded."""
+    """Release a payload's shared memory without decoding the payload."""
     if reader is None:
         return
     for block in table.blocks:
@@ -158,7 +156,7 @@ def discard(table: PayloadTable, *, reader: ArenaReader | None = None) -> None:
 
 
 def _laid_out(arena: Arena | None, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a big tensor made contiguous, in the memory in which it will travel."""
+    """Return a big tensor made contiguous, in a block of the arena if possible; other tensors unchanged."""
     nbytes = tensor.nbytes
     if tensor.dim() > 3 or nbytes < ORDERED_BYTES or tensor.is_contiguous():
         return tensor
@@ -169,7 +167,7 @@ def _laid_out(arena: Arena | None, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Packing:
-    """Chooses a place for every piece of one payload."""
+    """Layout of one payload: chooses a place for every piece."""
 
     def __init__(self, arena: Arena | None) -> None:
         self._arena = arena
@@ -202,7 +200,7 @@ class _Packing:
         return PayloadTable(len(frames), tuple(self._blocks), head, tuple(places), alignment), frames
 
     def _share_bytes_objects(self, arena: Arena, sources: list[MemoryRange]) -> None:
-        """Put all bytes objects into one block: decoding copies them, so none keeps it in use."""
+        """Put all bytes objects into one block. Decoding copies them, so none of them keeps the block in use."""
         pieces = {source[:2]: source for source in sources if type(source.owner) is bytes}
         if not pieces:
             return
@@ -239,7 +237,7 @@ class _Packing:
         return len(self._frames)
 
     def _coalesce(self, first: Frame) -> tuple[Frame, int, int]:
-        """Copy the small buffers; return the first frame, their segment's offset in its part, and the part."""
+        """Copy the small buffers together; return (first frame, offset of the copy in its part, number of the part)."""
         block = self._share(self._coalesced_bytes)
         if block is not None:
             self._copy_small(block.address)
@@ -271,9 +269,9 @@ def _load(head: memoryview, buffers: list[memoryview]) -> Any:
 
 
 def _buffers_in_place(table: PayloadTable, frames: Sequence[Frame]) -> list[memoryview] | None:
-    """Return the buffers if each lies in a frame so that it can become the object's memory, as is common; else None.
+    """Return the buffers if each lies in a writable, aligned frame, as is common; otherwise None.
 
-    Three times as fast as `_Unpacking`, which reports what is wrong.
+    This is three times as fast as `_Unpacking`, which reports errors.
     """
     head, count = table.head, len(frames)
     if table.frames != count or head.part or head.offset or not count or not 0 <= head.size <= len(frames[0]):
@@ -298,9 +296,9 @@ def _buffers_in_place(table: PayloadTable, frames: Sequence[Frame]) -> list[memo
 
 
 class _Unpacking:
-    """Finds the memory of every piece of one payload.
+    """Search for the memory of every piece of one payload.
 
-    Checks everything in the table, and allocates no more than the frames hold: one copy of each.
+    It checks everything in the table, and allocates at most one copy of each frame.
     """
 
     def __init__(self, table: PayloadTable, frames: Sequence[Frame], reader: ArenaReader | None) -> None:

@@ -1,8 +1,8 @@
-"""Encodes common samples and batches without pickle: a tensor, a list of one, or a tuple of one and plain numbers.
+"""Encoding without pickle of common samples: a tensor, a list of one tensor, or a tuple of a tensor and numbers.
 
-A worker encodes a sample just after the sample's own code has filled the processor's caches. So the amount of code
-counts, and not how fast it runs when repeated: the way through `PayloadPickler` takes 27 µs in a loop and 180 µs in a
-worker that decodes images.
+A worker encodes a sample just after the sample's own code has filled the processor's caches. So the time depends on the
+amount of code, and not on its speed in a loop: `PayloadPickler` takes 27 µs in a loop, and 180 µs in a worker that
+decodes images.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ _ROW_BYTES = 16
 def encode_sample(
     sample: Any, *, arena: Arena | None = None, keep_layout: bool = False
 ) -> tuple[PayloadTable, list[Frame]]:
-    """Encode a sample for `decode`. As `codec.encode` with `contiguous`, whose errors it raises.
+    """Encode a sample for `decode`, like `codec.encode` with `contiguous`. Raises the errors of `codec.encode`.
 
-    keep_layout: do not make images contiguous; a worker that collates needs them pixel by pixel, as they were decoded.
+    keep_layout: do not make images contiguous; a worker that collates needs them in the layout in which they were
+        decoded.
     """
     if not _QUICK:
         quick = None
@@ -55,9 +56,10 @@ def encode_sample(
 
 
 def numbers_beside(heads: Sequence[bytes], tensor: torch.Tensor, *, alone: bool) -> list[tuple[Any, ...]] | None:
-    """Return the numbers that accompany the tensor in each sample's head; None if any head has something else.
+    """Return the numbers in each sample's head, after its tensor. None if a head contains anything else.
 
-    alone: whether the samples are tensors, and not tuples that begin with them.
+    tensor: has the dtype, shape and layout of every sample's tensor.
+    alone: whether the samples are tensors, and not tuples that begin with a tensor.
     """
     value = _instructions(tensor.dtype, tensor.shape, _is_in_pixels(tensor))
     if alone:
@@ -81,9 +83,10 @@ def _encode_tensor(
     *,
     around: tuple[bytes, bytes] = (b"", b""),
 ) -> tuple[PayloadTable, list[Frame]] | None:
-    """Encode the sample; None if it is of another kind, or there is no shared memory for it.
+    """Encode a tensor, or a tuple that begins with it; None if this fast path does not apply, or no memory is shared.
 
-    numbers: the other items of the tuple; None: the sample is the tensor, with the instructions `around` it.
+    numbers: the other items of the tuple; None: the sample is the tensor. around: pickle opcodes before and after the
+        tensor.
     """
     if not is_plain(tensor) or (numbers and not _NUMBERS.issuperset(map(type, numbers))):
         return None
@@ -114,16 +117,17 @@ def _encode_tensor(
 
 
 def _beside(head: bytes, tensor: torch.Tensor, nbytes: int) -> tuple[PayloadTable, list[Frame]]:
-    """Put a small tensor in the frame of its head."""
+    """Encode a small tensor in the same frame as its head."""
     gap, behind, table = _layout_beside(len(head), nbytes)
     return table, [b"".join((head, gap, ctypes.string_at(tensor.data_ptr(), nbytes), behind))]
 
 
 @lru_cache(maxsize=512)
 def _layout_beside(head: int, nbytes: int) -> tuple[bytes, bytes, PayloadTable]:
-    """Return what fills up a head and a buffer of these sizes to whole cache lines, and the payload's table.
+    """Return (padding after the head, padding after the buffer, table) of a payload with these sizes, in bytes.
 
-    Equal payloads have the same table, so they travel as a group; the sizes keep the buffers of a group aligned.
+    Payloads of equal sizes get the same table object, so they travel as a group. The padding keeps a group's buffers
+    aligned.
     """
     start = aligned(head)
     table = PayloadTable(1, (), BufferSpan(0, 0, head), (BufferSpan(0, start, nbytes),))
@@ -139,9 +143,9 @@ def _lay_out(tensor: torch.Tensor, block: Block) -> None:
 
 @lru_cache(maxsize=512)
 def _instructions(dtype: torch.dtype, shape: torch.Size, in_pixels: bool = False) -> bytes:
-    """Return the pickle that makes a tensor of the payload's first buffer, without its begin and end.
+    """Return the pickle opcodes that make a tensor of the payload's first buffer, without PROTO and STOP.
 
-    in_pixels: an image whose pixels lie one after the other; else it is contiguous.
+    in_pixels: the tensor is an image with channels last in memory; otherwise the tensor is contiguous.
     """
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
     pickler = PayloadPickler()

@@ -1,4 +1,4 @@
-"""Pickles tensors, storages and arrays with their memory outside of the pickle, and explains failures.
+"""Pickling of tensors, storages and arrays with their memory outside of the pickle, and errors that name the culprit.
 
 A tensor is pickled as its storage, dtype, shape, strides and offset; two tensors of one storage share it again after
 decoding, through pickle's memo. A storage or an array is pickled as a stand-in for a buffer, and its memory is added to
@@ -39,7 +39,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class MemoryRange(NamedTuple):
-    """Memory that a payload refers to."""
+    """Range of memory that a payload refers to."""
 
     #: The address; or a bytes object's id, which is as unique and cheaper to get.
     key: int
@@ -66,7 +66,7 @@ class MemoryRange(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """A part of a storage that is sent without the rest."""
+    """Part of a storage, which is sent instead of the whole storage."""
 
     memory: Memory
 
@@ -80,10 +80,11 @@ _STAND_IN = pickle.PickleBuffer(bytearray(1))
 
 
 class _Stream:
-    """The file that pickle writes to: big bytes objects go to `sources`, all else to `chunks`.
+    """File that pickle writes to: big bytes objects go to `sources`, everything else to `chunks`.
 
     pickle passes a big bytes object itself to `write`, after a chunk that ends with its opcode and length, outside of
-    any pickle frame. These are replaced by opcodes that make bytes of the next buffer; the pickle remains valid.
+    any pickle frame. The opcode and the length are replaced by opcodes that make bytes of the next buffer; the pickle
+    remains valid.
     """
 
     def __init__(self) -> None:
@@ -91,7 +92,7 @@ class _Stream:
         self.sources: list[MemoryRange] = []
 
     def write(self, chunk: Any) -> None:
-        """Called by pickle with a chunk of the stream, or with the content of one big object."""
+        """Write a chunk of the stream, or the content of one big object. pickle calls this."""
         if len(chunk) >= _APART_BYTES and type(chunk) is bytes and not _begins_with_frame(chunk):
             header = _bytes_header(len(chunk))
             if self.chunks and self.chunks[-1].endswith(header):
@@ -102,7 +103,7 @@ class _Stream:
 
 
 class _PlainStream:
-    """The file for a Python whose pickle does not write as `_Stream` expects: everything goes to `chunks`."""
+    """File for a Python whose pickle does not write as `_Stream` expects: everything goes to `chunks`."""
 
     def __init__(self) -> None:
         self.chunks: list[bytes] = []
@@ -111,7 +112,7 @@ class _PlainStream:
 
 
 def _begins_with_frame(chunk: bytes) -> bool:
-    """Return whether this may be pickle's own output, and the chunk before it only looks like a bytes object's header.
+    """Return whether this chunk may be pickle's own output, so that the chunk before it announced no bytes object.
 
     pickle itself writes chunks of this size only in frames. A bytes object that looks like a frame stays in the stream.
     """
@@ -125,7 +126,7 @@ def _bytes_header(size: int) -> bytes:
 
 
 class PayloadPickler(pickle.Pickler):
-    """Pickles into `chunks`; the memory of tensors, arrays and big bytes goes to `sources`, as it is met.
+    """Pickler into `chunks`. The memory of tensors, arrays and big bytes goes to `sources`, in the order of pickling.
 
     laid_out: called with each dense tensor; returns a tensor of the same values to be pickled in its place.
     """
@@ -139,7 +140,7 @@ class PayloadPickler(pickle.Pickler):
         super().__init__(stream, protocol=5, buffer_callback=partial(_take_buffer, self.sources))
 
     def reducer_override(self, obj: Any) -> Any:
-        """Pickle's hook for every object that is not a plain builtin."""
+        """Reduce an object that is not a plain builtin (pickle's hook)."""
         reduce = _REDUCERS.get(type(obj))
         if reduce is not None:
             return reduce(self, obj)
@@ -237,7 +238,7 @@ def _refuse_graph(tensor: torch.Tensor) -> None:
 
 
 def _narrow(tensor: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> tuple[Any, int]:
-    """Return the part of the storage to send with `tensor`, and the tensor's offset in it."""
+    """Return (part of the storage to send with `tensor`, the tensor's offset in that part)."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     nbytes = (last + 1) * tensor.itemsize if tensor.numel() else 0
     if nbytes > storage.nbytes() * _SPAN_SHARE or storage.nbytes() - nbytes < _SPAN_SLACK_BYTES:
@@ -285,7 +286,7 @@ _MAX_DEPTH = 50
 
 
 def explain(obj: Any, error: Exception, *, name: str = "batch") -> NotPicklableError:
-    """Return the error for an object that cannot be pickled: which part, where it is, and what to do."""
+    """Return the error for an object that cannot be pickled, with the part, its path, and advice."""
     path, culprit, reason = _find_culprit(obj, error, name, lambda part: PayloadPickler().dump(part))
     return _error_of(path, culprit, reason, _advice(culprit))
 
@@ -293,7 +294,7 @@ def explain(obj: Any, error: Exception, *, name: str = "batch") -> NotPicklableE
 def explain_loading(
     loads: Mapping[str, Any], error: Exception, *, dump: Callable[[Any], object], workers: str
 ) -> NotPicklableError:
-    """Return the error for the named objects that `workers` load, for which `dump` raised `error`."""
+    """Return the error for the named objects `loads`, which workers load and for which `dump` raised `error`."""
     for name, obj in loads.items():
         failure = _failure_of(obj, dump)
         if failure is not None:
@@ -311,7 +312,7 @@ def _error_of(path: str, culprit: Any, reason: Exception, advice: str) -> NotPic
 
 
 def _find_culprit(obj: Any, error: Exception, path: str, dump: Callable[[Any], object]) -> tuple[str, Any, Exception]:
-    """Descend to the part that cannot be pickled while all of its own parts can."""
+    """Return (path, part, error) of the innermost part that cannot be pickled, although all of its own parts can."""
     trials = 0
     above: set[int] = set()
     for _ in range(_MAX_DEPTH):
@@ -340,7 +341,7 @@ def _failure_of(obj: Any, dump: Callable[[Any], object]) -> Exception | None:
 
 
 def children_of(obj: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of an object, each with the suffix that names it, as `.field` or `[0]`."""
+    """Yield (suffix, part) for each part of an object; a suffix is such as `.field` or `[0]`."""
     if isinstance(obj, dict):
         yield from ((f"[{key!r}]", value) for key, value in obj.items())
     elif isinstance(obj, tuple) and isinstance(fields := working(obj, "_fields"), tuple):

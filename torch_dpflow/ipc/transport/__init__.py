@@ -16,9 +16,9 @@ _DEFAULT = TransportOptions()
 
 
 def listen(address: str, *, options: TransportOptions = _DEFAULT) -> Listener:
-    """Listen at `address`. With tcp port 0 a free one is chosen, which the listener's `address` names.
+    """Listen at `address`. With tcp port 0 a free port is chosen; see the listener's `address`.
 
-    Raises OptionError for an address that is not allowed, TransportError for one that cannot be bound.
+    Raises OptionError if the address is not allowed, TransportError if it cannot be bound.
     """
     _check_address(address)
     from torch_dpflow.ipc.transport.zeromq import ZeroMQListener
@@ -27,9 +27,9 @@ def listen(address: str, *, options: TransportOptions = _DEFAULT) -> Listener:
 
 
 def connect(address: str, *, identity: bytes | None = None, options: TransportOptions = _DEFAULT) -> Connection:
-    """Connect to the listener at `address`, which may start later.
+    """Connect to the listener at `address`. The listener may start later.
 
-    identity: names this connection to the listener, 1 to 255 bytes, unique among its peers; None draws one.
+    identity: identifies this connection at the listener, 1 to 255 bytes, unique among its peers. None: random.
     """
     _check_address(address)
     from torch_dpflow.ipc.transport.zeromq import ZeroMQConnection

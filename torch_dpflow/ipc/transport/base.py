@@ -1,14 +1,14 @@
-"""The contract of a transport: many connections send multipart messages to one listener, which answers; and its keys.
+"""Contract of a transport: many connections send multipart messages to one listener, which answers. Types of keys.
 
 A listener is a ROUTER: it distinguishes peers by an identity of bytes and can answer any of them. A connection is a
-DEALER: it has one listener and reconnects by itself. A message is a list of binary frames that arrives whole or not at
-all. Messages of one connection keep their order. A message may be lost when its connection breaks; repeating calls is
-up to the caller.
+DEALER: it has one listener and reconnects automatically. A message is a list of binary frames that arrives whole or not
+at all. Messages of one connection keep their order. A message may be lost when its connection breaks; repeating calls
+is up to the caller.
 
 Listener and connection belong to one thread; any thread may call `wake`. After a fork they belong to the parent: in the
 child every call but `close` raises StateError, and `close` does not affect the parent.
 
-A cluster has a server key pair, by which clients recognise its services, and one client key pair, the only one that the
+A cluster has a server key pair, by which clients recognise its services, and a single client key pair, which its
 services accept. Both lie in a connection file that only its owner may read: its content allows running code on the
 cluster's workers. A remote worker has a separate key instead, which a listener with `WorkerKeys` accepts while the
 worker is expected or connected.
@@ -43,19 +43,19 @@ class ServerKeys:
         _check_keys(public=self.public, secret=self.secret, client_public=self.client_public)
 
     def user_of(self, key: bytes) -> str | None:
-        """Return the user of a client key: "" for the accepted one, None for any other."""
+        """Return the user of a client key: "" for the accepted key, None for any other."""
         return "" if hmac.compare_digest(key, self.client_public) else None
 
 
 class WorkerKeys:
-    """A listener's own key pair, and the workers' keys that it accepts, each for one user. Thread-safe.
+    """A listener's own key pair, and the accepted keys of workers, each for one user. Thread-safe.
 
     The identity of a user's connection must begin with the user's name and "/". Other messages are dropped, also on
     connections that were accepted before.
 
     Args:
         public, secret: Z85 text, 40 bytes.
-        clock: seconds.
+        clock: returns the time, seconds.
     """
 
     def __init__(self, *, public: bytes, secret: bytes, clock: Callable[[], float] = time.monotonic) -> None:
@@ -68,25 +68,25 @@ class WorkerKeys:
         self._keys: dict[str, bytes] = {}
 
     def expect(self, user: str, key: bytes, for_s: float) -> None:
-        """Accept this key of a new user for a limited time, seconds."""
+        """Accept a new user's key for `for_s` seconds."""
         _check_keys(key=key)
         with self._lock:
             self._keys[user] = key
             self._admitted[key] = user, self._clock() + for_s
 
     def keep(self, user: str) -> None:
-        """Accept the key of a user that has connected until it is dropped, since connections may break."""
+        """Accept a connected user's key until `drop`, because its connections may break."""
         with self._lock:
             if user in self._keys:
                 self._admitted[self._keys[user]] = user, None
 
     def drop(self, user: str) -> None:
-        """Reject this user's key from now on."""
+        """Reject this user's key."""
         with self._lock:
             self._admitted.pop(self._keys.pop(user, b""), None)
 
     def user_of(self, key: bytes) -> str | None:
-        """Return the user of this key; None if it is not accepted."""
+        """Return the user of this key; None if the key is not accepted."""
         with self._lock:
             user, until = self._admitted.get(key, (None, None))
             return None if until is not None and self._clock() >= until else user
@@ -147,7 +147,7 @@ class TransportOptions:
 
 
 class Listener(Protocol):
-    """The bound side."""
+    """Bound side of a transport."""
 
     #: Where connections reach this listener: the address given, with tcp port 0 replaced by the real port.
     address: str
@@ -156,23 +156,23 @@ class Listener(Protocol):
 
     @property
     def losses(self) -> int:
-        """Connections that have ended, with `WorkerKeys`; each makes a waiting `receive` return. Else 0."""
+        """Number of ended connections; each makes a waiting `receive` return. Always 0 without `WorkerKeys`."""
 
     def receive(self, timeout_s: float | None) -> tuple[bytes, list[memoryview]] | None:
-        """Return the next message as (identity of the peer, frames), or None.
+        """Return the next message as (identity of the peer, frames); None if there is none.
 
-        None on a timeout, after `wake`, and when a watched descriptor is readable. The frames are writable and own
-        their memory. `timeout_s=None` waits without end, 0 does not wait.
+        Returns None on a timeout, after `wake`, and when a watched descriptor is readable. The frames are writable and
+        own their memory. `timeout_s=None` waits without end, 0 does not wait.
         """
 
     def watch(self, source: Any) -> None:
-        """Make a waiting `receive` return while `source` is readable. The caller must find out why it is.
+        """Make a waiting `receive` return while `source` is readable. The caller must check `source` itself.
 
-        source: a descriptor, which stays open, or one of another listener's `sources`.
+        source: an open descriptor, or one of another listener's `sources`.
         """
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
-        """Queue a message for `peer`; False if the peer is unknown, gone, or its queue full. Never waits.
+        """Queue a message for `peer`; return False if the peer is unknown or gone, or its queue is full. Never waits.
 
         Large frames are not copied: their memory must not change until the peer has them.
         """
@@ -185,7 +185,7 @@ class Listener(Protocol):
 
 
 class Connection(Protocol):
-    """The connecting side; it reconnects by itself while it is open."""
+    """Connecting side of a transport; it reconnects automatically while it is open."""
 
     #: Names this connection to the listener, across reconnects.
     identity: bytes
@@ -201,14 +201,14 @@ class Connection(Protocol):
         """
 
     def wake(self) -> None:
-        """As `Listener.wake`."""
+        """Make `receive` return None, like `Listener.wake`."""
 
     def close(self, *, linger_s: float = 0.0) -> None:
-        """Close after at most `linger_s` in which messages leave; those left then are lost. Idempotent."""
+        """Close, after at most `linger_s` seconds for unsent messages; later ones are lost. Idempotent."""
 
 
 def check_identity(identity: bytes) -> None:
-    """Raise OptionError unless this is a valid identity: 1 to 255 bytes, the first not zero."""
+    """Raise OptionError unless this is a valid identity: 1 to 255 bytes, the first of which is not zero."""
     if not 1 <= len(identity) <= MAX_IDENTITY_BYTES or identity[0] == 0:
         raise OptionError(f"identity={identity!r}: must be 1 to {MAX_IDENTITY_BYTES} bytes, the first of them not zero")
 

@@ -1,4 +1,4 @@
-"""Time that data spends in TCP send queues and in transit, as the kernel counts it."""
+"""Measurement of the time that data spends in TCP send queues and in transit, from the kernel's counters."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _TAIL = 2
 
 
 class LinkTime:
-    """Measures how long data waited or was in transit on this process's TCP connections from or to a port.
+    """Time that data waited or was in transit on this process's TCP connections from or to a port.
 
-    Port 0: there are no connections. Not thread-safe.
+    With port 0 the time is always 0. Not thread-safe.
     """
 
     def __init__(self, port: int) -> None:
@@ -29,14 +29,14 @@ class LinkTime:
 
     @classmethod
     def of(cls, address: str) -> LinkTime:
-        """Return the connections to or from this address: none unless it is `tcp://HOST:PORT`."""
+        """Create an instance for the connections to or from `tcp://HOST:PORT`; for other addresses the time is 0."""
         return cls(int(address.rpartition(":")[2]) if address.startswith("tcp://") else 0)
 
     def passed_s(self) -> float:
         """Return how long sent data was in transit since the last call, summed over all connections, seconds.
 
-        Counts only connections with data in transit at this moment. Returns 0 if the kernel does not report it. Checks
-        all descriptors, so do not call it for every message.
+        Counts only connections with data in transit at this moment. Returns 0 if the kernel does not report the
+        figures. Do not call this for every message: it reads all descriptors of the process.
         """
         before, now = self._seen, self._look() if self._port else {}
         self._seen = {inode: way_s for inode, (way_s, _) in now.items()}

@@ -1,1 +1,1 @@
-"""The fleet of remote workers: their number, their registration, and replacement of missing ones."""
+"""The fleet of remote workers: their number, their registration, and the replacement of missing workers."""

@@ -1,4 +1,4 @@
-"""What the remote workers of a shard are sent, and the log of missing ones."""
+"""Content that a shard sends to its remote workers, and the log of missing workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_dpflow.remote.shipping.compatibility import missing_text, unfit, vers
 
 @dataclass(frozen=True)
 class WorkerKind:
-    """Kind of a fleet's workers, by what they load."""
+    """Kind of a fleet's workers: they load batches or samples."""
 
     #: As in `LaunchSpec`.
     role: Literal["worker", "sample-worker"]
@@ -34,11 +34,11 @@ SAMPLE_WORKERS = WorkerKind("sample-worker", 16, 32, SERVICE)
 
 
 class RemoteContent:
-    """Content that each worker is sent.
+    """Content that is sent to each worker.
 
     Args:
-        data: what it loads, pickled.
-        code: the archive of the user's modules that this needs, see `code_bundle`; empty: none.
+        data: the pickled load spec or sample assignment.
+        code: archive of the user's modules that `data` needs, see `code_bundle`; empty: no modules.
     """
 
     def __init__(self, data: bytes | memoryview, code: bytes | memoryview = b"") -> None:
@@ -49,14 +49,14 @@ class RemoteContent:
         self._warned: set[str] = set()
 
     def piece(self, digest: str, offset: int) -> memoryview:
-        """Return the piece at this offset. Raises MessageError if there is none."""
+        """Return the piece of the content `digest` at this offset. Raises MessageError if there is no such piece."""
         data = self._contents.get(digest)
         if data is None or not 0 <= offset < data.nbytes or offset % PIECE_BYTES:
             raise MessageError("it requests a piece of an unknown content")
         return data[offset : offset + PIECE_BYTES]
 
     def unfit(self, versions: Mapping[str, str]) -> str:
-        """Return why a worker with these versions cannot load it, and what to do; empty if it can."""
+        """Return why a worker with these versions cannot load the content, and what to do; empty if the worker can."""
         reason = unfit(versions, self._versions)
         for text in () if reason else warnings_of(versions, self._versions):
             if text not in self._warned:
@@ -65,7 +65,7 @@ class RemoteContent:
         return reason
 
     def missing(self, modules: Sequence[str]) -> str:
-        """Return why a worker without these modules cannot load it, and what to do."""
+        """Return why a worker without these modules cannot load the content, and what to do."""
         return missing_text(name for name in modules if name.replace(".", "").isidentifier())
 
 
@@ -75,7 +75,7 @@ COMPLAIN_S = 20.0
 
 @dataclass
 class Shortage:
-    """Logs missing workers and the platform's reason. Times are seconds."""
+    """Log of missing workers and the platform's reason. Times are seconds."""
 
     #: The platform's name, how many workers there should be, and how few are an error after `start_s`.
     platform: str
@@ -92,14 +92,14 @@ class Shortage:
     fails_at: float = math.inf
 
     def begin(self, now: float) -> None:
-        """Record that the workers were requested."""
+        """Start the deadlines by which workers must connect: the workers were requested at `now`."""
         self.complains_at, self.fails_at = now + COMPLAIN_S, now + self.start_s
 
     def end(self) -> None:
         self.complains_at = self.fails_at = math.inf
 
     def limit(self, by: str, text: str, working: int) -> None:
-        """Record and log what limits the workers. by: the limit; empty once there is none."""
+        """Record and log the reason for missing workers. by: the limit, in one word; empty: there is none now."""
         self.reason = f"limited by {by}: {text}" if by else ""
         if by:
             self.log.warning(
@@ -107,7 +107,7 @@ class Shortage:
             )
 
     def check(self, working: int, called: int, now: float) -> str:
-        """Log once how many are missing; return an error if too few have connected in time, else nothing.
+        """Log once how many workers are missing; return an error text if too few have connected in time, else "".
 
         called: number of workers that have connected, including those that work.
         """

@@ -9,14 +9,13 @@
     unfit, goodbye ──> LEAVING ──Ended: gone; else in time──> STOPPING ──Ended, or in time: gone
     silent, condemned ──> STOPPING
 
-A fleet has as many places as its target. A place keeps its number, and each new worker in it has a higher incarnation.
-Before a worker's lifetime ends, a successor is started for its place. The successor waits on deck until the worker is
-drained, and then takes over the number and its stream. At most a tenth of the target, or one worker, is replaced at a
-time.
+A fleet has as many places as its target. A place keeps its number, and each new worker at a place has a higher
+incarnation. Before a worker's lifetime ends, a successor is started for its place. The successor waits on deck until
+the worker is drained, and then takes over the number and its stream. At most a tenth of the target, or one worker, is
+replaced at a time.
 
-A connected worker is alive as long as its lease; all other states have a time limit.
-Outcomes of the platform arrive by `handle`. Events of unknown workers are answered if a process waits for the answer,
-and otherwise ignored.
+A connected worker lives while its lease is renewed; all other states have a time limit. Outcomes of the platform arrive
+by `handle`. Events of unknown workers are answered if a process waits for the answer, and otherwise ignored.
 """
 
 from __future__ import annotations
@@ -66,14 +65,14 @@ MAX_REASONS = 64
 
 
 class Fleet:
-    """Fleet of remote workers, as many as its target. Not thread-safe; an event is O(1), a tick O(workers).
+    """Fleet of remote workers, whose number follows a target. Not thread-safe; an event is O(1), a tick O(workers).
 
-    The fleet fails if it has no worker and starts are refused for long.
+    The fleet fails if it has no worker and the platform keeps refusing starts.
 
     Args:
-        prefix: of the workers' names: see `remote.launchers.contract.prefix_of`.
-        draw: returns numbers from 0 to below 1, for jitter.
-        drain_s: how long a worker may take to finish its tasks, unless it ends before, seconds.
+        prefix: prefix of the workers' names, see `remote.launchers.contract.prefix_of`.
+        draw: returns random numbers in [0, 1), for jitter.
+        drain_s: time limit for a draining worker to finish its tasks, seconds.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class Fleet:
     # -- what has happened: `tick` says what follows -------------------------------------------------------
 
     def target(self, workers: int) -> None:
-        """Set how many workers are wanted."""
+        """Set the target: how many workers the fleet should have."""
         self._target = workers
 
     def handle(self, outcome: Outcome, now: float) -> None:
@@ -138,7 +137,7 @@ class Fleet:
                     self._note_false_start(f"{worker.name} {end}", now)
 
     def arrived(self, name: str, unfit: str, now: float) -> None:
-        """Handle a worker's connection. unfit: why it cannot be used; empty if it can."""
+        """Handle a worker's handshake. unfit: why the worker cannot be used; empty if it can."""
         worker = self._workers.get(name)
         if worker is None or not (worker.state.is_expected or worker.arrived):
             self._out.append(RejectWorker(name, "it is not expected any more"))
@@ -154,7 +153,7 @@ class Fleet:
             self._out.append(RejectWorker(name, unfit or "it is to leave"))
 
     def unfit(self, name: str, reason: str, now: float) -> None:
-        """Handle a worker that has connected and then turns out to be unusable."""
+        """Handle a connected worker that turns out to be unusable."""
         worker = self._workers.get(name)
         if worker is not None and worker.state is WorkerState.ON_DECK:
             self._note_unfit(worker, reason, now)
@@ -162,13 +161,13 @@ class Fleet:
             self._out.append(RejectWorker(name, reason))
 
     def progressed(self, name: str, now: float) -> None:
-        """Handle a worker that fetches what it needs."""
+        """Extend the time limit of a worker that is fetching its content."""
         worker = self._workers.get(name)
         if worker is not None and worker.state is WorkerState.ON_DECK and not worker.ready:
             worker.due = now + READY_S
 
     def ready(self, name: str) -> None:
-        """Handle a worker that has loaded what it needs and can work."""
+        """Handle a worker that has loaded its content and can work."""
         worker = self._workers.get(name)
         if worker is not None:
             worker.ready = True
@@ -176,7 +175,7 @@ class Fleet:
                 worker.due = math.inf
 
     def goodbye(self, name: str, now: float) -> None:
-        """Handle a worker that leaves, or has left."""
+        """Handle the goodbye of a worker that leaves, or has left."""
         worker = self._workers.get(name)
         if worker is not None:
             worker.until = now if worker.until is None else worker.until
@@ -196,33 +195,33 @@ class Fleet:
 
     @property
     def workers(self) -> list[FleetWorker]:
-        """All workers that have not ended, in the order in which they were started."""
+        """All workers that have not ended, in the order of their starts."""
         return [*self._workers.values()]
 
     @property
     def connected(self) -> list[FleetWorker]:
-        """All that have connected and whose connections are served."""
+        """All workers that have connected and whose connections are served."""
         return [one for one in self._workers.values() if one.nonce and not one.is_lost]
 
     def get(self, name: str) -> FleetWorker | None:
-        """Return a worker whose connections are served, or will be."""
+        """Return a worker by its name, if its connections are served or will be; else None."""
         worker = self._workers.get(name)
         return None if worker is None or worker.is_lost else worker
 
     def by_user(self, user: str) -> FleetWorker | None:
-        """Return the worker whose key has this user, as `get` does."""
+        """Return a worker by the user of its key, if its connections are served or will be; else None."""
         return self.get(self._prefix + user.replace("/", "-"))
 
     def worker_s(self, now: float) -> float:
-        """Return how long all workers together have run, seconds.
+        """Return the total running time of all workers so far, seconds.
 
         Counted as functions are billed: from a worker's connection until its last message, or as its platform reports.
-        So the sum never shrinks.
+        The sum never shrinks.
         """
         return self._gone_s + sum(one.ran_s(now) for one in self.workers)
 
     def end(self, now: float) -> None:
-        """End the fleet; workers that are left no longer count."""
+        """End the fleet; the running time of remaining workers stops counting."""
         for worker in self.workers:
             self._remove(worker, now)
 
@@ -238,7 +237,7 @@ class Fleet:
                 self._limit("starts without an answer", outcome.text)
 
     def _on_warned(self, worker: FleetWorker, until_s: float, now: float) -> None:
-        """Treat a warning as the end of a lifetime: half of the time is for the successor, half for tasks."""
+        """Treat a warning as the end of a lifetime: half of the time is for starting a successor, half for tasks."""
         worker.ends = min(worker.ends, now + until_s)
         worker.rotates = min(worker.rotates, now)
         worker.drains = min(worker.drains, now + until_s / 2)
@@ -276,7 +275,7 @@ class Fleet:
     # -- what follows from the state and the time ------------------------------------------------------------
 
     def _end_silent(self, now: float) -> None:
-        """End workers that are condemned, or whose lease has expired, and query the platform about silent ones."""
+        """End workers that are condemned or whose lease has expired, and query the platform about silent workers."""
         for worker in self.connected:
             silent_s = now - worker.last_seen
             if worker.refused_at is not None and now - worker.refused_at >= SUSPECT_S:
@@ -358,12 +357,12 @@ class Fleet:
 
     @property
     def _spare(self) -> int:
-        """Return how many workers may exist beyond the target while others leave."""
+        """Number of workers that may exist beyond the target while others leave."""
         return max(1, self._target // 10) if self._target else 0
 
     @property
     def _lead_s(self) -> float:
-        """Return how much earlier successors are started, seconds, as they take a while and few start at a time."""
+        """Time before a lifetime's end at which the successor is started, seconds. Few starts run at once."""
         if self._lifetime_s is None:
             return 0.0
         rounds = math.ceil(self._target / max(1, self._spare))

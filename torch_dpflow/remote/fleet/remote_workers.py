@@ -1,6 +1,6 @@
-"""The remote workers of one shard: their start, connections and content, and the log of missing ones.
+"""Remote workers of one shard: their start, connections and content, and the log of missing workers.
 
-Runs in the shard's thread. The fleet decides about lifetimes.
+All code here runs in the shard's thread. `lifecycle.Fleet` decides about starts and ends.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ TERMINATE_S = 2.0
 
 
 class Shell(Protocol):
-    """The owner of the shard that has these workers."""
+    """Owner of the shard to which the workers belong."""
 
     def lose(self, worker: int, how: str, *, had_tasks: bool, may_blame: bool) -> None:
         """Handle a worker that has ended or does not answer.
 
-        how: empty if its end was requested. had_tasks: it was admitted; else another worker may have its number.
-            may_blame: its task may be the reason.
+        how: how it ended; empty if its end was requested. had_tasks: whether it was admitted; if not, another worker
+            may have its number. may_blame: whether its task may be the reason.
         """
 
     def fail(self, error: Exception) -> None:
-        """Handle the end of all starts of workers."""
+        """Handle that no more workers are started, because of `error`."""
 
 
 class RemoteWorkers:
@@ -78,14 +78,14 @@ class RemoteWorkers:
         platform: settings of the platform. It is opened here, and closed by `close`.
         content: the code and the dataset that are sent to each worker.
         listen_at: address to which workers connect, `tcp://HOST:PORT`, or `tcp://HOST:FIRST-LAST` for the first free
-            port; empty: the platform chooses it.
+            port; empty: the platform chooses the address.
         least: number of workers that must be connected before the first one loads; 0: do not wait.
-        kind: whether a task is a batch or a sample, with the matching program and logger.
+        kind: whether a task is a batch or a sample.
         cluster: first part of the workers' names, 8 hexadecimal digits; empty: random digits.
 
     Raises:
         OptionError: workers cannot reach `listen_at`, or a setting of the platform is invalid.
-        TransportError: `listen_at` is in use, or no address of this host.
+        TransportError: `listen_at` is in use, or is not an address of this host.
         PlatformError, MissingExtraError: see `PlatformSpec.open`.
     """
 
@@ -159,12 +159,12 @@ class RemoteWorkers:
 
     @property
     def limited_by(self) -> str:
-        """What limits the number of workers: see `Fleet`."""
+        """Limit of the number of workers, in one word: see `Fleet`."""
         return self._fleet.limited_by
 
     @property
     def shortage(self) -> str:
-        """What limits the number of workers, with details, for display."""
+        """Limit of the number of workers, with details, for display."""
         return self._shortage.reason
 
     def views(self) -> list[RemoteWorkerView]:
@@ -173,23 +173,23 @@ class RemoteWorkers:
         return [RemoteWorkerView(one.name, one.number, one.state.value, now - one.begun, one.where) for one in workers]
 
     def ended(self) -> Sequence[tuple[int, Handle]]:
-        """Return nothing: ends are reported by `Shell.lose`."""
+        """Return an empty sequence: the ends of remote workers are reported by `Shell.lose`."""
         return ()
 
     def refusal(self, number: int, incarnation: int) -> str:
-        """Return why a process is not the latest one of its worker; empty if it is."""
+        """Return why this incarnation is not the latest process of its worker; empty if it is."""
         worker = self._fleet.by_user(f"{number}/{incarnation}")
         return "" if worker is not None and worker.is_working else "it was not admitted"
 
     @property
     def sender(self) -> RemoteWorkers:
-        """Sends the shard's messages, and counts them."""
+        """The object that sends the shard's messages, and counts them."""
         return self
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
-        """Send a message; as `Listener.send`, but True for any worker that works.
+        """Send a message like `Listener.send`, but return True for every worker that works, even if it is gone.
 
-        If the message is refused, the worker has ended, which its platform reports, or is ended after `SUSPECT_S`.
+        If the message is refused, the worker has ended, as its platform will report, or it is ended after `SUSPECT_S`.
         """
         worker, is_sent = self._fleet.by_user(split_identity(peer)[0]), self.listener.send(peer, frames)
         if worker is None or not worker.is_working:
@@ -201,7 +201,7 @@ class RemoteWorkers:
         return True
 
     def kill(self, number: int, why: str) -> None:
-        """End the process of the worker that works under this number; another worker soon gets its place."""
+        """End the process of the worker with this number; another worker gets its place."""
         for worker in self._fleet.workers:
             if worker.is_working and worker.number == number:
                 worker.condemn(why)
@@ -213,7 +213,7 @@ class RemoteWorkers:
         return sum(worker.is_working for worker in self._fleet.workers)
 
     def dismiss(self, *, all_: bool = False) -> None:
-        """Prepare the end of the shard: dismiss idle workers, or all of them, and start no more."""
+        """Prepare the end of the shard: make idle workers, or all workers, leave, and start no more."""
         self._leaving = True
         for worker in self._fleet.connected:
             if all_ or not worker.is_working:
@@ -300,7 +300,7 @@ class RemoteWorkers:
             self.shard.set_window(worker.number, window)
 
     def _part(self, worker: FleetWorker, end: str, now: float) -> None:
-        """Handle a worker that has left or ended, once all its messages have arrived."""
+        """Handle a worker that has left or ended, after all its messages have arrived."""
         report = "" if worker.goodbye is None else worker.goodbye.report
         if report and not worker.is_working:
             self._fleet.unfit(worker.name, report, now)
@@ -313,7 +313,7 @@ class RemoteWorkers:
             self._lose(worker, f"{worker.name} {how}", may_blame=worker.goodbye is None or bool(report))
 
     def look(self) -> None:
-        """Handle the platform's outcomes, check leases, and apply the fleet's instructions. Cheap if nothing is due."""
+        """Handle the platform's outcomes, check leases, and apply the fleet's instructions. Call this often."""
         outcomes = self._platform.take()
         now = self._clock()
         if self.listener.losses != self._losses and now >= self._ask_at:
@@ -408,7 +408,7 @@ class RemoteWorkers:
             self._send(worker.peer(LINE), WorkerRefused(why[:MAX_TEXT]))
 
     def _send(self, peer: bytes, header: Any, *frames: Frame) -> None:
-        """Send on a control connection. A message that is lost is sent again.
+        """Send a message on a control connection. If it is lost, the worker's repetition makes the shard send it again.
 
         A worker repeats its handshake, requests for pieces and heartbeats. Each message of a worker that is no longer
         expected is answered by `WorkerRefused`.

@@ -25,7 +25,7 @@ _PORTS = re.compile(r"tcp://\S+:(\*|\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 def check_ports(name: str, listen: str) -> None:
     """Raise OptionError unless `listen` is tcp://HOST:PORT or tcp://HOST:FIRST-LAST of this host, with a free port.
 
-    name: of the option.
+    name: name of the option, for the message.
     """
     found = _PORTS.fullmatch(listen)
     if found is None or any(int(port) > MAX_PORT for port in found.groups() if port and port != "*"):
@@ -44,7 +44,7 @@ def check_ports(name: str, listen: str) -> None:
 
 
 def _why_not(address: str) -> str:
-    """Return why this process cannot listen there; empty if it can."""
+    """Return why this process cannot listen at the address; empty if it can."""
     host, port = _split(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -57,14 +57,14 @@ def _why_not(address: str) -> str:
 
 
 def addresses_of(listen: str) -> list[str]:
-    """Return each address of a range of ports."""
+    """Return the addresses of a range of ports, one for each port."""
     host, ports = _split(listen)
     first, dash, last = ports.partition("-")
     return [f"tcp://{host}:{port}" for port in range(int(first), int(last) + 1)] if dash else [listen]
 
 
 def ports_in(listen: str) -> int | None:
-    """Return how many listeners this address has ports for; None: any number."""
+    """Return the number of ports in this address; None: any free port."""
     ports = _split(listen)[1]
     return None if ports in ("", "0", "*") else len(addresses_of(listen))
 
@@ -72,7 +72,7 @@ def ports_in(listen: str) -> int | None:
 def to_bind(listen: str) -> str:
     """Return the address to listen at, with names resolved, as libzmq accepts no names.
 
-    Raises OptionError if one has no address.
+    Raises OptionError if a name cannot be resolved.
     """
     host, port = _split(listen)
     if _is_literal(host) or host == "*":
@@ -123,19 +123,19 @@ SILENCE_S = 30.0
 
 
 class PortsInUseError(TransportError):
-    """No free port in the configured range."""
+    """Error: no free port in the configured range."""
 
 
 class WorkerListener:
-    """Listener with one key for each worker; creates the launch specs that contain its address.
+    """Listener with one key for each worker; creates launch specs with its address and a key.
 
     Args:
         listen_at: `tcp://HOST:PORT`, or `tcp://HOST:FIRST-LAST` for the first port that is free.
 
     Raises:
-        OptionError: workers cannot reach that address.
+        OptionError: workers cannot reach the address.
         PortsInUseError: all ports are in use.
-        TransportError: it cannot be listened at.
+        TransportError: the address cannot be bound.
     """
 
     def __init__(self, listen_at: str) -> None:
@@ -146,7 +146,10 @@ class WorkerListener:
         self.addresses = to_tell(listen_at, self.listener.address)
 
     def launch_spec(self, worker: FleetWorker, *, kind: WorkerKind, within_s: float, lifetime_s: float | None) -> bytes:
-        """Encode a worker's launch spec. Its key is valid from now on, for `within_s` unless the worker connects."""
+        """Encode a worker's launch spec, with a new key.
+
+        The key expires after `within_s` unless the worker connects.
+        """
         public, secret = draw_key_pair()
         self._keys.expect(worker.user, public, within_s)
         return encode_launch_spec(
@@ -166,11 +169,11 @@ class WorkerListener:
         )
 
     def keep(self, worker: FleetWorker) -> None:
-        """Keep the key of a worker that has connected valid."""
+        """Accept a connected worker's key until `drop`."""
         self._keys.keep(worker.user)
 
     def drop(self, worker: FleetWorker) -> None:
-        """Reject this worker's key from now on."""
+        """Reject this worker's key."""
         self._keys.drop(worker.user)
 
 

@@ -45,7 +45,7 @@ class WorkerState(enum.Enum):
 
     @property
     def holds_place(self) -> bool:
-        """Whether the worker has its number, or will get it."""
+        """Whether the worker has the number of its place, or will get it."""
         return self in (WorkerState.REQUESTED, WorkerState.STARTING, WorkerState.ON_DECK, WorkerState.WORKING)
 
     @property
@@ -120,11 +120,11 @@ class FleetWorker:
 
     @property
     def user(self) -> str:
-        """The user name under which its key is accepted."""
+        """User name under which the worker's key is accepted."""
         return f"{self.number}/{self.incarnation}"
 
     def peer(self, kind: bytes) -> bytes:
-        """Return the identity of one of its connections."""
+        """Return the identity of one of the worker's two connections. kind: `LINE` or `WORK`."""
         return b"/".join((self.user.encode(), self.nonce, kind))
 
     def ran_s(self, now: float) -> float:
@@ -148,15 +148,15 @@ class FleetWorker:
         self.last_seen = self.worked = now
 
     def note_away(self, away_s: float) -> float:
-        """Record how long it has waited for its link; return how much of that is new and working time, seconds."""
+        """Record the worker's total time of waiting for its link, seconds; return the growth, or 0 unless it works."""
         more_s, self.away_s = away_s - self.away_s, away_s
         return max(0.0, more_s) if self.is_working else 0.0
 
     def has_lost_message(self, heartbeat: WorkerHeartbeat, losses: int, now: float) -> bool:
         """Return whether a message to or from the worker is lost.
 
-        losses: how many connections have ended here. If none has, a late message may still be in transit over a slow
-            link.
+        losses: number of connections that have ended at this listener. If none has ended, a late message may still be
+            in transit over a slow link.
         """
         received = heartbeat.received
         if heartbeat.sent <= self.received and (received is None or received >= self.sent):
@@ -168,7 +168,7 @@ class FleetWorker:
         return losses != self.losses and now - max(self.short_since, self.worked) >= LOST_S
 
     def fitting_window(self, round_trip_s: float, least: int, most: int) -> int:
-        """Return how many tasks the worker should hold for this round-trip time, within limits."""
+        """Return how many tasks the worker should hold, `least` to `most`, to stay busy for this round-trip time."""
         if not self.usual_s:
             return self.window
         more = math.ceil(min(round_trip_s / self.usual_s, most) - NEGLIGIBLE)
@@ -178,7 +178,7 @@ class FleetWorker:
 
 
 def split_identity(peer: bytes) -> tuple[str, bytes, bytes]:
-    """Split an identity into user, nonce of the process, and which of its two connections it is."""
+    """Split a connection's identity into (user, nonce of the process, kind: `LINE` or `WORK`)."""
     parts = peer.split(b"/")
     if len(parts) != 4 or parts[3] not in (LINE, WORK) or not parts[2]:
         raise MessageError("no connection of a worker has such an identity")
@@ -186,7 +186,7 @@ def split_identity(peer: bytes) -> tuple[str, bytes, bytes]:
 
 
 class StartWorker(msgspec.Struct, frozen=True):
-    """Start this worker; its name is new. It ends by itself after `lifetime_s`, None: never."""
+    """Start this worker, whose name is new. The worker exits after `lifetime_s` seconds; None: never."""
 
     name: str
     number: int
@@ -195,20 +195,20 @@ class StartWorker(msgspec.Struct, frozen=True):
 
 
 class AdmitWorker(msgspec.Struct, frozen=True):
-    """Give this worker tasks: its number is free."""
+    """Assign tasks to this worker, as its number is free."""
 
     name: str
 
 
 class RejectWorker(msgspec.Struct, frozen=True):
-    """Make the worker of this name leave, and give the reason."""
+    """Make the worker of this name leave, and send it the reason."""
 
     name: str
     why: str
 
 
 class DrainWorker(msgspec.Struct, frozen=True):
-    """Give this worker no more tasks, and make it leave when it has none."""
+    """Assign no more tasks to this worker, and make it leave when it has finished the present ones."""
 
     name: str
 
@@ -227,14 +227,14 @@ class StopWorker(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """For display: what limits the fleet now, empty if nothing does, and details."""
+    """Show this limit of the fleet, with details; empty if nothing limits it."""
 
     limited_by: str
     text: str
 
 
 class Fail(msgspec.Struct, frozen=True):
-    """The fleet no longer starts workers: report the reason to the jobs."""
+    """Report to the jobs why the fleet no longer starts workers."""
 
     text: str
 
@@ -276,7 +276,7 @@ class StartLimits:
     After a refused start, one start is tried at a time.
 
     Args:
-        draw: returns the jitter of pauses, from 0 to below 1.
+        draw: returns random numbers in [0, 1), for the jitter of pauses.
     """
 
     def __init__(self, limits: Limits, draw: Callable[[], float]) -> None:
@@ -298,18 +298,18 @@ class StartLimits:
 
     @property
     def false_starts(self) -> int:
-        """How many workers in a row have ended before they connected."""
+        """Number of workers in a row that have ended before they connected."""
         return self._false_starts.failures
 
     @property
     def timeout_s(self) -> float:
-        """How long a worker may take from its start to its handshake, seconds."""
+        """Time limit from a worker's start to its handshake, seconds."""
         least, most = self._limits.start_timeout_s
         return max(least, min(TIMES * self.usual_s, most)) if self._delays else most
 
     @property
     def usual_s(self) -> float:
-        """Time within which nearly all workers have sent their handshake after their start, seconds.
+        """Time from start to handshake that nearly all workers need at most, seconds.
 
         0 while none has connected.
         """
@@ -320,7 +320,7 @@ class StartLimits:
         return min(self._most, self._ceiling + max(0.0, now - self._shown_at) // RAISE_S)
 
     def may_start(self, now: float, *, requested: bool) -> bool:
-        """Return whether a worker may be started now. requested: whether another start has not been answered yet."""
+        """Return whether a worker may be started now. requested: whether another start is unanswered."""
         if now < self._resume_at or (requested and self._refusals.failures > 0):
             return False
         return self._rate.wait_s(now) <= 0
@@ -330,14 +330,14 @@ class StartLimits:
         self._rate.note(now)
 
     def note_accepted(self, begun: float) -> None:
-        """Record that the platform accepted a start that was requested at this time."""
+        """Record that the platform accepted a start. begun: the time at which it was requested."""
         self._has_accepted = True
         self._forget_refusals()
         if not self._accepts_too_many:
             self._note_capacity(begun)
 
     def note_refused(self, error: PlatformError, others: int, now: float) -> str:
-        """Record a refused start while `others` workers run; return what limits the fleet."""
+        """Record a refused start while `others` workers run; return the limit of the fleet, in one word."""
         if now - self._refused_at >= APART_S:
             self._refused_since, self._denials = now, 0
         self._refusal, self._refused_at = error, now
@@ -374,17 +374,17 @@ class StartLimits:
                 return now - self._refused_since >= (REFUSED_TIMEOUT_S if tried else UNTRIED_S)
 
     def note_arrived(self, begun: float, now: float) -> None:
-        """Record that a worker has connected whose start was requested at this time."""
+        """Record that a worker has connected. begun: the time at which its start was requested."""
         self._delays.append(now - begun)
         self._false_starts.reset()
         self._note_capacity(begun)
 
     def note_false_start(self, now: float) -> None:
-        """Record that a worker ended before it connected, or could not be used."""
+        """Record that a worker ended before it connected, or was unusable."""
         self._pause(now, self._false_starts.pause_s())
 
     def retry(self) -> None:
-        """Forget earlier failures."""
+        """Forget earlier failures, so that starts are tried at once."""
         self._forget_refusals()
         self._false_starts.reset()
         self._resume_at = -math.inf
@@ -392,14 +392,14 @@ class StartLimits:
     def lower(self, ceiling: int, now: float, *, accepts: bool = False) -> None:
         """Record the platform's capacity; the assumed capacity rises by one each `RAISE_S`.
 
-        accepts: the platform has accepted more starts whose workers do not connect. Then only a worker that connects
-            shows that there is capacity again.
+        accepts: whether the platform accepts more starts, whose workers do not connect. Then only a worker that
+            connects shows that there is capacity again.
         """
         self._ceiling, self._shown_at = min(max(1, ceiling), self._most), now
         self._accepts_too_many = accepts
 
     def _note_capacity(self, begun: float) -> None:
-        """Remove the ceiling if a start that was requested at this time has exceeded it."""
+        """Remove the ceiling if a start that was requested at `begun` has exceeded it."""
         if begun > self._shown_at:
             self._ceiling, self._accepts_too_many = self._most, False
 

@@ -1,4 +1,4 @@
-"""Launchers start and stop workers on a platform: `contract` has the contract, each other module serves one platform.
+"""Launchers, which start and stop workers on a platform: the contract, and modules for each platform.
 
 `torch_dpflow.remote` exports the classes of settings.
 """

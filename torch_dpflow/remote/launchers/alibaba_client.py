@@ -1,7 +1,7 @@
-"""Common part of the clients for Alibaba Cloud: credentials, one attempt of a call, and its errors.
+"""Common part of the clients for Alibaba Cloud: credentials, calls without retries, and their errors.
 
-Errors are those of `PlatformError`, by the status and code of the answer, and quote nothing of what was sent. The
-vendor's modules are imported late.
+Errors are subclasses of `PlatformError`, chosen by the answer's status and code. Their texts quote nothing of the
+request. The vendor's modules are imported late.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _KEYS = ("ALIBABA_CLOUD_ACCESS_KEY_ID", "ALIBABA_CLOUD_ACCESS_KEY_SECRET", "ALIB
 
 
 class MissingError(RejectedError):
-    """There is no such function, task or group."""
+    """Error: there is no such function, task or group."""
 
 
 class ConflictError(RejectedError):
-    """The name is taken, or the object's state does not allow the call."""
+    """Error: the name is taken, or the object's state does not allow the call."""
 
 
 class AlibabaClient(ABC):
-    """One of the vendor's clients. Any thread may call; no call is tried twice.
+    """Base class of clients for one service of the vendor. Any thread may call; no call is retried.
 
     Args:
         region: as "cn-hangzhou".
-        endpoint: `http(s)://HOST[:PORT]` of the control plane; empty: the region's.
-        subject: the object for which a call needs permissions, for display.
+        endpoint: address of the control plane, `http(s)://HOST[:PORT]`; empty: the region's default.
+        subject: name of the object for which calls need permissions, for messages.
     """
 
     def __init__(self, region: str, endpoint: str, subject: str) -> None:
@@ -64,14 +64,17 @@ class AlibabaClient(ABC):
     @property
     @abstractmethod
     def package(self) -> Any:
-        """The vendor's package, with the modules `client` and `models`; imported now."""
+        """The vendor's package, with the modules `client` and `models`; the first access imports it."""
 
     def missing(self, code: str) -> str:
-        """Return advice for an object that the platform does not find; empty: none."""
+        """Return advice for the error that an object does not exist; empty: none. code: the platform's error code."""
         return ""
 
     def call(self, what: str, call: str, *arguments: Any, answer_s: float = ANSWER_S) -> Any:
-        """Make a call; return its answer. what: the action, for the message of an error. Raises PlatformError."""
+        """Make a call and return its answer. what: begins the text of an error, as "NAME cannot be started".
+
+        Raises PlatformError.
+        """
         from darabonba.runtime import RuntimeOptions
 
         runtime = RuntimeOptions(
@@ -133,7 +136,7 @@ class AlibabaClient(ABC):
         )
 
     def _failure(self, what: str, error: Exception) -> PlatformError:
-        """Translate an error of the vendor's client."""
+        """Translate an error of the vendor's client to a PlatformError."""
         from alibabacloud_credentials.exceptions import CredentialException
         from darabonba.exceptions import ResponseException
         from requests.exceptions import ConnectTimeout, SSLError
@@ -180,5 +183,5 @@ class AlibabaClient(ABC):
 
 
 def _is_others(record: logging.LogRecord) -> bool:
-    """Return whether a log record belongs to a call that this module does not make in this thread."""
+    """Return whether a log record comes from a call of other code, and not of this module in this thread."""
     return not getattr(_CALLS, "under_way", False)

@@ -1,4 +1,4 @@
-"""Clients of AWS and translation of their errors: the only module that imports boto3."""
+"""Clients of AWS, and translation of their errors. No other module imports boto3."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ _CHECK = "`aws sts get-caller-identity` says whose they are"
 
 
 class AwsClient:
-    """A client of one of AWS's services. Thread-safe. No call is tried twice.
+    """Client of one of AWS's services. Thread-safe. No call is retried.
 
-    It is created again, with credentials looked up again, once they were rejected.
+    After rejected credentials, boto3's client is created again and the credentials are looked up again.
 
     Args:
-        service: as boto3 names it.
-        region: empty: as AWS's own settings say.
+        service: boto3's name of the service.
+        region: AWS region; empty: the region in AWS's own settings.
         read_timeout_s: how long a call may take, seconds.
-        connections: how many calls there may be at once.
+        connections: maximum number of calls at once.
 
     Raises:
         MissingExtraError: boto3 is not installed.
@@ -106,7 +106,7 @@ class AwsClient:
 
     @contextmanager
     def calling(self, what: str) -> Iterator[Any]:
-        """Yield boto3's client and translate its errors. what: begins their messages, as "NAME cannot be started"."""
+        """Yield boto3's client, and translate its errors. what: begins their texts, as "NAME cannot be started"."""
         try:
             yield self._current()
         except (PlatformError, OptionError):
@@ -134,7 +134,7 @@ class AwsClient:
 
 
 def aws_error(what: str, error: Exception) -> PlatformError | OptionError:
-    """Translate an error of boto3. An unknown kind leaves open whether anything was done."""
+    """Translate an error of boto3. For an unknown error it stays open whether the call took effect."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "ClientError" in kinds:
         return _of_answer(what, error)

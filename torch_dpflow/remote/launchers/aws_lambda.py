@@ -1,8 +1,8 @@
 """Workers as invocations of a function of AWS Lambda.
 
-An invocation is answered when its worker has ended, so a call is held for each of them. Lambda has no id of an
-invocation: none can be listed, or ended by force. A worker ends when its shard rejects it, or is silent, or when its
-time is up. The shard rejects a launch spec that arrives twice.
+An invocation is answered when its worker has ended, so one call is held open for each worker. Lambda has no ids of
+invocations, so workers cannot be listed, or ended by force. A worker ends when its shard rejects it or is silent, or
+when its lifetime ends. The shard rejects a launch spec that arrives twice.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Lambda:
     both are in one VPC.
 
     Args:
-        function: its name or ARN, with an alias or version behind a colon.
+        function: name or ARN of the function; an alias or version can follow after a colon.
         region: the function's region; empty: from AWS's settings.
         lifetime: time after which a worker is replaced, such as "14m", or a number of seconds.
         max_workers: maximum number of concurrent workers; required, since each is billed.
@@ -119,7 +119,7 @@ class Lambda:
 
     @property
     def timeout_s(self) -> int:
-        """The time limit of the function, in seconds. It is later than `lifetime`, after which workers exit."""
+        """Time limit of the function, in seconds; longer than `lifetime`, after which workers exit."""
         return int(self.lifetime_s + MARGIN_S)
 
     @property
@@ -164,7 +164,7 @@ class Lambda:
 
 
 class LambdaLauncher:
-    """The control plane of AWS Lambda.
+    """Launcher of workers as invocations of a Lambda function.
 
     Raises:
         MissingExtraError: boto3 is not installed.
@@ -220,7 +220,7 @@ class LambdaLauncher:
             return alive | {name: Fate(end=end) for name in workers if (end := self._ends.pop(name, None))}
 
     def stop(self, name: str, ref: Ref | None) -> None:
-        """Abandon the worker: Lambda cannot end it. It ends by itself, and its call is held until it has."""
+        """Do nothing to the worker, which Lambda cannot end: it exits later, and its call is held until then."""
         with self._lock:
             self._held.pop(name, None)
             self._ends.pop(name, None)
@@ -270,7 +270,7 @@ class LambdaLauncher:
 
 
 class _HeldCall(threading.Thread):
-    """One invocation, from its request to the end of its worker."""
+    """Thread that holds one invocation's call until its worker has ended."""
 
     def __init__(self, launcher: LambdaLauncher, worker: str, payload: str) -> None:
         super().__init__(name="dpflow-invocation", daemon=True)
@@ -283,7 +283,7 @@ class _HeldCall(threading.Thread):
         self.refusal: PlatformError | None = None
 
     def run(self) -> None:
-        """Hold the call (threading's name)."""
+        """Make the call, and wait for its answer (threading's name)."""
         try:
             result: End | PlatformError = self._launcher.invoke(self.worker, self._payload)
         except PlatformError as error:
@@ -299,7 +299,7 @@ def _client(settings: Lambda) -> AwsClient:
 
 
 def _findings_of(result: Mapping[str, Any], settings: Lambda, region: str) -> list[Finding]:
-    """Report the function's state, and whether its timeout lets workers live as long as they should."""
+    """Return findings about the function's state, and about its timeout, which must exceed the workers' lifetime."""
     timeout_s, state = float(result.get("Timeout", 0)), str(result.get("State", "Active"))
     text = f"function {settings.function!r} in {region} is {state}, with {result.get('MemorySize')} MiB"
     if state not in ("Active", "Inactive"):  # the latter is woken by the next invocation
@@ -313,7 +313,7 @@ def _findings_of(result: Mapping[str, Any], settings: Lambda, region: str) -> li
 
 
 def _end_of(body: bytes, *, is_failure: bool) -> End:
-    """Parse how a worker has ended from the answer to its invocation."""
+    """Return how a worker has ended, from the body of the invocation's answer."""
     try:
         result = load_json(body)
         if is_failure:  # of the runtime: the handler itself answers for every end of its worker

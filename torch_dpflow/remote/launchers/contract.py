@@ -1,15 +1,15 @@
-"""The contract of launchers: they start remote workers through a platform's control plane, wherever these run.
+"""The contract of launchers, which start remote workers through a platform's control plane.
 
-A worker has a name, which is never reused, and a launch spec: bytes that contain what it does and where it connects. It
-connects out. The processes it connects to decide whether it lives; what the platform reports shortens the waiting and
-explains ends.
+A worker has a name, which is never reused, and a launch spec: bytes that contain what it does and where it connects.
+The worker opens all connections. The processes to which it connects decide whether it lives; reports of the platform
+only shorten the waiting and explain ends.
 
 A platform's module implements `Launcher`, with blocking calls and no state machine; `ThreadedPlatform` makes
 a `RemotePlatform` of it. `tests/contracts/launchers.py` has the contract suite.
 
-It resembles `workers.platform.Platform`, and shares `Limits`, `End`, `wakeup_fd` and `close` with it. Only starts
-differ. A process of this host is started by a function, with what a fork inherits, in the calling thread, which gets
-the error. A remote worker is started by bytes. Its start takes seconds, and may be rejected, or succeed without an
+`RemotePlatform` resembles `workers.platform.Platform`, and shares `Limits`, `End`, `wakeup_fd` and `close` with it.
+Only starts differ. A process of this host is started with a function and inherits memory, in the calling thread, which
+gets the error. A remote worker is started by bytes. Its start takes seconds, and may be rejected, or succeed without an
 answer. Its outcome is therefore an event.
 """
 
@@ -41,7 +41,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Fate:
-    """What a platform reports about a worker."""
+    """State of a worker, as its platform reports it."""
 
     #: How it has ended; None while it lives.
     end: End | None = None
@@ -52,8 +52,8 @@ class Fate:
 class Launcher(Protocol):
     """A platform's control plane. Any thread may call; several do at once.
 
-    Every call has a timeout. Errors are those of `PlatformError`, and quote nothing of a launch spec. After
-    a DeniedError credentials are looked up again.
+    Every call has a timeout. Errors are subclasses of `PlatformError`, and quote nothing of a launch spec. After a
+    DeniedError, credentials are looked up again.
     """
 
     limits: Limits
@@ -62,31 +62,31 @@ class Launcher(Protocol):
         """Check credentials, quota, image and the connection to the control plane, without any effect."""
 
     def start(self, name: str, launch_spec: bytes, *, deadline_s: float) -> Ref:
-        """Start one worker, once: neither the launcher nor its library retries.
+        """Start one worker. The launcher and its library must not retry.
 
-        If the platform detects a second start under a name, this start returns the worker of the first.
+        If the platform detects that the name was started before, return the worker of the first start.
 
-        Raises PlatformError: AnswerLostError if the worker may have been started, any other if it was not.
+        Raises AnswerLostError if the worker may have been started, another PlatformError if it was not.
         """
 
     def look(self, workers: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
         """Return the fates of these workers; unknown ones are left out.
 
-        If a ref is None, the name identifies the worker.
+        workers: the ref of each worker by its name; if a ref is None, the name identifies the worker.
         """
 
     def stop(self, name: str, ref: Ref | None) -> None:
-        """End a worker by force; without a ref, by its name. A worker that has already ended is not an error."""
+        """End a worker by force, identified by `ref`, or by its name if that is None. An ended worker is no error."""
 
     def list(self, prefix: str) -> Mapping[str, Ref]:
-        """Return the workers whose names begin with `prefix`, whichever process started them."""
+        """Return the refs, by name, of all workers whose names begin with `prefix`, whichever process started them."""
 
     def close(self) -> None:
         """Release connections and threads; ends no worker. Idempotent."""
 
 
 class Accepted(Body, tag="accepted"):
-    """The platform starts this worker."""
+    """Outcome: the platform starts this worker."""
 
     name: str
     ref: Ref
@@ -94,28 +94,28 @@ class Accepted(Body, tag="accepted"):
 
 @dataclass(frozen=True)
 class Refused:
-    """This worker was not started, and will not be."""
+    """Outcome: this worker was not started, and will not be."""
 
     name: str
     error: PlatformError
 
 
 class Answerless(Body, tag="answerless"):
-    """It is unknown whether this worker was started; `Accepted` or `Refused` may still follow."""
+    """Outcome: it is unknown whether this worker was started; `Accepted` or `Refused` may still follow."""
 
     name: str
     text: str
 
 
 class Warned(Body, tag="warned"):
-    """The platform will end this worker at `until_s`."""
+    """Outcome: the platform will end this worker at `until_s`."""
 
     name: str
     until_s: float
 
 
 class Ended(Body, tag="ended"):
-    """This worker has ended, or will never be started."""
+    """Outcome: this worker has ended, or will never be started."""
 
     name: str
     end: End
@@ -125,62 +125,65 @@ Outcome: TypeAlias = Accepted | Refused | Answerless | Warned | Ended
 
 
 class RemotePlatform(Protocol):
-    """A platform that starts and ends workers. Only `close` waits; any thread may call."""
+    """Platform that starts and ends remote workers. Only `close` waits; any thread may call."""
 
     limits: Limits
     #: Readable while `take` has something to return.
     wakeup_fd: int
 
     def start(self, name: str, launch_spec: bytes) -> None:
-        """Start this worker. Raises OptionError if the name is taken or the launch spec too long."""
+        """Request the start of this worker. Raises OptionError if the name is taken or the launch spec too long."""
 
     def stop(self, name: str, why: str = "") -> None:
-        """End this worker by force, whatever the state of its start.
+        """Request the end of this worker by force, even if its start is not finished.
 
-        Nothing is reported about workers of other processes.
+        No outcome follows for a worker that another process started.
         """
 
     def suspect(self, name: str) -> None:
         """Query the platform about this worker soon, as it has not connected, is silent, or has sent a goodbye."""
 
     def take(self) -> Sequence[Outcome]:
-        """Return the outcomes since the last call, in order. `Refused` or `Ended` is the last one for a name."""
+        """Return the outcomes since the last call, in order. A name's last outcome is `Refused` or `Ended`."""
 
     def close(self, *, grace_s: float = 0.0) -> None:
-        """End all workers that it has started, after `grace_s` in which they may end themselves. Idempotent."""
+        """End all workers that this object has started, after `grace_s` seconds in which they can exit. Idempotent."""
 
 
 class AdoptingPlatform(RemotePlatform, Protocol):
-    """A platform that can take over from a process that has died."""
+    """Platform that can take over the workers of a process that has died."""
 
     def adopt(self, name: str, ref: Ref | None) -> None:
-        """Treat another process's worker as one that it started, without `Accepted`. A known one is left as it is."""
+        """Treat a worker that another process started as its own, without an `Accepted`.
+
+        A known worker is unchanged.
+        """
 
 
 class PlatformSource(Protocol):
-    """Source of a fleet's workers: the platform that runs them, and how it is opened."""
+    """Source of a fleet's workers: opens the platform that runs them."""
 
     @property
     def name(self) -> str:
-        """As in `platform="ray"`; for messages."""
+        """Name of the platform, as in `platform="ray"`, for messages."""
 
     def open(self) -> RemotePlatform:
-        """Connect to the platform. Raises as `PlatformSpec.open`."""
+        """Connect to the platform. Raises the errors of `PlatformSpec.open`."""
 
     def listen_at(self) -> str:
-        """Return the default address to listen at for its workers.
+        """Return the default address at which to listen for the platform's workers: `tcp://HOST:0`.
 
-        `tcp://HOST:0`. Called while the platform is open.
+        It is called while the platform is open.
         """
 
     def check_listen(self, address: str) -> None:
-        """Raise OptionError for an address that its workers cannot reach, as 127.0.0.1 from another host."""
+        """Raise OptionError for an address that the workers cannot reach, such as 127.0.0.1 from another host."""
 
 
 class PlatformSpec(PlatformSource, Protocol):
-    """Settings that users give as `platform=`: a small frozen dataclass, which pickles. It holds no connection.
+    """Settings that users give as `platform=`: a small frozen dataclass, picklable and without a connection.
 
-    Its fields have defaults, so a platform's name alone is enough: see `registry`.
+    All fields have defaults, so that users can give just the platform's name: see `registry`.
     """
 
     @property
@@ -188,23 +191,23 @@ class PlatformSpec(PlatformSource, Protocol):
         """Whether workers need the user's own modules sent to them; False if the platform sends them."""
 
     def check_installed(self) -> None:
-        """Raise MissingExtraError if its library is not installed; imports and connects nothing."""
+        """Raise MissingExtraError if the platform's library is not installed. Imports nothing."""
 
     def check_workers(self, workers: int) -> None:
         """Raise OptionError if a limit of the settings, such as `max_workers`, allows fewer workers."""
 
     def launcher(self) -> Launcher:
-        """Return the platform's control plane, for commands. Raises as `open`."""
+        """Return the platform's launcher, for commands. Raises the errors of `open`."""
 
     def open(self, *, outlived: bool = False) -> AdoptingPlatform:
-        """Connect to the platform, whose workers run `torch_dpflow.remote.worker.run` with their launch spec.
+        """Connect to the platform. Its workers run `torch_dpflow.remote.worker.run` with their launch spec.
 
-        outlived: workers outlive this process if it is killed; else they may end with it.
+        outlived: whether workers outlive this process if it is killed; otherwise they may end with it.
 
         Raises:
-            MissingExtraError: its library is not installed.
-            OptionError: a setting is not possible, or there is no such platform to connect to.
-            PlatformError: it cannot be reached, or rejects a call.
+            MissingExtraError: the platform's library is not installed.
+            OptionError: a setting is invalid, or there is no such platform to connect to.
+            PlatformError: the platform cannot be reached, or rejects a call.
         """
 
 
@@ -213,21 +216,21 @@ class NodePlatform(PlatformSpec, Protocol):
 
     @property
     def workers_each(self) -> int:
-        """How many workers one node is for: its processors."""
+        """Number of workers for which a node has processors."""
 
     def check_nodes(self) -> str:
         """Return the address of this host by which nodes can reach it.
 
         Raises:
-            MissingExtraError: its library is not installed.
-            OptionError: the platform can never run a node of these settings.
-            PlatformError: it cannot be reached, or rejects a call.
+            MissingExtraError: the platform's library is not installed.
+            OptionError: the platform can never run a node with these settings.
+            PlatformError: the platform cannot be reached, or rejects a call.
         """
 
     def open_nodes(self, module: str) -> RemotePlatform:
-        """Connect to the platform, whose nodes run `module.run` with their launch spec. They end with this process.
+        """Connect to the platform. Its nodes run `module.run` with their launch spec, and end with this process.
 
-        Raises as `PlatformSpec.open`.
+        Raises the errors of `PlatformSpec.open`.
         """
 
 
@@ -238,7 +241,7 @@ _NAME = re.compile(r"dpf-([0-9a-f]{8})-[0-9a-f]{10}-(?:0|[1-9][0-9]{0,5})-(?:0|[
 
 
 def cluster_of(name: str) -> str | None:
-    """Return the cluster of a worker, by its name; None if no worker has such a name."""
+    """Return the cluster in a worker's name; None if this is no worker's name."""
     match = _NAME.fullmatch(name)
     return None if match is None else match[1]
 
@@ -249,13 +252,13 @@ def prefix_of(cluster: str, group: str = "") -> str:
 
 
 def require(library: str, needs: str, extra: str) -> None:
-    """Raise MissingExtraError unless a library is installed; does not import it."""
+    """Raise MissingExtraError unless a library is installed, without importing it."""
     if importlib.util.find_spec(library) is None:
         raise MissingExtraError(f"{needs}; install it with: pip install 'torch_dpflow[{extra}]'")
 
 
 def check_tcp(address: str, *, loopback: bool = True, advice: str = "") -> None:
-    """Raise OptionError unless workers can reach a `listen` address: over tcp, on loopback if `loopback`."""
+    """Raise OptionError unless workers can reach the address: it must be tcp, and not loopback unless `loopback`."""
     if not address.startswith("tcp://"):
         raise OptionError(f"listen={address!r}: workers connect over tcp, as at tcp://10.0.0.5:7700")
     if not loopback and is_loopback(address):
@@ -279,13 +282,13 @@ PERIOD_S = 10.0
 
 
 class RateLimit:
-    """Rate limit: at most a fixed number in any `PERIOD_S`, possibly all at once, as control planes count.
+    """Rate limit: at most a fixed number of calls in any `PERIOD_S`, possibly all at once, as control planes count.
 
     Time is an argument.
 
-    A token bucket of that size and rate would let twice as many through.
+    A token bucket of that size and rate would let twice the number through.
 
-    per_s: average number per second, above 0. If a period allows less than one, the period is longer.
+    per_s: average number of calls per second, above 0. The period is longer if it would allow less than one call.
     """
 
     def __init__(self, per_s: float) -> None:
@@ -294,7 +297,7 @@ class RateLimit:
         self._latest: deque[float] = deque(maxlen=max(1, int(per_s * self.period_s)))
 
     def wait_s(self, now: float) -> float:
-        """Return how long until the next one is allowed, seconds; 0 if it is allowed now."""
+        """Return the time until the next call is allowed, seconds; 0 if it is allowed now."""
         if len(self._latest) < (self._latest.maxlen or 1):
             return 0.0
         return max(0.0, self.period_s - (now - self._latest[0]))

@@ -1,4 +1,4 @@
-"""Steps of `dpflow deploy` that platforms share: compare what exists with what is wanted, and report what is done."""
+"""Steps of `dpflow deploy` that platforms share: compare existing with wanted settings, and report changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 def existing(read: Callable[[], _T], *, dry_run: bool) -> tuple[_T | None, list[str]]:
-    """Return what `read` returns, and no line; in a dry run without credentials None, and a line for display."""
+    """Return (result of `read`, no lines), or (None, a line for display) in a dry run without credentials."""
     try:
         return read(), []
     except DeniedError as error:
@@ -23,9 +23,9 @@ def existing(read: Callable[[], _T], *, dry_run: bool) -> tuple[_T | None, list[
 def changes(
     place: str, there: Mapping[str, Any] | None, wanted: Mapping[str, Any], unknown: Sequence[str], *, dry_run: bool
 ) -> Iterator[str]:
-    """Yield the changes that are needed, for display.
+    """Yield the necessary changes as lines of text.
 
-    place: the function. there: its settings; None without it. unknown: as in `existing`.
+    place: name of the function. there: its settings; None if it does not exist. unknown: lines from `existing`.
     """
     yield from unknown
     done = "created, or changed where it differs" if unknown else "created" if there is None else "changed"
@@ -36,7 +36,7 @@ def changes(
 def removal(
     place: str, read: Callable[[], object | None], delete: Callable[[], None], *, dry_run: bool
 ) -> Iterator[str]:
-    """Remove a function, unless it is not there; yield what is done, for display."""
+    """Remove a function if it exists; yield each step as a line of text."""
     there, unknown = existing(read, dry_run=dry_run)
     yield from unknown
     if there is None and not unknown:

@@ -26,7 +26,7 @@ PAGE = 20
 
 @dataclass(frozen=True)
 class ContainerGroup:
-    """A group that exists, or has ended within the last hour."""
+    """Container group that exists, or has ended within the last hour."""
 
     id: str
     name: str
@@ -38,11 +38,11 @@ class ContainerGroup:
 
 
 class ContainerGroups(AlibabaClient):
-    """The container groups of an account in one region. Any thread may call.
+    """Container groups of an account in one region. Any thread may call.
 
     Args:
         region: as "cn-hangzhou".
-        endpoint: `http(s)://HOST[:PORT]` of the control plane; empty: the region's.
+        endpoint: address of the control plane, `http(s)://HOST[:PORT]`; empty: the region's default.
 
     Raises MissingExtraError: the vendor's client is not installed.
     """
@@ -59,7 +59,10 @@ class ContainerGroups(AlibabaClient):
         return alibabacloud_eci20180808
 
     def create(self, request: Mapping[str, Any]) -> str:
-        """Create a group by the vendor's JSON; return its id. The same ClientToken gives the same group."""
+        """Create a group from a request in the vendor's JSON; return its id.
+
+        A repeated ClientToken returns the same group.
+        """
         given = self.package.models.CreateContainerGroupRequest().from_map({"RegionId": self.region, **request})
         what = f"{request['ContainerGroupName']} cannot be created"
         id: str = self.call(what, "create_container_group", given).body.container_group_id
@@ -82,7 +85,10 @@ class ContainerGroups(AlibabaClient):
                 return
 
     def delete(self, id: str) -> None:
-        """End a group: it is signalled, and killed after its grace. Raises MissingError if there is none."""
+        """End a group: it is signalled, and killed after its grace period.
+
+        Raises MissingError if there is no such group.
+        """
         request = self.package.models.DeleteContainerGroupRequest(region_id=self.region, container_group_id=id)
         self.call(f"{id} cannot be removed", "delete_container_group", request)
 
@@ -119,18 +125,18 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class NodeGroups:
-    """Container groups of one kind, each one node of a cluster.
+    """Description of container groups that are alike, each of which is a node of a cluster.
 
     Args:
-        cluster: the nodes' cluster, by `cluster_of`.
+        cluster: name of the nodes' cluster, from `cluster_of`.
         address: the cluster's TCP address.
-        keys: content of the cluster's connection file, with the keys of services. It is not printed.
+        keys: content of the cluster's connection file, with the keys of services. They are never printed.
         image: image of the groups' container, in a registry that the region reaches.
         vswitch, security_group: network of the cluster and its jobs.
-        cpu, memory_gib: size of each group, for all its workers and the samples that its shards keep.
+        cpu, memory_gib: size of each group, in processors and GiB, for all its workers and the samples of its shards.
         spot: whether the platform may end the groups at any time, for a lower price.
 
-    Raises OptionError: a value is not possible.
+    Raises OptionError if a value is invalid.
     """
 
     cluster: str
@@ -155,7 +161,7 @@ class NodeGroups:
             raise OptionError(f"the connection file has {len(self.keys)} bytes; a group takes {_MAX_KEY_BYTES}")
 
     def request(self, name: str, number: str) -> dict[str, Any]:
-        """Return the group of this name, as the vendor's JSON: the name is its token too, and that of the node."""
+        """Return the request for a group, in the vendor's JSON. `name` is also its ClientToken and the node's name."""
         tags = {CLUSTER: self.cluster, NUMBER: number}
         # The user id has no home in the image: it would be /.
         environment = {"HOME": "/tmp", "USER": "dpflow"}
@@ -198,9 +204,9 @@ def cluster_of(server_public: str) -> str:
 
 
 def deploy(groups: ContainerGroups, wanted: NodeGroups, *, dry_run: bool = False) -> Iterator[str]:
-    """Create missing groups and remove surplus ones; yield what is done, for display.
+    """Create missing groups and remove surplus groups; yield each step as a line of text.
 
-    A group that runs stays as it is. A dry run without credentials assumes that there is none.
+    Running groups are not changed. A dry run without credentials assumes that no group exists.
 
     Raises:
         PlatformError: the platform rejects a call, or does not answer. Groups that were created before stay; another
@@ -229,7 +235,7 @@ def deploy(groups: ContainerGroups, wanted: NodeGroups, *, dry_run: bool = False
 
 
 def remove(groups: ContainerGroups, cluster: str, *, dry_run: bool = False) -> Iterator[str]:
-    """Remove all groups of a cluster; yield what is done, for display. Raises PlatformError."""
+    """Remove all groups of a cluster; yield each step as a line of text. Raises PlatformError."""
     there, unknown = existing(partial(_there, groups, cluster), dry_run=dry_run)
     if there is None:
         yield from unknown
@@ -241,7 +247,7 @@ def remove(groups: ContainerGroups, cluster: str, *, dry_run: bool = False) -> I
 
 
 def listed(groups: ContainerGroups, cluster: str) -> Iterator[str]:
-    """Yield the groups of a cluster, for display. Raises PlatformError."""
+    """Yield a line of text for each group of a cluster. Raises PlatformError."""
     there = _there(groups, cluster)
     yield from map(_line, there)
     if not there:
@@ -270,7 +276,7 @@ def _line(group: ContainerGroup) -> str:
 
 
 def _tried(call: Callable[[], _T]) -> _T:
-    """Retry a call. This is safe: a created object has a token, and an object can be removed twice."""
+    """Make a call with retries. This is safe: creations have a token, and an object can be removed twice."""
     backoff = Backoff(1.0, _MAX_PAUSE_S)
     while True:
         try:

@@ -45,11 +45,11 @@ PAGE = 100
 
 
 class FunctionControl(AlibabaClient):
-    """One function. Any thread may call.
+    """Client of one function. Any thread may call.
 
     Args:
         region: as "cn-hangzhou".
-        endpoint: `http(s)://HOST[:PORT]` of the control plane; empty: the region's.
+        endpoint: address of the control plane, `http(s)://HOST[:PORT]`; empty: the region's default.
         function: the name of the function.
 
     Raises:
@@ -77,19 +77,19 @@ class FunctionControl(AlibabaClient):
     # --- invocations ---
 
     def invoke(self, task: str, payload: bytes, *, deadline_s: float) -> None:
-        """Invoke the function asynchronously, under the name of a task. Raises ConflictError if that exists."""
+        """Invoke the function asynchronously, as a task with this name. Raises ConflictError if the task exists."""
         request = self.package.models.InvokeFunctionRequest(body=payload)
         headers = self.package.models.InvokeFunctionHeaders(x_fc_invocation_type="Async", x_fc_async_task_id=task)
         self._call(f"{task} cannot be started", "invoke_function", request, headers, answer_s=deadline_s)
 
     def task(self, task: str) -> Any:
-        """Return a task, as the vendor's `AsyncTask`. Raises MissingError if there is none."""
+        """Return a task, as the vendor's `AsyncTask`. Raises MissingError if there is no such task."""
         return self._call(
             f"{task} cannot be looked at", "get_async_task", task, self.package.models.GetAsyncTaskRequest(), {}
         ).body
 
     def tasks(self, prefix: str, status: str | None = None) -> Iterator[Any]:
-        """Yield the tasks with this prefix and state, as the vendor's `AsyncTask`."""
+        """Yield the tasks whose ids begin with `prefix`, as the vendor's `AsyncTask`. status: their state, if given."""
         token = None
         while True:
             request = self.package.models.ListAsyncTasksRequest(
@@ -102,22 +102,22 @@ class FunctionControl(AlibabaClient):
                 return
 
     def stop_task(self, task: str) -> None:
-        """End a task by force. Raises MissingError if there is none, and ConflictError if it has ended."""
+        """End a task by force. Raises MissingError if it does not exist, and ConflictError if it has ended."""
         self._call(f"{task} cannot be stopped", "stop_async_task", task, self.package.models.StopAsyncTaskRequest(), {})
 
     # --- the function ---
 
     def get(self) -> Any:
-        """Return the function, as the vendor's `Function`. Raises MissingError if there is none."""
+        """Return the function, as the vendor's `Function`. Raises MissingError if it does not exist."""
         return self._call(self._about("looked at"), "get_function", self.package.models.GetFunctionRequest(), {}).body
 
     def async_config(self) -> Any:
-        """Return the settings of asynchronous invocations. Raises MissingError if there are none."""
+        """Return the function's settings of asynchronous invocations. Raises MissingError if it has none."""
         request = self.package.models.GetAsyncInvokeConfigRequest()
         return self._call(self._about("looked at"), "get_async_invoke_config", request, {}).body
 
     def put(self, settings: Mapping[str, Any], asynchronous: Mapping[str, Any], *, is_new: bool) -> None:
-        """Create or change the function. The mappings are the vendor's JSON."""
+        """Create the function if `is_new`, else change it. The mappings are the vendor's JSON."""
         models = self.package.models
         if is_new:
             given = models.CreateFunctionInput().from_map({"functionName": self.function, **settings})
@@ -135,7 +135,7 @@ class FunctionControl(AlibabaClient):
         )
 
     def delete(self) -> None:
-        """Remove the function. Raises MissingError if there is none."""
+        """Remove the function. Raises MissingError if it does not exist."""
         self._call(self._about("removed"), "delete_function", {})
 
     # --- calls ---
@@ -237,7 +237,7 @@ class FunctionCompute:
 
     @property
     def timeout_s(self) -> int:
-        """The time limit of the function, in seconds. It is longer than `lifetime`, after which workers exit."""
+        """Time limit of the function, in seconds; longer than `lifetime`, after which workers exit."""
         return int(self.lifetime_s + MARGIN_S)
 
     def check_installed(self) -> None:
@@ -275,7 +275,7 @@ class FunctionCompute:
 
 
 class FunctionComputeLauncher:
-    """The control plane of one function. Workers are its asynchronous tasks: a worker's name is its task's id.
+    """Launcher of workers as asynchronous tasks of one function; a worker's name is its task's id.
 
     Raises MissingExtraError if the vendor's client is not installed.
     """

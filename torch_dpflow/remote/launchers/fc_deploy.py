@@ -21,7 +21,7 @@ ASYNCHRONOUS = {"asyncTask": True, "maxAsyncEventAgeInSeconds": QUEUE_S, "maxAsy
 
 
 def function_of(settings: FunctionCompute, image: str, module: str = MODULE) -> dict[str, Any]:
-    """Return the vendor's JSON for the function. module: its `run(launch_spec)` is the workers' program."""
+    """Return the function's settings in the vendor's JSON. module: the module whose `run(launch_spec)` workers run."""
     vpc = settings.vpc
     return {
         "description": "a worker of torch_dpflow",
@@ -55,14 +55,14 @@ def function_of(settings: FunctionCompute, image: str, module: str = MODULE) -> 
 
 
 def deploy(settings: FunctionCompute, image: str, *, module: str = MODULE, dry_run: bool = False) -> Iterator[str]:
-    """Create the function or update it to these settings; yield what is done, for display.
+    """Create the function, or update it to these settings; yield each step as a line of text.
 
     Args:
         module: as in `function_of`.
-        dry_run: only report what would be done; without credentials nothing is compared.
+        dry_run: change nothing, and yield the steps that would be taken; without credentials nothing is compared.
 
     Raises:
-        OptionError: there is no image.
+        OptionError: `image` is empty.
         PlatformError: the platform rejects a call.
     """
     if not image:
@@ -77,7 +77,7 @@ def deploy(settings: FunctionCompute, image: str, *, module: str = MODULE, dry_r
 
 
 def remove(settings: FunctionCompute, *, dry_run: bool = False) -> Iterator[str]:
-    """Remove the function; yield what is done, for display. Raises PlatformError."""
+    """Remove the function; yield each step as a line of text. Raises PlatformError."""
     control = settings.control()
     return removal(_place(settings), partial(_there, control), control.delete, dry_run=dry_run)
 

@@ -56,7 +56,8 @@ _LAUNCH_SPECS, _TEMPORARY = "/var/run/dpflow", "/tmp"
 class Kubernetes:
     """`platform="kubernetes"`: workers as pods, in the cluster of the kubeconfig or of this pod.
 
-    Pods have to reach this process, which therefore runs in the cluster, or where its pods' addresses are routed.
+    Pods must be able to connect to this process. It must therefore run in the cluster, or in a network with a route to
+    the pods.
 
     Args:
         image: image of the pods, with torch_dpflow and torch; `dpflow image` writes its Dockerfile.
@@ -164,7 +165,7 @@ class KubernetesLauncher:
 
     Raises:
         MissingExtraError: the client is not installed.
-        OptionError: there is no cluster to connect to.
+        OptionError: no cluster is configured.
     """
 
     def __init__(self, settings: Kubernetes, *, module: str = MODULE) -> None:
@@ -228,7 +229,7 @@ class KubernetesLauncher:
         self._pods.delete(name, grace_s=FORCED_S)
 
     def list(self, prefix: str) -> Mapping[str, Ref]:
-        """Return the workers, and remove pods that are left of killed processes: no other process does."""
+        """Return the workers, and remove leftover pods of killed processes, which no other process removes."""
         found = {pod["metadata"]["name"]: pod for pod in self._pods.list(SELECTOR)}
         with suppress(PlatformError):
             for name in [name for name, pod in found.items() if is_left(pod, time.time())]:
@@ -240,7 +241,7 @@ class KubernetesLauncher:
         self._pods.close()
 
     def _log_waiting(self, pods: Sequence[Mapping[str, Any]]) -> None:
-        """Log once why pods have no node. They wait for as long as adding a node may take."""
+        """Log once why pods have no node. Such pods wait for the time that adding a node may take."""
         whys = {
             str(condition.get("message", ""))
             for pod in pods

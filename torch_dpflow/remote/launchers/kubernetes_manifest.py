@@ -49,22 +49,22 @@ _MAX_NAME = 52
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterManifest:
-    """A cluster's coordinator.
+    """Manifest of a cluster: its coordinator and everything else that Kubernetes needs.
 
     Args:
-        workers: settings of the flows' workers; they run in its cluster, from the same image.
-        scaling: how many workers there are, as options of `dpflow up`.
-        hold_s: how long a job that pauses keeps its workers, seconds.
+        workers: settings of the flows' workers, which run in the same Kubernetes cluster, from the same image.
+        scaling: options of `dpflow up` that set the number of workers.
+        hold_s: time for which a paused job keeps its workers, seconds.
         cpu: processors that the coordinator requests, as a quantity of Kubernetes.
-        state: URL of the Redis in which flows are stored: redis://HOST:PORT/NUMBER. With all four empty, flows are lost
-            when the coordinator ends.
+        state: URL of the Redis in which flows are stored: redis://HOST:PORT/NUMBER. Flows are lost when the coordinator
+            ends if this and the next three are empty.
         state_secret: instead of `state`, the name of a secret whose key `url` contains that URL.
         state_size, storage_class: instead of Redis, the size of a volume for flows, and its storage class, if any.
-        port, worker_ports: where jobs connect, and where workers connect: FIRST-LAST.
+        port, worker_ports: the port to which jobs connect, and the ports FIRST-LAST to which workers connect.
         nodes: pods that join the cluster and run workers as processes. With a count of 0, each worker is a pod.
-        jobs_in: the namespaces of jobs; empty: that of the workers.
+        jobs_in: the namespaces of jobs; empty: the workers' namespace.
         metrics_to: the namespace whose pods read metrics; empty: metrics are off.
-        page: whether to serve the live page, within the pod.
+        page: whether to serve the live page, on a port inside the pod.
 
     Raises OptionError: a value is not allowed.
     """
@@ -136,13 +136,13 @@ class ClusterManifest:
 
     @property
     def address(self) -> str:
-        """Address where jobs connect, with the lasting name of the coordinator's pod."""
+        """Address to which jobs connect, with the DNS name of the coordinator's pod, which does not change."""
         return f"tcp://{self.name}-0.{self.name}.{self.namespace}.svc:{self.port}"
 
     def objects(self, *, public: str = "") -> Iterator[dict[str, Any]]:
-        """Yield all objects but secrets.
+        """Yield all Kubernetes objects except secrets.
 
-        public: the public part of its keys, if known: its pod is replaced if they change.
+        public: the public part of the cluster's keys, if known: the coordinator's pod is replaced when it changes.
         """
         yield self._object("v1", "ServiceAccount", automountServiceAccountToken=False)
         if not self.nodes.count:
@@ -182,9 +182,10 @@ class ClusterManifest:
         return nodes
 
     def secrets(self, keys: str, connection: str) -> Iterator[dict[str, Any]]:
-        """Yield the secrets with keys: the coordinator's, and one for jobs in each of their namespaces.
+        """Yield the secrets that contain keys: one for the coordinator, and one for jobs in each of their namespaces.
 
-        keys: the file that the coordinator reads. connection: the one for jobs, with which no service can be started.
+        keys: content of the coordinator's connection file. connection: content of the jobs' file, which lacks the keys
+            of services.
         """
         for name, namespace, file, content in (
             (f"{self.name}-keys", self.namespace, _KEYS, keys),
@@ -211,7 +212,7 @@ class ClusterManifest:
         return {"apiVersion": version, "kind": kind, "metadata": metadata, **parts}
 
     def _settings(self) -> str:
-        """Return the workers' settings, as the coordinator reads them: what is not the default."""
+        """Return the workers' settings that differ from the defaults, as TOML for the coordinator."""
         default = Kubernetes()
         given = replace(self.workers, namespace="", context="")
         lines = [
@@ -248,7 +249,7 @@ class ClusterManifest:
     def _policy(
         self, pods: Mapping[str, str], ingress: Sequence[Mapping[str, Any]], *, suffix: str = ""
     ) -> dict[str, Any]:
-        """Return a policy that allows connections from these peers only."""
+        """Return a policy that allows only connections from `ingress` to the pods with these labels."""
         spec = {**_pods(pods), "policyTypes": ["Ingress"], "ingress": [*ingress]}
         policy = self._object("networking.k8s.io/v1", "NetworkPolicy", spec=spec)
         policy["metadata"] |= {"name": f"{self.name}{suffix}"}

@@ -29,9 +29,9 @@ class NodePods:
     """Pods that join a cluster as nodes: each runs shards of flows and their workers.
 
     Args:
-        count: of pods; 0: none, and workers are pods.
-        cpu, memory: requests of each, as quantities: for all its workers, and for the samples that its shards keep.
-        preload: modules that are imported once for its workers.
+        count: number of pods; 0: no nodes, and each worker is a pod.
+        cpu, memory: resources that each pod requests, as quantities, for all its workers and the samples of its shards.
+        preload: modules that each pod imports once for all its workers.
 
     Raises OptionError: a value is not possible.
     """
@@ -60,12 +60,13 @@ class NodePods:
         account: str,
         digest: str,
     ) -> dict[str, Any]:
-        """Return the spec of a Deployment: pods have unique names, so a new one does not wait for an earlier one.
+        """Return the spec of a Deployment, whose pods have unique names: a new pod need not wait for an old one's end.
 
         Args:
-            settings: image, user, and additions to the pods and containers of this cluster.
-            keys: the secret with the cluster's keys and address, the folder where it is mounted, its file.
-            digest: changes with the keys.
+            settings: image, user, and additions to the pods and their containers.
+            keys: (name of the secret with the cluster's keys and address, folder where it is mounted, name of its
+                file).
+            digest: text that changes with the keys, so that the pods are replaced.
         """
         secret, folder, file = keys
         pod: dict[str, Any] = {
@@ -114,5 +115,5 @@ class NodePods:
 
 
 def resources_of(cpu: str, memory: str) -> dict[str, Any]:
-    """Return the resources of a container that requests these, and may use as much memory."""
+    """Return a container's resources: it requests `cpu` and `memory`, and `memory` is also its limit."""
     return {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": memory}}

@@ -1,4 +1,4 @@
-"""Pods of a Kubernetes namespace, with a file for each: the only module that imports its client."""
+"""Pods of a Kubernetes namespace, each with a secret. No other module imports Kubernetes' client."""
 
 from __future__ import annotations
 
@@ -56,17 +56,18 @@ class _CoreClient(NamedTuple):
 
 
 class Pods:
-    """The pods of a namespace. Thread-safe. No call is tried twice.
+    """Client of the pods of a namespace. Thread-safe. No call is retried.
 
     Credentials are looked up again once they were rejected.
 
     Args:
-        namespace: empty: the kubeconfig's, or this pod's own.
-        context: of the kubeconfig; empty: its current one, or without a file this pod's service account.
+        namespace: name of the namespace; empty: the kubeconfig's, or this pod's own.
+        context: context in the kubeconfig; empty: the current context, or this pod's service account if there is no
+            file.
 
     Raises:
         MissingExtraError: the client is not installed.
-        OptionError: there is no cluster to connect to.
+        OptionError: no cluster is configured.
     """
 
     def __init__(self, namespace: str, context: str) -> None:
@@ -79,9 +80,9 @@ class Pods:
         self.namespace, self.host = client.namespace, client.host
 
     def create(self, body: Mapping[str, Any], *, is_trial: bool = False) -> str:
-        """Create a pod, and return its uid; an existing pod of this name counts as created.
+        """Create a pod, unless a pod of this name exists, and return its uid.
 
-        is_trial: only check it.
+        is_trial: only check the request.
         """
         name = body["metadata"]["name"]
         options = {"dry_run": "All"} if is_trial else {}
@@ -130,7 +131,7 @@ class Pods:
                     raise
 
     def delete(self, name: str, *, grace_s: int, is_trial: bool = False) -> None:
-        """End a pod by force after `grace_s`; a missing pod is not an error."""
+        """End a pod by force after `grace_s` seconds; a missing pod is no error."""
         options = {"dry_run": "All"} if is_trial else {}
         with self._calling(f"{name} cannot be stopped", missing=True) as client:
             _sent(
@@ -142,7 +143,7 @@ class Pods:
             )
 
     def list(self, selector: str) -> list[dict[str, Any]]:
-        """Return all pods with some labels, as Kubernetes selects them, in its own JSON."""
+        """Return all pods that match a label selector, in Kubernetes' JSON."""
         with self._calling("workers cannot be listed") as client:
             found: list[dict[str, Any]] = _sent(
                 client.core.list_namespaced_pod, client.namespace, label_selector=selector
@@ -165,7 +166,7 @@ class Pods:
 
     @contextmanager
     def _calling(self, what: str, *, missing: bool = False) -> Iterator[_CoreClient]:
-        """Yield the client, and convert its errors to those of this package. missing: ignore a missing object."""
+        """Yield the client, and translate its errors to ours. missing: ignore the error of a missing object."""
         try:
             yield self._current()
             self._was_known = True
@@ -210,7 +211,7 @@ def _connect(namespace: str, context: str) -> _CoreClient:
 
 
 def _sent(call: Any, *arguments: Any, **options: Any) -> Any:
-    """Return the answer to a call, as JSON. The client's own reader would log all of it, and so a secret."""
+    """Return a call's answer, parsed from JSON. The client's own parser would log all of it, including secrets."""
     return load_json(call(*arguments, **options, _request_timeout=CALL_S, _preload_content=False).data)
 
 
@@ -246,12 +247,12 @@ def _failure(what: str, error: Any, *, was_known: bool) -> PlatformError:
 
 
 def _is_there(error: Any) -> bool:
-    """Return whether this error means that the object exists already."""
+    """Return whether an error means that the object exists already."""
     return getattr(error, "status", None) == 409 and _status_of(error).get("reason") == "AlreadyExists"
 
 
 def _status_of(error: Any) -> Mapping[str, Any]:
-    """Return Kubernetes' own Status of a failure, if there is one."""
+    """Return the Status object that Kubernetes sent with an error; empty if there is none."""
     try:
         result = load_json(error.body)
     except (ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""Common parts of our pods, checks of users' additions, and the meaning of a pod's status."""
+"""Parts that all our pods have, checks of users' additions, and the meaning of a pod's status."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def field_env(name: str, path: str) -> dict[str, Any]:
 
 
 def check_quantity(name: str, text: str, *, zero: bool = False) -> None:
-    """Raise OptionError unless it is an amount, as Kubernetes writes it. zero: 0, no bound, is allowed."""
+    """Raise OptionError unless `text` is a quantity in Kubernetes' format. zero: whether 0 (no bound) is allowed."""
     if not _QUANTITY.fullmatch(text) or not (zero or re.search(r"[1-9]", text)):
         raise OptionError(f"{name}={text!r:.80}: give a quantity{'' if zero else ' above 0'}, as '500m' or '2Gi'")
 
@@ -65,7 +65,7 @@ def check_quantity(name: str, text: str, *, zero: bool = False) -> None:
 def check_label(
     name: str, text: str, *, longest: int = 63, dots: bool = False, begins_with_letter: bool = False
 ) -> None:
-    """Raise OptionError unless it can name an object of Kubernetes. dots: it may have parts."""
+    """Raise OptionError unless `text` can name a Kubernetes object. dots: whether it may contain dots."""
     parts = text.split(".") if dots else [text]
     good = len(text) <= longest and all(map(_LABEL.fullmatch, parts))
     if not good or (begins_with_letter and not text[0].isalpha()):
@@ -94,7 +94,7 @@ def labels_of(name: str) -> dict[str, str]:
 
 
 def merged(ours: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge additions into a spec: tables are merged, lists are appended, other values are replaced."""
+    """Return a spec with additions: tables are merged, lists are appended, other values are replaced."""
     both = {**ours}
     for key, value in given.items():
         there = both.get(key)
@@ -130,9 +130,9 @@ def fate_of(pod: Mapping[str, Any]) -> Fate:
 
 
 def is_left(pod: Mapping[str, Any], now: float) -> bool:
-    """Return whether the process that started a pod must be gone, as the pod has ended or waited for too long.
+    """Return whether a pod is a leftover of a killed process: it has ended, or waited too long, without being removed.
 
-    now: seconds since the epoch. If the cluster's clock differs, a pod stays longer, or its last output is lost.
+    now: seconds since 1970. If the cluster's clock differs, a pod stays longer, or its last output is lost.
     """
     status = pod.get("status", {})
     ends = [one.get("state", {}).get("terminated") or {} for one in status.get("containerStatuses", [])]
@@ -143,7 +143,7 @@ def is_left(pod: Mapping[str, Any], now: float) -> bool:
 
 
 def _seconds(text: str) -> float:
-    """Return a time of Kubernetes as seconds since the epoch; infinite if malformed."""
+    """Return a time in Kubernetes' format as seconds since 1970; infinite if malformed."""
     with suppress(ValueError):
         return float(calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ")))
     return float("inf")
@@ -196,12 +196,12 @@ _NAMED: Mapping[str, set[str]] = {
 
 
 def check_pod(given: Mapping[str, Any]) -> None:
-    """Check additions to the spec of a pod. Raises OptionError and OptionTypeError, which show no values."""
+    """Check additions to the spec of a pod. Raises OptionError or OptionTypeError, whose texts contain no values."""
     _check("pod", given, _POD)
 
 
 def check_container(given: Mapping[str, Any]) -> None:
-    """Check additions to the spec of its container. Raises as `check_pod`."""
+    """Check additions to the spec of a pod's container. Raises the errors of `check_pod`."""
     _check("container", given, _CONTAINER)
 
 

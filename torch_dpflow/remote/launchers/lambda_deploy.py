@@ -21,7 +21,7 @@ CALL_S = 60.0
 
 
 def function_of(settings: Lambda, handler: str = HANDLER) -> dict[str, Any]:
-    """Return the function's configuration, as AWS's client takes it."""
+    """Return the function's configuration, as arguments of AWS's client."""
     vpc = settings.vpc
     return {
         "Role": settings.role,
@@ -37,14 +37,14 @@ def function_of(settings: Lambda, handler: str = HANDLER) -> dict[str, Any]:
 
 
 def deploy(settings: Lambda, image: str, *, dry_run: bool = False, handler: str = HANDLER) -> Iterator[str]:
-    """Create the function, or update it to these settings. Yield a line of text for each change.
+    """Create the function, or update it to these settings; yield each step as a line of text.
 
     Args:
-        dry_run: change nothing, and yield what would be done; without credentials nothing is compared.
+        dry_run: change nothing, and yield the steps that would be taken; without credentials nothing is compared.
         handler: the function's entry point, which runs launch specs; tests replace it.
 
     Raises:
-        OptionError: there is no image or no role.
+        OptionError: the image or the role is missing.
         PlatformError: Lambda rejects a call.
     """
     if not image:
@@ -78,7 +78,7 @@ def deploy(settings: Lambda, image: str, *, dry_run: bool = False, handler: str 
 
 
 def remove(settings: Lambda, *, dry_run: bool = False) -> Iterator[str]:
-    """Remove the function; yield what is done, for display. Raises PlatformError."""
+    """Remove the function; yield each step as a line of text. Raises PlatformError."""
     client = _client(settings)
 
     def delete() -> None:
@@ -97,7 +97,7 @@ def _place(client: AwsClient, settings: Lambda) -> str:
 
 
 def _there(client: AwsClient, settings: Lambda) -> Mapping[str, Any] | None:
-    """Return the function's configuration, as `function_of`, with its image."""
+    """Return the existing function's configuration and image, in the form of `function_of`; None without one."""
     try:
         with client.calling(f"function {settings.function!r} cannot be read") as lambda_:
             found = lambda_.get_function(FunctionName=settings.function)
@@ -116,7 +116,10 @@ def _there(client: AwsClient, settings: Lambda) -> Mapping[str, Any] | None:
 
 
 def _await_done(client: AwsClient, settings: Lambda) -> None:
-    """Wait until the latest change is done. Raises RejectedError if it failed, UnavailableError after a timeout."""
+    """Wait until the latest change has taken effect.
+
+    Raises RejectedError if it failed, UnavailableError after a timeout.
+    """
     deadline = time.monotonic() + DONE_S
     while True:
         with client.calling(f"function {settings.function!r} cannot be read") as lambda_:

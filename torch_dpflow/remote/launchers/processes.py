@@ -1,4 +1,4 @@
-"""Workers as processes of this host, which connect over tcp as those of any other platform do."""
+"""Workers as processes of this host, which connect over TCP like remote workers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Child:
 
 
 def take_launch_spec(file: str = "") -> bytes:
-    """Return this process's launch spec, from a file, the environment or standard input, and erase it there.
+    """Read this process's launch spec from a file, the environment or standard input, and erase it there.
 
     Raises OSError if the file cannot be read.
     """
@@ -65,9 +65,9 @@ def _erase(name: str) -> None:
 
 
 class SubprocessLauncher:
-    """Starts `python -m module`, which reads its launch spec by `take_launch_spec`.
+    """Launcher of workers as `python -m module`, which reads its launch spec by `take_launch_spec`.
 
-    A worker leads a session, and what it starts is killed with it. Other processes find it by its
+    A worker leads a session, and the processes that it starts are killed with it. Other launchers find it by its
     environment, which only this user may read.
 
     Args:
@@ -168,7 +168,7 @@ class SubprocessLauncher:
         return _Child(pid, errors)
 
     def _fate(self, child: _Child) -> Fate:
-        """Return a child's fate; reap it once it has ended."""
+        """Return a child's fate; if the child has ended, reap it."""
         if child.end is None:
             try:
                 done = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG)
@@ -187,9 +187,9 @@ class SubprocessLauncher:
 
 
 def _kill(pid: int, name: str = "") -> None:
-    """Kill a session's leader and all processes that it has started, and wait a little for its end.
+    """Kill a session's leader and all processes that it has started; wait briefly for their end.
 
-    name: of the worker; given if the worker may have ended meanwhile, and its pid may be reused.
+    name: name of the worker; required if the worker may have ended, so that another process may have its pid.
     """
     with suppress(ProcessLookupError), ExitStack() as stack:
         poller, timeout_s = select.poll(), 0.0
@@ -204,7 +204,7 @@ def _kill(pid: int, name: str = "") -> None:
 
 
 def _name_of(pid: int) -> str:
-    """Return the name of a process's worker; empty if it is none, has ended, or is another user's."""
+    """Return the worker name of a process; empty if it is no worker, has ended, or belongs to another user."""
     file, until = Path(f"/proc/{pid}/environ"), time.monotonic() + END_S
     try:
         while not (environ := file.read_bytes()) and _has_variables(pid) and time.monotonic() < until:
@@ -218,7 +218,7 @@ def _name_of(pid: int) -> str:
 
 
 def _has_variables(pid: int) -> bool:
-    """Return whether a process of this user has an environment, or will have: its program is being loaded."""
+    """Return whether a process of this user has an environment, or will have it once its program is loaded."""
     try:
         start, end = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[47:49]
         os.readlink(f"/proc/{pid}/exe")  # a process that has ended has none
@@ -228,7 +228,7 @@ def _has_variables(pid: int) -> bool:
 
 
 def _tail(file: IO[bytes]) -> str:
-    """Return the end of a file, and close it."""
+    """Return the last lines of a file, and close it."""
     if file.closed:
         return ""
     with file:
@@ -281,7 +281,7 @@ class Processes:
         return bool(self.python)  # this one's workers have its path
 
     def check_installed(self) -> None:
-        """Do nothing: there is no library."""
+        """Do nothing: this platform needs no library."""
 
     def check_workers(self, workers: int) -> None:
         """Do nothing: processes of this host are not billed."""

@@ -70,22 +70,22 @@ class Ray:
 
     With `dpflow up --nodes`, each actor is a node of the cluster with shards and their workers.
 
-    An actor leaves the placement group of the task or actor that starts it, as of a trial of Ray Tune, so the cluster
-    needs additional capacity. It ends with the process that has started it.
+    Actors are placed outside the placement group of the task or actor that starts them, such as a trial of Ray Tune, so
+    the cluster needs additional capacity. An actor ends with the process that started it.
 
     Args:
         cpus: CPUs of each actor; fractions are allowed.
         memory: memory that Ray reserves for each actor, such as "2GiB", or a number of bytes; empty: none.
         resources: custom resources of each actor, as defined in the Ray cluster.
-        address: the Ray cluster's address, such as "10.0.0.5:6379"; empty: the cluster of this process, else that of
-            `RAY_ADDRESS`, else that of this host.
+        address: the Ray cluster's address, such as "10.0.0.5:6379"; empty: this process's cluster, else the cluster at
+            `RAY_ADDRESS`, else this host's cluster.
         runtime_env: Ray's option, for each actor. With "working_dir" or "py_modules", the user's modules are not sent.
         wait_s: seconds after which an actor counts as refused if it does not run because the cluster is full.
             Raise it for a slow `runtime_env`, and for an autoscaler, which adds nodes for waiting actors. Without an
             autoscaler the loader fails after this time if no node can hold an actor.
 
     Raises:
-        OptionError: a value is out of range, or the address is one of Ray Client (`ray://`), or not an address.
+        OptionError: a value is out of range, or the address is malformed or an address of Ray Client (`ray://`).
         OptionTypeError: a value is of another type.
     """
 
@@ -123,7 +123,7 @@ class Ray:
 
     @property
     def needs(self) -> dict[str, float]:
-        """Resources of each actor, by Ray's names."""
+        """Resources that each actor needs, by Ray's names."""
         memory = _bytes_of(self.memory)
         return {"CPU": self.cpus, **self.resources, **({"memory": float(memory)} if memory else {})}
 
@@ -172,18 +172,18 @@ class Ray:
 
 
 class RayLauncher:
-    """The control plane of a Ray cluster.
+    """Launcher of workers as actors of a Ray cluster.
 
     Args:
-        settings: of the actors and the cluster.
-        module: what workers run, by its `run(launch_spec)`.
+        settings: settings of the actors and the cluster.
+        module: the module whose `run(launch_spec)` workers run.
         detached: whether actors outlive the process that starts them.
-        owns_process: whether to end this process if its Ray node has ended, as the service's next process connects to
-            another one. Ray itself keeps the connection, but starts nothing.
+        owns_process: whether to end this process if its Ray node has ended, so that the service's next process connects
+            to another node. Ray itself keeps the connection, but starts nothing.
 
     Raises:
         MissingExtraError: Ray is not installed.
-        OptionError: this process is a Ray client, or is in another cluster.
+        OptionError: this process is a Ray client, or is connected to another cluster.
         PlatformError: the cluster cannot be reached, or rejects a call.
     """
 
@@ -293,12 +293,12 @@ class RayLauncher:
         """Do nothing: the connection belongs to the process, which may use Ray for other work."""
 
     def _check_connected(self) -> None:
-        """Raise RejectedError without a connection: Ray would connect again, or start a cluster, by itself."""
+        """Raise RejectedError if there is no connection: Ray would otherwise connect again, or start a cluster."""
         if not self._ray.is_initialized():
             raise RejectedError(f"{_LEFT}: call it once loaders are closed")
 
     def _check_node(self) -> None:
-        """Raise RejectedError, or end the process, if the Ray node to which it is connected has ended."""
+        """Raise RejectedError, or end this process if `owns_process`, when its Ray node has ended."""
         if any(node["NodeID"] == self._node for node in nodes_of(self._ray)):
             return
         text = "the Ray node to which this process is connected has ended"
@@ -308,7 +308,7 @@ class RayLauncher:
         raise RejectedError(f"{text}: call ray.shutdown() once loaders are closed, and start Ray on this host again")
 
     def _create(self, name: str) -> Any:
-        """Create an actor of this name, without a launch spec yet; None if it exists already."""
+        """Create and return an actor of this name, without a launch spec yet; None if the actor exists already."""
         from_ray = self._ray.exceptions
         try:
             return self._class.options(name=name, **self._options).remote()
@@ -321,7 +321,7 @@ class RayLauncher:
             return self._find(name, lost)
 
     def _find(self, name: str, lost: PlatformError) -> Any:
-        """Return the actor whose creation was not answered; raise UnavailableError if there is none."""
+        """Return the actor whose creation was not answered. Raises UnavailableError if it does not exist."""
         try:
             return self._ray.get_actor(name, namespace=NAMESPACE)
         except ValueError:
@@ -330,7 +330,7 @@ class RayLauncher:
             raise lost from None
 
     def _await_place(self, name: str, ready: Any, wait_s: float) -> None:
-        """Wait until an actor runs. Raises PlatformError, after ending it, if it has failed or the cluster is full."""
+        """Wait until an actor runs. If it fails or the cluster is full, end the actor and raise PlatformError."""
         if self._ray.wait([ready], timeout=wait_s)[0]:
             try:
                 self._ray.get(ready)
@@ -356,7 +356,7 @@ class RayLauncher:
         return QuotaError(f"{name} has no room in Ray: {self._capacity.explain(kind, running, wanted)}")
 
     def _end_of(self, name: str, run: Any) -> End:
-        """Return how a worker has ended, once its `run` has, and drop its actor."""
+        """Drop the actor of a worker whose `run` has ended, and return how it ended."""
         try:
             pid, code, report = self._ray.get(run)
         except Exception as error:
@@ -384,13 +384,13 @@ def _bytes_of(memory: int | str) -> int:
 
 
 def _parent(name: str) -> str:
-    """Return the name without its last part: of a worker its place, of a place its fleet."""
+    """Return the name without its last part: the place of a worker, or the fleet of a place."""
     return name.rpartition("-")[0]
 
 
 @contextmanager
 def _translated(what: str) -> Iterator[None]:
-    """Convert errors of Ray to those of this package."""
+    """Translate errors of Ray to ours. what: begins their texts."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A connection to a Ray cluster, its capacity, and the actor that runs there: the only module that imports ray.
+"""Connection to a Ray cluster, its capacity, and the actor that runs there. No other module imports ray.
 
 The actor runs the worker in a child process, for two reasons. The worker's torch needs the main thread and its signals,
 which Ray uses in the actor's process. User code may also call os._exit or crash: the actor survives that, and reports
@@ -53,7 +53,7 @@ PROBE_S = 5.0
 
 
 def check_address(address: str, name: str = "address") -> None:
-    """Raise OptionError for an address that is not a cluster's, or of Ray Client; empty or "auto" is allowed."""
+    """Raise OptionError for a malformed address, or an address of Ray Client; empty and "auto" are allowed."""
     if address.startswith(_CLIENT):
         raise OptionError(f"{name}={address!r}: {_NO_CLIENT}")
     if address in ("", "auto"):
@@ -65,11 +65,11 @@ def check_address(address: str, name: str = "address") -> None:
 def connect(address: str) -> Any:
     """Connect to a Ray cluster and return the module `ray`.
 
-    In order: this process's connection, this address, `RAY_ADDRESS`, this host's cluster.
+    Uses the first of: this process's connection, `address`, `RAY_ADDRESS`, this host's cluster.
 
     Raises:
         MissingExtraError: Ray is not installed.
-        OptionError: this process is a Ray client, or in a cluster other than this address's.
+        OptionError: this process is a Ray client, or is connected to a cluster at another address.
         PlatformError: there is no cluster, or it rejects the connection.
     """
     require(*REQUIRED)
@@ -112,7 +112,7 @@ def _join(ray: Any, address: str) -> None:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Leave SIGTERM as it was: Ray's handlers write a stack, abort after 3 s, and replace the user's."""
+    """Restore SIGTERM's handler after the body: Ray's would print a stack, abort after 3 s, and replace the user's."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -122,9 +122,9 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def _found() -> str:
-    """Return the address that Ray's "auto" leads to; empty if that cannot be known.
+    """Return the address that Ray's "auto" resolves to; empty if it cannot be determined.
 
-    Raises ConnectionError if it leads nowhere.
+    Raises ConnectionError if it resolves to no cluster.
     """
     try:
         from ray._private.services import canonicalize_bootstrap_address, find_gcs_addresses
@@ -136,7 +136,7 @@ def _found() -> str:
 
 
 def _is_same(ray: Any, address: str, connected: str) -> bool:
-    """Return whether two addresses are one cluster's: Ray replaces localhost by this node's IP."""
+    """Return whether two addresses belong to the same cluster: Ray replaces localhost by this node's IP."""
     (host, port), (other, its_port) = _split(address), _split(connected)
     return int(port) == int(its_port) and not _ips(ray, host).isdisjoint(_ips(ray, other))
 
@@ -151,7 +151,7 @@ def _ips(ray: Any, host: str) -> set[str]:
 
 
 def _no_connection(where: str, error: Exception) -> PlatformError:
-    """Return the error for an unusable cluster. where: its address, for display."""
+    """Return the error for a cluster that cannot be reached. where: its address, for display."""
     chain: list[BaseException] = [error]
     while cause := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(cause)
@@ -170,7 +170,10 @@ def _no_connection(where: str, error: Exception) -> PlatformError:
 
 
 def _probe(address: str) -> None:
-    """Connect and hang up: Ray itself retries for minutes and then ends the process. Raises OSError."""
+    """Test a connection to the address, because Ray itself retries for minutes and then ends the process.
+
+    Raises OSError.
+    """
     host, port = _split(address)
     socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
 
@@ -181,7 +184,7 @@ def _split(address: str) -> tuple[str, str]:
 
 
 def ray_error(what: str, error: Exception) -> PlatformError:
-    """Translate an error of Ray. An unknown kind leaves open whether anything was done."""
+    """Translate an error of Ray. For an unknown error it stays open whether the call took effect."""
     from ray import exceptions
 
     text = f"{what}: {_line_of(error)}"
@@ -205,21 +208,21 @@ def nodes_of(ray: Any) -> list[Mapping[str, Any]]:
 
 
 class RayCapacity:
-    """Resources that actors need, by Ray's names, and the cluster's capacity of them."""
+    """Resources that actors need, by Ray's names, and the cluster's capacity for them."""
 
     def __init__(self, ray: Any, needs: Mapping[str, float]) -> None:
         self._ray = ray
         self._needs = dict(needs)
 
     def fitting(self) -> int:
-        """Return how many actors the nodes could hold if they held nothing else."""
+        """Return how many actors fit on the nodes if nothing else runs there."""
         return sum(
             min(int(node["Resources"].get(kind, 0.0) / need + _TOLERANCE) for kind, need in self._needs.items())
             for node in nodes_of(self._ray)
         )
 
     def misfit(self) -> str:
-        """Return why no node can ever hold an actor; empty if one can, or if an autoscaler may add such a node."""
+        """Return why no node can ever hold an actor; empty if a node can, or if an autoscaler may add one that can."""
         nodes = nodes_of(self._ray)
         if self.fitting() or any(_NODE_GROUP in node.get("Labels", ()) for node in nodes):
             return ""
@@ -230,12 +233,12 @@ class RayCapacity:
         return f"it takes {each}, and no node of the cluster has {most}: give less, or add such a node"
 
     def _largest(self) -> dict[str, float]:
-        """Return for each resource that an actor needs the largest amount of any node."""
+        """Return the largest amount on any node, for each resource that an actor needs."""
         nodes = nodes_of(self._ray)
         return {kind: max((node["Resources"].get(kind, 0.0) for node in nodes), default=0.0) for kind in self._needs}
 
     def lacking(self) -> str:
-        """Return the resource that another actor lacks; empty if none is lacking."""
+        """Return the resource that is too scarce now for another actor; empty if there is none."""
         # First what no node has at all: what others hold may be free a moment later.
         resources = (self._largest(), self._ray.available_resources())
         return next(
@@ -286,12 +289,12 @@ class WorkerActor:
         self._idle.start()
 
     def ready(self) -> None:
-        """Answered once the actor has its place."""
+        """Return None. Ray answers this call once the actor is placed."""
 
     def run(self, module: str, launch_spec: bytes) -> tuple[int, int, str]:
-        """Run a worker to its end.
+        """Run a worker until it ends; return (pid, status, output).
 
-        Return its pid, its exit code or minus its signal, and the end of its standard error.
+        The status is the exit code, or minus the signal; the output is the end of standard error.
         """
         self._idle.cancel()
         try:
@@ -333,7 +336,7 @@ def _current_actor() -> Any:
 
 
 def main(module: str, parent: int) -> Any:
-    """Run the worker whose launch spec is on standard input; return its result."""
+    """Run the worker whose launch spec is on standard input; return the result of `module.run`."""
     exit_with(parent, by_kernel=True)
     return import_module(module).run(take_launch_spec())
 

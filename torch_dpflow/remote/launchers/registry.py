@@ -1,4 +1,4 @@
-"""The platforms that can be named, imported when used: each needs a library that others do not have."""
+"""Registry of platforms by name. A platform's library is imported only when the platform is used."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _WITH_NODES = ("ray",)
 
 
 def resolve(platform: str | PlatformSpec) -> PlatformSpec:
-    """Return the platform of a name, with the settings of files and the environment, or the given platform.
+    """Return the settings of a platform: those of files and the environment for a name, else the given object.
 
     Raises:
-        OptionError: there is none of this name, or a setting is wrong: see `settings`.
-        OptionTypeError: it is neither.
+        OptionError: there is no platform of this name, or a setting is invalid: see `settings`.
+        OptionTypeError: `platform` is neither a name nor settings.
     """
     if isinstance(platform, str):
         if platform not in _KNOWN:
@@ -68,14 +68,14 @@ def resolve(platform: str | PlatformSpec) -> PlatformSpec:
 
 @cache
 def warn_experimental(name: str) -> None:
-    """Warn once per process that this platform has never been tested on its real cloud."""
+    """Warn, once per process, that this platform has never been tested on its real cloud."""
     SERVICE.warning("platform %s is experimental: tested against test doubles, never on its cloud", name)
 
 
 def network() -> tuple[settings.Network, str]:
-    """Return the table `network` of files and the environment, and the place where its `listen` is set, for display.
+    """Return the table `network` of files and the environment, and where `listen` is set, for display.
 
-    Raises OptionError as `resolve`.
+    Raises OptionError if a file or variable is invalid.
     """
     found = settings.read(_KINDS)["network"]
     place = found["listen"].place if "listen" in found else ""
@@ -85,7 +85,7 @@ def network() -> tuple[settings.Network, str]:
 def autoscale() -> settings.Autoscale:
     """Return the table `autoscale` of files and the environment.
 
-    Raises OptionError as `resolve`, also if its `min` is above its `max`.
+    Raises OptionError if a file or variable is invalid, or if `min` is above `max`.
     """
     found = settings.read(_KINDS)["autoscale"]
     table = settings.Autoscale(**{key: setting.value for key, setting in found.items()})
@@ -124,12 +124,14 @@ CHECK_S = 120.0
 
 
 def check_reachable(platform: str, listen: str, *, nodes: bool = False) -> str:
-    """Raise what connecting to a platform raises, or OptionError if workers cannot reach `listen`.
+    """Check that a platform can be opened and that its workers can reach `listen`; return the nodes' address.
 
-    Runs in a separate process, as the platform's library may start threads or end the process.
+    Runs in a separate process, because the platform's library may start threads or end the process. Raises the errors
+    of connecting to the platform, or OptionError if workers cannot reach `listen`.
 
     listen: the address; empty: chosen by the platform.
-    nodes: check whether it can run nodes, and return the address of this host by which they reach it; otherwise "".
+    nodes: also check that the platform can run nodes, and return the address of this host by which nodes reach it;
+        otherwise return "".
     """
     command = [sys.executable, "-m", __name__, platform, listen, "nodes" if nodes else ""]
     try:
@@ -154,7 +156,7 @@ def with_nodes() -> list[str]:
 
 
 def as_nodes(platform: PlatformSpec) -> NodePlatform | None:
-    """Return a platform that can run nodes of a cluster; None if this one cannot."""
+    """Return `platform` if it can run nodes of a cluster; otherwise None."""
     return cast(NodePlatform, platform) if hasattr(platform, "open_nodes") else None
 
 

@@ -1,6 +1,6 @@
-"""Settings of platforms from files and the environment, for a platform that is given by its name.
+"""Settings of platforms from files and the environment, used if a platform is given by its name.
 
-Files, in this order; the first one with a setting decides: `dpflow.toml`, or else the table `tool.dpflow` of
+Files, in this order; the first file with a setting decides: `dpflow.toml`, or else the table `tool.dpflow` of
 `pyproject.toml`, in the nearest directory from the current one upwards that has one; `~/.config/dpflow/config.toml`.
 `DPFLOW_CONFIG` names one file that is read in place of all of these. Variables take precedence over files:
 `DPFLOW_PLATFORM_RAY_CPUS` is `cpus` of the table `platform.ray`, `DPFLOW_NETWORK_LISTEN` is `listen` of `network`,
@@ -38,7 +38,7 @@ _HEADING, _KEY = re.compile(r"\s*\[+\s*([^\]]*?)\s*\]"), re.compile(r"\s*[\"']?(
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """The table `network`: where a loader listens for workers, as `LoaderOptions(listen=)`; empty: it decides."""
+    """The table `network`. listen: the address at which a loader listens for workers; empty: the platform decides."""
 
     listen: str = ""
 
@@ -49,11 +49,11 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Autoscale:
-    """The table `autoscale`: the range in which a cluster's workers follow the jobs' needs, as `dpflow up --autoscale`.
+    """The table `autoscale`: limits of a cluster's number of workers, as in `dpflow up --autoscale`.
 
     Args:
-        min, max: of all flows together; max None: as many as they request, without autoscaling.
-        hold: how long a job that pauses, as for a validation, keeps its workers: "2m", or seconds.
+        min, max: limits for all flows together. max=None: the number that flows request, without autoscaling.
+        hold: time for which a paused job, as during a validation, keeps its workers: "2m", or a number of seconds.
     """
 
     min: int = 0
@@ -74,7 +74,7 @@ class Autoscale:
 
 @dataclass(frozen=True)
 class Setting:
-    """A value, and where it was found, for display."""
+    """Value of a setting, and where it was found, for display."""
 
     value: Any
     place: str
@@ -82,7 +82,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class _Source:
-    """A file, or the environment, which has no lines."""
+    """Source of settings: a file, or the environment."""
 
     values: Mapping[str, Any]
     #: Its name in messages, and its lines if it is a file.
@@ -108,15 +108,15 @@ class _Source:
 
 
 def read(kinds: Mapping[str, Callable[[], type[Any]]]) -> dict[str, dict[str, Setting]]:
-    """Return the settings of each table, as `platform.ray` or `network`: arguments of its class.
+    """Return the settings of each table, such as `platform.ray` or `network`, by name of the setting.
 
-    All tables are checked, not only the one that is used.
+    All tables are checked, even if only one is used.
 
-    kinds: by table, what returns the dataclass of its settings, which have defaults.
+    kinds: for each table, a function that returns the dataclass of its settings.
 
     Raises:
-        OptionError: a file cannot be read, or it or a variable has an unknown name, or a value that is not possible.
-        MissingExtraError: there is a file, and Python 3.10 has no reader of it.
+        OptionError: a file cannot be read, or a file or variable has an unknown name or an invalid value.
+        MissingExtraError: a file exists, and on Python 3.10 the package that parses TOML is not installed.
     """
     found: dict[str, dict[str, Setting]] = {table: {} for table in kinds}
     for source in [*_files(), _environment()]:  # from the last to decide to the first
@@ -146,7 +146,7 @@ def _setting(source: _Source, table: str, key: str, value: Any, kind: type[Any])
 
 
 def _tables_of(source: _Source, kinds: Collection[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield a source's tables, by their full names. Raises OptionError for an unknown one."""
+    """Yield (full name, table) for each table of a source. Raises OptionError for an unknown table."""
     tops = {table.partition(".")[0] for table in kinds}
     for name, inner in source.values.items():
         if name not in tops:
@@ -168,7 +168,7 @@ def _check_table(source: _Source, parent: str, name: str, values: Any, allowed: 
 
 
 def _files() -> Iterator[_Source]:
-    """Yield the files; the last one decides."""
+    """Yield the files that exist; a later file takes precedence."""
     named = os.environ.get(CONFIG_VARIABLE)
     if named:
         yield _read(os.path.expanduser(named), f"{CONFIG_VARIABLE} names it")
@@ -189,7 +189,7 @@ def _files() -> Iterator[_Source]:
 
 
 def _is_of_ours(text: str) -> bool:
-    """Return whether a pyproject.toml has a table of this package."""
+    """Return whether the text of a pyproject.toml has a table of this package."""
     if "[tool.dpflow" in text or "dpflow" not in text:
         return "[tool.dpflow" in text  # also if it is invalid TOML, which is reported then
     with suppress(ValueError, TypeError, RecursionError, MissingExtraError):
@@ -240,7 +240,7 @@ def _environment() -> _Source:
 
 
 def _variables() -> list[str]:
-    """Return the environment variables with our prefix, which should be settings."""
+    """Return the names of environment variables that begin like those of settings, sorted."""
     tables = tuple(f"{_variable(table)}_" for table in ("platform", "network", "autoscale"))
     return sorted(name for name, text in os.environ.items() if text and f"{name}_".startswith(tables))
 
@@ -250,7 +250,7 @@ def _variable(name: str) -> str:
 
 
 def _value(variable: str) -> Any:
-    """Return the text of a variable, parsed as TOML if it is a table."""
+    """Return the value of a variable: a table if its text is a TOML table, else the text."""
     text = os.environ[variable]
     if not text.lstrip().startswith("{"):
         return text

@@ -44,7 +44,7 @@ MAX_PAUSE_S = 10.0
 
 @dataclass(eq=False)
 class _Requested:
-    """A worker that was requested and has not ended."""
+    """State of a worker that was requested and has not ended."""
 
     name: str
     #: Emptied once it was sent: it has a key.
@@ -66,15 +66,15 @@ class _Requested:
 
 
 class ThreadedPlatform:
-    """The `RemotePlatform` of a launcher, which it closes at the end.
+    """`RemotePlatform` around a launcher, which `close` closes.
 
-    One thread chooses the next call, and each call has a separate thread, so that a call that hangs delays no other.
-    A start counts as lost after `deadline_s`; the worker can then be stopped by its name. Stops come first, and are
-    repeated until the platform has accepted them. Starts are never repeated.
+    One thread chooses the next call, and each call has a separate thread, so that a call that hangs delays no other. A
+    start counts as lost after `deadline_s`; the worker can then be stopped by its name. Calls of `stop` come before all
+    others, and are repeated until the platform has accepted them. Starts are never repeated.
 
     Args:
-        deadline_s: how long a start may take, seconds.
-        sweep_s: how often to look at all workers, seconds.
+        deadline_s: time limit of a start, seconds.
+        sweep_s: period of looking at all workers, seconds.
 
     Raises DescriptorLimitError: this process has too many files open.
     """
@@ -212,7 +212,7 @@ class ThreadedPlatform:
                 self._changed.notify_all()
 
     def _next(self, now: float) -> Callable[[], None] | None:
-        """Return the next call; None if none is due or may be made."""
+        """Return the next call to make; None if no call is due or allowed now."""
         # Each hung call is replaced by another one, up to the same number of calls.
         most = self.limits.calls_at_once
         free = most - len(self._threads) + min(self._hung, most)
@@ -235,7 +235,7 @@ class ThreadedPlatform:
         return None
 
     def _idle_s(self, now: float) -> float | None:
-        """Return how long until the next call is due, at most, seconds."""
+        """Return the longest time to wait before the next call, seconds; None: no limit."""
         waits = [due - now for due in self._to_stop.values()]
         waits += [worker.overdue_at - now for worker in self._starting.values()]
         waits += [until - now for until in self._suspects.values()]
@@ -400,7 +400,7 @@ class ThreadedPlatform:
         self._events.append(outcome)
 
     def _failure_of(self, call: Callable[[], None]) -> str:
-        """Make a call; return its error, empty if there is none."""
+        """Make a call; return the text of its error, or ""."""
         try:
             call()
         except Exception as error:  # a launcher's faults too: a stop is always repeated

@@ -1,4 +1,4 @@
-"""The transport over ZeroMQ's ROUTER and DEALER. No other package of the library imports zmq."""
+"""Transport over ZeroMQ's ROUTER and DEALER. No other package of the library imports zmq."""
 
 from __future__ import annotations
 

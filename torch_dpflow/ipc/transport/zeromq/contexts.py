@@ -1,4 +1,4 @@
-"""The zmq contexts of a process: shared use, forks, CURVE keys of peers; and whether an ipc path is free."""
+"""The zmq contexts of a process: shared use, forks, CURVE keys of peers; and a check that an ipc path is free."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _MAX_KEPT_BYTES = 31 * 1024 * 1024
 
 
 class SharedContext:
-    """One zmq context with a count of its users; the last one ends it. Thread-safe; a forked child has none."""
+    """Shared zmq context with a count of its users; the last user ends it.
+
+    Thread-safe; a forked child has no context.
+    """
 
     def __init__(self) -> None:
         # Reentrant: the garbage collector may close a socket, which releases the context, while the lock is held.
@@ -38,7 +41,7 @@ class SharedContext:
         self._users = 0
 
     def take(self) -> zmq.SyncContext:
-        """Return the context, for one more user, which later calls `give_back`. Raises DescriptorLimitError."""
+        """Count one more user, which later calls `give_back`; return the context. Raises DescriptorLimitError."""
         with self._lock:
             self._users += 1  # first: a socket that is collected meanwhile must not end the context
             try:
@@ -50,7 +53,7 @@ class SharedContext:
             return self._context
 
     def give_back(self) -> None:
-        """Release the context; the user's socket is closed."""
+        """Release the context. The user must have closed its socket."""
         with self._lock:
             self._users -= 1
             if self._users or self._context is None:
@@ -59,7 +62,7 @@ class SharedContext:
         context.term()
 
     def leave_behind(self) -> zmq.SyncContext | None:
-        """In a forked child: detach the parent's context and return it."""
+        """Detach the parent's context in a forked child, and return it."""
         context, self._context = self._context, None
         self._lock = threading.RLock()
         self._users = 0
@@ -76,8 +79,8 @@ _inherited: list[object] = []
 def guarded_context(keys: ServerKeys | WorkerKeys) -> zmq.SyncContext:
     """Create a context whose listener accepts these keys only.
 
-    libzmq authenticates a peer before it passes on any message. It has one authenticator per context, hence a context
-    of its own for each listener with keys.
+    libzmq authenticates a peer before it passes on any message. It has one authenticator per context, so each listener
+    with keys has a separate context.
     """
     context = _new_context()
     authenticator = context.socket(zmq.REP)
@@ -102,16 +105,16 @@ def draw_key_pair() -> tuple[bytes, bytes]:
 def keep_freed_memory() -> None:
     """Make glibc reuse freed frames instead of returning their pages to the kernel.
 
-    glibc raises its thresholds for this, for the whole process, when a large buffer is freed. The pages of the buffer
-    freed here are never touched. Without this, receiving 2.5 MB costs 600 page faults, which take as long as everything
-    else. It is done only once, and a forked child inherits it: a second buffer would come from used memory and be
-    cleared, which takes 20 ms.
+    glibc raises its thresholds for the whole process when a large buffer is freed. The pages of the buffer freed here
+        are never touched. Otherwise receiving 2.5 MB costs 600 page faults, which double the time. Only the first call
+        frees a buffer, and a forked child inherits the thresholds: a second buffer would come from used memory and be
+        cleared, which takes 20 ms.
     """
     bytes(_MAX_KEPT_BYTES)
 
 
 def _authenticate(socket: zmq.SyncSocket, user_of: Callable[[bytes], str | None]) -> None:
-    """Answer ZAP requests, which ask whether a peer's CURVE key is accepted, until the context ends."""
+    """Answer ZAP requests, in which libzmq asks whether to accept a peer's CURVE key, until the context ends."""
     with socket:
         while True:
             try:
@@ -135,9 +138,11 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def check_path(path: str, *, take_leftover: bool) -> None:
-    """Raise OSError if another process listens at an ipc path: libzmq would silently replace its socket.
+    """Raise OSError if another process listens at `path`, whose socket libzmq would silently replace.
 
-    A file without a listener was left by a killed process, or is about to be removed by one that closes.
+    A file without a listener was left by a killed process, or a closing process is about to remove it.
+
+    take_leftover: whether a file without a listener is allowed.
     """
     try:
         mode = os.stat(path).st_mode

@@ -1,7 +1,7 @@
-"""A listener and a connection over ZeroMQ's ROUTER and DEALER.
+"""Listener and connection over ZeroMQ's ROUTER and DEALER.
 
 Large frames are sent without a copy: pyzmq keeps them alive until the io thread has written them. A received frame is
-forwarded by reference. Small frames are copied, which is cheaper than tracking when they were sent.
+forwarded by reference. Small frames are copied, which costs less than tracking when they were sent.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 class _SocketEndpoint:
-    """The base of both sides: a socket, a way to wake it, frames in and out."""
+    """Base class of both sides: a socket, a way to wake it, frames in and out."""
 
     def __init__(
         self, kind: int, address: str, options: TransportOptions, context: zmq.SyncContext | None = None
@@ -117,7 +117,7 @@ class _SocketEndpoint:
             raise PeerLostError(f"the socket of {self.address} is closed")
 
     def _await_input(self, timeout_s: float | None) -> bool:
-        """Return whether a message has arrived; False on a timeout, after `wake` and for a watched descriptor."""
+        """Wait; return True if a message has arrived, False on a timeout, after `wake` or for a watched descriptor."""
         timeout_ms = -1 if timeout_s is None else math.ceil(timeout_s * 1000)
         woken = False
         for item, _ in zmq.zmq_poll(self.poll_set, timeout_ms):
@@ -131,7 +131,7 @@ class _SocketEndpoint:
         return False
 
     def _receive(self, timeout_s: float | None) -> list[memoryview] | None:
-        """Return one message within the limits; others are dropped and counted."""
+        """Wait and return one message within the limits; other messages are dropped and counted."""
         if self._closed or self._foreign:
             self._check_usable()
         deadline = time.monotonic() + timeout_s if timeout_s else None
@@ -152,7 +152,7 @@ class _SocketEndpoint:
                 timeout_s = max(0.0, deadline - time.monotonic())
 
     def _note_losses(self) -> None:
-        """Count the events of the monitor."""
+        """Count the ended connections that the socket's monitor reports."""
 
     def _collect(self, frame: zmq.Frame) -> list[memoryview] | None:
         frames = [_view(frame)]
@@ -167,7 +167,7 @@ class _SocketEndpoint:
         return frames
 
     def _send(self, frames: Sequence[Frame]) -> None:
-        """Queue a message. Raises zmq.Again if the queue is full, which only the first frame does."""
+        """Queue a message. Raises zmq.Again, before any frame is sent, if the queue is full."""
         socket = self._socket
         last = len(frames) - 1
         for position, frame in enumerate(frames):
@@ -195,7 +195,7 @@ class _SocketEndpoint:
                 self._own_context.term()
 
     def disown(self) -> list[object]:
-        """In a forked child: become unusable, without a call into the parent's socket."""
+        """Make this object unusable in a forked child, without a call into the parent's socket."""
         self._foreign = True
         self._wake_lock = threading.RLock()
         return [self._socket, self._own_context, self._monitor]
@@ -240,7 +240,7 @@ class ZeroMQListener(_SocketEndpoint):
 
     @property
     def sources(self) -> list[Any]:
-        """What another listener of the same thread has to `watch`, so that one wait serves both."""
+        """Sources that another listener of the same thread must `watch`, so that one wait serves both."""
         return [source for source, _ in self.poll_set if source != self._wake_fd]
 
     def _bind(self) -> None:
