@@ -18,7 +18,7 @@ from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.archives import check_member
 from torch_dpflow.datasets.storage.base import read_options_of, state_of_entry, state_of_file
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
-from torch_dpflow.datasets.storage.failures import storage_error, with_retries
+from torch_dpflow.datasets.storage.failures import is_missing_bucket, storage_error, with_retries
 from torch_dpflow.datasets.storage.file_systems import (
     call_with_deadline,
     exclusive,
@@ -263,6 +263,8 @@ class Files:
     def children(self, path: str = "", *, all_keys: bool = False, hidden: bool = False) -> list[DirectoryEntry]:
         """Return the entries of a directory, sorted by name; none if there is no such directory.
 
+        Raises ObjectMissingError if its bucket does not exist.
+
         Args:
             hidden: with entries whose name begins with a dot.
             all_keys: raise StorageError for a key of S3 or OSS that cannot be written as a path, instead of leaving it
@@ -276,7 +278,12 @@ class Files:
         try:
             longest = _LISTING_DEADLINES * self.read_options.deadline_s
             entries = self._retried(path, lambda: call_with_deadline(fs, longest, lambda: fs.ls(full, detail=True)))
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if is_missing_bucket(error):
+                raise ObjectMissingError(
+                    f"{'/'.join(self.url.split('/', 3)[:3])}: the storage answered 404 NoSuchBucket; check the name of "
+                    "the bucket, the endpoint and the region"
+                ) from error
             return []
         found = []
         for entry in entries:

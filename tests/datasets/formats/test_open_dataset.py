@@ -96,7 +96,8 @@ def test_ways_to_name_the_same_objects(tmp_path: Path, monkeypatch: pytest.Monke
     ("source", "error", "message"),
     [
         ("data/train-{000..009}.tar", SourceError, r"there is no .*train-004\.tar"),
-        ("data/none-*.tar", SourceError, "nothing matches"),
+        ("data/none-*.tar", SourceError, r"nothing matches data/none-\*\.tar; check the pattern"),
+        ("none/a-*.tar", SourceError, r"nothing matches none/a-\*\.tar: .*/none is missing or empty"),
         ("data/**/a.tar", OptionError, "not supported"),
         ("pipe:cat data/train-000.tar", OptionError, "commands are not run"),
         ([], OptionTypeError, "give a path"),

@@ -37,7 +37,7 @@ from torch_dpflow.datasets.reader import OpenedDataset
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.storage.file_systems import fsspec_options
 from torch_dpflow.datasets.tables import TableDataset
-from torch_dpflow.errors import ChecksumError, SourceError
+from torch_dpflow.errors import ChecksumError, ObjectMissingError, OptionError, SourceError
 
 models, responses = Later("moto.s3.models"), Later("moto.s3.responses")
 _names = itertools.count()
@@ -55,6 +55,15 @@ def options(s3_endpoint: str) -> Iterator[dict[str, Any]]:
     files = fsspec.filesystem("s3", **fsspec_options("s3", given))
     if files._s3 is not None:
         files.close_session(files.loop, files._s3)
+
+
+@pytest.fixture
+def oss_options(oss: OSSServer) -> Iterator[dict[str, Any]]:
+    given = oss.storage_options()
+    yield given
+    files = fsspec.filesystem("oss", **given)
+    files._session.session.close()
+    type(files).clear_instance_cache()
 
 
 @pytest.fixture
@@ -80,6 +89,31 @@ def test_shards_on_s3(tmp_path: Path, options: dict[str, Any], put: Callable[[st
         )
         assert dataset.__getitems__([0, 29, 11]) == [samples[0], samples[29], samples[11]]
         dataset.close()
+
+
+@pytest.mark.parametrize("name", ["", "/", "/a-*.tar", "/a-0.tar", "/a-{0..2}.tar", "/a-{00..39}.tar", "/folder"])
+def test_a_missing_bucket_is_named(
+    name: str, options: dict[str, Any], oss_options: dict[str, Any], tmp_path: Path
+) -> None:
+    for scheme, given in (("s3", options), ("oss", oss_options)):
+        with pytest.raises((SourceError, ObjectMissingError), match=f"{scheme}://nowhere.* 404 NoSuchBucket") as raised:
+            open_dataset(f"{scheme}://nowhere{name}", storage_options=given, index_dir=tmp_path / "index")
+        assert "endpoint and the region" in str(raised.value)
+    with pytest.raises(ObjectMissingError, match=r"s3://nowhere: .* 404 NoSuchBucket"):
+        TableDataset(f"s3://nowhere{name.rpartition('/')[0]}/*.parquet", storage_options=options)
+
+
+def test_a_bucket_without_matching_objects(
+    options: dict[str, Any], oss: OSSServer, oss_options: dict[str, Any], tmp_path: Path
+) -> None:
+    for url, given in ((f"s3://{BUCKET}", options), (f"oss://{BUCKET}", oss_options)):
+        with pytest.raises(SourceError, match=rf"nothing matches {url}/no/a-\*.tar: {url}/no is missing or empty"):
+            open_dataset(f"{url}/no/a-*.tar", storage_options=given, index_dir=tmp_path / "index")
+        with pytest.raises(SourceError, match=rf"there is no {url}/no; the storage answered 404 NoSuchKey"):
+            open_dataset(f"{url}/no", storage_options=given, index_dir=tmp_path / "index")
+    oss.buckets.create("empty")
+    with pytest.raises(OptionError, match=r"oss://empty \(no files\) has no format"):
+        open_dataset("oss://empty", storage_options=oss_options, index_dir=tmp_path / "index")
 
 
 def test_building_the_index_fills_the_disk_cache(

@@ -263,8 +263,8 @@ def _directory(text: str, options: Mapping[str, Any], read_options: ReadOptions 
     files = Files(_local_path(text) if is_local else text, options, read_options)
     entries = files.children(hidden=True)
     children = [entry for entry in entries if not entry.name.startswith(".")]
-    if not children and not is_local:
-        return None
+    if not children and not is_local and (is_web or "/" in text.partition("://")[2].rstrip("/")):
+        return None  # an object, while a bucket alone is always a directory
     check_no_log(files, [entry.name for entry in entries])
     check_no_log_above(files)
     folders = [child.name for child in children if child.is_directory]
@@ -322,7 +322,7 @@ def _measured(
         found = {}
         for text, entry in zip(texts, objects.look_each([ByteRange(text) for text in texts]), strict=True):
             if isinstance(entry, ObjectMissingError):
-                raise _missing(text) from entry
+                raise _missing(text, str(entry).partition(": ")[2]) from entry
             if isinstance(entry, DPFlowError):
                 raise entry
             found[text] = _checked_file(text, entry.size, entry.state)
@@ -347,7 +347,10 @@ def _matching(pattern: str, options: Mapping[str, Any], read_options: ReadOption
     root = Files(base or ("/" if pattern.startswith("/") else "."), options, read_options)
     found = [_source_file(root.url, child, path) for path, child in _matched(root, "", parts)]
     if not found:
-        raise SourceError(f"nothing matches {printable_url(pattern)}; check the pattern, and the right to list it")
+        where = "" if root.children(hidden=True) else f": {printable_url(root.url)} is missing or empty"
+        raise SourceError(
+            f"nothing matches {printable_url(pattern)}{where}; check the pattern, and the right to list it"
+        )
     # After the listing: without a connection, only the listing takes a deadline, and its error names what was given.
     check_no_log_above(root)
     return found
@@ -407,5 +410,7 @@ def _checked_file(url: str, size: int | None, state: str | None) -> SourceFile:
     return SourceFile(url, size, state)
 
 
-def _missing(text: str) -> SourceError:
-    return SourceError(f"there is no {printable_url(text)}; check the path, and on object stores the right to list it")
+def _missing(text: str, said: str = "") -> SourceError:
+    """Return the error for a missing object, with what its storage has said."""
+    said = said or "check the path, and on object stores the right to list it"
+    return SourceError(f"there is no {printable_url(text)}; {said}")

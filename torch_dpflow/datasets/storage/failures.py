@@ -38,7 +38,7 @@ _MAX_TEXT = 300
 _BY_STATUS: dict[int, tuple[type[StorageError], str]] = {
     401: (AccessDeniedError, "check the credentials, their rights, and this machine's clock"),
     403: (AccessDeniedError, "check the credentials, their rights, and this machine's clock"),
-    404: (ObjectMissingError, "check the bucket, the key and the region"),
+    404: (ObjectMissingError, "check the address, and of an object store the bucket, the endpoint and the region"),
     408: (StorageTimeoutError, "the storage waited too long for the request"),
     412: (ChecksumError, WRITTEN_AGAIN),
     416: (TruncatedObjectError, "the object ends before the range begins"),
@@ -93,7 +93,10 @@ def storage_error(span: ByteRange, error: Exception) -> StorageError:
             f"{text}; name one of ~/.aws/config by AWS_PROFILE or the option profile{left_out_hint()}"
         )
     if isinstance(error, ssl.SSLCertVerificationError):
-        return StorageError(f"{text}; the server's certificate is not trusted here")
+        return StorageError(
+            f"{text}; the server's certificate is not trusted here: give the option verify, a file with the "
+            "certificate of its authority"
+        )
     if isinstance(error, _TIMEOUTS):
         return StorageTimeoutError(f"{text}; the storage did not answer in time")
     if isinstance(error, http.client.IncompleteRead):
@@ -135,6 +138,15 @@ def _is_connection_of_vendor(error: Exception) -> bool:
     """Return whether a vendor's client, which need not be installed, lost its connection or found no server."""
     names = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(error).__mro__}
     return not names.isdisjoint(_CONNECTIONS) and type(error).__name__ != "SSLError"
+
+
+def is_missing_bucket(error: BaseException | None) -> bool:
+    """Return whether a client of S3 or OSS raised `error` because the bucket does not exist."""
+    while error is not None:
+        if type(error).__name__ == "NoSuchBucket":  # of botocore and of oss2, which need not be installed
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _http_status(error: BaseException | None) -> int:

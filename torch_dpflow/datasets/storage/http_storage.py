@@ -104,7 +104,11 @@ class ErrorResponse:
         if known is not None:
             return known
         region = self.headers.get("x-amz-bucket-region")
-        return StorageError(f"{text}; the bucket is in region {region}" if region else text)
+        if region:
+            text += f"; the bucket is in region {region}"
+        elif 300 <= self.status < 400:
+            text += f"; after {_MAX_REQUESTS} redirects, or to an address that is not followed: give the last address"
+        return StorageError(text)
 
 
 def _seconds(retry_after: str) -> float:
