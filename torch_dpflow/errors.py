@@ -190,7 +190,7 @@ class PlatformError(DPFlowError):
 
 
 class ThrottledError(PlatformError):
-    """The platform takes no more calls for now."""
+    """The platform accepts no more calls for now."""
 
     def __init__(self, text: str, retry_after_s: float = 0.0) -> None:
         super().__init__(text, retry_after_s)

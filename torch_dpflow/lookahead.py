@@ -4,7 +4,7 @@ The four parts are those of the thesis (3.4.3): of an epoch of `length` samples,
 next ones are `certain` (S_c); some of the rest are `likely` soon, with weights (S_uc); the others are unknown (S_uk).
 
 Orders are also announced to a dataset before an epoch is read, as a whole or in pieces. A dataset that uses them has a
-method `announce_order(order, spread, extends)`. A dataset that reads another one forwards the call, with the keys that
+method `announce_order(order, spread, extends)`. A dataset that wraps another one forwards the call, with the keys that
 it will read there.
 """
 
@@ -82,7 +82,10 @@ class Lookahead:
         position: int = 0,
         following: Keys | None = None,
     ) -> Lookahead:
-        """Make the lookahead of a job at `position` of an epoch whose whole order is known."""
+        """Make the lookahead of a job at `position` of an epoch whose whole order is known.
+
+        following: the order of the next epoch, if known.
+        """
         return cls(
             epoch=epoch,
             length=len(order),
@@ -130,7 +133,7 @@ def takes_orders(dataset: Any) -> bool:
 
 
 def announce_order(dataset: Any, order: Order, spread: int, extends: bool = False) -> None:
-    """Announce to a dataset, or to the one inside torch's Subset, how it will be read.
+    """Announce the order of reads to a dataset, or to the dataset inside torch's Subset.
 
     Args:
         order: returns the keys, in order.

@@ -255,7 +255,7 @@ class LoaderMeter:
 
 
 class _WaitingTime:
-    """A context manager by hand: `contextmanager` takes twice the time."""
+    """Context manager of `waiting()`. A class, because `contextmanager` takes twice the time."""
 
     __slots__ = ("_entered_s", "_meter")
 

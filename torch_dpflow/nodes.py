@@ -186,7 +186,7 @@ class Mapper(DPFlowNode[T]):
         super().__init__(loader)
 
     def shutdown(self) -> None:
-        """End the workers, and shut down the source if it has that method."""
+        """End the workers, and shut down the source if it has a method `shutdown`."""
         super().shutdown()
         end = getattr(self.source, "shutdown", None)
         if end is not None:

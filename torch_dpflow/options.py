@@ -99,7 +99,7 @@ class LoaderOptions:
 
 
 def check_code(code: Code) -> None:
-    """Raise OptionTypeError or OptionError unless this is allowed as `code`, and its paths exist."""
+    """Raise OptionTypeError or OptionError unless `code` is allowed, and its paths exist."""
     if code is None or code == "auto":
         return
     given = f"code={code!r:.200}"

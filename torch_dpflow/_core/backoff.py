@@ -13,7 +13,7 @@ class Backoff:
     """Random pauses after failures in a row, so that clients that failed together retry at different times.
 
     Args:
-        first_s: upper limit of the pause after the first failure, seconds; doubles with each.
+        first_s: upper limit of the pause after the first failure, seconds; each further failure doubles it.
         longest_s: upper limit of all pauses, seconds.
         draw: returns the share of the limit to wait, from 0 to below 1.
     """

@@ -35,7 +35,7 @@ MAX_PORT = 65535
 
 
 def as_integer(value: Any) -> int:
-    """Return an integer, which may be numpy's or a tensor, as an int. Raises TypeError, also for a bool."""
+    """Convert an integer of Python, numpy or torch to an int. Raises TypeError for anything else, also for a bool."""
     if type(value) is int:
         return value
     # NumPy's bool, "bool" or "bool_", is an index in NumPy before 2.3, and a tensor of a bool is one in torch.
@@ -45,7 +45,10 @@ def as_integer(value: Any) -> int:
 
 
 def check_int(name: str, value: Any, *, minimum: int, maximum: int | None = None) -> int:
-    """Return `value`, which may be numpy's or a tensor, as an int. Raises OptionError, OptionTypeError (bools too)."""
+    """Convert `value`, an integer of Python, numpy or torch, to an int.
+
+    Raises OptionError if it is out of range, OptionTypeError if it is no integer, or a bool.
+    """
     allowed = f"an int >= {minimum}" if maximum is None else f"an int from {minimum} to {maximum}"
     try:
         number = as_integer(value)
@@ -65,7 +68,10 @@ def check_number(
     exclusive: bool = False,
     unit: str = "a finite number",
 ) -> float:
-    """Return `value`, which may be numpy's, as a float; `exclusive`: above `minimum`. Raises as `check_int`."""
+    """Convert `value`, a number of Python or numpy, to a float. Raises the errors of `check_int`.
+
+    exclusive: whether the minimum itself is refused.
+    """
     allowed = f"{unit} {'above' if exclusive else 'from'} {minimum:g}"
     if maximum < _MAX_FLOAT:
         allowed += f"{' and up' if exclusive else ''} to {maximum:g}"
@@ -81,12 +87,12 @@ def check_number(
 
 
 def check_seconds(name: str, value: Any, *, zero: bool = False, maximum: float = MAX_SECONDS) -> float:
-    """Return a number of seconds above 0, or with `zero` from 0. Raises as `check_number`."""
+    """Convert a number of seconds to a float. Only with `zero` may it be 0. Raises the errors of `check_int`."""
     return check_number(name, value, maximum=maximum, exclusive=not zero, unit="seconds")
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Return a bool, or 0 or 1, as a bool. Raises OptionTypeError, also for text: "False" would count as true."""
+    """Convert a bool, 0 or 1 to a bool. Raises OptionTypeError, also for text: "False" would count as true."""
     # The two names are numpy's.
     is_bool = isinstance(value, int) or type(value).__name__ in ("bool", "bool_")
     if not is_bool or value not in (0, 1):
@@ -141,9 +147,11 @@ def check_tcp_address(name: str, value: Any) -> None:
 def check_fields(
     options: object, check: Callable[..., Any], *names: str, optional: bool = False, **limits: Any
 ) -> None:
-    """Set fields of a frozen dataclass to the result of `check`; `limits` are its keyword arguments.
+    """Check fields of a frozen dataclass, and set each to the result of `check`.
 
-    optional: None is allowed too, as errors say.
+    names: the fields.
+    optional: whether None is allowed too; errors then mention None.
+    limits: keyword arguments of `check`.
     """
     for name in names:
         value = getattr(options, name)
@@ -214,7 +222,7 @@ def counted(number: int, noun: str) -> str:
 def working(part: Any, name: str, default: Any = None) -> Any:
     """Return an optional attribute of a user's object, or `default` if there is none or reading it fails.
 
-    A property or a `__getattr__` of theirs may raise any error: only this package asks for the name.
+    Errors of a property or a `__getattr__` of the object are ignored, as only this package reads the attribute.
     """
     try:
         return getattr(part, name, default)

@@ -1,4 +1,4 @@
-"""The three times from which a cluster's intervals and leases derive; ARCHITECTURE.md says what each failure costs."""
+"""The three times from which a cluster's intervals and leases derive; ARCHITECTURE.md lists the cost of failures."""
 
 from __future__ import annotations
 

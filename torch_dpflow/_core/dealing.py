@@ -39,7 +39,7 @@ def count(places: Places) -> int:
 
 
 def share(length: int, replicas: int, *, drop_last: bool) -> int:
-    """Return how many of `length` places each rank gets; without `drop_last` shares are filled up to be equal."""
+    """Return the number of places that each rank gets of `length`; without `drop_last`, repeated ones included."""
     return length // replicas if drop_last else -(-length // replicas)
 
 
@@ -57,13 +57,13 @@ def cut(places: Places, start: int, stop: int, step: int = 1) -> Places:
 
 
 def left_of(places: Places, positions: Sequence[int], *, drop_last: bool) -> Places:
-    """Return the places that ranks have not read: first those at which slower ranks are behind, then the rest.
+    """Return the places that ranks have not read: first places that slower ranks have left out, then all later ones.
 
     Nothing is left once all ranks have read their share: `drop_last` has dropped the tail.
 
     Args:
-        places: what was dealt to the ranks.
-        positions: by rank, how many places it has read, filled-up ones included.
+        places: the places that were dealt to the ranks.
+        positions: the number of places that each rank has read, repeated ones included.
     """
     replicas, length = len(positions), count(places)
     furthest = max(positions)
@@ -84,13 +84,13 @@ def numbers(places: Places) -> NDArray[np.int64]:
 
 
 def taken(order: Any, places: Places) -> NDArray[np.signedinteger[Any]]:
-    """Return the numbers at these places of an order, whose slices are arrays."""
+    """Return the sample numbers at these places of `order`, whose slices are arrays."""
     parts = [order[part.start : part.stop : part.step] for part in places]
     return parts[0] if len(parts) == 1 else np.concatenate(parts or [order[:0]])
 
 
 def describe_numbers(numbers: NDArray[np.integer[Any]]) -> str:
-    """Return how many numbers there are, the first of them, and a digest of all in their order."""
+    """Describe numbers as text: their count, the first of them, and a digest of all in their order."""
     digest = hashlib.sha256(numbers.astype("<i8").tobytes()).hexdigest()[:12]
     shown = [*map(str, numbers[:_SHOWN].tolist()), *["..."] * (len(numbers) > _SHOWN)]
     return f"{len(numbers)} samples [{', '.join(shown)}] with digest {digest}"
@@ -99,7 +99,7 @@ def describe_numbers(numbers: NDArray[np.integer[Any]]) -> str:
 class RankPart:
     """The places of one rank, as in DistributedSampler: every `replicas`-th, starting at the `rank`-th.
 
-    If they do not divide evenly, the first places are repeated at the end, or the last ones dropped.
+    If places do not divide evenly, the first ones are repeated at the end, or with `drop_last` the last ones dropped.
     """
 
     def __init__(self, places: Places, rank: int, replicas: int, *, drop_last: bool) -> None:
@@ -120,7 +120,7 @@ class RankPart:
         return found
 
     def items(self, read: Callable[[Places], list[T]], start: int) -> Iterator[T]:
-        """Yield what `read` returns for each place, starting at the `start`-th."""
+        """Yield the items of this rank, starting at its `start`-th place. read: returns the items at some places."""
         for first in range(start, len(self), _CHUNK):
             yield from read(self[first : first + _CHUNK])
 
@@ -151,7 +151,7 @@ def _distinct(places: Places, length: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class RankPosition:
-    """Where one rank is in an epoch, and what of the epoch was dealt to the ranks."""
+    """Position of one rank in an epoch, and the places that were dealt to the ranks."""
 
     #: Samples that the rank has read of the epoch; after a change of size, as many as the furthest rank had.
     position: int
@@ -187,16 +187,16 @@ class RankPosition:
         *,
         drop_last: bool,
     ) -> RankPosition:
-        """Return the position of `replicas` ranks after what `as_dict` has described.
+        """Return the position from which `replicas` ranks continue an epoch, by states from `as_dict`.
 
-        What is left is dealt again if the number of ranks differs, or if ranks were out of step.
+        The places that are left are dealt again if the number of ranks differs, or if ranks were out of step.
 
         Args:
             state: the state of one rank, if all ranks have read the same number of samples; else a list of the states
                 of all ranks of one run, in any order.
-            length: samples of the epoch.
+            length: number of samples in the epoch.
 
-        Raises StateError: a state is damaged, or they are not those of all ranks of one run.
+        Raises StateError: a state is damaged, or the list does not have one state of each rank of one run.
         """
         states = [state] if isinstance(state, dict) else state
         found = [cls._of(one, length, drop_last=drop_last) for one in states]

@@ -21,7 +21,7 @@ _OWN = "/proc/self/fd"
 
 
 def available() -> int | None:
-    """Return how many more this process may open; None if the system gives no count."""
+    """Return the number of descriptors that this process may still open; None if the system gives no limit."""
     limit = soft_limit()
     try:
         # The limit is one of descriptor numbers: after it was lowered, descriptors above it do not count.
@@ -31,7 +31,7 @@ def available() -> int | None:
 
 
 def require(count: int, what: str) -> None:
-    """Raise DescriptorLimitError unless `count` more can be opened, after a garbage collection if needed.
+    """Raise DescriptorLimitError unless `count` more descriptors can be opened; collects garbage first if needed.
 
     what: the subject of the error's sentence.
     """
@@ -44,7 +44,7 @@ def require(count: int, what: str) -> None:
 
 
 def has_spare(count: int) -> bool:
-    """Return whether `count` more can be opened; quick if many can."""
+    """Return whether `count` more descriptors can be opened. Fast unless few are left."""
     # Trying the highest number would make the kernel grow its table to that length: 12 to 30 ms if there are threads.
     with suppress(OSError):  # without /proc
         taken = os.stat(_OWN).st_size  # how many are open, on Linux from 6.2; 0 before
@@ -55,7 +55,7 @@ def has_spare(count: int) -> bool:
 
 
 def exhausted(what: str) -> DescriptorLimitError:
-    """Return the error, with the limit and how to raise it."""
+    """Return a DescriptorLimitError with the limit and how to raise it. what: as for `require`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     shown = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
     advice = (
@@ -79,13 +79,13 @@ def is_exhausted(error: BaseException) -> bool:
 
 
 def soft_limit() -> int:
-    """Return how many this process may have open."""
+    """Return the number of descriptors that this process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def raise_limit(wanted: int) -> None:
-    """Raise the limit of this process and its children to `wanted`, or to the hard limit if that is lower."""
+    """Raise the descriptor limit of this process and its children to `wanted`, or to a lower hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < limit:

@@ -13,7 +13,10 @@ from torch_dpflow.errors import MissingExtraError
 def lazy_names(
     package: str, modules: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package whose public names are in these modules."""
+    """Return `__getattr__` and `__dir__` for a package that imports its public names at first use.
+
+    modules: the public names of each module.
+    """
     refuse_copy(package)
     homes = {name: module for module, names in modules.items() for name in names}
 

@@ -15,10 +15,11 @@ class LazyHeap(dict[T, tuple[float, int, Any]]):
     """Items by rank, the lowest first. Every call is O(log n), amortised.
 
     The dict holds each item's current entry, so len(), `in` and iteration have the speed of C. A stale entry leaves the
-    heap when it comes to the top, or when half of all entries are stale: entries that never came to the top took
-    0.65 kB for every sample.
+    heap when it comes to the top, or when half of all entries are stale: without this rule, entries that never come to
+    the top take 0.65 kB for every sample.
 
-    Items are hashable; no two of them have the same rank and `then`. Change it by the methods below only.
+    Items are hashable; no two of them have the same rank and `then` (see `push`). Change the heap only by these
+    methods.
     """
 
     __slots__ = ("_heap",)

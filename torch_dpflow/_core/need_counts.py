@@ -22,8 +22,8 @@ _MAX_ENDED = 8
 class NeedCounts:
     """Counts for the keys 0 to `size` - 1.
 
-    Jobs that read all keys are counted once for all of them, and only the keys that they have read apart from that.
-    Once an epoch has ended, its keys are counted back a piece at a time; until then `of` takes them into account.
+    A job that reads all keys is counted as one number for all of them, and for a key that it has read, 1 is subtracted.
+    Once an epoch has ended, its keys are corrected a piece at a time; `of` corrects the others in its result.
     """
 
     def __init__(self, size: int) -> None:
@@ -58,7 +58,10 @@ class NeedCounts:
         return count
 
     def begin(self, states: States, read: Keys, *, whole: bool) -> None:
-        """Add a job's epoch. whole: it has all keys, of which `read` are read, in O(len(read)); else O(size)."""
+        """Add a job's epoch, of which it has read the keys `read`.
+
+        whole: whether the job reads all keys, in O(len(read)); else O(size).
+        """
         if whole:
             self._whole += 1
             self.extra[read] -= 1
@@ -70,7 +73,7 @@ class NeedCounts:
         self.extra[keys] -= 1
 
     def end(self, states: States, *, whole: bool) -> None:
-        """Remove a job's epoch. states: of all keys, no longer written."""
+        """Remove a job's epoch. states: the states of all keys, which the caller no longer changes."""
         self._whole -= whole
         self._ended.append((states, 0, whole))
         self.count_ended()
@@ -78,7 +81,7 @@ class NeedCounts:
             self.count_ended()
 
     def count_ended(self) -> None:
-        """Count a piece of the epochs that have ended; call it often."""
+        """Correct the counts for a piece of the epochs that have ended; call it often."""
         if self._ended:
             states, first, whole = self._ended.pop(0)
             end = first + _PIECE
@@ -89,6 +92,6 @@ class NeedCounts:
 
 
 def _to_correct(states: States, whole: bool) -> NDArray[np.bool_]:
-    """Return which keys of an ended epoch the counts still have wrong."""
+    """Return the keys of an ended epoch whose counts must be corrected, as a mask."""
     found: NDArray[np.bool_] = states == READ if whole else states != READ
     return found

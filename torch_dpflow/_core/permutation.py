@@ -36,11 +36,11 @@ Order = NDArray[np.signedinteger[Any]]
 class Permutation:
     """The numbers 0 to `length` - 1 in random order; slices of it are arrays. Not thread-safe.
 
-    4 bytes per number, 8 for 2**31 or more. Places that were not drawn take no memory. A slice draws all
-    places before its end.
+    It takes 4 bytes per number, or 8 for 2**31 numbers or more. Places that were not drawn take no memory. A slice
+    draws all places before its end.
 
     Args:
-        bits: where the random numbers come from; owned by the permutation.
+        bits: source of the random numbers, owned by the permutation.
     """
 
     def __init__(self, length: int, bits: np.random.MT19937) -> None:
@@ -74,14 +74,20 @@ class Permutation:
                 targets = targets[done:]
 
     def _targets(self, left: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return the places that the next ones are exchanged with. left: of each, the positions starting at it."""
+        """Draw the places with which the next places are exchanged.
+
+        left: for each of the next places, the number of places from it to the end.
+        """
         raw = self._bits.random_raw(len(left))
         if len(self) >= MAX_TORCH:
             raw = raw << np.uint64(32) | self._bits.random_raw(len(left))
         return (raw % left).astype(np.int64) + np.arange(self.drawn, self.drawn + len(left))
 
     def _exchange(self, targets: NDArray[np.int64]) -> int:
-        """Exchange the next places with these, up to the first that depends on an earlier exchange; return how many."""
+        """Exchange the next places with `targets`, and return their number.
+
+        Ends before the first place that depends on an earlier exchange.
+        """
         first, count = self.drawn, len(targets)
         places = np.arange(first, first + count)
         inside = targets[(targets < first + count) & (targets > places)]

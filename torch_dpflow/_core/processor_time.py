@@ -13,7 +13,10 @@ FULL_SHARE, QUEUED_SHARE = 0.8, 0.5
 
 
 def taken_by(pid: int) -> tuple[float, float]:
-    """Return the seconds that a process has run, and its present threads have waited for a processor; 0 if it ended."""
+    """Return the seconds that a process has run, and that its present threads have waited for a processor.
+
+    Both are 0 if the process has ended.
+    """
     cpu_s = queued_s = 0.0
     with suppress(OSError, ValueError, IndexError):
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -26,12 +29,14 @@ def taken_by(pid: int) -> tuple[float, float]:
 
 
 def are_processors_short(cpu_s: float, queued_s: float, watched_s: float, *, workers: int, processors: int) -> bool:
-    """Return whether processors limit the workers, by how long they ran and waited for one while they were watched.
+    """Return whether processors limit the workers, by how long these ran and waited for a processor.
 
     Args:
-        cpu_s, queued_s: of all workers together, seconds.
-        watched_s: of each worker, seconds.
-        processors: of the workers' hosts.
+        cpu_s: time that all workers together ran, seconds.
+        queued_s: time that all workers together waited for a processor, seconds.
+        watched_s: time over which each worker was measured, seconds.
+        workers: number of workers.
+        processors: number of processors of the workers' hosts.
     """
     if not (watched_s and workers and processors):
         return False

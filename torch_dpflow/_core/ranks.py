@@ -12,15 +12,15 @@ from torch_dpflow.errors import OptionError, OptionTypeError
 
 
 def own_rank(num_replicas: int | None, rank: int | None, ranks: Any = None) -> tuple[int, int, bool]:
-    """Return the number of ranks, this one, and whether the caller has ranks at all.
+    """Return the number of ranks, this process's rank, and whether ranks were given or come from torch.distributed.
 
     Args:
         num_replicas: number of ranks; by default torch.distributed's, if it is initialised, else 1.
         rank: this rank; by default torch.distributed's, if it is initialised, else 0.
-        ranks: a 1-D DeviceMesh or a process group to take both from.
+        ranks: a 1-D DeviceMesh or a process group that defines both.
 
     Raises:
-        OptionError: a number is out of range, this process is not in `ranks`, or both ways are given.
+        OptionError: a number is out of range, this process is not in `ranks`, or `ranks` and a number are given.
         OptionTypeError: an argument is of the wrong type.
     """
     if ranks is not None:
@@ -37,7 +37,7 @@ def own_rank(num_replicas: int | None, rank: int | None, ranks: Any = None) -> t
 
 
 def _rank_in(ranks: Any) -> tuple[int, int]:
-    """Return the number of ranks of a mesh or process group, and this process's one."""
+    """Return the number of ranks of a mesh or process group, and the rank of this process."""
     if dist.is_available():
         from torch.distributed.device_mesh import DeviceMesh  # not there in a torch without torch.distributed
 
@@ -140,7 +140,7 @@ def _number(value: Any) -> int | None:
 
 
 def process_ranks() -> Ranks:
-    """Return the processes of torch.distributed and the number of this one; one process without it."""
+    """Return the number of processes of torch.distributed and the rank of this one; 1 and 0 without it."""
     if dist.is_available() and dist.is_initialized():
         return Ranks(dist.get_world_size(), dist.get_rank())
     return Ranks(1, 0)

@@ -31,7 +31,7 @@ _marked = _Marked()
 class stage:
     """Context manager that marks a stage. A stage within another one does not count for the outer one.
 
-    It belongs to one thread. By hand, as `contextmanager` takes three times as long.
+    Use an object in one thread only. A class, because `contextmanager` takes three times as long.
     """
 
     __slots__ = ("_began", "_name", "_outer")
@@ -84,11 +84,11 @@ class StageClock:
         return times if times.counts or times.hand_over_s or times.collate_s else None
 
     def add_sample(self, seconds: float, read_s: float, decode_s: float) -> None:
-        """Add a sample that took this long, and these stages of it."""
+        """Add a sample: its total time, and its times in the stages "read" and "decode"."""
         self._add(seconds, read_s, decode_s, 1)
 
     def hand_over(self, seconds: float) -> None:
-        """Add the time in which a result was handed over."""
+        """Add the time that it took to hand over a result."""
         self._times.hand_over_s += seconds
 
     def collating(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -103,10 +103,11 @@ class StageClock:
     def fetch(
         self, load: Callable[[Any], Any], index: Any, *, one_by_one: bool, samples: int, is_whole: bool = True
     ) -> Any:
-        """Return `load(index)`, whose collate function is one of `collating`.
+        """Return `load(index)` and measure it. The collate function of `load` must be a result of `collating`.
 
-        one_by_one: whether it requests each number of `index` when it loads that sample. samples: of the batch; fewer
-        if not `is_whole`, as at the end of an iterable dataset.
+        one_by_one: whether `load` requests each number of `index` just before it loads that sample.
+        samples: number of samples in the batch.
+        is_whole: whether the batch has that many; False if it may have fewer, as at the end of an iterable dataset.
         """
         marked = _marked
         marked.read = marked.decode = marked.inner = 0.0
@@ -126,7 +127,7 @@ class StageClock:
         return batch
 
     def numbers(self, index: Any) -> Iterator[Any]:
-        """Yield each number of `index`; the time until the next one is requested is that of its sample."""
+        """Yield each number of `index`; record the time until the next one is requested as the time of its sample."""
         counts, last = self._times.counts, self._last
         for number in index:
             yield number

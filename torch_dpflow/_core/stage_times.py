@@ -116,7 +116,7 @@ class StageTimes(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         return [(bound, sum(count for bucket, count in self.counts.items() if bucket < end)) for bound, end in ends]
 
     def shown(self) -> tuple[str, str]:
-        """Return the time of a sample, and the shares of the stages that took any, for display; empty for none."""
+        """Return two texts for display: the times of samples, and the share of each stage. Empty without samples."""
         total = sum(self.stages.values())
         if not self.counts or not total:
             return "", ""

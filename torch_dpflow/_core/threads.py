@@ -78,7 +78,7 @@ class PeriodicCall(threading.Thread):
         self.wake()
 
     def run(self) -> None:
-        """The thread's body."""
+        """Run the thread's loop (threading's name)."""
         while not self._stopping:
             wait_s = self._timing.due - time.monotonic()
             if wait_s > 0:
@@ -111,8 +111,8 @@ def repeat(
 ) -> T:
     """Repeat a call until it succeeds, with pauses of `backoff`; return its result.
 
-    on_error: called with each error, and whether `timeout_s` seconds have passed since the first attempt. Raises an
-        error unless the call should be repeated.
+    on_error: called with each error, and whether `timeout_s` seconds have passed since the first attempt. It raises an
+        error to end the repetition.
     """
     deadline, backoff = time.monotonic() + timeout_s, backoff or Backoff()
     while True:
@@ -154,7 +154,7 @@ class AwaitedThread(threading.Thread):
 
 
 class RunningLoad(Future[Any]):
-    """Future of a running load. Threads that wait for one that is cancelled start over."""
+    """Future of a running load. Threads that wait for a cancelled load start over."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Every private name of torch that the package uses, under a name of ours. No other module touches one.
+"""Every private name of torch that the package uses, under a name of ours. No other module uses private names.
 
-torch may move or drop any of them in any release. A missing one is detected when this module is imported, not in a
+torch may move or drop a private name in any release. A missing one is detected when this module is imported, not in a
 worker in the middle of a training run.
 """
 
@@ -128,7 +128,7 @@ def untyped_storage(storage: torch.TypedStorage) -> torch.UntypedStorage:
 
 
 def default_store() -> Store:
-    """Return the store of torch.distributed's rendezvous. Raises UnsupportedTorchError; not every torch has ranks."""
+    """Return the store of torch.distributed's rendezvous. Raises UnsupportedTorchError if torch is built without it."""
     try:
         from torch.distributed.distributed_c10d import _get_default_store
     except ImportError as error:

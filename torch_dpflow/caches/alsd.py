@@ -100,7 +100,7 @@ class LookaheadPolicy(RankedPolicy):
             self._recompute_all()
 
     def _ready(self, job: Job) -> JobProgress:
-        """Begin an epoch of a job that is new, or has read its whole epoch and announced no other."""
+        """Return the progress of a job that reads now; begins an epoch if the job is new or its epoch is over."""
         progress = self._timetable.progress_of.get(job)
         if progress is None:
             progress = self._add(job, 1.0)
@@ -113,7 +113,7 @@ class LookaheadPolicy(RankedPolicy):
         return progress
 
     def _begin(self, progress: JobProgress, lookahead: Lookahead | None) -> None:
-        """Start an epoch of a job; None: without a lookahead."""
+        """Start an epoch of a job. lookahead: None if the job has none."""
         self._timetable.begin(progress, lookahead or Lookahead.unknown(self._known_keys or self._span, epoch=0))
         if lookahead is None:
             progress.epoch = None
@@ -130,7 +130,7 @@ class LookaheadPolicy(RankedPolicy):
         return progress
 
     def _measure(self) -> None:
-        """Measure the paces of all jobs, in reads of all jobs: a clock would count pauses of the machine.
+        """Measure the pace of each job, in reads of all jobs together: a clock would count pauses of the machine.
 
         O(resident keys).
         """

@@ -44,8 +44,8 @@ class CoarseOrder:
 
     Args:
         front: about how many keys `open` returns. More make each eviction slower, fewer make `open` more frequent.
-        resident: filters an array of keys for resident ones.
-        ranks: the current ranks of an array of keys.
+        resident: function that returns the resident keys of an array.
+        ranks: function that returns the current ranks of an array of keys.
     """
 
     def __init__(self, front: int, resident: Callable[[Keys], Keys], ranks: Callable[[Keys], Ranks]) -> None:
@@ -76,7 +76,8 @@ class CoarseOrder:
     def cover(self, keys: Keys, ranks: Ranks) -> None:
         """Push keys, all of which rank above the floor, on top of the stack.
 
-        The highest of their ranks becomes the floor. A small top bucket takes the keys, else they are a new bucket.
+        The highest of their ranks becomes the floor. The keys join the top bucket if it is small, else they form a new
+        one.
         """
         top = complex(ranks.max())
         if self._stack and self._stack[-1].size < self._front * _FAN_OUT:

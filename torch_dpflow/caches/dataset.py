@@ -1,4 +1,4 @@
-"""ALSDCache: a dataset that keeps samples of another."""
+"""ALSDCache: a dataset that keeps samples of another dataset in memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LookaheadPoller:
         self._left = 0
 
     def poll(self, count: int) -> Lookahead | None:
-        """Return a new lookahead if one is due and the sampler has one. Runs the sampler's code: hold no lock.
+        """Return a new lookahead, or None. Runs the sampler's code: hold no lock.
 
         count: number of reads that follow this call.
         """
@@ -71,7 +71,7 @@ _MIN_NAMES = 4096
 
 
 class _Place(NamedTuple):
-    """The key of an index, and the index to load it by; key None: the sample is not kept."""
+    """The key of a sample, and the index by which the dataset loads it; key None: the sample is not kept."""
 
     key: int | None
     index: Any
@@ -105,7 +105,7 @@ class ALSDCache(Dataset[Any]):
         policy: "alsd", "alsd-mean", "use-distance", "refcnt", "lru", "lfu" or "minio".
         transform: applied to each returned sample; its result is not kept.
         sampler: the sampler that draws the indices, if it has a method `lookahead()`.
-        copy: False keeps and returns the dataset's objects without a copy. Do not write to them then.
+        copy: False keeps and returns the dataset's own objects; do not write to them.
 
     Raises:
         OptionError: `capacity` or `policy` is not allowed.
@@ -139,7 +139,7 @@ class ALSDCache(Dataset[Any]):
 
     @property
     def dataset(self) -> Dataset[Any]:
-        """The dataset inside. Setting another one drops all samples and counts. Raises OptionTypeError."""
+        """The wrapped dataset. Setting another one drops all samples and counts. Raises OptionTypeError."""
         return self._dataset
 
     @dataset.setter
@@ -168,7 +168,7 @@ class ALSDCache(Dataset[Any]):
         return [self._transformed(self._own(place, one)) for place, one in zip(places, kept)]
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
-        """Announce the order of an epoch to the dataset inside; see `lookahead`."""
+        """Announce the order of an epoch to the wrapped dataset; see `lookahead.announce_order`."""
         announce_order(self.dataset, order, spread, extends)
 
     def statistics(self) -> CacheStatistics:
@@ -221,7 +221,7 @@ class ALSDCache(Dataset[Any]):
         return _Place(position, position, is_named=False)
 
     def _name(self, index: Any) -> int | None:
-        """Return the number of an index that is not a position; None: it cannot be hashed."""
+        """Return the key of an index that is not a position; None if the index cannot be hashed."""
         try:
             known = self._names.get(index)
             if known is not None:
@@ -238,7 +238,7 @@ class ALSDCache(Dataset[Any]):
             return None
 
     def _forget(self) -> None:
-        """Forget the names of samples that are not held. Their numbers are used again: see `_own`."""
+        """Forget the keys of indices whose samples are not held. These keys are used again: see `_own`."""
         held, names = self._store.held(), dict(self._names)
         kept = {index: number for index, number in names.items() if number in held}
         self._free = deque(sorted({*names.values(), *self._free} - held))
@@ -258,7 +258,7 @@ class ALSDCache(Dataset[Any]):
         return NamedSample(place.index, sample) if place.is_named else sample
 
     def _own(self, place: _Place, kept: Any) -> Any:
-        """Return the sample of a place from what is kept under its key, which may have another name's sample."""
+        """Return the sample of `place`: `kept`, unless its key was used again and it is the sample of another index."""
         if not place.is_named:
             return kept
         return kept.sample if kept.index == place.index else self.dataset[place.index]

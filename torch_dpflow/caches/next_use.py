@@ -50,11 +50,11 @@ class NextUseRanking(Ranking):
 
     @abstractmethod
     def values(self, progress: JobProgress) -> list[float]:
-        """Return what a job contributes to the distance of a key with code 0, 1, 2 or 3, in this order."""
+        """Return a job's contributions to the distances of keys with the codes 0, 1, 2 and 3."""
 
     @abstractmethod
     def scale(self, progress: JobProgress) -> tuple[float, float]:
-        """Return the factor and the summand that make a part of an anchor of a job's position."""
+        """Return factor and summand: `position * factor + summand` is a job's part of an anchor."""
 
     @abstractmethod
     def advance(self, progress: JobProgress, reads: int) -> None:
@@ -64,7 +64,7 @@ class NextUseRanking(Ranking):
         return self._distances_from(self.anchors.take(loads), keys)
 
     def _distances_from(self, distances: Distances, keys: Keys) -> Distances:
-        """Return the distances for these anchors, which are overwritten."""
+        """Return the distances of keys with these anchors; overwrites the anchors."""
         distances -= self.now
         for number, plane in enumerate(self.timetable.planes):
             combined = self._combined[number]
@@ -80,7 +80,7 @@ class NextUseRanking(Ranking):
         self._anchor_of = self.anchors.data
 
     def recompute(self) -> None:
-        """Recompute everything that depends on jobs only, as jobs have joined, left or begun an epoch."""
+        """Recompute all values that depend on jobs only. Call it after a job has joined, left or begun an epoch."""
         planes = len(self.timetable.planes)
         self._code_of = [plane.code_of for plane in self.timetable.planes]
         #: By job: its cells and `outsiders`; the two numbers by which a subclass makes a distance of a position.
@@ -181,8 +181,8 @@ class WeightedMean(NextUseRanking):
 
     In the thesis the weights sum to one; here they need not, which changes no comparison.
 
-    A key that a job has read, or never reads, is N away for that job. The anchor is the weighted sum of positions; k,
-    which is subtracted for each job whose cell is certain, is in that job's value.
+    A key that a job has read, or never reads, is N away for that job. The anchor is the weighted sum of certain
+    positions. From each, the job's own position k has to be subtracted: that is part of the job's value.
     """
 
     codes = (1, 0, 0, 2, 3)

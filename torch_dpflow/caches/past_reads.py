@@ -17,8 +17,8 @@ from torch_dpflow.lookahead import Lookahead
 class KeyedPolicy(Policy):
     """A policy over a dict of sizes; a subclass keeps the order. Each of its methods is O(1).
 
-    A subclass that evicts the first key needs an OrderedDict, as `LRU` has: the first key of a dict is found only by
-    skipping the places of keys that were removed.
+    A subclass that evicts the first key needs an OrderedDict, like `LRU`: to find the first key of a dict, Python skips
+    the places of all removed keys.
     """
 
     def __init__(self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None) -> None:

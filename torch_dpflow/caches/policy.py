@@ -171,7 +171,7 @@ class Policy(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """The sizes of the resident keys together."""
+        """The total size of the resident keys."""
 
     @abstractmethod
     def __contains__(self, key: object) -> bool: ...

@@ -35,9 +35,9 @@ def make_policy(
     keys: int | None = None,
     **options: Any,
 ) -> Policy:
-    """Make a policy by name; `options`: its arguments besides its budget and the number of keys.
+    """Make a policy by name. options: further arguments of this policy.
 
-    Raises OptionError for an unknown name, and what the policy raises.
+    Raises OptionError for an unknown name, and the errors of the policy.
     """
     if name not in POLICIES:
         raise OptionError(f"policy={name!r} is not one of {sorted(POLICIES)}")

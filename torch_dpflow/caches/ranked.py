@@ -152,7 +152,7 @@ class RankedPolicy(Policy):
         return self._residents.size
 
     def _shrink(self, newcomer: int) -> list[int]:
-        """Evict down to the budget, which `newcomer`, just added, has exceeded."""
+        """Evict keys until the budget holds again, after `newcomer` was added; return the evicted keys."""
         gone = [self._residents.pop()]
         while self._is_over():
             gone.append(self._residents.pop())

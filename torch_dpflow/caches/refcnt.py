@@ -113,7 +113,7 @@ class RefCnt(RankedPolicy):
                 claim.states[before:] = NEEDED if claim.is_whole else READ
 
     def _ready(self, job: Job) -> tuple[_Claim, States]:
-        """Return the claim of a job that reads now; the claim of the next epoch if the job has read all of this one."""
+        """Return the claim of a job that reads now; begins an epoch if the job has read all keys of the last one."""
         claim = self._claim(job)
         if claim.states is None or claim.position >= claim.length > 0:
             self._begin(claim, None)
@@ -128,7 +128,7 @@ class RefCnt(RankedPolicy):
             self._counts.needs.end(claim.states, whole=claim.is_whole)
 
     def _begin(self, claim: _Claim, lookahead: Lookahead | None) -> None:
-        """Start an epoch of a job; None: without a lookahead, so with the keys of the last one."""
+        """Start an epoch of a job. Without a lookahead, the job has the keys of its last epoch."""
         self._end(claim)
         needed = claim.members
         claim.position = 0

@@ -45,14 +45,14 @@ class Ranking(ABC):
 
     @abstractmethod
     def distances(self, keys: Keys, loads: Loads) -> Distances:
-        """Do the same for many keys; the result for keys that are not resident does not matter."""
+        """Return the distances of many keys; results for keys that are not resident are arbitrary."""
 
     def renew(self, key: int, load: int) -> float:
         """Recompute the stored values of a key that was read or became resident; return its distance."""
         return self.distance(key, load)
 
     def renew_many(self, keys: Keys, loads: Loads) -> Distances:
-        """Do the same for many keys."""
+        """Recompute the stored values of many keys; return their distances."""
         return self.distances(keys, loads)
 
     def renumber(self, loads: npt.NDArray[np.intp], room: int) -> None:  # noqa: B027
@@ -215,9 +215,11 @@ class Residents:
                 self._lower_front()
 
     def pop_many(self, amount: int, *, by_size: bool = False) -> npt.NDArray[np.int64]:
-        """Remove the fewest keys, in eviction order, whose number, or sum of sizes, is at least `amount`.
+        """Remove and return the fewest keys, in eviction order, whose number is at least `amount`.
 
-        All keys go if they do not reach it.
+        If all keys together are less than `amount`, all are removed.
+
+        by_size: whether `amount` is the sum of the keys' sizes instead.
         """
         if self._heap:
             self._to_front()
@@ -268,7 +270,7 @@ class Residents:
         return keys
 
     def _guess(self, amount: int) -> int:
-        """Estimate how many keys add up to `amount`."""
+        """Estimate the number of keys whose sizes sum to `amount`."""
         return min(len(self._front), int(amount * self.count / max(1, self.size)) + 1)
 
     def raise_bounds(self, distance: float) -> None:
@@ -281,8 +283,8 @@ class Residents:
         """Build the queue again, and number the loads again, in the same order. O(count), amortised.
 
         Args:
-            more: how many loads should follow at once.
-            renew: whether distances have changed, and are computed again.
+            more: the number of further loads to reserve space for.
+            renew: whether to compute the distances again, because they have changed.
         """
         numbers = self._numbers()
         keys, count = self._keys[numbers], len(numbers)

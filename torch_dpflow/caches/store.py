@@ -146,7 +146,7 @@ def _is_image(part: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NamedSample:
-    """A sample with its index, where its key may have been another one's before. Copies keep the index itself."""
+    """A sample and its index, for keys that are used again for other indices. Copies share the index."""
 
     index: Any
     sample: Any
@@ -231,7 +231,10 @@ class SampleStore:
         return self._load([key], [future], lambda: [load()])[0]
 
     def get_many(self, keys: Sequence[int], load: Callable[[list[int]], Sequence[Any]]) -> list[Any]:
-        """Return the samples of `keys`, in order. `load` receives the places in `keys` of the samples to load."""
+        """Return the samples of `keys`, in order.
+
+        load: receives the positions in `keys` of samples to load, and returns these samples.
+        """
         found: list[Any] = [None] * len(keys)
         own: list[int] = []
         running: dict[int, RunningLoad] = {}

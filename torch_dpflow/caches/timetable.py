@@ -63,18 +63,18 @@ class JobProgress:
 
     @property
     def certain_left(self) -> int:
-        """|S_c|"""
+        """Number of certain keys that the job has not read: |S_c| of the thesis."""
         return max(0, self.certain_end - self.position)
 
     @property
     def likely_distance(self) -> float:
-        """Eq. 3-2, in samples; its positions count from k, so k is not subtracted."""
+        """Distance of a likely key by eq. 3-2, in samples; its positions count from k, so k is not subtracted."""
         certain = self.certain_left
         return certain + self.likely_rank * max(0, self.length - self.position - certain)
 
     @property
     def unknown_distance(self) -> float:
-        """Eq. 3-3, in samples."""
+        """Distance of an unknown key by eq. 3-3, in samples."""
         announced = self.certain_left + self.likely_left
         return announced + max(0, self.length - self.position - announced) / 2
 
@@ -126,9 +126,9 @@ class Timetable:
     Positions count from the start of the job's epoch; those from its length on are in the next epoch. Besides
     its cells, each key has two bits for each job, the code, which distinguish kinds of cells.
 
-    Cells and codes are stored exclusive-or the values of keys that are in no lookahead. So arrays of zeros begin an
+    Cells and codes are stored XORed with the values of a key that is in no lookahead. So arrays of zeros begin an
     epoch, and no step passes over all keys: a flow may have 100 million. For the same reason an epoch's bits in a plane
-    are not used again before the epochs of all four places have ended.
+    are not used again before all four epochs of the plane have ended.
 
     Args:
         codes: the codes of a position, and of ABSENT, READ, LIKELY and UNKNOWN.
@@ -277,7 +277,7 @@ class Timetable:
         codes[key] = (codes[key] & ~(3 << shift)) | (code << shift)
 
     def read_many(self, progress: JobProgress, keys: Keys) -> int:
-        """Record that a job reads keys in order, up to the end of its epoch; returns how many."""
+        """Record that a job reads keys in order, up to the end of its epoch; return the number of keys recorded."""
         cells = progress.cells_of(keys)
         last = int(cells[-1])
         if cells[0] >= 0 and last < progress.length and bool((cells[1:] > cells[:-1]).all()):
@@ -289,9 +289,9 @@ class Timetable:
         return len(keys)
 
     def _read_unexpected(self, progress: JobProgress, keys: Keys, cells: npt.NDArray[np.int32]) -> int:
-        """Advance a job over keys some of which it had not announced; returns how many, up to its epoch's end.
+        """Advance a job over keys, some of them not announced, up to its epoch's end; return the number of keys.
 
-        A key announced for position c advances it to c + 1 at least, any other by one.
+        A key announced for position c advances the job to c + 1 at least, any other key by one.
         """
         first = np.zeros(len(keys), dtype=np.bool_)
         first[np.unique(keys, return_index=True)[1]] = True

@@ -13,9 +13,9 @@ READ = "samples read"
 
 
 def extended(checksum: int | None, index: Any) -> int | None:
-    """Return the checksum after one more batch of indices, or one more index; None if these are not integers.
+    """Return the checksum after one more batch of indices, or one more index; None if an index is not an integer.
 
-    It does not depend on how the indices are divided into batches.
+    The checksum does not depend on the division of the indices into batches.
     """
     if checksum is None:
         return None

@@ -41,7 +41,7 @@ def is_drawn_here(sampler: Any) -> TypeGuard[RandomSampler]:
 
 
 def in_chunks(order: Any, start: int, stop: int) -> Iterator[int]:
-    """Yield the numbers of an order from place `start` to before `stop`."""
+    """Yield the numbers of an order from place `start` to before `stop`, as Python integers."""
     for first in range(start, stop, _CHUNK):
         yield from order[first : min(stop, first + _CHUNK)].tolist()
 
@@ -81,7 +81,9 @@ def draws_at_end(index_sampler: Any) -> bool:
 
 
 def settled_length(index_sampler: Any, end: int | None = None) -> int:
-    """Return how many batches of an epoch are fixed at its first one, and can be drawn then without other draws.
+    """Return the number of batches that the first batch of an epoch fixes, and that may be drawn together with it.
+
+    Without the last batch if to draw it also draws from the user's generator for another epoch: see `draws_at_end`.
 
     end: the position at the end of a resumed epoch; None for a whole one.
     """

@@ -1,6 +1,7 @@
 """States of datasets, samplers and their iterators that have a `state_dict`.
 
-Iterating never depends on them. If a `state_dict` fails, its error is kept and raised by the loader's `state_dict`.
+Iterating never depends on these states. If a `state_dict` fails, its error is kept and raised by the loader's
+`state_dict`.
 """
 
 import copy
@@ -61,7 +62,7 @@ class Pickled:
         self._bytes = pickle.dumps(value)
 
     def open(self) -> Any:
-        """Unpickle the state. Raises as its unpickling."""
+        """Unpickle the state. Raises any error of unpickling."""
         return pickle.loads(self._bytes)
 
 
@@ -119,7 +120,7 @@ def opened(state: Any) -> Any:
 
 
 def restore_state(part: Any, state: Any, kind: str) -> None:
-    """Restore the own state of `part`. Raises StateError: it has no `load_state_dict`, or that failed.
+    """Restore the own state of `part`. Raises StateError if its `load_state_dict` is missing or fails.
 
     kind: "dataset" or "sampler", for errors.
     """
@@ -142,7 +143,7 @@ def restore_sampler(sampler: Any, state: Any, *, begun: bool) -> None:
 
     begun: whether the loader continues an epoch. Else the next iteration is a whole one, which `set_epoch` decides.
 
-    Raises StateError: as `restore_state`, or the epoch that begins is not the one that was set.
+    Raises StateError as `restore_state` does, or if the epoch that begins is not the one that was set.
     """
     named = working(sampler, "named_epoch")
     restore_state(sampler, state, "sampler")
@@ -176,7 +177,7 @@ def return_dataset(dataset: Any, kept: dict[str, Any]) -> None:
 
     The process's generators stay unchanged.
 
-    Raises StateError: it, or its iterator, cannot restore its state.
+    Raises StateError: the dataset or its iterator cannot restore its state.
     """
     of_dataset, of_iterator = kept["dataset"], kept["iterator"]
     if of_dataset is None and kept["ended"] and has_state(dataset):  # it is its own iterator
@@ -194,9 +195,9 @@ def _restore_dataset(dataset: Any, state: Any) -> None:
 
 
 def _is_over(dataset: Any, of_dataset: Any, of_iterator: Any) -> bool:
-    """Iterate a dataset that was restored to the end of an iteration; return whether it yields nothing.
+    """Iterate a dataset that was restored to the end of an iteration; return whether that yields nothing.
 
-    Only this makes it use the restored position: a generator runs none of its code before it is read.
+    A dataset may use the restored position only when it is iterated: a generator runs none of its code before.
     """
     iterator = iter(dataset)
     if of_iterator is not None:
@@ -230,10 +231,10 @@ class Stream:
     """The batches of one copy of an iterable dataset, one after the other; its position can be saved and restored.
 
     Args:
-        make_fetcher: makes torch's fetcher for it, which calls `iter(dataset)`.
+        make_fetcher: makes torch's fetcher for the dataset, which calls `iter(dataset)`.
         state: an earlier result of `state()`; None for the beginning.
         skip: batches to skip; only without `state`.
-        failed: how many of these raised an error, which the training loop has caught.
+        failed: number of skipped batches that raised an error, which the training loop has caught.
         batch_size: samples in one batch, None if the dataset yields whole batches.
     """
 
@@ -260,7 +261,7 @@ class Stream:
             self._skip(skip, batch_size or 1, failed)
 
     def fetch(self, index: Any) -> Any:
-        """Return the next batch. Raises StopIteration at the end of the stream, and every time after it."""
+        """Return the next batch. Raises StopIteration at the end of the stream, and at each later call."""
         try:
             return self._fetcher.fetch(index)
         except StopIteration:

@@ -19,17 +19,16 @@ WHOLE = "all samples"
 
 
 def part_of_dataset(dataset: Any) -> str | None:
-    """Return which samples a `Subset` has, also one of a `Subset` or within a dataset of this package.
+    """Describe the samples of a `Subset`, nested or inside a dataset of this package, as text.
 
-    The text is `WHOLE` for other datasets, and None if an index is not a whole number. Takes as long as reading the
-    indices.
+    Return `WHOLE` for other datasets, and None if an index is not a whole number. Takes as long as reading the indices.
     """
     levels = [_described(indices) for indices in _levels(dataset)]
     return None if None in levels else " of ".join(map(str, levels)) or WHOLE
 
 
 def part_of_sampler(index_sampler: Any) -> str | None:
-    """Return which samples a sampler of fixed indices chooses from; None for any other sampler.
+    """Describe the samples that a sampler of fixed indices chooses from, as text; None for any other sampler.
 
     A list, a SubsetRandomSampler and samplers of this package have fixed indices.
     """
@@ -44,7 +43,7 @@ def part_of_sampler(index_sampler: Any) -> str | None:
 
 
 def drawing_of(index_sampler: Any) -> str | None:
-    """Return how torch's RandomSampler or WeightedRandomSampler draws; None for any other sampler."""
+    """Describe how torch's RandomSampler or WeightedRandomSampler draws, as text; None for any other sampler."""
     while type(index_sampler) is BatchSampler:
         index_sampler = index_sampler.sampler
     weights = ""
@@ -75,7 +74,7 @@ def _is_row(part: Any) -> bool:
 
 
 def _is_everything(indices: Any, below: Any) -> bool:
-    """Whether these are all samples in their order."""
+    """Return whether the indices are all samples of `below` in their order."""
     try:
         return len(indices) == len(below) and list(indices) == list(range(len(below)))
     except Exception:  # one of them has no length

@@ -79,7 +79,7 @@ class Plan:
         position: the batches that were drawn before this plan began.
         ended_at: the epoch's length, if the sampler is known to have ended.
         end: the position at the end of a resumed epoch, if known.
-        checksum: of the indices before this plan began; None: of an order that needs none, or of other keys.
+        checksum: of the indices before this plan began; None if the order needs none, or the indices are not integers.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Plan:
         return position, index
 
     def peek(self) -> tuple[int, Any]:
-        """Return the next batch, the same one until the caller sets `drawn` and `held`: Control-C loses none."""
+        """Return the next batch; the same one until the caller sets `drawn` and `held`, so Control-C loses none."""
         if not self.held:
             self.prefetch_one()
         if not self.held:
@@ -254,7 +254,7 @@ def new_plan(batches: Iterator[Any], index_sampler: Any, sampler: Any) -> Plan:
 
 
 def return_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Iterator[Any]:
-    """Restore the own states of the sampler and its iteration, which is returned. Raises StateError if that fails."""
+    """Restore the states of the sampler and of its iteration; return the iteration. Raises StateError if that fails."""
     kept = state.sampler or {"sampler": None, "iterator": None}
     if kept["sampler"] is not None:
         part = stateful_part(index_sampler, sampler)

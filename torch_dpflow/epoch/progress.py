@@ -49,8 +49,7 @@ class LoaderShape:
     """The properties that a loader must share with the one whose state it resumes.
 
     Lengths are computed only when a state is made: torch computes none while it iterates, and `__len__` may fail or be
-    slow.
-    Indices of a part are read with the first state.
+    slow. The indices of a `Subset` are read for the first state.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -167,7 +166,7 @@ class GeneratorStates(msgspec.Struct, frozen=True):
 
     @classmethod
     def capture(cls, loader: Any) -> GeneratorStates:
-        """Return the current states, with those of the loader and its samplers."""
+        """Return the current states of the generators: the process's, the loader's and its samplers'."""
         held = sampler_generators(loader._index_sampler, loader.sampler, loader.generator)
         return cls(capture_rng(), generator_state(loader.generator), [*map(encode_generator, held)])
 
@@ -190,8 +189,8 @@ class EpochProgress:
     """The batches that one iteration has delivered.
 
     Args:
-        plan: its index batches, from the first that is not delivered.
-        generator: the loader's.
+        plan: the epoch's index batches, starting at the first that is not delivered.
+        generator: the loader's generator.
         streams: the position of each worker's own stream; empty if batches are not bound to workers.
         resumed: the state in mid-epoch that the iteration resumes; None at the beginning of an epoch.
     """

@@ -1,4 +1,4 @@
-"""ShardedIterableDataset: an iterable dataset whose position is that of its shards, whichever worker reads them."""
+"""ShardedIterableDataset: an iterable dataset whose position is saved by shard, whichever worker reads it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class ShardedIterableDataset(IterableDataset[Any]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next iteration begin at these positions. Raises StateError."""
+        """Begin the next iteration at these positions. Raises StateError if they do not fit this dataset."""
         check_shards(state, self.num_shards, self.num_replicas, self.rank)
         self._loaded = {int(number): position for number, position in state["shards"].items()}
 

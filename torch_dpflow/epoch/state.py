@@ -38,7 +38,7 @@ class HeldObjects:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether JSON returns the value as it is: no tuples, no keys but text, no types of others."""
+    """Return whether JSON preserves the value: no tuples, no keys but text, no values of other types."""
     if type(value) is list:
         return all(map(is_plain, value))
     if type(value) is dict:

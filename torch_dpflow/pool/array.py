@@ -43,11 +43,11 @@ class PooledArray(Dataset[Rows]):
     from storage. Rows are copies. Thread-safe; a forked child or an unpickled copy opens its own connections.
 
     Args:
-        source: from `open_array`, or `DataClient.push`, `append` or `array`.
+        source: description of the array, from `open_array`, or from `push`, `append` or `array` of `DataClient`.
         address, connection, trust_network, silence_s: as for `PooledDataset`.
         read_options: timeouts, retries and concurrency of storage.
 
-    Raises OptionError, OptionTypeError.
+    Raises OptionError or OptionTypeError if an argument is not allowed.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class PooledArray(Dataset[Rows]):
         return self._rows.records
 
     def __getitem__(self, index: int) -> Rows:
-        """Return row `index`; a negative one counts from the end. Raises as `read_batch`."""
+        """Return row `index`; a negative index counts from the end. Raises the errors of `read_batch`."""
         return self.read_batch([operator.index(index)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Rows]:
@@ -139,7 +139,7 @@ class PooledArray(Dataset[Rows]):
         return np.where(numbers < 0, numbers + count, numbers)
 
     def _copy(self, numbers: _Numbers, out: npt.NDArray[Any]) -> _Numbers:
-        """Copy mapped rows; return the positions of the others."""
+        """Copy mapped rows to `out`; return the positions of all other rows."""
         rows = self._rows
         blocks, block_of = np.unique(numbers // rows.per_block, return_inverse=True)
         is_there = np.zeros(len(numbers), dtype=bool)

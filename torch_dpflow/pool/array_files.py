@@ -53,7 +53,10 @@ class HDF5Dataset:
     All of its rows are in the file. Virtual datasets, links and external storage that refer to other files are refused:
     HDF5 would return fill values for a missing file, and changes of these files would not be detected.
 
-    Raises MissingExtraError, OptionError, StorageError.
+    Raises:
+        MissingExtraError: h5py is not installed.
+        OptionError: there is no such dataset, or its rows are not all in the file.
+        StorageError: the file cannot be read.
     """
 
     def __init__(self, url: str, options: dict[str, Any], path: str) -> None:
@@ -131,7 +134,7 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 
 
 def open_array(url: str | os.PathLike[str], *, path: str = "", **storage_options: Any) -> ArraySource:
-    """Open an array in a file, whose first dimension counts records; reads only its header.
+    """Open an array in a file; reads only the file's header. The array's first dimension counts records.
 
     Args:
         url: a `.npy` file in C order, or an HDF5 file (extra `hdf5`), on any storage of `DatasetStore`.
@@ -139,7 +142,7 @@ def open_array(url: str | os.PathLike[str], *, path: str = "", **storage_options
         storage_options: fsspec's options.
 
     Raises:
-        OptionError, OptionTypeError: the file is not of these formats, or the array cannot be cached.
+        OptionError, OptionTypeError: the file has neither format, or the array cannot be cached.
         StorageError: the file cannot be read.
         MissingExtraError: the extra is not installed.
     """

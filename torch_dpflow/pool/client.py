@@ -39,7 +39,7 @@ class DataClient:
         address, connection, trust_network, silence_s: as for `PooledDataset`.
         storage_options: fsspec's options for the data of datasets; None for those of their stores.
 
-    Raises OptionError, OptionTypeError.
+    Raises OptionError or OptionTypeError if an argument is not allowed.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class DataClient:
         version: str | None = None,
         progress: Callable[[CachedDataset], None] = lambda info: None,
     ) -> ArraySource:
-        """Push a new version of a pushed array, which has the rows of the old version, followed by those of `array`.
+        """Push a new version of a pushed array: the rows of the old version, followed by the rows of `array`.
 
         The new version shares every full stripe (64 MiB) with the old one, which stays unchanged.
 
@@ -159,7 +159,7 @@ class DataClient:
             progress: as for `push`.
 
         Raises:
-            OptionError: `array` has no rows, or the new version's name is invalid or that of the old one.
+            OptionError: `array` has no rows, or the new version's name is invalid or equal to the old one.
             PoolFullError, PeerLostError: as for `push`.
             OptionTypeError: the rows differ from those of the old version in shape or dtype.
             UsageError: no array of this name is completely in memory, or another array has the new name.
@@ -179,19 +179,25 @@ class DataClient:
         return source
 
     def array(self, name: str) -> ArraySource:
-        """Return an array that was pushed under this name. Raises UsageError if there is none; PeerLostError."""
+        """Return the description of the array that was pushed under this name.
+
+        Raises UsageError if there is no such array, PeerLostError if there is no server.
+        """
         found = [one.pushed for one in self.cached_datasets() if one.pushed is not None and one.ref == name]
         if not found:
             raise UsageError(f"no array {name!r} was pushed to this pool, or its server was lost; push it")
         return found[0]
 
     def cached_datasets(self) -> list[CachedDataset]:
-        """Return what the pool caches. Raises PeerLostError."""
+        """Return the datasets and arrays that the pool caches. Raises PeerLostError if there is no server."""
         with PoolConnection(self._address) as connection:
             return connection.contents().datasets
 
     def unload(self, stored: SampleTable | ArraySource) -> None:
-        """Unload a dataset; its readers continue from storage. Raises UsageError if it is not cached; PeerLostError."""
+        """Unload a dataset; its readers continue from storage.
+
+        Raises UsageError if it is not cached, PeerLostError if there is no server.
+        """
         with PoolConnection(self._address) as connection:
             connection.unload(identity_of(stored))
 
@@ -201,7 +207,7 @@ class DataClient:
     def dataset(self, stored: ArraySource) -> PooledArray: ...
 
     def dataset(self, stored: SampleTable | ArraySource) -> PooledDataset | PooledArray:
-        """Return a dataset for reading and for loaders; the same one at each call."""
+        """Return a dataset for reading and for loaders; the same object at each call."""
         identity = identity_of(stored)
         if identity not in self._datasets:
             self._datasets[identity] = (
@@ -214,7 +220,7 @@ class DataClient:
         return self._datasets[identity]
 
     def samples(self, stored: SampleTable) -> PoolSamples:
-        """Return the source for `DatasetReader(stored, through=...)`, which is read before storage.
+        """Return a source for `DatasetReader(stored, through=...)`: samples in the pool are not read from storage.
 
         Raises OptionTypeError for a storage option that is not text, a number or a list of these.
         """
@@ -228,7 +234,7 @@ class DataClient:
     def read(self, stored: SampleTable | ArraySource, index: int | str) -> Sample | Rows:
         """Return one sample, or a row of an array, from memory or from storage.
 
-        index: its number, or for a stored dataset its path in the metadata.
+        index: number of the sample or row, or for a stored dataset the sample's path in the metadata.
 
         Raises ObjectMissingError if no sample has the path, OptionError if several have it, and the errors of reading
         the dataset.
@@ -245,7 +251,7 @@ class DataClient:
     def read_batch(
         self, stored: SampleTable | ArraySource, indices: Sequence[int] | Sequence[int | str]
     ) -> list[Sample] | Rows:
-        """Return samples in order; for an array one tensor. Raises as `read`."""
+        """Return samples in order; for an array one tensor. Raises the errors of `read`."""
         if isinstance(stored, ArraySource):
             return self.dataset(stored).read_batch(indices)  # type: ignore[arg-type]
         return self.dataset(stored).__getitems__([self._number(stored, index) for index in indices])

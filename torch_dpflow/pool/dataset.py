@@ -78,7 +78,7 @@ class PoolSamples:
 
 
 class PooledDataset(DatasetReader):
-    """A `DatasetReader` whose samples come from a pool server, which reads each from storage once for all processes.
+    """A `DatasetReader` through a pool server, which reads each sample from storage once for all processes.
 
     The server begins to cache the dataset when it is first read. It drops the dataset some time after the last reading
     process has ended, unless `dpflow pool preload` or `DataClient.preload` has loaded it. If there is no server, no
@@ -96,7 +96,7 @@ class PooledDataset(DatasetReader):
             `torch_dpflow.vision`. Other samples are bytes.
         storage_options, read_options, check, on_error: as for `DatasetReader`.
 
-    Raises OptionError, OptionTypeError.
+    Raises OptionError or OptionTypeError if an argument is not allowed.
     """
 
     def __init__(

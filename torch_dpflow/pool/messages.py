@@ -58,7 +58,7 @@ class ArraySource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     @property
     def is_pushed(self) -> bool:
-        """Whether no storage has it."""
+        """Whether clients pushed the array, so that no storage has it."""
         return not self.url
 
 
@@ -71,7 +71,7 @@ IN_STORAGE_ONLY, ON_ITS_WAY = -1, -2
 
 
 class AnnounceAccessPlan(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Announce the order in which records are read from now on, in parts; answered by Acknowledged.
+    """Request: announce the order in which records will be read, in parts. Answered by Acknowledged.
 
     It replaces an earlier plan of this name unless it extends it. The plan ends with the connection.
     """
@@ -90,9 +90,10 @@ class AnnounceAccessPlan(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class GetAheadPlaces(msgspec.Struct, frozen=True, tag=True):
-    """Request the places of records of a plan, and confirm copies, at most `MAX_RECORDS` each; answered by AheadPlaces.
+    """Request: get the places of records of a plan, and confirm copies. Answered by AheadPlaces.
 
-    Only the answer proves that the copies are right: until then nothing else was written to those places.
+    At most `MAX_RECORDS` of each. A copy is right only if the server answers: until then it has written nothing else to
+    the copied places.
     """
 
     identity: bytes
@@ -106,7 +107,10 @@ class GetAheadPlaces(msgspec.Struct, frozen=True, tag=True):
 
 
 class AheadPlaces(msgspec.Struct, frozen=True, tag=True):
-    """Place of each record in memory of this number; the length may be `ON_ITS_WAY` or `IN_STORAGE_ONLY`."""
+    """Answer: the place of each record in the memory with this number.
+
+    A length may also be `ON_ITS_WAY` or `IN_STORAGE_ONLY`.
+    """
 
     memory: int
     offsets: list[int]
@@ -122,7 +126,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
 
 
 class PreloadDataset(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Cache this dataset; answered by CachedDataset, to be repeated until it is placed."""
+    """Request: cache this dataset. Answered by CachedDataset; repeat the request until the dataset is placed."""
 
     source: AnySource
     identity: bytes
@@ -137,14 +141,14 @@ class StartReading(msgspec.Struct, frozen=True, tag=True):
 
 
 class OpenDataset(msgspec.Struct, frozen=True, tag=True):
-    """Map this server's segments of a dataset; answered by DatasetOpened, with segments starting at `first`."""
+    """Request: map this server's segments of a dataset, starting at segment `first`. Answered by DatasetOpened."""
 
     identity: bytes
     first: int = 0
 
 
 class GetRecordStates(msgspec.Struct, frozen=True, tag=True):
-    """Request records now, at most `MAX_RECORDS`; answered by RecordStates.
+    """Request: read these records now, at most `MAX_RECORDS`. Answered by RecordStates.
 
     wait_s: how long the answer may wait for records that are still being read, seconds.
     """
@@ -155,14 +159,14 @@ class GetRecordStates(msgspec.Struct, frozen=True, tag=True):
 
 
 class PushStripe(msgspec.Struct, frozen=True, tag=True):
-    """Push the rows of a stripe: sealed memory, whose descriptor is sent with the message. Answered by RecordStates."""
+    """Request: store the rows of a stripe. Their sealed memory comes as a descriptor. Answered by RecordStates."""
 
     identity: bytes
     stripe: int
 
 
 class CountReads(msgspec.Struct, frozen=True, tag=True):
-    """Report further reads from memory and from storage. Has no answer, so no reader waits for it."""
+    """Report the number of further reads from memory and from storage. Has no answer, so no reader waits for one."""
 
     identity: bytes
     hits: _Count
@@ -170,13 +174,13 @@ class CountReads(msgspec.Struct, frozen=True, tag=True):
 
 
 class ListDatasets(msgspec.Struct, frozen=True, tag=True):
-    """List datasets, starting at this number; answered by CachedDatasetList."""
+    """Request: list datasets, starting at this number. Answered by CachedDatasetList."""
 
     first: int = 0
 
 
 class UnloadDataset(msgspec.Struct, frozen=True, tag=True):
-    """Unload this dataset; answered by CachedDatasetList."""
+    """Request: unload this dataset. Answered by CachedDatasetList."""
 
     identity: bytes
 
@@ -208,7 +212,7 @@ class CachedDataset(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class DatasetOpened(msgspec.Struct, frozen=True, tag=True):
-    """Number of segments that come as descriptors, and of all segments that this server has of the dataset."""
+    """Answer: number of segments that come as descriptors, and of all segments of the dataset on this server."""
 
     segments: int
     total: int
@@ -223,7 +227,7 @@ PENDING, HERE, IN_STORAGE, ELSEWHERE = range(4)
 
 
 class RecordStates(msgspec.Struct, frozen=True, tag=True):
-    """State of each record, one byte each, and those of the records' stripes that are completely in memory."""
+    """Answer: the state of each record, one byte each, and the completely loaded ones of the records' stripes."""
 
     states: bytes
     stripes: list[int]
@@ -232,7 +236,7 @@ class RecordStates(msgspec.Struct, frozen=True, tag=True):
 
 
 class CachedDatasetList(msgspec.Struct, frozen=True, tag=True):
-    """As many datasets as fit in one message, and the pool's free and total bytes."""
+    """Answer: as many datasets as fit in one message, and the pool's free and total bytes."""
 
     datasets: list[CachedDataset]
     free: int
@@ -242,7 +246,7 @@ class CachedDatasetList(msgspec.Struct, frozen=True, tag=True):
 
 
 class PoolRefusal(msgspec.Struct, frozen=True, tag=True):
-    """The request was wrong, or cannot be fulfilled."""
+    """Answer: the request was wrong, or cannot be fulfilled."""
 
     #: Name of the error's class in `errors`.
     kind: str
@@ -253,7 +257,7 @@ class PoolRefusal(msgspec.Struct, frozen=True, tag=True):
         return cls(type(error).__name__, str(error))
 
     def error(self) -> DPFlowError:
-        """Return the error: of the named class if the library has this class, else a DPFlowError."""
+        """Return an error of the named class, or a DPFlowError if this release has no such class."""
         kind = getattr(errors, self.kind, DPFlowError)
         if not (isinstance(kind, type) and issubclass(kind, DPFlowError)):
             return DPFlowError(f"{self.kind}: {self.text}")
@@ -297,9 +301,9 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_near(self) -> bool:
-        """Whether this process may map its memory: same machine, and its directory is this user's.
+        """Whether this process may map the server's memory: same machine, and the server's directory is this user's.
 
-        In another container the directory may be missing, or be that of another server.
+        In another container the directory may be missing, or belong to another server.
         """
         try:
             lock = Path(self.directory, LOCK_FILE)
@@ -310,10 +314,10 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DatasetPart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Stripes of a dataset, at most `MAX_STRIPES`: reported by a follower that holds them, or to be held by it.
+    """Stripes of a dataset, at most `MAX_STRIPES`: a follower's report of held stripes, or an instruction to hold them.
 
-    A follower reports all of its datasets before it joins; answered by Acknowledged. An instruction without stripes
-    updates the dataset's other fields.
+    A follower reports all of its datasets before it joins; the leader answers Acknowledged. An instruction without
+    stripes updates the dataset's other fields.
     """
 
     source: AnySource
@@ -334,7 +338,7 @@ class Acknowledged(msgspec.Struct, frozen=True, tag=True):
 
 
 class JoinPool(msgspec.Struct, frozen=True, tag=True):
-    """Join the pool, with the datasets reported before; answered by Acknowledged."""
+    """Request: join the pool, with the datasets that were reported before. Answered by Acknowledged."""
 
     server: ServerInfo
 
@@ -356,7 +360,7 @@ class DatasetState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FollowerHeartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Renew a follower's lease; answered by Instructions after at most `wait_s`.
+    """Request: renew a follower's lease. Answered by Instructions after at most `wait_s` seconds.
 
     applied: the number of the last instruction that `states` reflect; only changed states are sent.
     """
@@ -381,7 +385,7 @@ class Instructions(msgspec.Struct, frozen=True, tag=True):
 
 
 class GetStripeTable(msgspec.Struct, frozen=True, tag=True):
-    """Request the owners of a dataset's stripes, starting at stripe `first`; answered by StripeTablePart."""
+    """Request: get the owners of a dataset's stripes, starting at stripe `first`. Answered by StripeTablePart."""
 
     identity: bytes
     first: int = 0
@@ -403,7 +407,7 @@ class StripeTablePart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class ListServers(msgspec.Struct, frozen=True, tag=True):
-    """List the pool's servers; answered by ServerList."""
+    """Request: list the pool's servers. Answered by ServerList."""
 
 
 class ServerList(msgspec.Struct, frozen=True, tag=True):

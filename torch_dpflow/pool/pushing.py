@@ -44,9 +44,9 @@ _POLL_S = 0.02
 
 
 def pushed_source(name: str, array: _Array) -> ArraySource:
-    """Return the source of an array in memory. The same rows give the same source, so a push can be continued.
+    """Describe an array in memory as a source. Equal rows give equal sources, so a push can be continued.
 
-    Raises OptionError or OptionTypeError if it cannot be cached, or the name is not NAMESPACE/NAME:VERSION.
+    Raises OptionError or OptionTypeError if the array cannot be cached, or the name is not NAMESPACE/NAME:VERSION.
     """
     _check_name(name)
     stamp = hashlib.blake2b(_bytes_of(array), digest_size=16).hexdigest()
@@ -56,7 +56,7 @@ def pushed_source(name: str, array: _Array) -> ArraySource:
 
 
 def appended_source(old: ArraySource, array: _Array, version: str | None) -> ArraySource:
-    """Return the source of a further version of a pushed array, which shares every full stripe of the old one.
+    """Describe a further version of a pushed array, which shares every full stripe of the old version, as a source.
 
     Raises OptionTypeError for rows of another shape or dtype; OptionError for no rows, or an invalid or used name.
     """
@@ -94,7 +94,7 @@ def push(
 ) -> CachedDataset:
     """Push all rows, or those of the given `stripes`. Stripes that the server already has are skipped.
 
-    Raises PoolFullError if they do not fit; PeerLostError if there is no server, or it has died.
+    Raises PoolFullError if the rows do not fit, PeerLostError if there is no server, or it has died.
     """
     rows = array_layout(source)
     request = PreloadDataset(source=source, identity=array_identity(source), is_explicit=True, whole=True)
@@ -171,11 +171,11 @@ def push_decoded(
     world: int = 1,
     progress: Callable[[CachedDataset], None] = lambda info: None,
 ) -> CachedDataset:
-    """Decode and push the stripes of this rank: every world-th one, starting at its number.
+    """Decode and push the stripes of this rank: every `world`-th stripe, starting at stripe `rank`.
 
     Raises:
         OptionError: the transform returns arrays of several shapes or dtypes, or ones that cannot be cached.
-        StorageError, and what the transform raises: a sample cannot be read or decoded; what was pushed stays.
+        StorageError, and the transform's errors: a sample cannot be read or decoded; stripes that were pushed stay.
         PoolFullError, PeerLostError: as for `push`.
     """
     with closing(reader):

@@ -1,4 +1,4 @@
-"""Sources of cached datasets: their identity, what a server needs to read them, and a comparison with the pool."""
+"""Sources of cached datasets: identity, description, opening for a server, and comparison with the pool's memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RecordReader(Protocol):
         """Return each record, or its error."""
 
     def close(self) -> None:
-        """Close what was opened."""
+        """Close all connections and files."""
 
 
 class StripePart(NamedTuple):
@@ -91,7 +91,7 @@ def identity_of(stored: SampleTable | ArraySource) -> bytes:
 
 
 def source_of(stored: SampleTable | ArraySource, data_options: Mapping[str, Any] | None) -> AnySource:
-    """Return what a server needs to read the dataset or array.
+    """Return a description by which a server can read the dataset or array.
 
     Raises OptionTypeError for options that are not text, numbers or lists of these.
     """
@@ -116,7 +116,7 @@ def source_of(stored: SampleTable | ArraySource, data_options: Mapping[str, Any]
 
 
 def open_source(source: AnySource, wanted: bytes) -> OpenedSource:
-    """Open a source for reading. Raises DatasetError, StorageError, or OptionError if it is not valid."""
+    """Open a source for reading. Raises DatasetError or StorageError, or OptionError if the source is not valid."""
     if isinstance(source, ArraySource):
         blocks = array_layout(source).blocks()
         _check_name(array_identity(source), wanted, source.ref)
@@ -162,7 +162,7 @@ def _check_name(found: bytes, wanted: bytes, what: str) -> None:
 
 
 def all_samples(stored: StoredDataset) -> Iterator[SampleMeta]:
-    """Yield as `StoredDataset.samples`, reading several metadata shards at the same time."""
+    """Yield the same as `StoredDataset.samples`, but read several metadata shards at the same time."""
     with ThreadPoolExecutor(_READ_THREADS, "dpflow-read") as threads:
         for shard in threads.map(stored.shard, range(len(stored.variant.shards))):
             yield from shard.samples
@@ -171,7 +171,7 @@ def all_samples(stored: StoredDataset) -> Iterator[SampleMeta]:
 def sample_layout(stored: SampleTable) -> tuple[SampleLayout, npt.NDArray[np.bool_]]:
     """Return the layout of the samples, and whether each length is known.
 
-    Reads all metadata of a store, and a column of an index; raises as `StoredDataset.shard`.
+    Reads all metadata of a store, and a column of an index. Raises the errors of `StoredDataset.shard`.
     """
     if isinstance(stored, Index):
         lengths, size = stored.open_rows().lengths(), _INDEX_STRIPE
@@ -184,7 +184,7 @@ def sample_layout(stored: SampleTable) -> tuple[SampleLayout, npt.NDArray[np.boo
 class RecordPaths:
     """Record numbers by path, as in the dataset's metadata: 16 bytes per record.
 
-    Reads all metadata when it is made. Raises as `StoredDataset.shard`.
+    Making it reads all metadata. Raises the errors of `StoredDataset.shard`.
     """
 
     def __init__(self, stored: StoredDataset) -> None:
@@ -196,7 +196,7 @@ class RecordPaths:
     def number(self, path: str) -> int:
         """Return the number of the record with this path. Reads its metadata, as two paths can have one digest.
 
-        Raises ObjectMissingError if there is none, OptionError if several records have it.
+        Raises ObjectMissingError if no record has this path, OptionError if several records have it.
         """
         first, last = (np.searchsorted(self._digests, np.uint64(_digest(path)), side) for side in ("left", "right"))
         if last - first > 1:
@@ -248,14 +248,15 @@ def verify_pool(
         progress: called with the number of compared samples.
         compared: filled with the counts.
 
-    Raises UsageError if it is not cached, OptionError if no storage has it, PeerLostError if there is no server.
+    Raises UsageError if the dataset is not cached, OptionError if no storage has it, PeerLostError if there is no
+    server.
     """
     source, identity = source_of(stored, None), identity_of(stored)
     with PoolConnection(address) as connection:
         if all(one.identity != identity for one in connection.contents().datasets):
             raise UsageError(f"{stored.ref} is not in the pool; `dpflow pool list` shows what is")
     counts, samples = compared if compared is not None else PoolComparison(), samples_of(stored)
-    reader, per_record, at_once = _past_the_pool(stored)
+    reader, per_record, at_once = _storage_reader(stored)
     with (
         closing(reader) as storage,
         closing(PoolReader(find_address(address), source, identity, _SILENCE_S)) as memory,
@@ -274,8 +275,8 @@ def verify_pool(
             progress(min(numbers.stop * per_record, samples))
 
 
-def _past_the_pool(stored: SampleTable | ArraySource) -> tuple[RecordReader, int, int]:
-    """Return a reader of records from storage, the number of samples of each record, and of records per read."""
+def _storage_reader(stored: SampleTable | ArraySource) -> tuple[RecordReader, int, int]:
+    """Return a reader of records from storage, and the numbers of samples in a record and of records per read."""
     if not isinstance(stored, ArraySource):
         return SampleReader(stored, check=True), 1, _AT_ONCE
     if stored.is_pushed:
@@ -285,7 +286,7 @@ def _past_the_pool(stored: SampleTable | ArraySource) -> tuple[RecordReader, int
 
 
 def _problems(own: range, held: bytes, found: tuple[bytes, object] | DPFlowError) -> Iterator[Problem]:
-    """Yield the differences in one record, which is one sample or several rows of the same length."""
+    """Yield the differences in one record: one sample, or several rows of the same length."""
     if isinstance(found, DPFlowError):
         what = f"is in memory, and cannot be compared: {type(found).__name__}: {found}"
         yield Problem(own.start, len(own), what)

@@ -18,7 +18,7 @@ from torch_dpflow.samplers.sampler import DynaGCSSampler
 
 @runtime_checkable
 class HasBlocks(Protocol):
-    """A dataset whose rows lie in blocks, such as `TableDataset`."""
+    """A dataset whose rows are stored in blocks, such as `TableDataset`."""
 
     #: Rows of each block, in the order of their numbers.
     blocks: NDArray[np.int64]
@@ -36,11 +36,11 @@ class BlockShuffleSampler(DynaGCSSampler):
     that a different number of ranks began, each rank reads rows of more blocks at a time.
 
     Args:
-        dataset: has `blocks`, as `TableDataset` has.
+        dataset: a dataset with `blocks`, such as `TableDataset`.
         window: number of blocks that are shuffled together.
         num_replicas: number of ranks; by default torch.distributed's, if it is initialised, else 1.
         rank: this rank; by default torch.distributed's, if it is initialised, else 0.
-        ranks: a 1-D DeviceMesh or a process group to take both from.
+        ranks: a 1-D DeviceMesh or a process group that defines both.
         seed: determines the order, together with the epoch.
         drop_last: leave out the tail that does not divide evenly among the ranks, instead of repeating rows.
 
@@ -85,13 +85,13 @@ class BlockShuffleSampler(DynaGCSSampler):
 
 @lru_cache(maxsize=2)
 def block_order(blocks: bytes, window: int, ranks: int, seed: int) -> CompactArray:
-    """Return an order of all rows, in which every `ranks`-th row is of one rank's blocks.
+    """Return an order of all rows. A rank reads every `ranks`-th row of it, all from the rank's own blocks.
 
     Args:
-        blocks: rows of each block, as the bytes of an int64 array.
+        blocks: number of rows in each block, as the bytes of an int64 array.
         window: number of blocks that are shuffled together.
         ranks: number of ranks.
-        seed: of the epoch.
+        seed: seed of the epoch.
     """
     sizes = np.frombuffer(blocks, np.int64)
     total = int(sizes.sum())

@@ -39,9 +39,9 @@ class BudgetBatchSampler(EpochSampler[list[int]]):
             padding, and less random batches.
         num_replicas: number of ranks; by default torch.distributed's, if it is initialised, else 1.
         rank: this rank; by default torch.distributed's, if it is initialised, else 0.
-        ranks: a 1-D DeviceMesh, such as `mesh["dp"]`, or a process group to take both from.
+        ranks: a 1-D DeviceMesh, such as `mesh["dp"]`, or a process group that defines both.
         shuffle: False reads batches from the shortest to the longest.
-        seed: of the order.
+        seed: determines the order, together with the epoch.
         drop_last: leave out the batches that do not divide evenly among the ranks, instead of repeating some.
 
     Raises:
@@ -167,9 +167,9 @@ def _next_edge(edge: float, budget: float, spread: float) -> float:
 class LengthBuckets:
     """Samples in buckets of similar length, and how many of them each batch has.
 
-    A batch's cost is its number of samples times its longest one. A bucket's batches have as many samples as the budget
-    allows of its longest. What does not fill a batch goes into the first batches of the next bucket, so only the last
-    batch may be short, and the number of batches depends on the lengths alone.
+    A batch costs its number of samples times its longest length. A bucket's batches have as many samples as the budget
+    allows at the bucket's longest length. Samples that do not fill a batch go into the first batches of the next
+    bucket. So only the last batch may be short, and the number of batches depends on the lengths alone.
 
     Args:
         lengths: one number a sample, above 0 and not above `budget`.

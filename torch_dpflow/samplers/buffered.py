@@ -112,7 +112,7 @@ class Cells:
         return [(cells[k], slot) for k, slot in zip(found.tolist(), slots.tolist())]
 
     def take(self, place: CellSlot, jobs: int) -> int:
-        """Take the sample in this slot for the jobs of the mask `jobs`, which no longer need it."""
+        """Return the sample in this slot, and record that the jobs of the mask `jobs` no longer need it."""
         cell, slot = place
         samples = self._samples[cell]
         sample = int(samples[slot])
@@ -177,7 +177,7 @@ def bits_of(mask: int) -> Iterable[int]:
 
 
 def free_bit(taken: Iterable[int], limit: int = MAX_JOBS) -> int:
-    """Return the lowest job number below `limit` that is not taken; OptionError if all are."""
+    """Return the lowest job number below `limit` that is not taken. Raises OptionError if all are taken."""
     used = set(taken)
     for job in range(limit):
         if job not in used:
@@ -186,10 +186,10 @@ def free_bit(taken: Iterable[int], limit: int = MAX_JOBS) -> int:
 
 
 class BufferedGroup(SamplingGroup):
-    """Base of groups that pick samples for several jobs: each job has a set still to be picked, and a buffer of picks.
+    """Base of groups that pick samples for several jobs at once. Each job has unpicked samples, and a buffer of picks.
 
-    In lookaheads the buffer is certain. The others are likely, weighted by the number of jobs that need a sample: the
-    more jobs need it, the sooner one of their draws may pick it.
+    In lookaheads the samples in the buffer are certain. The unpicked ones are likely, weighted by the number of jobs
+    that need a sample: the more jobs need it, the sooner one of their draws may pick it.
     """
 
     max_jobs: ClassVar[int] = MAX_JOBS
@@ -207,7 +207,7 @@ class BufferedGroup(SamplingGroup):
 
     @abstractmethod
     def _fill(self, member: Member, n: int) -> None:
-        """Add at least one sample to the member's buffer, which needs n; others' buffers may be filled too."""
+        """Add at least one sample to the member's buffer, for a draw of `n`. Other buffers may be filled too."""
 
     def _joined(self, member: Member) -> None:
         try:
@@ -240,7 +240,7 @@ class BufferedGroup(SamplingGroup):
         return self._cells.needed[self._bits[member.name]]
 
     def _to_fill(self, member: Member) -> list[Member]:
-        """Return this member, then the others whose buffers hold less than a batch."""
+        """Return this member, then the other members whose buffers hold less than a batch."""
         others = (
             m
             for m in self._members.values()

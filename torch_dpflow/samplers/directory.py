@@ -55,7 +55,7 @@ class Directory:
         return self._held[samples]
 
     def begin(self, states: States, read: CompactArray, *, whole: bool) -> None:
-        """Add a job's epoch, as `NeedCounts.begin`."""
+        """Add a job's epoch, with the arguments of `NeedCounts.begin`."""
         self.needed.begin(states, read, whole=whole)
         self.needs_changed()
 
@@ -67,7 +67,7 @@ class Directory:
     def load(self, samples: CompactArray) -> BoolArray:
         """Record that these distinct samples are read, in this order; all count as the latest loads.
 
-        Returns which of them are not resident, so have to be loaded. Call `shrink` next.
+        Returns a mask of the samples that were not resident, which must be loaded. Call `shrink` next.
         """
         absent = ~self._held[samples]
         numbers = np.arange(self._loads, self._loads + len(samples))
@@ -79,13 +79,13 @@ class Directory:
         return absent
 
     def finished(self, samples: CompactArray) -> None:
-        """Record which of these distinct samples, just read, are resident and needed by no job."""
+        """Record those of these distinct samples, just read, that are resident and needed by no job."""
         done = samples[(self.needed.of(samples) == 0) & self._held[samples]]
         if len(done):
             self._finished.append(done)
 
     def needs_changed(self) -> None:
-        """Select victims again, as more samples are needed."""
+        """Forget the selected victims, because jobs need more samples than when they were selected."""
         self._finished = []
         self._victims, self._chosen_as = self._victims[:0], self._chosen_as[:0]
 
@@ -156,7 +156,7 @@ class Directory:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Remove from one piece the loads of samples that were evicted or loaded again."""
+        """Remove the loads of samples that were evicted or loaded again from one piece of the list of loads."""
         self._swept %= len(self._log)
         piece = self._current(*self._log[self._swept])
         if len(piece[0]) or len(self._log) == 1:
@@ -166,7 +166,7 @@ class Directory:
             del self._log[self._swept]
 
     def _current(self, samples: CompactArray, numbers: IndexArray) -> tuple[CompactArray, IndexArray]:
-        """Return the loads among these whose samples are resident since."""
+        """Return the loads whose samples have stayed resident since."""
         held = self._held[samples] & (self._loaded[samples] == numbers)
         return (samples, numbers) if held.all() else (samples[held], numbers[held])
 

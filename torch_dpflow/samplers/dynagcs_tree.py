@@ -71,7 +71,7 @@ class IntersectionTree:
 
 
 def speed_likeness(speeds: Sequence[float | None]) -> float:
-    """exp(-s), with s the standard deviation of the speeds over their mean: 1 for equal speeds (eq. 3-7).
+    """Return exp(-s), s being the standard deviation of the speeds over their mean: 1 for equal speeds (eq. 3-7).
 
     An unknown speed counts as the mean of the known ones.
     """

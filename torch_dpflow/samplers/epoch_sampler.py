@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 
 class SamplerIterator(Iterator[T]):
-    """One iteration of a sampler. Its state says whether it has begun and ended; the sampler's state has the position.
+    """One iteration of a sampler. Its state shows whether it has begun and ended; the sampler's state has the position.
 
     StatefulDataLoader loads the sampler's state, makes an iterator, and loads the iterator's state. If the saved
     iteration had nothing left, the iterator yields nothing, and the next one reads a whole epoch.
 
     Args:
-        items: what is left of the epoch, or a whole epoch.
+        items: the items that are left of the epoch, or a whole epoch.
         is_over: whether the sampler's state was at the end of an epoch, so that `items` are a whole epoch.
     """
 
@@ -53,9 +53,9 @@ class SamplerIterator(Iterator[T]):
         return {"has_begun": self._has_begun, "has_ended": self._has_ended}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the iteration of this state, after the sampler has loaded its own.
+        """Continue the iteration of this state. The sampler must have loaded its own state before.
 
-        Raises StateError: it is not the state of an iterator.
+        Raises StateError: `state` is not the state of an iterator.
         """
         keys = ("has_begun", "has_ended")
         if not isinstance(state, dict) or any(type(state.get(key)) is not bool for key in keys):
@@ -70,12 +70,12 @@ STATE_VERSION = 1
 
 
 def mixed_seed(*numbers: int) -> int:
-    """Return one seed from several numbers, so that neighbouring ones give unrelated orders."""
+    """Return one seed from several numbers, such that neighbouring numbers give unrelated orders."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) & MAX_SEED
 
 
 def restored_number(name: str, value: Any, *, minimum: int = 0, maximum: int | None = None) -> int:
-    """Return a number of a state. Raises StateError unless it is an int in range."""
+    """Check a number of a state, and return it. Raises StateError unless it is an int in range."""
     try:
         return check_int(name, value, minimum=minimum, maximum=maximum)
     except UsageError as error:
@@ -106,15 +106,16 @@ class Iteration:
 
 
 class EpochSampler(Sampler[T]):
-    """Sampler of an epoch of this many items, of which each rank gets every `num_replicas`-th.
+    """Base of samplers whose epoch has `size` items, of which each rank gets every `num_replicas`-th.
 
     Without ranks every iteration is a new epoch, as RandomSampler's. With ranks only `set_epoch` begins another one, as
     DistributedSampler's.
 
     Args:
-        size: items of an epoch, of all ranks together.
+        size: number of items in an epoch, of all ranks together.
         num_replicas, rank, ranks: as in `own_rank`.
-        shuffle, seed: of the order.
+        shuffle: whether the order is random.
+            seed: determines the order, together with the epoch.
         drop_last: leave out the items that do not divide evenly among the ranks, instead of repeating some.
     """
 
@@ -154,9 +155,9 @@ class EpochSampler(Sampler[T]):
         return SamplerIterator(self._read(iteration), is_over=self._is_resumed_at_end())
 
     def set_epoch(self, epoch: int) -> None:
-        """Have the next iteration read this epoch. A loaded position stays if it is of the same epoch.
+        """Set the epoch that the next iteration reads. A loaded position stays if it is of the same epoch.
 
-        An iteration that is running goes on, and `state_dict` describes it until the next one is read.
+        A running iteration continues, and `state_dict` describes it until the next iteration is read.
 
         Raises OptionError: `epoch` is negative or too large.
         """
@@ -179,9 +180,10 @@ class EpochSampler(Sampler[T]):
         With a different number of ranks, the remaining samples are divided among them, padded or cut again.
 
         Args:
-            state: that of any rank, if all ranks have read the same number; else a list of all ranks' states, in order.
+            state: the state of any rank, if all ranks have read the same number of items; else a list of all ranks'
+                states, in order.
 
-        Raises StateError: the state is damaged, of other arguments than these, or ranks are missing.
+        Raises StateError: the state is damaged, of a sampler with other arguments, or ranks are missing.
         """
         states = [state] if isinstance(state, dict) else state
         if not isinstance(states, list | tuple) or not states:
@@ -199,13 +201,13 @@ class EpochSampler(Sampler[T]):
 
     @abstractmethod
     def _reader(self, epoch: int, began_with: int) -> Callable[[Places], list[T]]:
-        """Return the function from places in the order of an epoch to the items there.
+        """Return a function that takes places in the order of an epoch and returns the items there.
 
         began_with: the number of ranks that began the epoch.
         """
 
     def _identity(self) -> dict[str, Any]:
-        """Return the values that a state must have to fit this sampler."""
+        """Return the values that a fitting state must contain, by name."""
         return {
             "version": STATE_VERSION,
             "length": self.size,
@@ -296,9 +298,9 @@ class EpochSampler(Sampler[T]):
         restored_number("epoch", state.get("epoch"), maximum=self._max_epoch)
 
     def _checked_rest(self, states: Sequence[dict[str, Any]], at: RankPosition) -> Any:
-        """Check what states have in addition to the position that was restored from them. Raises StateError.
+        """Check the values of states other than the position, which `at` has from them. Raises StateError.
 
-        Returns what `Start.shared` is to be.
+        Returns the value of `Start.shared`.
         """
         for state in states:
             began_with = restored_number("began_with", state.get("began_with"), minimum=1, maximum=dealing.MAX_RANKS)

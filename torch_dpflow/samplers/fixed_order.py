@@ -72,8 +72,8 @@ class FixedOrderGroup(SamplingGroup):
 class CoorDLGroup(FixedOrderGroup):
     """Jobs in the same epoch read the same order, which depends on the group's seed and not on the jobs' seeds.
 
-    Jobs share while they are in step: same start, same speed. A job with a smaller set reads the common order without
-    the other samples, so its epoch is uniform too; the original CoorDL has one set only.
+    Jobs share reads while they are in step: same start, same speed. A job with a smaller set reads the common order
+    without the samples outside its set, so its epoch is uniform too; the original CoorDL has one set only.
     """
 
     strategy = "coordl"

@@ -79,7 +79,7 @@ class Member:
         return self._taken(epoch_order(self.length, self.seed + epoch))
 
     def own_order(self, epoch: int, *what: int) -> Order:
-        """Return a private permutation that no other job has, not even one of the same seed. what: as in `own_rng`."""
+        """Return a permutation that differs from every other job's, even with the same seed. what: as in `own_rng`."""
         if self.length < MIN_LENGTH:
             return self._taken(self.own_rng(epoch, *what).permutation(self.length).astype(compact(self.length)))
         return self._taken(Permutation(self.length, np.random.MT19937(self._key(epoch, *what))))
@@ -257,9 +257,10 @@ class SamplingGroup(ABC):
         return self.draw(job, n, now).indices
 
     def in_order(self, job: str) -> int:
-        """Return how many of the epoch's first samples came as in `Member.order`; 0 if it does not read all samples.
+        """Return how many first samples of the epoch came as in `Member.order`.
 
-        They follow from seed and epoch, so a state need not list them. Raises UsageError: the job is not a member.
+        These samples follow from seed and epoch, so a state need not list them. 0 if the job does not read all samples.
+        Raises UsageError: the job is not a member.
         """
         member = self._member(job)
         if member.indices is not None:
@@ -276,7 +277,7 @@ class SamplingGroup(ABC):
         return 0 if member.epoch is None else member.length - member.position
 
     def lookahead(self, job: str, *, horizon: int | None = None) -> Lookahead:
-        """Return what is known of the job's future reads, for cache policies. Draws nothing.
+        """Return the known part of the job's future reads, for cache policies. Draws nothing.
 
         Args:
             horizon: maximum number of next samples to return. Members and the next epoch are then left out, so that
@@ -322,10 +323,10 @@ class SamplingGroup(ABC):
 
     @abstractmethod
     def _lookahead(self, member: Member, epoch: int) -> Lookahead:
-        """See `lookahead`."""
+        """Return everything that is known of the member's future reads; see `lookahead`."""
 
     def _near_lookahead(self, member: Member, epoch: int, horizon: int) -> Lookahead:
-        """See `lookahead`. Strategies for many samples do this in O(horizon)."""
+        """Return a lookahead of the next `horizon` samples only. Strategies for many samples do this in O(horizon)."""
         whole = self._lookahead(member, epoch)
         certain, likely = whole.certain[:horizon], whole.likely[:horizon]
         if len(certain) < len(whole.certain):

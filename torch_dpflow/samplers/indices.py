@@ -34,8 +34,8 @@ def check_indices(
     """Return the sample numbers as a new int64 array, in the order given.
 
     Raises:
-        OptionTypeError: they are not whole numbers in one dimension.
-        OptionError: one is negative, is not below `size`, or is there twice; or there are none.
+        OptionTypeError: `indices` are not whole numbers in one dimension.
+        OptionError: an index is negative, not below `size`, or repeated; or there are no indices.
     """
     given = _whole_numbers(indices, name)
     if not len(given) and not allow_empty:
@@ -59,7 +59,7 @@ def _is_tensor(indices: object) -> TypeGuard[torch.Tensor]:
 
 
 def has_flags(values: Iterable[Any]) -> bool:
-    """Whether a bool is among the values: it is a mask's, and NumPy would make sample 0 or 1 of it."""
+    """Return whether a bool is among the values. It belongs to a mask, and NumPy would make sample 0 or 1 of it."""
     return not {bool, np.bool_}.isdisjoint(map(type, values))
 
 

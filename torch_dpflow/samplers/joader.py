@@ -67,7 +67,7 @@ def sample_round(cells: Cells, jobs: Sequence[int], rng: np.random.Generator) ->
 
 
 def _takers(left: Sequence[int], size: int, rng: np.random.Generator) -> int:
-    """Return how many of the jobs, ascending by what they have left, take an intersection of this size."""
+    """Draw how many jobs take a sample of an intersection of this size. left: unread samples of each job, ascending."""
     if size == 0 or rng.random() * left[0] >= size:
         return 0
     takers = 1

@@ -43,15 +43,15 @@ class MixtureSampler(EpochSampler[int]):
     permutations, 4 bytes a sample of the sources. Each rank computes its own samples only.
 
     Args:
-        sources: the datasets, or their lengths, in the order of the `ConcatDataset`; or that itself.
+        sources: the datasets, or their lengths, in the order of the `ConcatDataset`; or the `ConcatDataset` itself.
         weights: one number a source; or a list of `Phase`, in the order of their starts. Floats count as the decimals
             that they are printed as. A common denominator above 65,536 is rounded to that.
-        samples: length of an epoch, of all ranks together; None: that of all sources.
+        samples: length of an epoch, of all ranks together; None: the sum of the sources' lengths.
         num_replicas: number of ranks; by default torch.distributed's, if it is initialised, else 1.
         rank: this rank; by default torch.distributed's, if it is initialised, else 0.
-        ranks: a 1-D DeviceMesh, such as `mesh["dp"]`, or a process group to take both from.
+        ranks: a 1-D DeviceMesh, such as `mesh["dp"]`, or a process group that defines both.
         shuffle: False reads each source in its own order.
-        seed: of the sources' orders.
+        seed: determines the order of each source, together with the source's epoch.
         drop_last: leave out the samples that do not divide evenly among the ranks, instead of repeating some.
 
     Raises:
@@ -163,9 +163,9 @@ class MixtureSampler(EpochSampler[int]):
                 )
 
     def _drawn(self, state: dict[str, Any]) -> int:
-        """Return how many first samples of the run were reached, if all ranks are as far as this one.
+        """Return the number of the run's first samples that were reached, if all ranks are as far as this rank.
 
-        Some of them may be unread: those at which ranks were behind when the number of ranks changed.
+        Some of these samples may be unread, if ranks were out of step when the number of ranks changed.
         """
         places = dealing.from_lists(state["places"], self.size)
         read = [state["position"] - state["dealt_at"]] * int(state["num_replicas"])
@@ -297,7 +297,7 @@ class Turns:
             self._numbers[own] = np.arange(len(own))
 
     def at(self, places: IndexArray) -> tuple[IndexArray, IndexArray]:
-        """Return the source of each of these draws, and which of its source's draws it is, from 0."""
+        """Return the source of each of these draws, and the draw's number within its source, from 0."""
         periods, rest = np.divmod(places, len(self._sources))
         sources = self._sources[rest].astype(np.int64)
         return sources, periods * self._parts[sources] + self._numbers[rest]
@@ -320,7 +320,8 @@ class Schedule:
         sources: number of sources.
 
     Raises:
-        as `whole_parts`; OptionError: no phase starts at 0, or two at once.
+        The errors of `whole_parts`.
+            OptionError: no phase starts at 0, or two phases start at once.
     """
 
     def __init__(self, weights: Sequence[float] | Sequence[Phase], sources: int) -> None:
@@ -333,7 +334,7 @@ class Schedule:
         self._before = [np.zeros(sources, np.int64)]
 
     def at(self, places: IndexArray) -> tuple[IndexArray, IndexArray]:
-        """Return the source of each of these draws of the run, and which of its source's draws it is, from 0."""
+        """Return the source of each of these draws of the run, and the draw's number within its source, from 0."""
         sources, numbers = np.empty(len(places), np.int64), np.empty(len(places), np.int64)
         phases = np.searchsorted(np.array(self.starts), places, side="right") - 1
         for phase in np.unique(phases).tolist():

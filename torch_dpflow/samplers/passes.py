@@ -38,12 +38,12 @@ class RankShares:
 
 
 class GlobalBatches:
-    """The epoch that a job of a group is in, as batches for all its ranks together.
+    """The running epoch of a job of a group, as batches for all ranks of the job together.
 
     Args:
         batch_size: samples for each rank.
         position: samples, of all ranks, that were drawn before; the group's epoch was started with them.
-        first: the value of `first` at that time; its samples fill up an uneven end.
+        first: the attribute `first` of the pass that drew these samples; it fills up an uneven end.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class SharedPass:
         self._ended: str | None = None
 
     def end(self, why: str) -> None:
-        """End this pass: iterating it further raises UsageError with the text `why`."""
+        """End this pass: further iteration raises UsageError with the text `why`."""
         self._ended = why
 
     def __iter__(self) -> Iterator[int]:
@@ -135,9 +135,10 @@ class SharedPass:
             self._record.append(part)
 
     def shared_state(self, consumed: int) -> dict[str, Any] | None:
-        """Return the samples that the job has drawn, and those of them that this rank has not consumed.
+        """Return the samples that the job has drawn, and those that this rank has not consumed of them.
 
-        None if none were drawn. Raises StateError if `consumed` lies before the position at which the pass was resumed.
+        Return None if no samples were drawn. Raises StateError if `consumed` lies before the position at which the pass
+        was resumed.
         """
         if consumed < self._recorded_from:
             raise StateError(
@@ -168,7 +169,7 @@ class SharedPass:
 
 
 def _checked(state: dict[str, Any] | None, size: int, rank: int) -> tuple[int, IndexArray, IndexArray, IndexArray]:
-    """Check a shared pass's state: number of samples drawn, those samples, the first ones, those to be yielded."""
+    """Check a shared pass's state; return number of samples drawn, these samples, the first ones, those left."""
     if state is None:
         return 0, _NOTHING, _NOTHING, _NOTHING
     try:

@@ -170,7 +170,7 @@ class DynaGCSSampler(EpochSampler[int]):
         return {**self.__dict__, "_drawn": None}  # can be drawn again
 
     def lookahead(self) -> Lookahead | None:
-        """Return what this rank reads next, for a cache in the process that draws. Draws nothing.
+        """Return this rank's next reads, for a cache in the process that draws. Draws nothing.
 
         Alone, the whole order, and the next epoch's too unless `set_epoch` decides it. In a group, the group's
         lookahead; for one of several ranks, only the number of remaining samples. None after `leave`, and in a worker,
@@ -236,7 +236,7 @@ class DynaGCSSampler(EpochSampler[int]):
         return shared
 
     def _identity(self) -> dict[str, Any]:
-        """Return the values that a state must have to fit this sampler."""
+        """Return the values that a fitting state must contain, by name."""
         return {
             **super()._identity(),
             "version": STATE_VERSION,
@@ -298,8 +298,8 @@ def given_indices(data_source: object) -> IndexArray | None:
     """Return the indices, if `data_source` is a sequence of whole numbers; None if it is a data set.
 
     Raises:
-        OptionTypeError: it is a sequence of other numbers, or numbers without an order, or text.
-        OptionError: an index is negative, too large, or there twice.
+        OptionTypeError: `data_source` is a sequence of other numbers, numbers without an order, or text.
+        OptionError: an index is negative, too large, or repeated.
     """
     if isinstance(data_source, str | bytes | bytearray):
         raise OptionTypeError(f"data_source={data_source!r:.80} is text; give a data set, or the indices to read")
@@ -323,7 +323,7 @@ def given_indices(data_source: object) -> IndexArray | None:
 
 
 def _numbers_of(data_source: Any) -> range | NDArray[Any] | None:
-    """Return what is a row of numbers, of any type; None for anything else.
+    """Return `data_source` as a range or array if it is one row of numbers, of any type; None for anything else.
 
     Raises OptionTypeError for numbers without an order.
     """

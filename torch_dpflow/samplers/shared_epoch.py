@@ -127,7 +127,7 @@ class SharedEpoch:
         return order
 
     def next_unread(self, most: int) -> CompactArray:
-        """Return the first of `unread`, at most this many; the cost does not grow with the epoch."""
+        """Return at most `most` of the first samples of `unread`; the cost does not grow with the epoch."""
         if self._sequence is None:
             return self._next_of(0, most)
         labels = self._sequence[self._drawn : self._drawn + most]
@@ -138,7 +138,7 @@ class SharedEpoch:
         return order
 
     def _next_of(self, number: int, most: int) -> CompactArray:
-        """Return the first unread samples of a class, at most this many."""
+        """Return at most `most` of the first unread samples of a class."""
         start, end = int(self._next_leads[number]), int(self._ends[number])
         found = [self._pile[:0]]
         while most > 0 and start < end:
@@ -153,15 +153,15 @@ class SharedEpoch:
         self._split(unread, partition, 0, len(unread))
 
     def quota(self, n: int) -> IndexArray:
-        """Return how many of the next n samples are of each class."""
+        """Return the number of samples of each class among the next `n`."""
         if self._sequence is None:
             return np.array([n])
         return np.bincount(self._sequence[self._drawn : self._drawn + n], minlength=len(self._ends))
 
     def arrange(self, labels: CompactArray | None, n: int) -> tuple[IndexArray, IndexArray] | None:
-        """Assign n picks of these classes to the next n positions.
+        """Assign `n` picks to the next `n` positions. labels: the class of each pick.
 
-        Returns two arrays of shape (n,), places among the positions and among the picks; None: in order.
+        Returns two arrays of shape (n,), places among the positions and among the picks; None for the same order.
         """
         start, self._drawn = self._drawn, self._drawn + n
         if labels is None or self._sequence is None:
@@ -170,7 +170,7 @@ class SharedEpoch:
         return slots, np.argsort(labels, kind="stable")
 
     def offer(self, samples: CompactArray) -> None:
-        """Add the needed ones of these samples, which other jobs loaded, to the candidates to follow."""
+        """Add samples that other jobs loaded, and this job needs, to the candidates to follow."""
         fresh = samples[self.need[samples] == NEEDED]
         if not len(fresh):
             return
@@ -186,8 +186,9 @@ class SharedEpoch:
     def follow(self, quota: IndexArray, directory: Directory, partition: Partition) -> CompactArray:
         """Take residents to follow, up to `quota` of each class, and mark them as read.
 
-        Samples that the fewest jobs need come first, so that they can be evicted soon: in the scenario speed1 that
-        raises the hit rate from 56.4 to 58.4, of at most 59.2. Among equals the latest load, which nearby jobs read.
+        Samples that the fewest jobs need come first, so that they can be evicted soon: in the scenario speed1 this
+        raises the hit rate from 56.4% to 58.4%, of at most 59.2%. Among equals, the latest load comes first, because
+        nearby jobs read it.
         """
         if not quota.any():
             return self._backlog[:0]
@@ -211,7 +212,7 @@ class SharedEpoch:
         return current
 
     def _latest(self, quota: IndexArray, directory: Directory, partition: Partition) -> tuple[int, CompactArray]:
-        """Return enough of the latest residents to choose from, in load order, and their start in the backlog."""
+        """Return a start in the backlog, and enough of the residents after it to choose from, in load order."""
         span = _CHOICE * int(quota.sum())
         start, found = self._backlog_length, 0
         short = quota.copy()
@@ -225,7 +226,7 @@ class SharedEpoch:
         return start, np.concatenate(pieces[::-1]) if pieces else self._backlog[:0]
 
     def _current(self, listed: CompactArray, directory: Directory) -> CompactArray:
-        """Return the samples of a piece of the backlog that are still needed and resident; remove the others."""
+        """Return the samples in a piece of the backlog that are still needed and resident; unlist all others."""
         listed = listed[self.need[listed] == LISTED]
         held = directory.resident(listed)
         if held.all():
@@ -293,7 +294,7 @@ def _select(
 
 
 def _counts(labels: CompactArray | None, total: int, classes: int) -> IndexArray:
-    """Return how many samples, of `total` with these labels, are in each class."""
+    """Return the number of samples in each class, of `total` samples with these labels."""
     return np.array([total]) if labels is None else np.bincount(labels, minlength=classes)
 
 

@@ -36,7 +36,7 @@ def sampling_group(strategy: str, size: int, *, capacity: int | None = None, see
 
 
 def check_strategy(strategy: str) -> str:
-    """`strategy` if it is a name in `STRATEGIES`; else OptionError, or OptionTypeError if it is not text."""
+    """Return `strategy` if it is in `STRATEGIES`. Raises OptionError, or OptionTypeError if it is not text."""
     check_type("strategy", strategy, str, f"one of {[*STRATEGIES]}")
     if strategy not in STRATEGIES:
         names = ", ".join(map(repr, STRATEGIES))

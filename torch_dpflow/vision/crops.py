@@ -1,4 +1,4 @@
-"""Decoding, cropping and resizing in one step, as in torchvision's recipes, and a dataset of images decoded so."""
+"""Decoding, cropping and resizing in one step, as in torchvision's recipes, and a dataset of such images."""
 
 from __future__ import annotations
 

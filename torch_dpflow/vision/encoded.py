@@ -48,7 +48,7 @@ class EncodedImage(Protocol):
     unevenness: int | None
 
     def rows_to_decode(self, rows: int) -> int:
-        """Return how many rows `pixels` returns for this many needed rows."""
+        """Return the number of rows that `pixels(rows)` returns."""
 
     def pixels(self, rows: int | None = None, *, reduce: int = 1, out: Pixels | None = None) -> Pixels:
         """Decode to RGB of shape (height, width, 3), writable. Raises the errors of Pillow for a broken file.
@@ -65,7 +65,7 @@ class EncodedImage(Protocol):
 
 @contextmanager
 def naming(source: Any) -> Iterator[None]:
-    """Add the file's name to an error raised inside, if `source` is a path. Its type stays the same."""
+    """Add the file's name to an error raised inside, if `source` is a path. The error's type stays the same."""
     try:
         yield
     except Exception as error:
@@ -80,7 +80,7 @@ def naming(source: Any) -> Iterator[None]:
 
 
 def open_image(source: Source) -> EncodedImage:
-    """Open the image of a file, or of its contents. Raises the errors of Pillow if there is none."""
+    """Open an image by its path, or from its bytes. Raises the errors of Pillow if it is no image."""
     if simplejpeg is not None:
         data: Any = _contents(source) if isinstance(source, str | os.PathLike) else source
         frame = read_frame(data)

@@ -53,7 +53,7 @@ class AllocatedDataset:
     base: bytes = b""
 
     def owned_by(self, server: str | None) -> list[int]:
-        """Return the stripes of a server; None for those without an owner."""
+        """Return the stripes of a server, or for None the stripes without an owner."""
         return [stripe for stripe, owner in enumerate(self.owners) if owner == server]
 
     def owned(self) -> dict[str, list[int]]:
@@ -65,7 +65,7 @@ class AllocatedDataset:
         return dict(sorted(found.items()))
 
     def own(self, server: str, stripes: Sequence[int]) -> None:
-        """Make a server the owner of stripes that it holds, or is to hold."""
+        """Make a server the owner of stripes."""
         self.held.setdefault(server, set()).update(stripes)
         for stripe in stripes:
             self.owners[stripe] = server
@@ -106,7 +106,7 @@ class StripeAllocator:
 
     Args:
         lease_s: a server is lost after this much silence, seconds.
-        idle_s: how long an implicit dataset stays that no process reads, seconds.
+        idle_s: how long an implicit dataset stays after the last process has stopped reading it, seconds.
     """
 
     def __init__(self, *, lease_s: float, idle_s: float) -> None:
@@ -128,11 +128,11 @@ class StripeAllocator:
         now: float,
         held: Mapping[bytes, Sequence[int]] | None = None,
     ) -> list[AllocatorInstruction]:
-        """Add a server, or renew its lease. A generation that was lost before is ignored.
+        """Add a server, or renew its lease. Ignored for a generation of the server that was lost before.
 
-        held: stripes that are already in its memory. It becomes the owner of those that have no owner, and keeps the
-            others as copies. If most stripes would be copies, it drops the dataset: a part of a segment cannot be
-            freed.
+        held: stripes of each dataset that are already in the server's memory. It becomes the owner of stripes without
+            an owner, and keeps the others as copies. If most stripes of a dataset would be copies, the server drops the
+            dataset: a part of a segment cannot be freed.
         """
         if self._leases.renew(server, generation, now) is Renewal.REPLACED:
             self._lose([server], now)
@@ -202,7 +202,7 @@ class StripeAllocator:
         return out + self._place(identity)
 
     def rooms(self, base: bytes = b"") -> list[int]:
-        """Return each server's bytes for another dataset: free ones, and those of droppable datasets except `base`."""
+        """Return each server's bytes for another dataset: free ones, and bytes of droppable datasets except `base`."""
         may_go = (one for one in self._datasets if one != base and self._may_go(one))
         return [*self._room_without(may_go).values()]
 
@@ -215,7 +215,7 @@ class StripeAllocator:
         *,
         explicit: bool,
     ) -> list[AllocatorInstruction]:
-        """Add a dataset that servers hold and this object does not know. held: their stripes, as for `renew`."""
+        """Add a dataset that servers hold and this allocator does not list. held: stripes by server, as for `renew`."""
         sizes = np.asarray(stripe_bytes, dtype=np.int64)
         until = now + self._lease_s
         self._datasets[identity] = AllocatedDataset(
@@ -224,7 +224,7 @@ class StripeAllocator:
         return [one for server, stripes in held.items() for one in self._adopt(server, identity, stripes)]
 
     def read_by(self, identity: bytes, server: str, readers: int, now: float) -> None:
-        """Set the number of processes that read a dataset at a server. Unknown ones are ignored."""
+        """Set the number of processes that read a dataset at a server. Unknown datasets and servers are ignored."""
         known = self._datasets.get(identity)
         if known is None or server not in self._capacity:
             return
@@ -254,7 +254,7 @@ class StripeAllocator:
         return not (one.is_explicit or one.readers or is_base)
 
     def _adopt(self, server: str, identity: bytes, stripes: Sequence[int]) -> list[AllocatorInstruction]:
-        """Add stripes that a server already holds; return Drop if most of them have other owners by now."""
+        """Make a server the owner of stripes that it holds; return Drop if most of them already have other owners."""
         known = self._datasets.get(identity)
         if known is not None and all(0 <= one < len(known.sizes) for one in stripes):
             own, size = [one for one in {*stripes} if known.owners[one] is None], known.bytes_of({*stripes})
@@ -266,9 +266,9 @@ class StripeAllocator:
         return [Drop(server, identity)]
 
     def _make_room(self, identity: bytes, known: AllocatedDataset, *, whole: bool) -> list[AllocatorInstruction]:
-        """Drop idle datasets, the oldest first, until the stripes without an owner fit, or no idle one is left.
+        """Drop idle datasets, the oldest first, until stripes without an owner fit, or no idle dataset is left.
 
-        whole: raise PoolFullError, with nothing dropped, if they do not fit even so.
+        whole: if they would not fit even then, drop nothing and raise PoolFullError.
         """
         stripes = known.without_owner()
         sizes = known.sizes[stripes]

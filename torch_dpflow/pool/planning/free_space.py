@@ -8,7 +8,7 @@ from torch_dpflow._core.checks import check_int
 
 
 class FreeSpace:
-    """Places in `capacity` bytes, each in the first gap that is large enough. One thread owns it.
+    """Allocates places in `capacity` bytes, each in the first gap that is large enough. One thread owns it.
 
     Raises OptionError for a capacity below 1.
     """
@@ -24,7 +24,7 @@ class FreeSpace:
         return self.capacity - sum(length for _, length in self._gaps)
 
     def take(self, size: int) -> int | None:
-        """Return the offset of `size` bytes, which are no longer free; None if there is no such gap."""
+        """Reserve `size` bytes and return their offset; None if no gap is large enough."""
         if not size:
             return 0
         for place, (offset, length) in enumerate(self._gaps):

@@ -42,7 +42,7 @@ def identity(kind: str, facts: dict[str, Any]) -> bytes:
     """Return the identity of a dataset: equal only for equal facts, on any host.
 
     kind: kind of dataset.
-    facts: everything that determines its bytes, of types that msgspec encodes.
+    facts: everything that determines the dataset's bytes, in types that msgspec encodes.
     """
     encoded = msgspec.msgpack.encode([kind, facts], order="deterministic")
     return hashlib.blake2b(encoded, digest_size=_IDENTITY_BYTES).digest()
@@ -175,8 +175,8 @@ def place(
     every part of the dataset has its share in memory.
 
     Args:
-        servers: weight of each server, its bytes, by name.
-        room: bytes left on each server; its weight by default.
+        servers: weight of each server, by name: the server's bytes.
+        room: free bytes of each server; its weight by default.
         stripes: numbers of the stripes, for a part of a dataset; from 0 by default.
 
     Raises OptionError if a server has no weight.
@@ -238,7 +238,7 @@ ALL = 1 << 63
 
 
 def resident(identity: bytes, records: int, cut: int) -> Flags:
-    """Return whether each record stays in memory; depends on the identity and the cut only."""
+    """Return for each record whether it stays in memory. This depends on the identity and the cut only."""
     stays: Flags = _record_scores(identity, records) < np.uint64(cut)
     return stays
 

@@ -40,7 +40,7 @@ _SIDES: tuple[Any, Any] = ("left", "right")
 
 
 class KnownOrder:
-    """Order of one epoch; each position is taken once, and several later ones with it.
+    """Order of one epoch. Each position is taken once, together with several later positions.
 
     It also holds the state that `ReadAhead` keeps for the reader. Takes 8 bytes per position.
 
@@ -75,13 +75,13 @@ class KnownOrder:
         return [self._first + one for one in self._by_key[first:end].tolist()]
 
     def extend(self, keys: npt.NDArray[np.int32]) -> None:
-        """Append keys, and forget keys that were passed."""
+        """Append keys, and forget the keys before `passed`."""
         self._order = np.concatenate([self._order[self.passed - self._first :], keys])
         self._by_key = np.argsort(self._order, kind="stable").astype(np.int32)
         self._first = self.passed
 
     def pass_over(self, before: int) -> None:
-        """Take all positions before `before`; none of them may be read later."""
+        """Take all positions before `before`, which are not read later."""
         self.passed = max(self.passed, min(before, len(self)))
         self.take([one for one in range(self._nearest, self.passed) if not self.is_taken(one)])
 
@@ -150,17 +150,17 @@ class ReadAhead:
 
     @property
     def room(self) -> int:
-        """Samples that fit for each reader."""
+        """Number of samples of each reader that fit."""
         return self._cache.capacity // self._sample_bytes // max(1, len(self._readers))
 
     @staticmethod
     def requester(request: RequestId) -> tuple[str, int]:
-        """Return the reader and the position of a served request."""
+        """Return the reader and the position that a `Serve` instruction is for."""
         assert isinstance(request, tuple)
         return request[0], request[1]
 
     def is_open(self, reader: str, position: int) -> bool:
-        """Return whether `reader` may read this position: it was not consumed. Raises UsageError."""
+        """Return whether `reader` may still read this position. Raises UsageError if it has announced nothing."""
         return not self._reader(reader).is_taken(position) or self._cache.is_wanted(reader, position)
 
     def announce(self, reader: str, order: KnownOrder) -> list[ReadAheadInstruction]:
@@ -171,7 +171,7 @@ class ReadAhead:
         return [*out, *self._fill(reader)]
 
     def extend(self, reader: str, keys: npt.NDArray[np.int32]) -> list[ReadAheadInstruction]:
-        """Append keys to a reader's order. Raises UsageError."""
+        """Append keys to a reader's order. Raises UsageError if the reader has announced nothing."""
         self._reader(reader).extend(keys)
         return self._fill(reader)
 
@@ -195,7 +195,7 @@ class ReadAhead:
         return out + self._run(self._cache.fetch(reader, (reader, position, next(self._requests)), [position]))
 
     def consumed(self, reader: str, positions: Iterable[int]) -> list[ReadAheadInstruction]:
-        """Record that `reader` has these positions, or no longer needs them; unknown ones are ignored."""
+        """Record that `reader` has received these positions, or no longer needs them; unknown positions are ignored."""
         order = self._reader(reader)
         known = {one for one in positions if self._cache.is_wanted(reader, one)}
         order.out -= len(known)
@@ -248,7 +248,7 @@ class ReadAhead:
         return out
 
     def _run(self, instructions: Iterable[CacheInstruction]) -> list[ReadAheadInstruction]:
-        """Return the cache's instructions, with loads joined to requests."""
+        """Return the cache's instructions, with several loads joined into one `StorageRequest`."""
         given = [*instructions]
         loads = [one for one in given if isinstance(one, Load)]
         out: list[ReadAheadInstruction] = [one for one in given if not isinstance(one, Load)]

@@ -32,7 +32,7 @@ STAGE = 64 << 10
 
 
 class RequestedBytes(NamedTuple):
-    """A record that was requested: its bytes, and when."""
+    """Token of a requested record: its length, and the time of the request."""
 
     length: int
     at: float
@@ -48,12 +48,13 @@ class FixedWindow:
     def grant(self, lengths: Sequence[int], now: float) -> int:
         """Return how many of the next records, of these lengths, to request now; at least one if none is outstanding.
 
-        Call `requested` for each of them. Call this after each arrival, also with no lengths once nothing is left.
+        Call `requested` for each granted record. Call `grant` after each arrival, with no lengths once no record is
+        left.
         """
         return self._fitting(lengths, self._size)
 
     def requested(self, length: int, now: float) -> RequestedBytes:
-        """Record a request; return a token for when the record has arrived."""
+        """Record a request; return the token to pass on when the record has arrived."""
         self.bytes_out += length
         self.records_out += 1
         return RequestedBytes(length, now)
@@ -62,12 +63,12 @@ class FixedWindow:
         self.cancelled(token)
 
     def cancelled(self, token: RequestedBytes) -> None:
-        """Record that a record will not arrive, or not now."""
+        """Record that a requested record will not arrive, or only after another request."""
         self.bytes_out -= token.length
         self.records_out -= 1
 
     def _fitting(self, lengths: Sequence[int], size: int, most: int = MAX_WINDOW) -> int:
-        """Return how many of the next records fit into the window, once a stage of it is free.
+        """Return the number of next records that fit into the window, once a stage of it is free.
 
         most: maximum bytes of a stage.
         """
@@ -155,7 +156,7 @@ class ConnectionQueues:
 
     Args:
         connections: connection of each record, any names.
-        sizes: of each record, bytes.
+        sizes: size of each record, bytes.
         together: minimum bytes to request over one connection before the next, if that many may be requested.
     """
 

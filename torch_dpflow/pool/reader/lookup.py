@@ -40,9 +40,9 @@ def check_directory(address: PoolAddress) -> None:
 
 
 def log_fallback(what: str, error: DPFlowError) -> None:
-    """Log that storage is read in place of a server: once as a warning if a setting must be changed.
+    """Log that storage is read instead of a server. It is a warning, once, if the user must change a setting.
 
-    A server that is missing or does not answer may return, and is not a reason to warn.
+    A server that is missing or does not answer may return, so there is no warning.
     """
     if isinstance(error, OptionError) and str(error) not in _WARNED:
         _WARNED.add(str(error))
@@ -81,11 +81,11 @@ class PoolLookup:
 
     @property
     def connection(self) -> PoolConnection | None:
-        """Control connection; None if there is none for now."""
+        """Control connection; None while no server is connected."""
         return self._connection if self._connection is not None and self._connection.is_open else None
 
     def table(self) -> StripeTablePart | None:
-        """Return the owners of the dataset's stripes, and make the pool cache it if it does not; None if not known yet.
+        """Return the owners of the dataset's stripes, None if not known yet. Makes the pool cache the dataset.
 
         Raises PeerLostError if no server answers, or the error that keeps the dataset from being cached.
         """
@@ -113,7 +113,7 @@ class PoolLookup:
         return self._address.at(server.listen) if server.listen and has_keys else None
 
     def connect(self, directory: Path) -> PoolConnection:
-        """Return the connection to a server on this host: the same one if it was contacted. Raises PeerLostError."""
+        """Return the connection to a server on this host, an open one if there is one. Raises PeerLostError."""
         if (connection := self.connection) is not None and self.contacted.directory == directory:
             return connection
         return PoolConnection(directory, silence_s=self._silence_s)
@@ -126,7 +126,10 @@ class PoolLookup:
         return all(one.identity != self._identity for one in connection.contents().datasets)
 
     def report_reads(self, hits: int, misses: int, pause_s: float = _COUNTS_INTERVAL_S) -> None:
-        """Report how many samples were read in total, at most once per `pause_s`; for display."""
+        """Report the total numbers of samples read from memory and from storage, for display.
+
+        pause_s: seconds between two reports; calls in between do nothing.
+        """
         now = time.monotonic()
         if now < self._reported_at + pause_s or (connection := self.connection) is None:
             return
@@ -155,7 +158,7 @@ class PoolLookup:
         except UsageError:  # dropped since
             return None
         table = msgspec.structs.replace(parts[0], owners=b"".join(one.owners for one in parts))
-        self._come_near(table)
+        self._switch_to_socket(table)
         others = (self.address_of(one, table.answered_by) for one in table.servers)
         self._others = [one for one in others if one is not None and one != self._address]
         try:
@@ -167,8 +170,8 @@ class PoolLookup:
         self.is_placed, self.owners = info.is_placed, owners
         return table
 
-    def _come_near(self, table: StripeTablePart) -> None:
-        """Switch to the server's Unix socket, which passes memory, if this process may map it."""
+    def _switch_to_socket(self, table: StripeTablePart) -> None:
+        """Switch to the server's Unix socket, which passes memory, if this process may map the server's memory."""
         contacted = next((one for one in table.servers if one.name == table.answered_by), None)
         if self.connection is None or self.connection.passes_memory or contacted is None or not contacted.is_near:
             return

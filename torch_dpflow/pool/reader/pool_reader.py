@@ -66,7 +66,7 @@ class PoolReader:
         self.hits = self.misses = 0
 
     def announce(self, plan: str, keys: Order, spread: int, extends: bool) -> None:
-        """Announce to the server the order in which records are read from now on, if that is useful.
+        """Announce to the server the order in which records will be read, if that is useful.
 
         keys: called at most once.
         spread, extends: as in `lookahead.announce_order`.
@@ -137,7 +137,7 @@ class PoolReader:
         return [content is not None for content in found]
 
     def count(self, hits: int, misses: int) -> None:
-        """Add the samples that `places` has found in memory, and those that it has not found."""
+        """Add the numbers of samples that `places` has found in memory and has not found."""
         with self._lock:
             self.hits += hits
             self.misses += misses
@@ -151,11 +151,11 @@ class PoolReader:
             self._forget()
 
     def _is_unanswered(self) -> bool:
-        """Return whether no server has reported yet if it reads ahead for this process."""
+        """Return whether it is still unknown if a server reads ahead for this process."""
         return self._table is None or (self._table.is_part and self._lookup.connection is None)
 
     def _ahead_from(self) -> PoolConnection | None:
-        """Return the connection to the server that reads ahead for this process; None if none does."""
+        """Return the connection to the server that reads ahead for this process; None if no server does."""
         return self._lookup.connection if self._table is not None and self._table.is_part else None
 
     def _read_ahead(self, plan: str, records: Sequence[int], found: Sequence[Any]) -> list[Any]:
@@ -237,7 +237,7 @@ class PoolReader:
                 return
 
     def _is_unplaced(self, record: int) -> bool:
-        """Return whether a record is only in storage by the last report; another server may have it by now."""
+        """Return whether the last report lists a record as only in storage; another server may hold it by now."""
         server = self._server_of(record)
         return server is None or (isinstance(server, LocalServer) and server.lacks(record))
 
@@ -294,7 +294,7 @@ class PoolReader:
                 return  # the servers' storage does not answer; this reader's may
 
     def _send(self, records: Sequence[int]) -> list[tuple[LocalServer, Sequence[int]]]:
-        """Request the states of records that only the servers know."""
+        """Request the states of records from their servers, where they are not known here."""
         by_server = dict[LocalServer, list[int]]()
         for record in records:
             server = self._server_of(record)

@@ -47,7 +47,7 @@ _ANSWER_S = 1.0
 
 
 def pauses() -> Backoff:
-    """Return the pauses between attempts to connect; whole ones, as a server that hangs costs `silence_s` each time."""
+    """Return the pauses between attempts to connect. Not random: each attempt at a hung server costs `silence_s`."""
     return Backoff(0.5, 30.0, draw=lambda: 1.0)
 
 
@@ -57,10 +57,10 @@ class LocalServer:
     Mapped segments stay readable after the server is gone.
 
     Args:
-        connect: returns the connection to the server there, which its lookup may share.
+        connect: returns the connection to the server in a directory; a `PoolLookup` may use the same connection.
         silence_s: the connection is closed after this long without an answer, seconds.
-        ready: completely loaded stripes and their segments, also of other and earlier servers; this object adds its
-            own.
+        ready: completely loaded stripes and their segments, also of other and earlier servers; this object adds stripes
+            of its server.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class LocalServer:
 
     @property
     def is_there(self) -> bool:
-        """Whether the server is connected, or may be retried."""
+        """Whether the server is connected, or a new attempt to connect is due."""
         return self._connection is not None or time.monotonic() >= self._retry_at
 
     def read(self, record: int, *, copy: bool) -> bytes | memoryview | None:
-        """Return a record that is known to be in memory, as a copy or a view; else None."""
+        """Return a record as a copy or a view; None if it is not known to be in memory."""
         stripe, number = divmod(record, self._per_stripe)
         segment = self._ready.get(stripe)
         if segment is None and self._states.get(record) == HERE:
@@ -106,7 +106,7 @@ class LocalServer:
         return None if segment is None else segment.read(stripe, number, copy=copy)
 
     def offsets(self, stripe: int, records: npt.NDArray[np.int64]) -> tuple[PoolSegment, npt.NDArray[np.int64]] | None:
-        """Return a stripe's segment, and where its records begin there; -1 for those not known to be in memory."""
+        """Return a stripe's segment, and the offsets of records in it; -1 for records not known to be in memory."""
         segment = self._ready.get(stripe)
         here: npt.NDArray[np.bool_] | bool = True
         if segment is None and stripe in self._segments:
@@ -125,14 +125,14 @@ class LocalServer:
         ][:MAX_RECORDS]
 
     def lacks(self, record: int) -> bool:
-        """Return whether the server is gone, or has reported that the record is not its own."""
+        """Return whether the server is gone, or has reported that another server has the record."""
         if record // self._per_stripe in self._ready:
             return False
         state = self._states.get(record, PENDING)
         return state == ELSEWHERE or (state == PENDING and not self.is_there)
 
     def refresh(self) -> None:
-        """Map further segments, and forget which records were not this server's."""
+        """Map further segments, and forget which records the server has reported as another server's."""
         self._states = {one: state for one, state in self._states.items() if state != ELSEWHERE}
         if self._connection is not None and self._connection.is_open:
             self._try(self._map_more)
@@ -152,7 +152,7 @@ class LocalServer:
         return self._try(request)
 
     def receive(self, records: Sequence[int]) -> bool:
-        """Receive the answer to `send` for the same records; return whether it settles any."""
+        """Receive the answer to `send` for the same records; return whether the state of any is now final."""
         came = dict[int, int]()
 
         def take() -> None:
@@ -181,12 +181,12 @@ class LocalServer:
 
     def _connect(self) -> None:
         self._connection = self._connect_to(self._directory)
-        self._leave_regions(0)
+        self._replace_segments(0)
         self._map_more()
         self._backoff.reset()
 
-    def _leave_regions(self, held: int) -> None:
-        """Begin with a new set of segments: forget states of records in earlier ones, and keep whole stripes."""
+    def _replace_segments(self, held: int) -> None:
+        """Begin with a new set of segments: forget states of records in earlier segments, and keep whole stripes."""
         self._held, self._states, self._mapped, self._segments = held, {}, [], {}
         self._known &= {*self._ready.values()}
 
@@ -206,7 +206,7 @@ class LocalServer:
                     os.close(fd)  # a mapping has its own descriptor
             if self._is_of_another(opened):
                 are_first = not self._mapped
-                self._leave_regions(opened.held)
+                self._replace_segments(opened.held)
                 if not are_first:
                     continue
             for segment in segments:
@@ -240,7 +240,7 @@ Receive: TypeAlias = Callable[[int, Sequence[AheadRecord]], dict[int, bytes]]
 
 
 def receive_ahead(data_reader: DataReader, server: str, number: int, there: Sequence[AheadRecord]) -> dict[int, bytes]:
-    """Return the requested records that have arrived from a server's memory of this number."""
+    """Return the requested records that have arrived from the memory with this number in a server."""
     filled = [one for one in there if one[2]]
     name, servers = memory_name(number), [server] * len(filled)
     contents = data_reader.read(name, servers, [WantedRecord(one[1], one[2]) for one in filled])
@@ -252,7 +252,7 @@ def receive_ahead(data_reader: DataReader, server: str, number: int, there: Sequ
 class AheadReader:
     """Announces the order of a dataset's reads, and reads what the server has read ahead. One call at a time.
 
-    silence_s: after this long without a sample, the rest comes from storage, seconds.
+    silence_s: after this long without a sample, the other samples are read from storage, seconds.
     """
 
     def __init__(self, identity: bytes, silence_s: float) -> None:
@@ -269,7 +269,7 @@ class AheadReader:
         spread: int,
         extends: bool,
     ) -> None:
-        """Announce the order in which records are read. Raises as `PoolConnection.request`.
+        """Announce the order in which records are read. Raises the errors of `PoolConnection.request`.
 
         extends: append to the plan. Does not wait for the server, because a training loop draws the order meanwhile.
         """
@@ -300,7 +300,7 @@ class AheadReader:
 
         far: receives from the server's memory, if it is on another host.
 
-        Raises as `PoolConnection.request`.
+        Raises the errors of `PoolConnection.request`.
         """
         found: dict[int, bytes] = {}
         copied: dict[int, bytes] = {}

@@ -56,7 +56,7 @@ class AheadPlace:
 
 @dataclass(eq=False, slots=True)
 class AccessPlan:
-    """One reader's order of the records that have no place in memory, and what it has been served."""
+    """One reader's order of the records that have no place in memory, and the places that it was given."""
 
     name: str
     #: Connection that announced it.
@@ -89,9 +89,9 @@ class AheadReading:
     """Reads ahead the records of one dataset that have no place in memory. Thread-safe.
 
     Args:
-        may_read: whether each record of the dataset is read ahead.
+        may_read: for each record of the dataset, whether it is read ahead.
         lengths: bytes of each record.
-        reader: reads the dataset's samples; it is not closed.
+        reader: reads the dataset's samples; its owner closes it.
         memory_bytes: memory to read samples into.
         number: number of this memory, unique in this server.
 
@@ -145,7 +145,7 @@ class AheadReading:
                     self._begin(AccessPlan(part.plan, connection, spread, KnownOrder(keys), grows))
 
     def want(self, connection: str, name: str, records: Sequence[int], wait_s: float) -> AheadPlaces:
-        """Return the places of records, once none is in transit, after `wait_s`, or if they do not all fit."""
+        """Return the places of records: once none is in transit, after `wait_s`, or early if they do not all fit."""
         deadline = time.monotonic() + wait_s
         with self._changed:
             plan = self._known(name, records)
@@ -169,7 +169,7 @@ class AheadReading:
     def _places(
         self, connection: str, plan: AccessPlan, requested: list[tuple[int, int]], awaited: set[int]
     ) -> AheadPlaces:
-        """Return the answer, which allows the connection to copy; consume records that cannot be read."""
+        """Return the answer, which allows the connection to copy from places; consume records that cannot be read."""
         lent = self._lent.setdefault(connection, {})
         places: list[tuple[int, int]] = []
         for record, position in requested:
@@ -184,7 +184,7 @@ class AheadReading:
         return AheadPlaces(self.number, [one for one, _ in places], [one for _, one in places])
 
     def look(self, offset: int, watch: object) -> memoryview | int:
-        """Return a sample's memory or `IN_STORAGE`, for data connections; `confirm` verifies it later."""
+        """Return the memory of the sample at `offset`, or `IN_STORAGE`, for data connections; see `confirm`."""
         with self._changed:
             length = self._stored_at.get(offset)
             if length is None or self._is_closed:
@@ -192,7 +192,7 @@ class AheadReading:
             return memoryview(self._memory)[offset : offset + length]
 
     def confirm(self, connection: str, records: Sequence[int]) -> None:
-        """Confirm copies. Raises UsageError if this connection was not given one of the places."""
+        """Confirm copies, and free their places. Raises UsageError for a place that the connection was not given."""
         with self._changed:
             lent = self._lent.get(connection, {})
             if missing := [one for one in records if one not in lent]:
@@ -203,12 +203,15 @@ class AheadReading:
                 lent.pop(record, None)
 
     def descriptors(self, mapped: int) -> list[int]:
-        """Return the memory's descriptor, which the caller closes, unless memory of this number is mapped already."""
+        """Return a descriptor of the memory, which the caller closes.
+
+        mapped: number of the memory that the reader has mapped; if it is this memory, no descriptor is returned.
+        """
         with self._changed:
             return [] if mapped == self.number or self._is_closed else [os.dup(self.fd)]
 
     def leave(self, connection: str) -> None:
-        """Drop a connection's plans, and its right to copy."""
+        """Drop the plans of a connection, which may then copy from no place any more."""
         with self._changed:
             self._lent.pop(connection, None)
             self._parts = {own: parts for own, parts in self._parts.items() if own[0] != connection}

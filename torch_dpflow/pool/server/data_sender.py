@@ -166,7 +166,7 @@ class DataSender:
         os.close(self._wake)
 
     def _call(self, call: Callable[[], None]) -> bool:
-        """Have the thread make a call; return False if it makes no more."""
+        """Queue a call for the thread; return False if the thread has ended."""
         with self._lock:
             if not self._is_closed:
                 self._calls.append(call)

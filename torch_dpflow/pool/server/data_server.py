@@ -76,7 +76,7 @@ class DataServer:
         idle_s: how long a dataset that was not preloaded stays when no process reads it, seconds. The leader decides.
         ahead_bytes: additional memory for reading ahead what does not fit; None for an eighth of `memory_bytes`, up to
             `MAX_AHEAD_BYTES`.
-        listen: address at which other hosts reach it; None if they do not.
+        listen: address at which other hosts reach this server; None if they do not.
         join: address of the leader of a pool to join; None to lead a new pool.
 
     Raises:
@@ -171,7 +171,7 @@ class DataServer:
         os.close(self._held_lock)
 
     def _admit(self, connection: socket.socket) -> None:
-        """Serve a control connection in a thread, if there may be one more."""
+        """Serve a control connection in a thread, unless the maximum number of connections is open."""
         if self._stop.is_set() or len(self._connections) >= MAX_CONNECTIONS:
             connection.close()
             return
@@ -282,7 +282,7 @@ class _PoolClient:
 
 
 def _check_reach(listen: PoolAddress | None, leader: PoolAddress) -> None:
-    """Raise OptionError if no reader of the leader's host could read what this server holds."""
+    """Raise OptionError if readers on the leader's host could not reach this server."""
     if listen is None:
         raise OptionError(
             f"join={str(leader)!r}: a server that joins over a network must listen on it too; give it an address, "
@@ -295,7 +295,7 @@ def _check_reach(listen: PoolAddress | None, leader: PoolAddress) -> None:
 
 
 def _listen(directory: os.PathLike[str], incarnation: str) -> tuple[socket.socket, int]:
-    """Return the socket, and the lock that marks the address as taken by this process."""
+    """Return the listening socket, and the descriptor of a lock that reserves the address for this process."""
     path = find_directory(directory)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

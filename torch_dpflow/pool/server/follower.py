@@ -57,7 +57,7 @@ class _LeaderConnection:
         self._retry_at = 0.0
 
     def get(self, request: PoolRequest, kind: type[AnswerT]) -> AnswerT:
-        """Return the leader's answer of this type. Raises as `request`."""
+        """Return the leader's answer of this type. Raises the errors of `request`."""
         answer = self.request(request)
         assert isinstance(answer, kind)
         return answer
@@ -65,7 +65,7 @@ class _LeaderConnection:
     def request(self, request: PoolRequest) -> PoolAnswer:
         """Return the leader's answer.
 
-        Raises PeerLostError if it does not answer, or recently did not; and what it refuses.
+        Raises PeerLostError if the leader does not answer, or recently did not; and the error of a refusal.
         """
         with self._lock:
             if time.monotonic() < self._retry_at:
@@ -94,7 +94,7 @@ class _LeaderConnection:
 class PoolFollower:
     """Answers clients of a server that is not the leader, and keeps it in the pool. Thread-safe.
 
-    server: this one.
+    server: description of this server.
     leader: address of the leader.
     """
 
@@ -112,7 +112,10 @@ class PoolFollower:
     # -- for clients -----------------------------------------------------------------------------------------
 
     def preload(self, request: PreloadDataset) -> CachedDataset:
-        """Forward to the leader; without it, what is held here can be read."""
+        """Forward a request to the leader. If it does not answer, an implicit request returns the part held here.
+
+        Raises PeerLostError if the leader does not answer and the request is explicit, or no part is held here.
+        """
         try:
             return (self._commands if request.is_explicit else self._reading).get(request, CachedDataset)
         except PeerLostError:
@@ -121,7 +124,7 @@ class PoolFollower:
             return held
 
     def table(self, identity: bytes, first: int) -> StripeTablePart:
-        """Forward to the leader; without it, return its last table, or what is held here."""
+        """Forward a request to the leader. If it does not answer, return its last table, or the stripes held here."""
         try:
             answer = self._reading.get(GetStripeTable(identity, first), StripeTablePart)
         except PeerLostError:
@@ -136,7 +139,7 @@ class PoolFollower:
         return answer
 
     def command(self, request: UnloadDataset | ListDatasets | ListServers) -> PoolAnswer:
-        """Forward to the leader. Raises PeerLostError if it does not answer; and what it refuses."""
+        """Forward a request to the leader. Raises PeerLostError if it does not answer, and the error of a refusal."""
         return self._commands.request(request)
 
     def count(self, reads: CountReads) -> None:

@@ -40,7 +40,7 @@ class HeldDataset:
     read again later if its storage did not answer.
 
     Args:
-        opened: the opened source; its reader is closed with this.
+        opened: the opened source; `close` closes its reader.
         cut: cut under which records have a place in memory; see `layout.resident`.
     """
 
@@ -86,7 +86,7 @@ class HeldDataset:
         return self._loaded, self._failed
 
     def placed_in(self, stripes: Iterable[int]) -> int:
-        """Return how many records of these stripes have a place in memory."""
+        """Return the number of records of these stripes that have a place in memory."""
         return sum(int(self._stays[own.start : own.stop].sum()) for own in map(self.records.records_of, stripes))
 
     def read_ahead(self, memory_bytes: int, number: int) -> AheadReading:
@@ -116,7 +116,7 @@ class HeldDataset:
     def share(self, older: HeldDataset, stripes: int) -> None:
         """Share the first stripes of an older version, whose memory lives as long as either.
 
-        Raises UsageError if they are not all in memory.
+        Raises UsageError if these stripes are not all in memory.
         """
         with older._changed, self._changed:
             if any(one not in older._segment_of or older._left[one] for one in range(stripes)):
@@ -136,7 +136,7 @@ class HeldDataset:
     def push(self, stripe: int, fds: Sequence[int]) -> RecordStates:
         """Copy a stripe from sealed memory; one that is loaded already stays as it is.
 
-        Raises UsageError if it has no place, or the memory has another size.
+        Raises UsageError if the stripe has no place, or the memory has another size.
         """
         if self._reader is not None or stripe not in self._segment_of or len(fds) != 1:
             raise UsageError(f"stripe {stripe} of {self.source.ref} cannot be pushed: it has no place here")
@@ -189,7 +189,7 @@ class HeldDataset:
             return RecordStates(bytes(self._states[one] for one in asked), ready, self.number)
 
     def look(self, record: int, watch: Callable[[int], Callable[[bool], object] | None]) -> memoryview | int:
-        """Return a record's memory, or its state; a record that is still to be read is then read first.
+        """Return a record's memory, or its state. A record that was not read yet is read before all others.
 
         watch: returns a callback for when a pending record is settled, or None.
 
@@ -213,7 +213,7 @@ class HeldDataset:
         return found if isinstance(found, memoryview) else IN_STORAGE
 
     def close(self, why: int | None = None) -> None:
-        """Drop the dataset, and report the reason to readers. Without one they keep what they have mapped."""
+        """Drop the dataset, and report the reason to readers. Without a reason, readers keep their mapped segments."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -36,7 +36,7 @@ from torch_dpflow.pool.transport.data_frames import memory_name
 class AheadMemory:
     """Memory for reading ahead, shared by the datasets whose access plans are announced. Thread-safe.
 
-    memory_bytes: for all of them. Each gets half of the rest when its first plan is announced.
+    memory_bytes: for all datasets. Each gets half of the free memory when its first plan is announced.
     """
 
     def __init__(self, memory_bytes: int) -> None:
@@ -48,7 +48,7 @@ class AheadMemory:
     def announce(self, held: HeldDataset, connection: str, part: AnnounceAccessPlan) -> None:
         """Accept a part of a plan.
 
-        Raises PoolFullError if there is no memory for it, UsageError for an invalid part.
+        Raises PoolFullError if there is no memory for the dataset, UsageError for an invalid part.
         """
         with self._lock:
             reading = self._readings.get(part.identity)
@@ -61,7 +61,7 @@ class AheadMemory:
     def of(self, identity: bytes, records: Sequence[int] = ()) -> AheadReading:
         """Return the `AheadReading` of a dataset.
 
-        Raises UsageError if it has none, or too many records are requested.
+        Raises UsageError if the dataset has none, or too many records are requested.
         """
         if len(records) > MAX_RECORDS:
             raise UsageError(f"{len(records)} records: at most {MAX_RECORDS} are allowed")
@@ -166,7 +166,7 @@ class Holdings:
             holding.held.close(why)
 
     def close(self) -> None:
-        """Drop everything; readers keep what they have mapped."""
+        """Drop everything; readers keep the segments that they have mapped."""
         self.ahead.close()
         with self._lock:
             self._is_closed = True
@@ -217,7 +217,7 @@ class Holdings:
         return DatasetOpened(len(fds), len(held.segments), held.shares, held.number), fds
 
     def want(self, identity: bytes, records: Sequence[int], wait_s: float) -> RecordStates:
-        """Return the states of records, which are read first. Raises UsageError if one does not exist."""
+        """Return the states of records, which are read before others. Raises UsageError if a record does not exist."""
         if (held := self._held(identity)) is None:
             return RecordStates(bytes([ELSEWHERE]) * len(records), [])
         if len(records) > MAX_RECORDS or not all(0 <= one < held.records.records for one in records):

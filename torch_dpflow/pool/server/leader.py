@@ -1,7 +1,7 @@
 """Leader of a pool: decides what each server holds.
 
-Its followers hold everything that it holds. If it dies, reads continue. A new leader at its address receives their
-reports of what they hold. It reassigns none of that before they had time to return.
+If the leader dies, reads continue. Followers report their stripes to a new leader at the same address. It reassigns no
+stripe before all followers had time to report.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PoolLeader:
     """Decides what the pool holds. Thread-safe.
 
     Args:
-        idle_s: how long a dataset that no command has loaded stays when no process reads it, seconds.
+        idle_s: how long a dataset that was not preloaded stays when no process reads it, seconds.
         holdings: what this server holds.
     """
 
@@ -87,7 +87,7 @@ class PoolLeader:
     def preload(self, request: PreloadDataset) -> CachedDataset:
         """Cache a dataset, and return its progress.
 
-        Raises PoolFullError, or the error that kept it from being cached.
+        Raises PoolFullError, or the error because of which the dataset was not cached.
         """
         with self._changed:
             known = self._datasets.get(request.identity)
@@ -116,7 +116,10 @@ class PoolLeader:
             return self._info(known)
 
     def table(self, identity: bytes, first: int) -> StripeTablePart:
-        """Return the servers of a dataset's stripes, starting at `first`. Raises UsageError if it is not placed."""
+        """Return the servers of a dataset's stripes, starting at stripe `first`.
+
+        Raises UsageError if the dataset is not placed.
+        """
         with self._changed:
             allocated, held = self._allocator.dataset(identity), self._holdings.get(identity)
             infos, names = self._infos(), [*allocated.owned()]
@@ -185,7 +188,7 @@ class PoolLeader:
     def heartbeat(self, name: str, generation: int, heartbeat: FollowerHeartbeat) -> Instructions:
         """Renew a follower's lease; return its instructions, once there are any or after `wait_s`.
 
-        Raises PeerLostError if it was removed meanwhile, and must join again.
+        Raises PeerLostError if the follower was removed meanwhile, and must join again.
         """
         until = time.monotonic() + min(heartbeat.wait_s, _HEARTBEAT_S)
         with self._changed:
@@ -271,7 +274,7 @@ class PoolLeader:
                 held.close()
 
     def _await_followers(self, known: KnownDataset) -> None:
-        """Wait for followers of an earlier leader: what they hold decides which part of a dataset is kept."""
+        """Wait for followers of an earlier leader: their stripes decide which part of a dataset is kept."""
         identity = known.request.identity
         while known.pushed is None and not known.returned and self._datasets.get(identity) is known:
             left_s = self._returns_until - self._clock()

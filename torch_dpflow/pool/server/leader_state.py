@@ -169,7 +169,7 @@ class KnownDataset:
         return source if isinstance(source, ArraySource) and source.is_pushed else None
 
     def take_back(self, server: str, report: DatasetPart) -> bool:
-        """Accept a part that a returning follower holds; return whether it fits what is held."""
+        """Accept a part that a returning follower holds; return whether it has the same cut as the other parts."""
         cut = self.held.cut if self.held is not None else self.cut if self.returned else report.cut
         if report.cut == cut and self.held is None:
             self.cut = cut
@@ -177,7 +177,7 @@ class KnownDataset:
         return report.cut == cut
 
     def info(self) -> CachedDataset:
-        """Return what the leader knows without a request to other servers."""
+        """Return the dataset's values that the leader has without a request to other servers."""
         return CachedDataset(
             identity=self.request.identity,
             ref=self.request.source.ref,
@@ -232,7 +232,7 @@ class KnownDataset:
 
 
 def check_pushed_dataset(request: PreloadDataset, others: Iterable[KnownDataset]) -> None:
-    """Raise UsageError if the dataset was never pushed, or another has its name."""
+    """Raise UsageError if the dataset was never pushed, or another dataset has its name."""
     source = request.source
     if not isinstance(source, ArraySource) or not source.is_pushed:
         return
@@ -277,7 +277,7 @@ class SharedStripes(NamedTuple):
 def find_base(
     known: KnownDataset, opened: OpenedSource, holdings: Holdings, allocator: StripeAllocator
 ) -> SharedStripes | None:
-    """Return what a dataset shares with an older version; None: nothing.
+    """Return the stripes that a dataset shares with an older version; None if it shares none.
 
     A stored dataset shares only if its other stripes fit as well, or if all of it is required; and only in a pool of
     one server, as the stripes of each version have separate owners in other pools.

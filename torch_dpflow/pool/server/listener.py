@@ -51,7 +51,7 @@ class PoolListener:
     """Listens at a TCP port.
 
     Args:
-        address: where; port 0 for any free one.
+        address: address to listen at; port 0 for any free port.
         talk: serves a control connection in another thread.
         holdings: the datasets that data connections read.
 
@@ -122,7 +122,7 @@ class PoolListener:
     # -- unauthenticated peers ---------------------------------------------------------------------------------
 
     def _is_full(self, now: float) -> bool:
-        """Return whether no further peer may be accepted until the oldest has had its minimum time."""
+        """Return whether no further peer may be accepted until the oldest peer has had its minimum time."""
         oldest = next(iter(self._unauthenticated.values()), None)
         return (
             oldest is not None

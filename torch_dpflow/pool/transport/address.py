@@ -68,9 +68,9 @@ def find_address(
     *,
     trust_network: bool = False,
 ) -> PoolAddress:
-    """Resolve what the user passed, or what `DPFLOW_POOL` and `DPFLOW_POOL_CONNECTION` name.
+    """Resolve the arguments of a user, or for "auto" and None the variables `DPFLOW_POOL` and `DPFLOW_POOL_CONNECTION`.
 
-    Raises OptionTypeError or OptionError if it is neither a directory nor tcp://HOST:PORT.
+    Raises OptionTypeError or OptionError if the address is neither a directory nor tcp://HOST:PORT.
     """
     if isinstance(address, PoolAddress):
         return address
@@ -96,7 +96,7 @@ def peer_uid(connection: socket.socket) -> int:
 def find_directory(address: str | os.PathLike[str] = "auto") -> Path:
     """Return a pool's directory: "auto" is the one that `DPFLOW_POOL` names, or this user's default on this host.
 
-    Raises OptionTypeError, or OptionError if it is not a path, or too long for a socket.
+    Raises OptionTypeError if `address` is not a path, OptionError if it is a URL, or too long for a socket.
     """
     check_type("address", address, (str, os.PathLike), '"auto" or the path of a directory')
     if address == "auto":
@@ -122,7 +122,7 @@ def socket_path(directory: Path) -> str:
 
 
 def check_private(directory: Path) -> None:
-    """Raise OptionError if the directory is another user's or open to others; OSError if there is none."""
+    """Raise OptionError if the directory belongs to another user or is open to others, OSError if it does not exist."""
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise OptionError(

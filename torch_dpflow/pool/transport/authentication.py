@@ -88,7 +88,7 @@ class TLSStream:
         self.plain.close()
 
     def _fed(self, act: Callable[[], T]) -> T:
-        """Call `act`, receiving more bytes until it succeeds."""
+        """Call `act` until it succeeds, receiving more bytes between calls; return its result."""
         while True:
             try:
                 return act()
@@ -122,7 +122,7 @@ _ALERT = b"\x15\x03\x03\x00\x02\x02\x46"
 
 
 class _RefusedError(PeerLostError, OptionError):
-    """A server is there, and a setting of this side must be changed to reach it."""
+    """A server answers, and can be reached only after a setting on this side is changed."""
 
 
 class TLSAuthenticator:
@@ -144,12 +144,12 @@ class TLSAuthenticator:
 
     def accept(self, connection: socket.socket) -> Handshake[socket.socket]:
         """Server: authenticate the client; return the connection to use."""
-        if (yield from _come(partial(connection.recv, 1, socket.MSG_PEEK))) != _HANDSHAKE:
+        if (yield from _when_ready(partial(connection.recv, 1, socket.MSG_PEEK))) != _HANDSHAKE:
             _refuse(connection)
             raise MessageError("a client that does not speak TLS")
         admitted = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         try:
-            yield from _come(admitted.do_handshake)
+            yield from _when_ready(admitted.do_handshake)
             if not is_client(admitted.getpeercert()):
                 raise MessageError(f"a client whose certificate is not for {CLIENT_NAME}")
         except BaseException:
@@ -178,14 +178,14 @@ class TLSAuthenticator:
 class HMACAuthenticator:
     """Plain bytes, after both sides have proved by HMAC that they hold the cluster's key.
 
-    Methods raise as those of `TLSAuthenticator`.
+    Methods raise OSError and DPFlowError.
     """
 
     def __init__(self, keys: ConnectionFile) -> None:
         self._key = hashlib.blake2b(keys.client_secret.encode(), person=b"dpflow-pool").digest()
 
     def accept(self, connection: socket.socket) -> Handshake[socket.socket]:
-        if (yield from _come(partial(connection.recv, 1, socket.MSG_PEEK))) == _HANDSHAKE:
+        if (yield from _when_ready(partial(connection.recv, 1, socket.MSG_PEEK))) == _HANDSHAKE:
             _refuse(connection)
             raise MessageError("a client that speaks TLS")
         begun = yield from _exactly(connection, HELLO_BYTES + _NONCE_BYTES)
@@ -241,7 +241,7 @@ def connect_stream(address: PoolAddress, authenticator: StreamAuthenticator, pur
 
     silence_s: timeout of the handshake as a whole, and of each later wait for the server, seconds.
 
-    Raises PeerLostError if no server answers in time, also an OptionError if its keys or protocol differ.
+    Raises PeerLostError if no server answers in time. If keys or protocol differ, it is also an OptionError.
     """
     try:
         plain = socket.create_connection((address.host, address.port), silence_s)
@@ -295,8 +295,8 @@ def receive_exactly(connection: Stream, count: int) -> bytes:
     return bytes(content)
 
 
-def _come(act: Callable[[], T]) -> Handshake[T]:
-    """Call `act` until it does not block."""
+def _when_ready(act: Callable[[], T]) -> Handshake[T]:
+    """Call `act` until it does not block, yielding the events to wait for; return its result."""
     while True:
         try:
             return act()
@@ -305,10 +305,10 @@ def _come(act: Callable[[], T]) -> Handshake[T]:
 
 
 def _exactly(connection: socket.socket, count: int) -> Handshake[bytes]:
-    """As `receive_exactly`, over a non-blocking socket."""
+    """Do the same as `receive_exactly` over a non-blocking socket."""
     content = bytearray()
     while len(content) < count:
-        more = yield from _come(partial(connection.recv, count - len(content)))
+        more = yield from _when_ready(partial(connection.recv, count - len(content)))
         if not more:
             raise PeerLostError("it has closed the connection")
         content += more
@@ -316,7 +316,7 @@ def _exactly(connection: socket.socket, count: int) -> Handshake[bytes]:
 
 
 def _refuse(connection: socket.socket) -> None:
-    """Send a TLS alert, which clients of both kinds recognise."""
+    """Send a TLS alert, which clients that use TLS and clients that use HMAC recognise."""
     connection.recv(1 << 16)  # unread bytes would make the kernel discard the alert
     connection.sendall(_ALERT)
 

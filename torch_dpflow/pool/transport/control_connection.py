@@ -1,7 +1,7 @@
 """Control connections between pool processes: MessagePack messages, each after its length, over Unix sockets or TCP.
 
-Over a Unix socket, shared memory comes along as descriptors. The socket lies in a directory of mode 0700, and only its
-owner is answered.
+Over a Unix socket, shared memory is passed as descriptors. The socket is in a directory of mode 0700, and the server
+answers only the directory's owner.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Channel:
 
     @property
     def is_open(self) -> bool:
-        """Whether `close` was not called."""
+        """Whether the channel can be used: `close` was not called."""
         return self._socket.fileno() >= 0
 
     def close(self) -> None:
@@ -191,14 +191,14 @@ class PoolConnection:
 
         Raises:
             PeerLostError: the server is lost or does not answer; the connection is then closed.
-            DPFlowError: the server refuses, by the error class that it names.
+            DPFlowError: the server refuses the request; the error has the class that the server names.
         """
         with self._lock:
             self.send(request, fds)
             return self.receive()
 
     def get(self, request: PoolRequest, kind: type[AnswerT]) -> AnswerT:
-        """Return the server's answer of this type, without descriptors. Raises as `request`."""
+        """Return the server's answer of this type, without descriptors. Raises the errors of `request`."""
         answer, _ = self.request(request)
         assert isinstance(answer, kind)
         return answer
@@ -215,7 +215,7 @@ class PoolConnection:
             raise PeerLostError(f"the server of the pool does not answer: {error.strerror or error}") from error
 
     def receive(self) -> tuple[PoolAnswer, list[int]]:
-        """Receive the answer to `send`. Raises as `request`."""
+        """Receive the answer to `send`. Raises the errors of `request`."""
         while self._posted:
             self._take_posted()
         answer, fds = self._receive(MAX_SEGMENTS)
@@ -267,7 +267,7 @@ class PoolConnection:
     ) -> CachedDataset:
         """Cache a dataset until it is unloaded; return once every sample was read or has failed.
 
-        Raises PoolFullError if the whole dataset does not fit; and as `request`.
+        Raises PoolFullError if the whole dataset does not fit, and the errors of `request`.
         """
         request = PreloadDataset(source=source, identity=identity, is_explicit=True, whole=whole)
         while True:

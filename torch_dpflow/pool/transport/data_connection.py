@@ -39,7 +39,7 @@ _CHECKED = 4
 
 
 class ReceiveMemory:
-    """Reusable receive buffers. Lent by one thread at a time; any thread may drop what was lent.
+    """Reusable receive buffers. One thread at a time may call `lend`; any thread may drop a lent buffer.
 
     Fresh memory costs a page fault per 4 KiB, which takes longer than receiving into it.
 
@@ -178,7 +178,8 @@ class DataConnection:
     def take(self, *, copy: bool) -> list[tuple[RequestedRecord, bytes | memoryview | int]]:
         """Receive the next answer: the content or status code of each record; after READY the code 0 or ABSENT.
 
-        copy: False returns large records as read-only views of the receive buffers, as for records with a `buffer`.
+        copy: False returns large records as read-only views of the receive buffers. Records with a `buffer` are always
+        views.
 
         Raises:
             PeerLostError: the connection has ended, or nothing arrives.
@@ -202,7 +203,7 @@ class DataConnection:
         self._socket.close()
 
     def _check(self, identity: bytes, records: list[int], lengths: list[int]) -> list[RequestedRecord]:
-        """Return the requests that an answer belongs to. Raises MessageError if it belongs to others."""
+        """Return the requests that an answer belongs to. Raises MessageError if it does not fit the oldest requests."""
         if len(records) > len(self.requested):
             raise MessageError(f"{len(records)} records came where {len(self.requested)} were requested")
         requested = [*islice(self.requested, len(records))]

@@ -43,12 +43,12 @@ ENTRY_BYTES = 16
 
 
 def memory_name(memory: int) -> bytes:
-    """Return the name of memory for reading ahead, in place of a dataset's identity; offsets are its records."""
+    """Return the name of memory for reading ahead, for use as a dataset's identity whose record numbers are offsets."""
     return memory.to_bytes(16, "big")
 
 
 def hello(purpose: int) -> bytes:
-    """Return the first bytes that each side sends."""
+    """Return the first bytes that each side sends, for a connection of this purpose."""
     return _HELLO.pack(_MAGIC, _VERSION, purpose)
 
 

@@ -44,7 +44,7 @@ class DataReader:
     """Reads records from the servers of one pool. One thread at a time. A failed server costs speed only.
 
     Args:
-        pool: address of any of its servers; the others have the same keys.
+        pool: address of any server of the pool; all its servers have the same keys.
         silence_s: a server's connection is closed after this long without an expected byte, seconds.
         window: limit of outstanding bytes; None for a measured one, or 8 MiB if all servers are on this host.
 

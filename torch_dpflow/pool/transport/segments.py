@@ -61,7 +61,7 @@ class PoolSegment:
         return self._index[at], self._index[at + 1]
 
     def offsets(self, stripe: int, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return where records of a stripe begin; -1 for records of unknown length."""
+        """Return the offsets of records of a stripe; -1 for records of unknown length."""
         places = np.asarray(self._index)[2 * (self.stripes[stripe] + numbers)[:, None] + [0, 1]]
         return np.where(places[:, 1] == UNKNOWN, -1, places[:, 0])
 
@@ -87,7 +87,7 @@ class PoolSegment:
 
     @property
     def retired(self) -> int | None:
-        """Why its dataset was dropped; None if it was not."""
+        """Number of the reason for which the segment's dataset was dropped; None if it was not dropped."""
         state = self.memory[0]
         return None if state == _MAGIC[0] else state
 
@@ -181,7 +181,7 @@ def map_segment(fd: int, identities: Collection[bytes]) -> PoolSegment:
 
 
 def _start(stripes: int, records: int) -> int:
-    """Return where the first record lies."""
+    """Return the offset of the first record."""
     return -(-(_HEADER.size + 16 * (stripes + records)) // ALIGNMENT) * ALIGNMENT
 
 
