@@ -29,8 +29,8 @@ def encode_annotations(meta: Mapping[str, Any], name: str) -> msgspec.Raw:
     objects.
 
     Raises:
-        SourceError: they are not a mapping, or have values that JSON cannot hold: NaN, infinity, NaT, bytes, offsets
-            from UTC with seconds, and keys that are the same text.
+        SourceError: the annotations are not a mapping, or contain values that JSON cannot hold: NaN, infinity, NaT,
+            bytes, offsets from UTC with seconds, and several keys with the same text.
     """
     try:
         encoded = _ENCODER.encode(meta)
@@ -90,7 +90,7 @@ def _wrong(value: Any, field: str) -> Iterator[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value that the encoder does not support to one that it does, or that has such elements."""
+    """Convert a value that the encoder does not support. The result's elements may need this function again."""
     if isinstance(value, msgspec.Raw):
         return _DECODER.decode(value)
     if isinstance(value, np.generic | np.ndarray) and _has_times(value.dtype):

@@ -25,7 +25,7 @@ _TOGETHER = 32
 
 
 def by_groups(read: Callable[[Sequence[ByteRange]], Sequence[T]], spans: Sequence[ByteRange]) -> Iterator[T]:
-    """Yield what `read` returns for each range. It gets a few at a time, so that few samples are in memory."""
+    """Yield the results of `read` for all ranges. `read` gets a few ranges at a time, so few samples are in memory."""
     for first in range(0, len(spans), _TOGETHER):
         yield from read(spans[first : first + _TOGETHER])
 
@@ -44,13 +44,13 @@ _ONE_ATTEMPT = ReadOptions(attempts=1)
 
 
 class ShardPacks:
-    """Packs of one metadata shard, in which samples are concatenated: `<folder>/pack-<shard>-<k>.bin`.
+    """Writes the packs of one metadata shard, `<folder>/pack-<shard>-<k>.bin`: samples one after the other.
 
-    Each is written once, whole.
+    A pack is written once, as a whole.
 
     Args:
         write: writes a file, by its path below the dataset's directory.
-        folder: the folder of the packs, below it.
+        folder: the folder of the packs, below the dataset's directory.
     """
 
     def __init__(self, write: Callable[[str, bytes], None], folder: str, shard: int) -> None:
@@ -63,7 +63,7 @@ class ShardPacks:
         self._pending = bytearray()
 
     def add(self, data: bytes) -> tuple[str, int]:
-        """Append a sample's bytes. Returns the pack's name and their offset in it."""
+        """Append a sample's bytes. Returns the pack's name and the sample's offset in the pack."""
         if self._pending and len(self._pending) + len(data) > PACK_BYTES:
             self.flush()
         place = (self._name(), len(self._pending))
@@ -88,7 +88,7 @@ def is_pack(path: str) -> bool:
 
 
 def packs_of(files: Files, folder: str) -> list[str]:
-    """Return the paths of the packs in a folder. No import has written other files there."""
+    """Return the paths of the packs in a folder. Imports write no other files there."""
     return [f"{folder}/{child.name}" for child in files.children(folder) if is_pack(child.name)]
 
 
@@ -99,8 +99,8 @@ class Describer:
         importer: the source of the items.
         dataset_url: the dataset's directory.
         data: the variant's data root, to which paths are made relative if possible.
-        checksum: computed for every sample, which reads all data; None: only for samples in packs, whose bytes are in
-            memory anyway.
+        checksum: algorithm of the checksums, for which all data is read; None: only samples in packs, whose bytes are
+            in memory anyway, get one.
     """
 
     def __init__(self, importer: Importer, *, dataset_url: str, data: str, checksum: ChecksumAlgorithm | None) -> None:
@@ -151,7 +151,7 @@ class Describer:
         return checksum_of(data, self._checksum or "crc32")
 
     def _warn_if_missing(self, url: str) -> None:
-        """Warn if the first object that the source names is missing: with a wrong root, all objects are.
+        """Warn if the first object that the source names is missing: with a wrong root, all objects are missing.
 
         This is not an error, as objects may be written later than their descriptions.
         """

@@ -44,7 +44,7 @@ class Draft:
         store: the store to publish it in.
         dataset_id: "namespace/name".
         version: a version that is not published.
-        parent: a published version that this one continues: its samples come first, then the added ones.
+        parent: a published version to append to: its samples come first, then the added ones.
         description: a line or two for display.
 
     Raises:
@@ -92,12 +92,13 @@ class Draft:
             variant: its name, such as "train".
             importer: reads the source.
             shard_size: samples in a metadata shard, 1000 by default; a parent's variant keeps its own.
-            checksum: "crc32" or "sha256" of every sample, which reads all data once; None takes none, except
-                of items with data.
+            checksum: "crc32" or "sha256" of every sample, for which all data is read once; None: only items with data
+                get a checksum.
             progress: called with the number of samples written, after every shard.
 
         Raises:
-            OptionError: an import of something else into this variant has begun; a bad `shard_size` or `checksum`.
+            OptionError: an import of another source into this variant is unfinished; or `shard_size` or `checksum` is
+                not allowed.
             OptionTypeError: an argument is of the wrong type.
             SourceError: the source does not have the expected layout, is empty, or has changed since.
         """
@@ -136,7 +137,7 @@ class Draft:
         """Check that no other variant of this version has an unfinished import.
 
         Raises:
-            OptionError: another variant has one, from an earlier run or a run in progress.
+            OptionError: another variant has an unfinished import, of an earlier run or a run in progress.
         """
         others = sorted({child.name for child in self._files.children(self._folder)} - set(names))
         if others:
@@ -150,8 +151,8 @@ class Draft:
 
         Raises:
             PublishedError: another process has published it.
-            OptionError: nothing was added; the import of a variant has not ended, or was discarded meanwhile; or
-                another run, earlier or at the same time, has added a variant that this run has not added.
+            OptionError: nothing was added; the import of a variant has not ended, or was discarded meanwhile; or an
+                earlier or simultaneous run has added a variant that this run has not added.
             DatasetNotFoundError: the parent was deleted meanwhile.
         """
         self._check_unpublished()

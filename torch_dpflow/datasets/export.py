@@ -65,9 +65,9 @@ def export(
 ) -> Exported:
     """Write all samples of a variant, in order, as files that other libraries read.
 
-    The files are equal in every run. Each appears whole or not at all. Call it again to continue an export that was
-    killed: existing files are kept, except on a storage that cannot rename, where they are written again. Several
-    variants may be exported to one directory. One file is in memory at a time.
+    The files are equal in every run. Each appears whole or not at all. To continue an export that was killed, call
+    `export` again: existing files are kept, except on a storage that cannot rename, where they are written again.
+    Several variants may be exported to one directory. One file is in memory at a time.
 
     Args:
         stored: a variant from `DatasetStore.open`.
@@ -148,7 +148,7 @@ def checked_settings(
 
 
 def format_of(settings: Mapping[str, Any], *, name: str, is_webdataset: bool = False) -> FileFormat:
-    """Return what makes the files. name: of the dataset, for errors. Raises MissingExtraError."""
+    """Return the object that makes the files. name: name of the dataset in errors. Raises MissingExtraError."""
     if settings["format"] == "webdataset":
         return TarFiles(settings["main"])
     return ParquetFiles(
@@ -197,7 +197,7 @@ def _members(number: int, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _size_of(number: int, meta: SampleMeta, fields: Mapping[str, Any], *, is_needed: bool) -> int:
-    """Return about how many bytes a sample has in a file; without its own if they are unknown."""
+    """Estimate the bytes of a sample in a file. If the size of its data is unknown, only the annotations count."""
     if meta.length is None and is_needed:
         raise OptionError(
             f"the dataset has no length of sample {number} ({meta.path}), so files cannot be divided by size; give "
@@ -212,11 +212,11 @@ def _size_of(number: int, meta: SampleMeta, fields: Mapping[str, Any], *, is_nee
 
 
 class ExportTarget:
-    """The directory of an export, and the record of what its files are made from, which the first file brings.
+    """The directory of an export, with a record of dataset and options that is written before the first file.
 
     Args:
-        variant: the beginning of the names.
-        made_from: what the bytes of the files depend on.
+        variant: the beginning of the files' names.
+        made_from: everything on which the bytes of the files depend.
         resumes: whether there may be files of an earlier run.
 
     Raises OptionError if there are files of another export.

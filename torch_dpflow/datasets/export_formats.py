@@ -75,8 +75,8 @@ class FileFormat:
         """Observe a sample's fields. Called for all samples, before the first file.
 
         Args:
-            fields: the annotations; of a sample from WebDataset the key, and the other members: text, or empty bytes
-                for members that are not text.
+            fields: the annotations. For a sample from WebDataset: the key and all members but the main one, as text, or
+                as empty bytes for members that are not text.
 
         Raises SourceError, which names the sample, if the format cannot hold them.
         """
@@ -85,7 +85,7 @@ class FileFormat:
         """Observe the first sample. Raises SourceError if the format cannot hold the annotations."""
 
     def difference(self) -> str:
-        """Return what differs from the layout at `begin`, after further samples were observed; empty for nothing."""
+        """Return the difference that later samples have made to the layout at `begin`, as text; "" for none."""
         return ""
 
     def name(self, variant: str, number: int, count: int) -> str:

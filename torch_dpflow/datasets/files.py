@@ -75,15 +75,15 @@ class Files:
     """A directory, by URL, and everything below it. Paths are relative to it, with "/" between parts.
 
     A file appears with all its bytes or not at all, even if the writer is killed: on disks, mounts and hosts it is
-    written next to its place and renamed, on object stores it is one put. See `writes_whole`. Thread-safe; a pickle
-    or a fork opens its own connection. Reading and listing have a deadline on every storage, writing has none.
+    written under another name and renamed, on object stores it is one put. See `writes_whole`. Thread-safe; a pickle or
+    a fork opens its own connection. Reading and listing have a deadline on every storage, writing has none.
 
     Failures of the storage are raised as StorageError, which names the file, such as AccessDeniedError; a missing file
     as FileNotFoundError.
 
     Args:
         url: a URL such as "s3://bucket/datasets", or a local path.
-        options: fsspec's options for it, such as credentials; for S3 and OSS alike `key`, `secret`, `token`,
+        options: fsspec's options for the directory, such as credentials; for S3 and OSS alike `key`, `secret`, `token`,
             `endpoint`, `region` and `anon`. They are never stored.
         read_options: timeouts and retries of reading and listing.
 
@@ -130,7 +130,7 @@ class Files:
 
     @property
     def filesystem(self) -> Any:
-        """The fsspec file system; a forked child opens its own. Raises MissingExtraError."""
+        """The fsspec file system; a forked child opens another one. Raises MissingExtraError without its package."""
         return self._opened.get()[0]
 
     @property
@@ -153,8 +153,8 @@ class Files:
         """Open a file to read it as a stream.
 
         Raises:
-            FileNotFoundError: there is none.
-            StorageError: it is a directory, pipe, socket or device; or reading fails.
+            FileNotFoundError: there is no such file.
+            StorageError: `path` is a directory, pipe, socket or device; or reading fails.
         """
         with self._storage_errors(path):
             self.check_regular(path)
@@ -202,7 +202,7 @@ class Files:
         self._write(path, data, replaces=True)
 
     def create(self, path: str, data: bytes) -> None:
-        """Write a file that does not exist yet. Raises FileExistsError: of several writers one succeeds.
+        """Write a file that does not exist yet, else raise FileExistsError: of several writers one succeeds.
 
         Local disks, memory, S3 and OSS guarantee that. Elsewhere two simultaneous writers can both succeed, and the
         later file stays.
@@ -231,7 +231,7 @@ class Files:
                 raise FileExistsError(f"{self._url(path)} exists already") from error
 
     def ensure(self, path: str, data: bytes) -> None:
-        """Write a file, unless one with the same bytes exists. Raises FileExistsError if one with others exists."""
+        """Write a file, unless it exists with the same bytes. Raises FileExistsError if it exists with other bytes."""
         try:
             self.create(path, data)
         except FileExistsError:
@@ -261,14 +261,14 @@ class Files:
                 fs.mv(beside, full)
 
     def children(self, path: str = "", *, all_keys: bool = False, hidden: bool = False) -> list[DirectoryEntry]:
-        """Return the entries of a directory, sorted by name; none if there is no such directory.
+        """Return the entries of a directory, sorted by name; an empty list if there is no such directory.
 
         Raises ObjectMissingError if its bucket does not exist.
 
         Args:
-            hidden: with entries whose name begins with a dot.
-            all_keys: raise StorageError for a key of S3 or OSS that cannot be written as a path, instead of leaving it
-                out.
+            hidden: whether to return entries whose name begins with a dot.
+            all_keys: whether to raise StorageError for a key of S3 or OSS that cannot be written as a path; else such
+                keys are left out.
         """
         fs, full = self.filesystem, self._full(path)
         fs.invalidate_cache()
@@ -345,7 +345,7 @@ class Files:
 
     @contextmanager
     def undone_directories(self) -> Iterator[None]:
-        """Remove the directories of this path on a local disk that the body makes, if it fails and they are empty."""
+        """If the body fails, remove the empty directories of this path on a local disk that the body has made."""
         made, path = [], self._full("")
         while self._is_local and path and not os.path.isdir(path):
             made.append(path)
@@ -414,7 +414,7 @@ def _trimmed(url: str) -> str:
 
 
 def _exists(fs: Any, path: str) -> bool:
-    """Like `fs.exists`, whose default takes every exception for a missing file, Control-C among them."""
+    """Return whether a file exists. `fs.exists` may take any exception, even Control-C, for a missing file."""
     if getattr(fs.exists, "__func__", None) is not AbstractFileSystem.exists:
         return bool(fs.exists(path))
     try:
@@ -431,7 +431,7 @@ def _is_directory(fs: Any, entry: Mapping[str, Any]) -> bool:
 
 
 def _has_no_path(entry: Mapping[str, Any], folder: str) -> bool:
-    """Return whether `children` leaves out an entry that is, or has below it, an object with bytes."""
+    """Return whether an entry that `children` leaves out is an object with bytes, or has one below it."""
     name = entry["name"].rstrip("/")
     if name == folder.rstrip("/"):  # otherwise an empty object that represents the directory
         return bool(entry["type"] == "directory" or entry.get("size"))

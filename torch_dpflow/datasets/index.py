@@ -8,7 +8,7 @@ are joined by appending them::
     texts     checksum and annotations of each sample; path and state of each object, and after a line break its size
 
 Each row and object has a CRC-32 of itself and its texts, which is compared at each read, in 0.2 µs. So a part that is
-damaged, or not yet written in a sparse file, is noticed without a second record of what is there.
+damaged, or not yet written in a sparse file, is noticed without a separate list of the written parts.
 
 Indexes of `open_dataset` join the parts of a source: one immutable file for each object, and one that readers map::
 
@@ -18,8 +18,9 @@ Indexes of `open_dataset` join the parts of a source: one immutable file for eac
     <directory>/stored/<version>               rows of a stored dataset that were read
 
 A file is written under another name and renamed, or put whole, and never changes. Its name identifies its content, so
-processes that build the same index write equal files, and none has to wait: each scans the objects that no other one
-has scanned yet, beginning somewhere else. A build that was killed leaves the parts of the objects that it has scanned.
+processes that build the same index write equal files, and none has to wait: each scans the objects that no other
+process has scanned yet, beginning at a different object. A build that was killed leaves the parts of the objects that
+it has scanned.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def index_directory(*, is_local: bool = False) -> str:
 
 
 def map_file(path: str) -> mmap.mmap:
-    """Map a file to read it. Raises FileNotFoundError if there is none, or an empty one; StorageError."""
+    """Map a file to read it. Raises FileNotFoundError if it is missing or empty, StorageError if mapping fails."""
     try:
         with open(path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -185,10 +186,10 @@ Place = tuple[ByteRange, bytes]
 
 
 class PartRows:
-    """Encodes samples of a part, of which about 100 bytes each are in memory.
+    """Encodes samples of a part. Takes about 100 bytes of memory for each sample.
 
     Args:
-        size: bytes of each object that samples are ranges of; None: unknown.
+        size: size of each object that contains samples, bytes; None if unknown.
     """
 
     def __init__(self, size: int | None = None) -> None:
@@ -210,7 +211,7 @@ class PartRows:
         return self
 
     def encoded(self) -> bytes:
-        """Return all of it. Nothing may be added later."""
+        """Return the encoded part. Nothing may be added later."""
         objects = bytearray()
         for path, state in [(path.encode(), state.encode()) for path, state in self._objects]:
             objects += self._record(_OBJECT_HEAD.pack(len(path), len(state)), path + state)
@@ -233,10 +234,10 @@ class Rows:
 
     Args:
         firsts: number of the first sample of each part, and the number of all samples.
-        bases: where each part begins in `data`.
+        bases: offset of each part in `data`.
         root: URL that paths of objects are relative to.
         given_urls: given URLs of objects by the URLs in the rows, where the two differ.
-        load: puts parts that are missing or damaged into `data`, and returns the errors of those that it cannot.
+        load: puts missing or damaged parts into `data`, and returns the error of each part for which this fails.
     """
 
     def __init__(
@@ -256,7 +257,7 @@ class Rows:
         self._kept = functools.lru_cache(_KEPT_OBJECTS)(functools.partial(_object, data, root, given_urls))
 
     def places(self, numbers: Sequence[int], *, is_checked: bool = True) -> list[Place | DPFlowError]:
-        """Return range and annotations of each sample, or its error. `is_checked`: with checksums and states."""
+        """Return range and annotations of each sample, or its error. is_checked: whether with checksums and states."""
         found = [*map(self._place, numbers, repeat(is_checked))]
         if None not in found:
             return found  # type: ignore[return-value]
@@ -269,7 +270,7 @@ class Rows:
         ]
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Return the bytes of each sample; -1 if unknown. All parts have to be there."""
+        """Return the length of each sample, bytes; -1 if unknown. All parts must be present."""
         parts = zip(self._bases, self._firsts, islice(self._firsts, 1, None))
         columns = [np.frombuffer(self._data, _LENGTHS, stop - first, base)["length"] for base, first, stop in parts]
         return np.concatenate(columns)
@@ -331,7 +332,7 @@ class Description(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Index:
-    """Samples of objects where they are. It has no metadata of samples. Thread-safe and picklable."""
+    """Index of samples in their objects; `open_rows` maps their metadata. Thread-safe and picklable."""
 
     files: Files
     name: str
@@ -342,7 +343,7 @@ class Index:
 
     @property
     def ref(self) -> DatasetRef:
-        """The name in messages. Its version changes with every object."""
+        """The name in messages. Its version changes whenever an object changes."""
         return DatasetRef(f"index/{self.importer}", self.name)
 
     @property
@@ -364,15 +365,15 @@ class Index:
         return cls(files, name, description.importer, description.root, description.info, firsts[-1])
 
     def open_rows(self, reader: ObjectReader | None = None, given_urls: Mapping[str, str] | None = None) -> Rows:
-        """Map the rows, without `reader`. Raises DamagedStoreError if they are not there."""
+        """Map the rows; `reader` is not used. Raises DamagedStoreError if they are missing."""
         data = _mapped(self.files, self.name)
         firsts, bases, _ = _tables(data, self.name)
         return Rows(data, firsts, bases, self.root, given_urls or {}, self._damaged)
 
     def lost(self, span: ByteRange, error: DPFlowError) -> DPFlowError:
-        """Return the error of a sample that cannot be read. If it is a damaged copy in a pack, remove its part too.
+        """Return the error of a sample that cannot be read. If it is a damaged copy in a pack, remove the part with it.
 
-        The pack stays, as other samples in it may be whole. The next opening writes it again.
+        The pack stays, as other samples in it may be whole. The next opening writes the part and the pack again.
         """
         packs = f"{self.url}/packs/"
         is_damage = isinstance(error, ChecksumError | ObjectMissingError | TruncatedObjectError)
@@ -383,7 +384,7 @@ class Index:
         return self._damaged([0])[0]
 
     def _damaged(self, parts: Sequence[int]) -> dict[int, DPFlowError]:
-        """Remove the index, so that the next opening builds it again."""
+        """Remove the index, so that the next opening builds it again; return the error of each part."""
         with suppress(OSError):
             os.unlink(joined_path(self.files, self.name))
         if local_path(self.files) is None:
@@ -424,7 +425,7 @@ def _mapped(files: Files, name: str) -> mmap.mmap:
 
 
 def _tables(data: mmap.mmap, name: str) -> tuple[Sequence[int], Sequence[int], Description]:
-    """Return first samples and places of the parts of a joined file, and its description. Raises DamagedStoreError."""
+    """Return first samples and offsets of the parts of a joined file, and its description. Raises DamagedStoreError."""
     try:
         kind, size, at, parts, described, crc = HEAD.unpack_from(data)
         if (kind, size) == (KIND, len(data)) and zlib.crc32(data[at:]) == crc:

@@ -69,7 +69,7 @@ def open_index(
     Args:
         folder: the directory of indexes; None: `index_directory`.
         importer: describes the samples.
-        checksum: of each sample; None: none is taken.
+        checksum: algorithm of a checksum of each sample; None for no checksums.
         progress: called with the number of samples that were indexed.
 
     Raises:
@@ -116,7 +116,7 @@ class _Builder:
         self._given = given
 
     def build(self, report: ProgressCallback) -> Index:
-        """Write the parts that are missing, and join all. Raises SourceError."""
+        """Write the missing parts, join all parts, and return the index. Raises SourceError."""
         for _ in range(_ATTEMPTS):
             keys = self._write_parts(report)
             name = self.name or _digest([*self._given, keys])
@@ -126,7 +126,7 @@ class _Builder:
         raise DamagedStoreError(f"{self._files.url} loses what is written there; give another index_dir=")
 
     def _write_parts(self, report: ProgressCallback) -> list[str]:
-        """Write the missing parts. Returns the names of all."""
+        """Write the missing parts. Returns the names of all parts."""
         with self._hints():
             present = {child.name for child in self._files.children(f"parts/{self._folder}")}
         missing = [number for number, key in enumerate(self._keys) if key not in present]
@@ -237,7 +237,7 @@ class _Builder:
 
     @contextmanager
     def _hints(self) -> Iterator[None]:
-        """Add to errors of the directory of indexes its name, and how to give another one."""
+        """Add the name of the directory of indexes to its errors, and how to choose another directory."""
         try:
             yield
         except OSError as error:  # StorageError is one
@@ -252,7 +252,7 @@ def _digest(value: Any) -> str:
 
 
 def _servers(importer: Any, states: Sequence[str | None]) -> list[str]:
-    """Return the servers of objects without an ETag as state: on another server, the same names are other objects."""
+    """Return the servers of objects whose state is no ETag: on another server, the same names are other objects."""
     if not isinstance(importer, ShardImporter) or all(state is not None and is_tag(state) for state in states):
         return []  # an index of a folder contains no more than the names
     first = importer.files.files[0]

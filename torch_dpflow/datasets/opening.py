@@ -1,4 +1,4 @@
-"""open_dataset: data where it is, as a map-style dataset; its index is built once and kept."""
+"""open_dataset: data in place, as a map-style dataset; its index is built once and kept."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def open_dataset(
     progress: ProgressCallback | None = None,
     **reading: Any,
 ) -> OpenedDataset | TableDataset:
-    """Open data where it is, as a map-style dataset that is read in any order. No sample is copied.
+    """Open data in place, as a map-style dataset that can be read in any order. No sample is copied.
 
     The index of the samples' positions is built when a source is first opened. The index has one part per
     object, identified by name, size, and ETag or time of change. Only new and rewritten objects are read again.
@@ -63,8 +63,8 @@ def open_dataset(
             exists and a `pathlib.Path` are never patterns. Or the name of a stored dataset, such as
             "core/pets:v1:train".
         format: one of `FORMATS`; None: detected by names, or else by the first bytes.
-        split: which of the splits to read if the directory has several, such as "train"; by names of files, or of
-            directories.
+        split: the split to read if the directory has several, such as "train". Splits are found by names of files, or
+            of directories.
         decode: None: values are bytes. "pil", "rgb", "torch": images become RGB images of Pillow, uint8 arrays of
             shape (height, width, 3), or uint8 tensors of shape (3, height, width); numbers, texts, JSON, npy and npz
             are decoded too, and audio, video, pickles and MessagePack are an error. A function is called with each
@@ -140,11 +140,11 @@ def _check_arguments(reading: Mapping[str, Any]) -> None:
 
 
 def found_format(files: SourceFiles) -> str:
-    """Return the name of the format that objects have, by their names, or else by the first bytes of one of them.
+    """Return the name of the objects' format, by their names, or else by the first bytes of one object.
 
     Raises:
-        OptionError: there is none, or more than one.
-        SourceError: there is none, as the directory has only directories of splits.
+        OptionError: no format fits, or more than one.
+        SourceError: no format fits, as the directory contains only directories of splits.
     """
     kinds = {name: importer_class(name) for name in _INDEXED}
     found = [name for name, kind in kinds.items() if kind.finds(files)]
@@ -195,12 +195,12 @@ def _table(
 class LitRows(TableDataset):
     """The rows of a LitData dataset whose chunks are Arrow files, in the order of its index.
 
-    A sample is the dict that LitData gives, with the columns and types of its chunk.
+    A sample is the dict that LitData returns, with the columns and types of its chunk.
 
     Args:
-        how: see `TableDataset`.
+        how: further arguments of `TableDataset`.
 
-    Raises SourceError: a chunk has a number of rows that is not the one in the index; and the errors of `TableDataset`.
+    Raises SourceError: a chunk has more or fewer rows than the index lists; and the errors of `TableDataset`.
     """
 
     def __init__(self, dataset: LitDataImporter, **how: Any) -> None:

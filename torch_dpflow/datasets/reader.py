@@ -35,20 +35,20 @@ class DatasetReader(SampleReader, Dataset[Sample]):
         on_error: "skip" leaves samples that cannot be read out of a batch, logs them (`torch_dpflow.datasets`) and
             counts them. A batch without any sample left raises its last error, as does a sample that is read by itself.
         through: a source of samples that is nearer than the storage, such as the result of `DataClient.samples`.
-            Samples that it does not have are read from storage.
+            Samples that this source does not have are read from storage.
 
     Raises:
         OptionError, OptionTypeError: an option is not allowed, or `through` has samples of another dataset.
     """
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
-        """Pass on the order in which samples will be read, see `lookahead`. Loaders call it as an epoch begins."""
+        """Announce the order of reads to `through`, see `lookahead.announce_order`. Loaders call it before an epoch."""
         if self._through is not None:
             announce_order(self._through, order, spread, extends)
 
 
 class OpenedDataset(DatasetReader):
-    """A `DatasetReader` whose samples are dicts, or what `decode` makes of them. See `open_dataset`.
+    """A `DatasetReader` whose samples are dicts, or results of `decode`. See `open_dataset`.
 
     `stored` is its index; `DatasetReader(dataset.stored)` reads the same samples as bytes and annotations.
 

@@ -119,7 +119,7 @@ class SampleReader:
         return len(self.stored)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """Return the samples of a batch, in order. `on_error` decides about those that cannot be read."""
+        """Return the samples of a batch, in order. `on_error` decides about samples that cannot be read."""
         samples: list[Sample] = []
         failure: DPFlowError | None = None
         for index, sample in zip(indices, self.read_each(indices), strict=True):
@@ -179,7 +179,7 @@ class SampleReader:
         return samples
 
     def _planned(self, place: Place) -> Plan | DPFlowError:
-        """Return what to read for a sample, or its error."""
+        """Return the ranges to read for a sample, or its error."""
         span, meta = place
         try:
             return span, decode_fields(meta, span.url), {}
@@ -187,7 +187,7 @@ class SampleReader:
             return error
 
     def _finished(self, plan: Plan, content: _Content, is_checked: bool, parts: Mapping[str, _Content]) -> Any:
-        """Return a sample from its bytes and the bytes of its other parts, or an error. `is_checked`: by checksum."""
+        """Return a sample from its bytes and its other parts, or an error. is_checked: whether to compare checksums."""
         span, error = plan[0], None
         if isinstance(content, DPFlowError):
             error = content

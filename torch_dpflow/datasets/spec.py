@@ -99,7 +99,7 @@ class DatasetRef:
 
     @classmethod
     def parse(cls, text: str) -> DatasetRef:
-        """Undo `str()`. Raises OptionError, or OptionTypeError if `text` is not a string."""
+        """Parse a name as `str()` returns it. Raises OptionError, or OptionTypeError if `text` is not a string."""
         if not isinstance(text, str):
             raise OptionTypeError(f"a dataset is named by a string such as 'core/x:v1:train', not by {text!r}")
         identity, *labels = text.split(":")
@@ -158,7 +158,7 @@ class SampleMeta(SpecStruct, frozen=True, kw_only=True, gc=False):
             raise ValueError("a sample with an offset needs a length")
 
     def fields(self) -> dict[str, Any]:
-        """Decode the annotations, again at each call, so that callers may change the result.
+        """Decode the annotations. Each call returns a new dict, which the caller may change.
 
         Raises DamagedStoreError: they are not a JSON object.
         """
@@ -198,7 +198,7 @@ def shard_format(samples: Sequence[SampleMeta]) -> Literal[1, 2, 3]:
 
 
 class ShardEntry(SpecStruct, frozen=True, kw_only=True, gc=False):
-    """A version's reference to a shard, with what is needed to find and check it."""
+    """A version's reference to a shard, by which the shard is found and checked."""
 
     #: The version whose directory has the shard.
     version: Label
@@ -257,7 +257,7 @@ class Dataset(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="data
     def decode_shard(self, variant: str, number: int, data: bytes, *, url: str | None = None) -> DatasetShardMeta:
         """Decode a shard and check it against this version; `url` names it in errors.
 
-        Raises DamagedStoreError: it is not the shard that this version refers to.
+        Raises DamagedStoreError: `data` is not the shard that this version refers to.
         """
         entry = self.variants[variant].shards[number]
         samples = self.variants[variant].shard_samples(number)
@@ -299,7 +299,7 @@ def shard_path(version: str, variant: str, number: int) -> str:
 def data_url(dataset_url: str, root: str, path: str) -> str:
     """Return the URL of a sample's object: `path` under the data's `root`, under the dataset's directory.
 
-    Each of them may be a URL, which replaces what precedes it.
+    `root` and `path` may be URLs; a URL replaces everything before it.
 
     Raises DamagedStoreError: a relative path leads out of its root.
     """
@@ -333,7 +333,7 @@ def decode_file(data: bytes, kind: type[_Kind], name: str) -> _Kind:
 
     Raises:
         NewerFormatError: a later release of the library wrote it.
-        DamagedStoreError: it is not JSON, of another kind, or violates the schema.
+        DamagedStoreError: the file is not JSON, is of another kind, or violates the schema.
     """
     try:
         if kind is not DatasetShardMeta:  # whose samples are decoded one by one
@@ -361,11 +361,11 @@ def sealed(dataset: Dataset) -> Dataset:
 
 
 def decode_dataset(data: bytes, name: str) -> Dataset:
-    """Decode a version's file, and check all that can be checked without reading another.
+    """Decode a version's file, and check all that can be checked without other files.
 
     Raises:
         NewerFormatError: a later release of the library wrote it.
-        DamagedStoreError: it was damaged, or its counts contradict each other.
+        DamagedStoreError: the file is damaged, or its counts contradict each other.
     """
     dataset = decode_file(data, Dataset, name)
     if dataset.digest != _digest(dataset):

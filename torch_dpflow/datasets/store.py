@@ -41,7 +41,7 @@ class DatasetStore:
     Args:
         url: the directory: a local path or any URL of fsspec, such as "oss://bucket/datasets".
         read_options: timeouts and retries of reading metadata.
-        storage_options: fsspec's options for it; for S3 and OSS alike `key`, `secret`, `token`, `endpoint`.
+        storage_options: fsspec's options for the directory; for S3 and OSS alike `key`, `secret`, `token`, `endpoint`.
 
     Raises:
         DatasetNotFoundError: there is no store; `DatasetStore.create` makes one.
@@ -149,7 +149,7 @@ class DatasetStore:
         """Open a variant to read, such as "core/mscoco:v1:train2017"; without a version the last one.
 
         Raises:
-            DatasetNotFoundError: there is none; or the version has several variants and none is named.
+            DatasetNotFoundError: there is no such variant; or the version has several variants and none is named.
             DamagedStoreError, NewerFormatError: its file cannot be read.
             OptionError, OptionTypeError: the name is not allowed.
         """
@@ -186,7 +186,7 @@ class DatasetStore:
 
 @dataclass(frozen=True)
 class StoredDataset:
-    """A variant of a published version, ready to be read. It has no metadata of samples. Thread-safe and picklable."""
+    """A variant of a published version. Metadata of samples is read when needed. Thread-safe and picklable."""
 
     files: Files
     dataset: Dataset
@@ -261,7 +261,7 @@ class StoredDataset:
         return data_url(self.url, self.variant.data, sample.path)
 
     def own_path(self, sample: SampleMeta) -> str | None:
-        """Return the path of a sample's object in the dataset's directory; None if a URL names it."""
+        """Return the path of a sample's object in the dataset's directory; None if a URL names the object."""
         if "://" in self.variant.data or "://" in sample.path:
             return None
         return f"{self.variant.data}/{sample.path}"

@@ -34,7 +34,7 @@ def _name_of(url: str) -> str:
 
 
 def are_tables(names: Sequence[str]) -> bool:
-    """Return whether files are of a table, by their names."""
+    """Return whether files belong to a table, by their names."""
     if _SPLITS in names:
         return True
     begin, end = _BESIDE
@@ -48,7 +48,7 @@ def find_tables(found: SourceFiles, split: str | None) -> list[SourceFile]:
     """Return the files of a table, in order.
 
     Args:
-        split: the split whose files of a directory are read; None: the directory has only one.
+        split: the split of a directory to read; None if the directory has only one.
 
     Raises:
         OptionError: a directory has no such split.

@@ -77,7 +77,7 @@ class TableDataset(Dataset[Any]):
         memory: maximum bytes of decoded blocks in each process; one block is always kept.
 
     Raises:
-        SourceError: a file is damaged, has other columns than the first, or there is none; no file has a row.
+        SourceError: a file is damaged, or has other columns than the first; there is no file, or no file has a row.
         StorageError: a file cannot be read.
         MissingExtraError: pyarrow is not installed.
         OptionError, OptionTypeError: an argument is not allowed.
@@ -177,7 +177,7 @@ class TableDataset(Dataset[Any]):
         return counts
 
     def _joined_schema(self, schemas: Mapping[Any, SourceFile]) -> Any:
-        """Return what blocks are converted to; None: all files have the same schema. Raises SourceError."""
+        """Return the schema to which blocks are converted; None if all files have the same one. Raises SourceError."""
         first, *others = schemas
         return _joined(first, {schema: schemas[schema] for schema in others}, self._files[0])
 
@@ -228,7 +228,7 @@ class _OpenedTable:
             opened.close()
 
     def rows(self, wanted: Mapping[int, list[int]]) -> Iterator[list[dict[str, Any]]]:
-        """Yield rows of each block, by their numbers in it."""
+        """Yield the rows of each block. wanted: by block, the numbers of rows within it."""
         unchanged = set()
         for block, numbers in wanted.items():
             number = self._table._places[block][0]
@@ -335,7 +335,7 @@ def _is_mapped(file: SourceFile) -> bool:
 
 
 def _check_unchanged(file: SourceFile) -> None:
-    """Raise an error if a local file was removed or written again. Storages check the revision themselves."""
+    """Raise an error if a local file was removed or written again. Other storages check states when they read."""
     if is_changed(file):
         if not os.path.exists(file.local_path or ""):
             raise ObjectMissingError(f"{printable_url(file.url)}: there is no such file; restore it")
@@ -343,7 +343,7 @@ def _check_unchanged(file: SourceFile) -> None:
 
 
 def _joined(first: Any, others: Mapping[Any, SourceFile], file: SourceFile) -> Any:
-    """Return the schema that holds the values of all; None if they are equal. Raises SourceError."""
+    """Return a schema that can hold the values of all files; None if all schemas are equal. Raises SourceError."""
     pyarrow = pyarrow_with_formats()
     joined = first
     for schema, other in others.items():
@@ -383,7 +383,7 @@ def _wrapped(number: int, count: int) -> int:
 
 
 class _DecodedBlock:
-    """A decoded block. Its columns are taken apart once, as this costs more than a row."""
+    """A decoded block. Its columns are separated once, as this takes longer than reading a row."""
 
     def __init__(self, table: Any, cost: int) -> None:
         self.table = table

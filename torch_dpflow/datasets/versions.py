@@ -1,4 +1,4 @@
-"""Checks stored datasets, copies a version to another store, and removes versions, datasets and files without one."""
+"""Checks stored datasets, copies a version to another store, and removes versions, datasets and unused files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _Numbered = tuple[int, str, SampleMeta]
 
 @dataclass
 class Compared:
-    """How many samples `verify(data=True)` compared, by the way in which it compared them."""
+    """Numbers of samples that `verify(data=True)` compared, by the way in which it compared them."""
 
     #: by checksum
     checksums: int = 0
@@ -82,9 +82,9 @@ def verify(
 
     Args:
         stored: the dataset to check. Its version's file was already checked when it was opened.
-        data: also check every sample's object: its presence, its size and, if there is a checksum, its bytes, which
-            are read.
-        own: check only objects in the dataset's directory, and no objects that are given by a URL.
+        data: whether to check every sample's object too: its presence, its size and, if there is a checksum, its bytes,
+            which are read.
+        own: whether to check only objects in the dataset's directory, and no objects that are named by a URL.
         options: fsspec's options for the data; None: the store's options.
         progress: called with the number of checked samples, after every shard.
         compared: counts the samples without problems.
@@ -209,9 +209,10 @@ def copy(
     Raises:
         DatasetNotFoundError: no such version is published.
         PublishedError: the target has another version of this name.
-        OptionError: the target is the store itself, or has an unfinished import of the version or other files there.
+        OptionError: the target is the store itself, or has an unfinished import of the version, or other files in its
+            place.
         OptionTypeError: `store` or `target` is not a DatasetStore.
-        DamagedStoreError: the version, or the copy, is damaged; it is not published.
+        DamagedStoreError: the version or the copy is damaged; the copy is not published.
     """
     for name, given in (("store", store), ("target", target)):
         check_type(name, given, DatasetStore, "a DatasetStore, such as DatasetStore.create(url)")
@@ -313,10 +314,10 @@ def delete(store: DatasetStore, dataset_id: str, version: str | None = None) -> 
     was killed leaves files that `prune` removes.
 
     Raises:
-        DatasetNotFoundError: no such version is published; there is no such dataset.
-        OptionError: an unfinished import continues it.
+        DatasetNotFoundError: no such version is published, or there is no such dataset.
+        OptionError: an unfinished import appends to the version.
         OptionTypeError: `store` is not a DatasetStore.
-        DamagedStoreError: it is deleted, but another version cannot be read, so nothing else is removed.
+        DamagedStoreError: the version is deleted, but another version cannot be read, so no other files are removed.
     """
     check_type("store", store, DatasetStore, "a DatasetStore")
     ref = DatasetRef(dataset_id, version)
@@ -341,7 +342,7 @@ def prune(store: DatasetStore, dataset_id: str) -> int:
     reading all published versions: a file of reference counts would be changed by several writers, and wrong after a
     kill.
 
-    Raises DamagedStoreError if a published version cannot be read. No files that it may refer to are removed then.
+    Raises DamagedStoreError if a published version cannot be read. Then no files that it may refer to are removed.
     """
     check_type("store", store, DatasetStore, "a DatasetStore")
     ref = DatasetRef(dataset_id)
@@ -414,14 +415,14 @@ def _folders(files: Files) -> Iterator[tuple[str, str]]:
 
 
 def _written(files: Files, version: str, variant: str) -> list[str]:
-    """Return the files of a variant that imports have written; packs first, as they are found by their metadata."""
+    """Return the files of a variant that imports have written; packs first, as metadata is needed to find packs."""
     folder = f"meta/{version}/{variant}"
     shards = [f"{folder}/{child.name}" for child in files.children(folder) if _SHARD.fullmatch(child.name)]
     return packs_of(files, f"data/{version}/{variant}") + shards
 
 
 def _named(store: DatasetStore, dataset_id: str, *, with_packs: bool) -> set[str]:
-    """Return the metadata shards that published versions refer to; with `with_packs` also the packs in them."""
+    """Return the metadata shards that published versions refer to; with `with_packs` also the packs that these name."""
     shards: set[str] = set()
     packs: set[str] = set()
     for version in store.versions(dataset_id):

@@ -123,8 +123,8 @@ def _is_image(name: str, value: bytes) -> bool:
 class Decoder:
     """Decodes the values of a sample by the ends of their names: images, numbers, texts, JSON and arrays of numpy.
 
-    Audio, video, pickles and other encodings that it does not decode are an error by name. Bytes under another name,
-    such as `bin`, are decoded if they begin like an image, and left as they are if not. Nothing is unpickled.
+    Names of audio, video, pickles and other unsupported encodings are an error. Bytes under any other name, such as
+    `bin`, are decoded if they begin like an image, else left as they are. Nothing is unpickled.
 
     Args:
         images: "pil": RGB images of Pillow. "rgb": uint8 arrays of shape (height, width, 3). "torch": uint8 tensors of
@@ -142,7 +142,7 @@ class Decoder:
         return {name: self._decoded(name, value) for name, value in sample.items()}
 
     def _decoded(self, name: str, value: Any) -> Any:
-        """Raises SourceError, which names the value, if it cannot be decoded."""
+        """Decode a value. Raises SourceError, which names the value, if that fails."""
         if isinstance(value, list | tuple):
             return type(value)(self._decoded(name, one) for one in value)
         if isinstance(value, dict):
@@ -157,7 +157,7 @@ class Decoder:
             raise SourceError(f"{name!r} cannot be decoded: {type(error).__name__}: {error}") from error
 
     def _embedded(self, name: str, value: Mapping[str, Any]) -> Any:
-        """Decode an image of HuggingFace. Raises SourceError if only its path is stored, or if it is none."""
+        """Decode an image of HuggingFace. Raises SourceError if only its path is stored, or the value is no image."""
         if value["bytes"] is None:
             raise SourceError(
                 f"{name!r} is stored as the path {value['path']!r}, and its bytes are not in the table; write the "

@@ -91,9 +91,9 @@ class ImportProgress:
         self._folder = f"drafts/{version}/{variant}"
 
     def begin(self, record: DraftRecord) -> None:
-        """Record what is being imported, or check it against the record.
+        """Record source and settings of an import, or compare them with the record.
 
-        Raises OptionError: an import of something else has begun and not ended.
+        Raises OptionError: an import with another source or other settings is unfinished.
         """
         path = f"{self._folder}/{RECORD}"
         try:
@@ -210,7 +210,7 @@ class VariantWriter:
         """Import the missing samples, and return the whole variant.
 
         Raises:
-            OptionError: an import of something else is unfinished.
+            OptionError: an import with another source or other settings is unfinished.
             SourceError: the source does not have the expected layout, is empty, or has changed since.
         """
         self._progress.begin(self._record)
@@ -262,7 +262,7 @@ class VariantWriter:
         return samples
 
     def _items(self, noted: list[ImportedShard], start: int) -> Iterator[Item]:
-        """Yield the rest of the source. A missing file of the source is a SourceError, unlike one of the store."""
+        """Yield the items of the source that are not written yet. A missing file of the source is a SourceError."""
         try:
             yield from self._items_after(noted, start)
         except (FileNotFoundError, FileExistsError) as error:
@@ -272,7 +272,7 @@ class VariantWriter:
             ) from error
 
     def _items_after(self, noted: list[ImportedShard], start: int) -> Iterator[Item]:
-        """Return the items that are not written yet. The last written sample must come just before them."""
+        """Return the items that are not written yet. The last written sample must be the item just before them."""
         if not noted:
             return self._importer.items()
         last = self._read_shard(noted[-1]).samples[-1]

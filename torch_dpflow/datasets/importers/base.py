@@ -73,7 +73,7 @@ class Item:
 
 
 def local_url(path: os.PathLike[str]) -> str:
-    """Return the URL of a path object, which is a file of this machine."""
+    """Return the URL of a path object, which always names a file of this machine."""
     return f"file://{os.path.abspath(path)}"
 
 
@@ -90,7 +90,7 @@ def _check_path(path: Any) -> None:
 
 
 def _bytes_count(name: str, value: Any) -> int | None:
-    """Convert `value`, which may be of numpy, to an int. Whole floats are refused too, as they may be rounded."""
+    """Convert `value`, an integer of Python or numpy, to an int. Whole floats are refused, as they may be rounded."""
     if value is None:
         return None
     try:
@@ -121,10 +121,10 @@ class Importer(Protocol):
 
     @property
     def source(self) -> Mapping[str, Any]:
-        """The source, described in JSON. An unfinished import is continued only with an equal description."""
+        """Description of the source, for JSON. An unfinished import is continued only with an equal description."""
 
     def extend(self, info: Mapping[str, Any]) -> None:
-        """Prepare to append to samples with this `info`. Called before `items`."""
+        """Prepare to append to a variant whose samples have this `info`. Called before `items`."""
 
     def items(self, start: int = 0) -> Iterator[Item]:
         """Yield the samples, starting at number `start`. Memory must not grow with their number.

@@ -35,7 +35,7 @@ class CocoImporter(BaseImporter):
     Args:
         annotations: the file; a path or a URL.
         images: the directory that `file_name` is relative to.
-        segmentation: keep the outlines of objects too, which are most of the file.
+        segmentation: whether to keep the outlines of objects, which are most of the file.
         options: fsspec's options for both.
     """
 

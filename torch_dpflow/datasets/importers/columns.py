@@ -71,14 +71,14 @@ def mds_sample(content: bytes | memoryview, columns: Columns) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _layout(columns: Columns) -> tuple[int, list[tuple[str, _Decode]]]:
-    """Return the number of sizes in each sample, and what decodes each column."""
+    """Return the number of sizes in each sample, and the decoder of each column."""
     named = [(name, mds_decoder(encoding)) for name, encoding, _ in columns]
     return sum(size is None for _, _, size in columns), named
 
 
 @lru_cache(maxsize=1024)
 def mds_decoder(encoding: str) -> _Decode:
-    """Return the function that decodes values of this encoding. Raises SourceError for one that cannot be read."""
+    """Return the function that decodes values of this encoding. Raises SourceError for an unsupported encoding."""
     name, _, options = encoding.partition(":")
     if encoding in _SIMPLE:
         return _SIMPLE[encoding]
@@ -120,7 +120,7 @@ def _lit_decoders(formats: tuple[str, ...]) -> list[tuple[str, _Decode]]:
 
 @lru_cache(maxsize=1024)
 def lit_decoder(name: str) -> _Decode:
-    """Return the function that decodes values of this format. Raises SourceError for one that cannot be read."""
+    """Return the function that decodes values of this format. Raises SourceError for an unsupported format."""
     kind, _, number = name.partition(":")
     if kind in ("no_header_tensor", "no_header_numpy"):
         types = _LIT_TENSORS if kind == "no_header_tensor" else _LIT_ARRAYS
@@ -167,7 +167,7 @@ def _cut(content: bytes | memoryview, start: int, lengths: Sequence[int]) -> lis
 
 
 def _words(data: bytes | memoryview, count: int) -> tuple[int, ...]:
-    """Return the first numbers of 32 bits. numpy would take several times as long for a few of them."""
+    """Return the first `count` numbers of 32 bits. For a few numbers, numpy takes several times as long."""
     if len(data) < 4 * count:
         raise SourceError(f"{len(data)} bytes have no {count} sizes; the sample is damaged")
     return struct.unpack_from(f"<{count}I", data)

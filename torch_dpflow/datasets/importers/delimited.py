@@ -28,7 +28,7 @@ class DelimitedRows:
         file: the file, at its start.
         delimiter: separator of cells.
         name: name of the file in errors.
-        path_column: the column of paths; None: there is none, so joined rows are not detected.
+        path_column: the column of paths; None: no column has paths, so joined rows are not detected.
 
     Raises:
         SourceError: also while rows are read: the file is not UTF-8, has no header, or has a column name twice; a row
@@ -61,10 +61,10 @@ class DelimitedRows:
             yield cells
 
     def _row_inside(self, cells: Sequence[str], path: int) -> str | None:
-        """Return a line of a cell with as many cells as a row and a path like that of the row; None if none has.
+        """Return a line inside a cell that is itself a row: the same number of cells, and a similar path; else None.
 
-        A quote at the beginning of a cell that is not meant as a quotation mark of RFC 4180 joins all rows up to the
-        next quote before a delimiter or line end.
+        If a cell begins with a quote that is not meant as a quotation mark of RFC 4180, all rows up to the next quote
+        before a delimiter or line end become one cell.
         """
         for number, cell in enumerate(cells):
             if "\n" not in cell and "\r" not in cell:
@@ -103,7 +103,7 @@ class DelimitedRows:
 
 
 def _are_alike(one: str, path: str) -> bool:
-    """Return whether a text is a path like `path`: with its folder, its extension, or digits at the same positions."""
+    """Return whether a text is a path with the folder or extension of `path`, or with digits at the same positions."""
     if not one or len(one.split()) > len(path.split()):
         return False
     folder, suffix = path.rpartition("/")[0], _SUFFIX.search(path)

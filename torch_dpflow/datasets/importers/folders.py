@@ -18,7 +18,7 @@ from torch_dpflow.errors import OptionError, SourceError
 
 
 def check_folder(files: Files) -> None:
-    """Raise SourceError unless the folder exists. On object stores an empty one does not."""
+    """Raise SourceError unless the folder exists. On object stores, empty folders do not exist."""
     if not files.exists(""):
         raise SourceError(
             f"there is no folder {printable_url(files.url)}; check the source's path, and on object stores the right "
@@ -29,7 +29,7 @@ def check_folder(files: Files) -> None:
 def files_below(files: Files, folder: str) -> list[DirectoryEntry]:
     """Return all files below `folder`, hidden ones too, sorted by directory and then by name, as torchvision does.
 
-    Their names are paths below the root. Links to directories are followed, except to one that contains them.
+    Names are paths below the root. Links to directories are followed, except links to a directory that contains them.
     """
     found: list[tuple[str, DirectoryEntry]] = []
     pending = [(folder, frozenset({files.real(folder)}))]
@@ -72,9 +72,9 @@ IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff
 class ImageFolderImporter(BaseImporter):
     """Reads `<root>/<class>/**/<image>`, in the order and with the labels of torchvision's ImageFolder.
 
-    As there, directories and files whose names begin with a dot are classes and images too.
-    Annotations: `label` (number of the class) and `class` (its name). `info` has `classes`, by label. The listing of
-    one class is in memory at a time.
+    As in torchvision, directories and files whose names begin with a dot are classes and images too. Annotations:
+    `label` (number of the class) and `class` (its name). `info` has `classes`, by label. The listing of one class is in
+    memory at a time.
 
     Args:
         root: the directory that holds the classes; a path or a URL.
@@ -109,7 +109,7 @@ class ImageFolderImporter(BaseImporter):
         return {"endings": list(self._endings), "classes": self._known}
 
     def scanned(self, numbers: Iterable[int]) -> Generator[tuple[int, Iterator[Item]]]:
-        """Yield all images as those of one object, if `numbers` has it. See `ShardImporter`."""
+        """Yield all images as one object with number 0, if `numbers` contains 0. See `ShardImporter`."""
         for number in numbers:
             yield number, self.items()
 
@@ -119,7 +119,7 @@ class ImageFolderImporter(BaseImporter):
 
     @staticmethod
     def finds(files: SourceFiles) -> bool:
-        """Return whether a directory has directories, the first of which has an image."""
+        """Return whether the first directory in a directory has an image."""
         if not files.folders:
             return False
         children = Files(files.given, files.options).children(files.folders[0])

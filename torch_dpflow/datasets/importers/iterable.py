@@ -17,20 +17,20 @@ IterableItem = Item | tuple[bytes, Mapping[str, Any]]
 
 
 class IterableImporter(BaseImporter):
-    """Reads any iterable, or any dataset that can be indexed and has a length, of `(bytes, annotations)`.
+    """Reads `(bytes, annotations)` from any iterable, or from any dataset that can be indexed and has a length.
 
     Bytes are packed into larger objects in the store. To continue after a kill, give an iterable that repeats the same
-    items in the same order. An indexable one continues at once; others are read from the start again.
+    items in the same order. An indexable source continues at once; any other iterable is read from the start again.
 
     Args:
         iterable: the samples to import.
-        name: identifies it; an unfinished import is continued only under the same name.
+        name: identifies the source: an unfinished import is continued only under the same name.
         root: the URL that paths of items are relative to, if there are any; None: all items have data.
         info: information for all samples.
         options: fsspec's options for `root`.
 
     Raises:
-        OptionTypeError: `iterable` is none.
+        OptionTypeError: `iterable` cannot be iterated or indexed.
     """
 
     def __init__(

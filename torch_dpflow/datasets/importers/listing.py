@@ -49,8 +49,8 @@ class ListingImporter(BaseImporter):
         offset_column: the samples' offsets in their objects, bytes; needs `length_column`.
         length_column: the samples' sizes, bytes.
         checksum_column: "crc32:…" or "sha256:…".
-        data_column: the column of the samples' bytes, such as "image.bytes"; they are copied into the store, and
-            paths are annotations. For Parquet only.
+        data_column: the column of the samples' bytes, such as "image.bytes", for Parquet only. The bytes are copied
+            into the store, and paths become annotations.
         split: the split to read of a directory that has several, such as "train".
         options: fsspec's options for the listing and `root`.
 
@@ -118,7 +118,7 @@ class ListingImporter(BaseImporter):
 
     @property
     def _used(self) -> dict[str, str]:
-        """The column of each field of an Item."""
+        """Return the column of each field of an Item."""
         return {field: column for field, column in self._columns.items() if column is not None}
 
     def _item(self, row: dict[str, Any], used: Mapping[str, str], number: int) -> Item:
@@ -183,7 +183,7 @@ class ListingImporter(BaseImporter):
                 raise SourceError(f"{name} cannot be read: {error}") from error
 
     def _parquet_files(self) -> list[str]:
-        """Return the file, or those of the directory. Raises SourceError if there are none, or if it is partitioned."""
+        """Return the listing's Parquet files. Raises SourceError if a directory has none, or is partitioned."""
         if self._name:
             return [self._name]
         url, paths = printable_url(self._files.url), sorted(file.name for file in files_below(self._files, ""))
@@ -234,7 +234,7 @@ class ListingImporter(BaseImporter):
 
 
 def _taken(row: dict[str, Any], column: str) -> Any:
-    """Remove a column's value from a row, or a field of a struct as in "image.path", and return it."""
+    """Remove a value from a row, and return it. column: a column, or a field of a struct such as "image.path"."""
     if column in row:
         return row.pop(column)
     outer, _, inner = column.partition(".")
@@ -282,7 +282,7 @@ class ColumnTypes:
     words such as "NA". A column of integers is text if a cell is written like "12e4".
 
     Args:
-        columns: their number.
+        columns: number of columns.
         texts: numbers of columns that are texts whatever they contain.
         padded: numbers of columns in which leading zeros have no meaning.
     """
@@ -323,7 +323,7 @@ def _kind_of(cell: str, may_be_padded: bool) -> _Kind:
 
 
 def _keeps_value(cell: str) -> bool:
-    """Return whether a float has the digits of a number before its point, which may be those of an identifier."""
+    """Return whether a float preserves the digits before the point of a number, which may be an identifier."""
     return abs(float(cell)) < _EXACT or "e" in cell.lower() or Decimal(cell) == Decimal(float(cell))
 
 

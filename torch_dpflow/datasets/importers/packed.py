@@ -52,15 +52,16 @@ class PackedShard(NamedTuple):
 class PackedImporter(ShardImporter):
     """Base of importers of a directory with an `index.json`. Samples are read in place.
 
-    Samples of compressed shards cannot be read alone: they are copied, decompressed.
+    Samples of compressed shards cannot be read one by one: they are decompressed and copied.
 
     Args:
         source: the directory.
-        options: fsspec's options for it.
+        options: fsspec's options for the directory.
 
     Raises:
         OptionError, OptionTypeError: the source is malformed.
-        SourceError: it is not a directory of this format; its index is damaged, or has values that cannot be read.
+        SourceError: the source is not a directory of this format, or its index is damaged, or contains values that
+            cannot be read.
     """
 
     has_splits = False
@@ -89,7 +90,7 @@ class PackedImporter(ShardImporter):
 
     @classmethod
     def finds(cls, files: SourceFiles) -> bool:
-        """Return whether files of this directory, or of the first directory in it, have names of this format."""
+        """Return whether a directory, or the first directory in it, has files with names of this format."""
         if not files.is_directory or _INDEX not in files.names:
             return False
         if not any(map(cls.names.fullmatch, files.names)) and files.folders:
@@ -98,7 +99,7 @@ class PackedImporter(ShardImporter):
         return any(map(cls.names.fullmatch, files.names))
 
     def _below(self, files: SourceFiles) -> dict[str, SourceFile]:
-        """Return the objects in directories that the index names, as for merged datasets, by their paths."""
+        """Return the objects in directories that the index of a merged dataset names, by path."""
         folders: dict[str, None] = {}
         for shard in self.shards:
             folder, slash, _ = shard.name.rpartition("/")
@@ -110,7 +111,7 @@ class PackedImporter(ShardImporter):
 
     @abstractmethod
     def _read_index(self, index: Any) -> tuple[list[PackedShard], dict[str, Any]]:
-        """Return the shards, and what the view of a sample needs. Raises KeyError, TypeError, ValueError."""
+        """Return the shards, and the information that views of samples need. Raises KeyError, TypeError, ValueError."""
 
     def info(self) -> Mapping[str, Any]:
         return {**self._info, **super().info()}
@@ -143,15 +144,15 @@ class PackedImporter(ShardImporter):
                 yield Item(path=path, offset=start, length=stop - start, revision=file.state)
 
     def _check_rest(self, data: ForwardReader, offsets: list[int], url: str) -> None:
-        """Raise SourceError unless what follows the last sample only repeats the samples."""
+        """Raise SourceError if bytes follow the last sample that are not a repetition of the samples."""
         raise SourceError(f"{url} has offsets that are not those of {data.size} bytes; it is damaged")
 
 
 class MDSImporter(PackedImporter):
     """Reads a directory of MosaicML Streaming (MDS) in place.
 
-    A sample is a dict of its columns' values, as MDS gives it, except that encoded images are bytes. Columns of pickles
-    are refused.
+    A sample is a dict of its columns' values, as MDS returns it, except that encoded images are bytes. Columns of
+    pickles are refused.
     """
 
     name = "mds"
@@ -182,8 +183,9 @@ class MDSImporter(PackedImporter):
 class LitDataImporter(PackedImporter):
     """Reads a directory of LitData in place.
 
-    A sample is what LitData gives, except that encoded images are bytes. Refused are pickles, encrypted chunks, chunks
-    for a loader other than `PyTreeLoader`, and chunks of frames of zstd. Rows in Arrow's format are read by `LitRows`.
+    A sample is the value that LitData returns, except that encoded images are bytes. Pickles, encrypted chunks, chunks
+    for a loader other than `PyTreeLoader`, and chunks of frames of zstd are refused. Rows in Arrow's format are read by
+    `LitRows`.
     """
 
     name = "litdata"
@@ -228,7 +230,7 @@ class LitDataImporter(PackedImporter):
         return shards, {"formats": formats, "spec": spec}
 
     def samples_of(self, file: SourceFile) -> int:
-        """Return how many samples the index lists for a chunk."""
+        """Return the number of samples that the index lists for a chunk."""
         return self._by_url[file.url].samples
 
     def _begins_with_rows(self) -> bool:
@@ -263,7 +265,7 @@ class LitDataImporter(PackedImporter):
 
 
 def _spec(node: Any) -> Any:
-    """Return how values nest, as `lit_sample` takes it."""
+    """Return the nesting of values, as the argument `spec` of `lit_sample`."""
     kind, children = node["type"], [_spec(child) for child in node["children_spec"]]
     if kind is None:
         return "*"
@@ -287,7 +289,7 @@ def _leaves(spec: Any) -> int:
 
 
 def _check_once(names: list[Any], advice: str = "") -> None:
-    """Raise ValueError if two values or shards have one name: a dict would have the last."""
+    """Raise ValueError if two values or shards have the same name: a dict would keep only the last."""
     if len({*names}) < len(names):
         raise ValueError(f"it has {Counter(names).most_common(1)[0][0]!r} twice{advice}")
 
@@ -324,7 +326,7 @@ def _check_present(given: str, shard: PackedShard, file: SourceFile | None) -> N
 
 
 def _offsets(data: ForwardReader, shard: PackedShard, url: str) -> list[int]:
-    """Return where each sample begins, and where the last one ends. Raises SourceError."""
+    """Return the offset of each sample, and the end of the last one. Raises SourceError if the table is damaged."""
     head = data.at(0, 4 * (shard.samples + 2))
     numbers = np.frombuffer(head[: len(head) // 4 * 4], "<u4").astype(np.int64)
     if len(numbers) != shard.samples + 2 or numbers[0] != shard.samples:
@@ -337,7 +339,7 @@ def _offsets(data: ForwardReader, shard: PackedShard, url: str) -> list[int]:
 
 
 def _decompressed(data: bytes, compression: str, url: str) -> bytes:
-    """Return what was compressed.
+    """Decompress data.
 
     Raises:
         SourceError: the data is damaged, or its compression is not known.

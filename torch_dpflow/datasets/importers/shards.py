@@ -38,10 +38,10 @@ class ForwardReader:
     """Bytes of one object by position, mostly forward, in blocks of which the next are read ahead.
 
     Args:
-        fetch: takes start and stop of a block; returns its bytes, or a future of them.
-        size: bytes of the object.
-        block: bytes of a block.
-        ahead: blocks that are requested before they are needed, if blocks are read one after the other.
+        fetch: takes start and stop of a block; returns the block's bytes, or a future of them.
+        size: size of the object, bytes.
+        block: size of a block, bytes.
+        ahead: number of blocks that are requested before they are needed, if blocks are read one after the other.
     """
 
     def __init__(self, fetch: Callable[[int, int], bytes | Future[bytes]], size: int, block: int, ahead: int) -> None:
@@ -65,7 +65,7 @@ class ForwardReader:
         return self._cut(start, stop)
 
     def held(self, start: int, length: int) -> bytes | None:
-        """Return bytes that are in memory; None if a part of them is not."""
+        """Return bytes if all of them are in memory, else None."""
         blocks = range(start // self._block, -(-(start + length) // self._block))
         return self._cut(start, start + length) if all(number in self._blocks for number in blocks) else None
 
@@ -104,13 +104,13 @@ class ShardImporter(BaseImporter):
 
     Args:
         source: a path, URL, directory, pattern such as `train-{000..146}.tar`, or a list of these, see `find_sources`;
-            or what that has returned.
-        options: fsspec's options for it.
+            or a result of that function.
+        options: fsspec's options for the source.
         split: the split to read of a directory that has several, such as "train".
 
     Raises:
         OptionError, OptionTypeError: the source is malformed, or has no such split.
-        SourceError: there are no such objects, or they are of several splits.
+        SourceError: there are no such objects, or they belong to several splits.
     """
 
     #: the importer's name
@@ -161,14 +161,14 @@ class ShardImporter(BaseImporter):
 
     @property
     def source(self) -> Mapping[str, Any]:
-        """See `Importer`. `state` changes with every object's size and time of change."""
+        """Description as in `Importer`. Its `state` changes with every object's size and time of change."""
         chosen = {} if self._split is None else {"split": self._split}
         described = {"importer": self.name, "source": stored_url(self.files.given), **chosen, **self.settings()}
         state = sha256_of(json.dumps(self.objects()).encode())
         return {**described, "files": len(self.files.files), "state": state}
 
     def objects(self) -> list[tuple[Any, ...]]:
-        """Return what identifies each object: state or None, path, size, and what an index contains about it."""
+        """Return the identity of each object: state or None, path, size, and further values from an index file."""
         return [(file.state, self.files.path_of(file), file.size) for file in self.files.files]
 
     def size_of(self, number: int) -> int | None:
@@ -177,19 +177,19 @@ class ShardImporter(BaseImporter):
         return None if self.may_copy or file.local_path is not None else file.size
 
     def settings(self) -> Mapping[str, Any]:
-        """Return the settings that decide what the samples are."""
+        """Return the settings on which the samples depend."""
         return {}
 
     def scan(self, file: SourceFile, data: ForwardReader) -> Iterator[Item]:
         """Yield the samples of one object, starting at its first.
 
         Raises:
-            SourceError: it is damaged, cut short, or of another format.
+            SourceError: the object is damaged, cut short, or of another format.
         """
         raise NotImplementedError
 
     def ranges(self, item: Item) -> list[tuple[int, int]]:
-        """Return start and length of each part of a sample that is read by itself."""
+        """Return start and length of each part of a sample that is read separately."""
         return [] if item.offset is None or item.length is None else [(item.offset, item.length)]
 
     def items(self, start: int = 0) -> Iterator[Item]:
@@ -199,10 +199,10 @@ class ShardImporter(BaseImporter):
         return chain.from_iterable(items for _, items in self.scanned(range(first, len(self.files.files))))
 
     def items_at(self, path: str, offset: int | None) -> Iterator[Item] | None:
-        """Yield the samples, starting at the one that begins at `offset` of `path`; none if there is no such sample.
+        """Yield all samples starting at the one that begins at `offset` of `path`; nothing if there is no such sample.
 
-        An import that was killed scans the object with its last sample again, and none before. None: a place does not
-        say which sample it was, as the source names the object twice, or samples are copied.
+        So an import that was killed scans the object with its last sample again, and no earlier object. Return None if
+        an offset does not identify a sample: the source names the object twice, or samples are copied.
         """
         numbers = [number for number, file in enumerate(self.files.files) if self.files.path_of(file) == path]
         if len(numbers) > 1 or self.may_copy:
@@ -212,7 +212,7 @@ class ShardImporter(BaseImporter):
         return iter(()) if found is None else chain([found], items)
 
     def scanned(self, numbers: Iterable[int]) -> Generator[tuple[int, Iterator[Item]]]:
-        """Yield these objects with the samples of each, in order. The next ones are scanned in threads meanwhile."""
+        """Yield these objects with the samples of each, in order. Threads scan the next objects meanwhile."""
         if self.given_urls and not self.is_in_place:
             raise SourceError(
                 f"a store would name {next(iter(self.given_urls))!r}, which cannot be read later: links with a "
@@ -277,7 +277,7 @@ class ShardImporter(BaseImporter):
     def _kept(
         self, items: Iterator[Item], file: SourceFile, data: ForwardReader, reader: ObjectReader
     ) -> Iterator[Item]:
-        """Yield the items, and put the ones that the scan has read into the disk cache."""
+        """Yield the items, and put items whose bytes the scan has read into the disk cache."""
         data.held_from = 0
         for item in items:
             for start, length in self.ranges(item):

@@ -1,4 +1,4 @@
-"""The objects that a path, URL, pattern, list or directory names, with what identifies the state of each."""
+"""The objects that a path, URL, pattern, list or directory names, each with its size and state."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SourceFile(NamedTuple):
 
     @property
     def local_path(self) -> str | None:
-        """The path of a local file; None if it is elsewhere."""
+        """The path of a local file; None for an object of another storage."""
         return self.url.removeprefix("file://") if self.url.startswith("file://") else None
 
 
@@ -75,7 +75,7 @@ class SourceFiles:
     broken: Sequence[str] = ()
 
     def only(self, names: re.Pattern[str]) -> SourceFiles:
-        """Return the objects of a directory whose names match; all of them if they were named or matched.
+        """Return the objects of a directory whose names match; all objects if the source is a list, file or pattern.
 
         Raises SourceError if one whose name matches is a link to nothing, a pipe, a socket or a device.
         """
@@ -87,11 +87,11 @@ class SourceFiles:
         return self.of([file for file, name in zip(self.files, self.names, strict=True) if names.fullmatch(name)])
 
     def of_split(self, split: str | None) -> SourceFiles:
-        """Return the objects of one split of a directory; all objects if they were named or matched.
+        """Return the objects of one split of a directory; all objects if the source is a list, file or pattern.
 
         Raises:
             OptionError: there is no such split.
-            SourceError: there are several, and none is chosen.
+            SourceError: there are several splits, and none is chosen.
         """
         if not self.is_directory:
             if split is not None:
@@ -103,9 +103,9 @@ class SourceFiles:
         return self.of([by_name[name] for name in files_of_split(self.names, split, self.given)])
 
     def of_folder(self, split: str) -> SourceFiles | None:
-        """Return what is in the directory with a split's name; None if there is none.
+        """Return the objects in the directory with a split's name; None if there is no such directory.
 
-        Raises OptionError if files next to it have its name and the extension of the files in it.
+        Raises OptionError if files next to the directory have its name and the extension of the files in it.
         """
         folder = folder_of_split(self.folders, split, self.names) if self.is_directory else None
         if folder is None:
@@ -249,13 +249,13 @@ def _has_magic(text: str) -> bool:
 
 
 def _exists(text: str) -> bool:
-    """Return whether a local path is there: names of files may have the signs of patterns."""
+    """Return whether a local path exists: names of files may contain the characters of patterns."""
     is_local = "://" not in text or text.startswith("file://")
     return is_local and os.path.lexists(_local_path(text))
 
 
 def _directory(text: str, options: Mapping[str, Any], read_options: ReadOptions | None) -> SourceFiles | None:
-    """Return what is in a directory; None if `text` names an object, or nothing."""
+    """Return the objects in a directory; None if `text` names an object, or nothing."""
     is_web = text.startswith(("http://", "https://"))
     is_local = "://" not in text or text.startswith("file://")
     if (is_web and not text.endswith("/")) or (is_local and not os.path.isdir(_local_path(text))):
@@ -276,7 +276,7 @@ def _directory(text: str, options: Mapping[str, Any], read_options: ReadOptions 
 
 
 def files_in(files: SourceFiles, folder: str) -> Iterator[tuple[str, SourceFile]]:
-    """Yield path and object of each one in a folder of a directory; none if there is no such folder."""
+    """Yield path and object of each entry in a folder of a directory; nothing if there is no such folder."""
     listing = Files(files.given, files.options, files.read_options)
     for child in listing.children(folder):
         if not child.is_directory:

@@ -64,7 +64,7 @@ def check_no_log(files: Files, names: Collection[str], folder: str = "") -> None
 def check_no_log_above(files: Files) -> None:
     """Raise SourceError if a directory is a part of a table with a log: see `check_no_log`.
 
-    A directory that cannot be looked into is left out.
+    A directory that cannot be read is left out.
     """
     given = {files.url}
     if files.url.startswith("file://"):  # a link may lead into a table
@@ -198,7 +198,7 @@ def _meaning(word: str) -> str | None:
 
 
 def _word(text: str) -> str | None:
-    """Return the words of a name that mean a split, "+" between several; None if it has no such word."""
+    """Return the words of a name that mean a split, "+" between several words; None if the name has no such word."""
     return "+".join(dict.fromkeys(word for word in _words(text) if _meaning(word))) or None
 
 
@@ -208,7 +208,7 @@ def _meanings(text: str) -> list[str]:
 
 
 def _named(labels: Sequence[str], split: str) -> list[str]:
-    """Return the labels equal to a split's name; else labels with the same word; else synonyms of it."""
+    """Return the labels equal to a split's name; else labels with the same word; else labels with a synonym."""
     word, meanings = _word(split), _meanings(split)
     return (
         [label for label in labels if label == split]
@@ -225,7 +225,7 @@ def _shown(by_split: dict[str | None, list[str]]) -> str:
 
 
 def _check_written_once(paths: Sequence[str], where: str) -> None:
-    """Raise SourceError if files are of two writes of one split, or if one is missing, by the totals in their names."""
+    """Raise SourceError if one split was written twice, or lacks a file, by the totals in the files' names."""
     totals: dict[str, int] = {}
     seen: dict[str, set[int]] = {}
     for path in paths:

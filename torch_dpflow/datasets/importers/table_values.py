@@ -60,7 +60,7 @@ def rows_of(
 
 
 def _bytes_in(column: pyarrow.Array, name: str) -> Iterator[str]:
-    """Yield the names of a column, or of the fields of its structs, that have bytes."""
+    """Yield the name of a column if it contains bytes, and of each field of its structs that contains bytes."""
     kind = column.type
     if any(is_binary(kind) for is_binary in _BINARY):
         if column.null_count < len(column):
@@ -95,7 +95,7 @@ def _values(column: pyarrow.Array, name: str, first: int) -> list[Any]:
 
 
 def _exact(scalar: pyarrow.Scalar) -> Any:
-    """Return a value whose times have nanoseconds, wherever they are nested; times become text.
+    """Return the Python value of a scalar with times in nanoseconds, at any depth; such times become text.
 
     Raises ValueError or OverflowError for a value that Python cannot represent.
     """
@@ -129,7 +129,7 @@ def _timestamp(scalar: pyarrow.Scalar) -> str:
 
 
 def _in_microseconds(column: pyarrow.Array) -> pyarrow.Array:
-    """Convert nanoseconds to microseconds, as Arrow would convert them to values of pandas if that is installed.
+    """Convert nanoseconds to microseconds: Arrow would convert nanoseconds to values of pandas if it is installed.
 
     Raises ValueError if a value is not a multiple of a microsecond.
     """
@@ -153,7 +153,7 @@ def _coarser(kind: pyarrow.DataType) -> pyarrow.DataType:
 def check_offsets(table: pyarrow.Table) -> None:
     """Raise ArrowInvalid if offsets, sizes or indices lead out of a table's buffers: Arrow follows them unchecked.
 
-    Texts count as bytes, so that none is read here: one that is not UTF-8 fails when it becomes a value.
+    Texts are checked as bytes: a text that is not UTF-8 fails only when it becomes a value.
     """
     table.validate()
     for column in table.columns:

@@ -38,7 +38,7 @@ class TFRecordImporter(ShardImporter):
 
     @classmethod
     def finds(cls, files: SourceFiles) -> bool:
-        """Return whether objects are of this format by their names, which need an extension: `begins` finds others."""
+        """Return whether objects have an extension of this format. For names without an extension, `begins` decides."""
         return super().finds(files) and any("." in name for name in files.only(cls.names).names)
 
     @staticmethod
@@ -130,7 +130,7 @@ def parse_example(record: bytes) -> dict[str, Any]:
         (values,); an empty list for a feature without a kind.
 
     Raises:
-        SourceError: it is no such message, or a `SequenceExample`.
+        SourceError: the record is no `Example`, or it is a `SequenceExample`.
     """
     try:
         features: dict[str, Any] = {}
@@ -217,7 +217,7 @@ def _fields(message: memoryview) -> Iterator[_Field]:
 
 
 def _value(message: memoryview, at: int, number: int, kind: int, depth: int = 0) -> tuple[Any, int]:
-    """Return the value of a field, and where the next one begins; None for a group, which is skipped."""
+    """Return the value of a field, None for a group, which is skipped, and the offset of the next field."""
     if kind == _VARINT:
         return _varint(message, at)
     if kind == _GROUP:

@@ -1,4 +1,4 @@
-"""Importer of WebDataset shards: uncompressed tar archives whose neighbouring members with one key are a sample.
+"""Importer of WebDataset shards: uncompressed tar archives. Neighbouring members with the same key are a sample.
 
 Nothing in an archive is guessed, and no member is left out.
 """
@@ -57,22 +57,22 @@ def is_tar(head: bytes) -> bool:
 
 
 def compression_of(head: bytes) -> tuple[str, str] | None:
-    """Return the name of the compression that an object's first bytes show, and the program that undoes it."""
+    """Return the name of the compression that an object's first bytes show, and the program that decompresses it."""
     return next((found for magic, found in _COMPRESSED.items() if head.startswith(magic)), None)
 
 
 def tar_members(data: ForwardReader, name: str) -> Iterator[TarMember]:
-    """Yield the members of an archive in order. Directories are passed over.
+    """Yield the members of an archive in order, without directories.
 
     Formats: ustar, GNU (long names, sizes above 8 GiB in base 256) and PAX (`path`, `size`).
 
     Args:
         data: the archive.
-        name: names it in errors.
+        name: name of the archive in errors.
 
     Raises:
-        SourceError: it is compressed, not a tar archive, damaged, cut short, without its end-of-archive block, or
-            followed by another archive; or bytes of a member, such as a sparse file, cannot be read in place.
+        SourceError: the archive is compressed, not a tar archive, damaged, cut short, without its end-of-archive block,
+            or followed by another archive; or bytes of a member, such as a sparse file, cannot be read in place.
     """
     if data.size == 0:
         raise SourceError(f"{name} is empty; a tar archive ends with at least 1024 zero bytes, so it was cut short")
@@ -123,7 +123,7 @@ def _member(header: bytes, kind: bytes, start: int, size: int, extended: Mapping
 
 
 def _extension(kind: bytes, body: bytes, position: int, name: str) -> dict[str, str]:
-    """Return what a long name (GNU) or a PAX header contains about the next member."""
+    """Return the fields of the next member that a long name (GNU) or a PAX header contains."""
     if kind == b"L":
         return {"path": _field(body)}
     if kind == b"K":
@@ -179,7 +179,7 @@ def _check_whole(data: ForwardReader, stop: int, name: str) -> None:
 
 
 def _check_rest(data: ForwardReader, position: int, name: str) -> None:
-    """Check that nothing but zeros follows the end: readers stop there, and would lose what follows."""
+    """Raise SourceError unless only zeros follow the end: readers stop there, and would lose later members."""
     for start in range(position, data.size, _PIECE):
         piece = data.at(start, _PIECE)
         if piece.count(0) != len(piece):
@@ -243,10 +243,10 @@ class WebDatasetImporter(ShardImporter):
 
     The sample's bytes are its main member. Other members of up to 256 bytes of UTF-8 text are annotations under their
     extension, as text. `__parts__` has the offset and length of all others in the shard. `__key__` is the sample's key,
-    `__main__` the extension of its main member. As in webdataset, extensions are lower case. Members without one, and
-    members whose name begins with `__…__`, belong to no sample. Hidden members, such as the `._0001.jpg` of macOS, do
-    not either, although webdataset makes samples of them in directories. Nor do links and devices, whose bytes are not
-    in the archive. A warning counts these and members without an extension.
+    `__main__` the extension of its main member. As in webdataset, extensions are lower case. Members without an
+    extension, and members whose name begins with `__…__`, belong to no sample. Neither do hidden members, such as the
+    `._0001.jpg` of macOS, although webdataset makes samples of them in directories; nor links and devices, whose bytes
+    are not in the archive. A warning counts members without an extension, hidden members, links and devices.
 
     Args:
         main: the extension of the main member, such as "jpg"; None: the first one that is not text such as cls, txt and
@@ -361,7 +361,7 @@ def _groups(data: ForwardReader, name: str, without: list[str]) -> Iterator[tupl
 
 
 def _text(data: ForwardReader, member: TarMember) -> str | None:
-    """Return a small member's text; None if it is large, or no text in UTF-8."""
+    """Return a small member's text; None if the member is large, or not text in UTF-8."""
     if member.size > _MAX_TEXT:
         return None
     try:

@@ -32,8 +32,8 @@ def prepare_archive(file_system: Any, url: str) -> None:
     fsspec takes names literally, so listings would lack files, and reads would find none. Nothing is done for other
     file systems.
 
-    Raises StorageError: the archive is cut or damaged, or another one follows its end; it has a link, or a name that
-    leads out of it or has a backslash.
+    Raises StorageError: the archive is cut or damaged, or another archive follows its end; or it has a link, or a name
+    that leads out of the archive or has a backslash.
     """
     if not isinstance(file_system, AbstractArchiveFileSystem):
         return

@@ -1,6 +1,7 @@
 """The contract of a storage, byte ranges, states of objects, checksums, and the limits of reads.
 
-By its state a reader notices that an object was written again. A state is one line of text, compared for equality:
+By an object's state a reader notices that the object was written again. A state is one line of text, compared for
+equality:
 
 ===================  ===================================================================================
 object               state
@@ -63,7 +64,7 @@ def checksum_of(data: bytes | memoryview, algorithm: ChecksumAlgorithm) -> str:
 
 
 def matches(data: bytes | memoryview, checksum: str) -> bool:
-    """Whether the bytes have this checksum, which names its algorithm."""
+    """Return whether the bytes have this checksum, which names its algorithm."""
     algorithm, _, digest = checksum.partition(":")
     return _ALGORITHMS[algorithm](data) == digest
 
@@ -104,8 +105,8 @@ class ByteRange(msgspec.Struct, frozen=True):
         """Compare the size of the whole object that the storage reports (None: unknown) with `size`.
 
         Raises:
-            TruncatedObjectError: it has fewer bytes.
-            ChecksumError: it has more.
+            TruncatedObjectError: the object has fewer bytes.
+            ChecksumError: the object has more bytes.
         """
         if self.size is None or found is None or found == self.size:
             return
@@ -149,11 +150,11 @@ class Storage(Protocol):
         """Return size and state of the object of `span`, whose range is ignored, without reading it.
 
         Raises:
-            StorageError: as `fetch` does, also for a size or a state that is not that of `span`.
+            StorageError: as `fetch` does, also if the object has another size or state than `span`.
         """
 
     def node(self, url: str) -> str:
-        """Identify the machine or mount that serves `url`. Requests to different nodes share no queue."""
+        """Return the name of the machine or mount that serves `url`. Requests to different nodes share no queue."""
 
     def close(self) -> None:
         """Close idle connections. The storage can still be used, with new ones."""
@@ -199,7 +200,7 @@ class ReadOptions:
 
 
 def read_options_of(given: object) -> ReadOptions:
-    """Return the given options; of None the defaults. Raises OptionTypeError."""
+    """Return the given options, or the default ones for None. Raises OptionTypeError for any other type."""
     if given is None:
         return ReadOptions()
     check_type("read_options", given, ReadOptions, "a ReadOptions, or None")
@@ -329,7 +330,7 @@ def is_state_of_fields(state: str, fields: Mapping[str, str]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def conditions(state: str) -> dict[str, str]:
-    """Return the headers of a request that only an object of this state answers. A weak ETag would match none."""
+    """Return request headers that match only an object of this state. Without a weak ETag, which matches no object."""
     tag, date = _parts(state)
     return {
         **({"if-match": tag} if tag[:1] == '"' else {}),
@@ -366,7 +367,7 @@ def _of_http(tag: str | None, date: str | None) -> str | None:
 
 
 def _date(text: str | None) -> str:
-    """Return a time of change as an HTTP date; "" if it is none. Two obsolete forms are allowed (RFC 9110, 5.6.7)."""
+    """Return a time of change as an HTTP date; "" for other text. Two obsolete forms are allowed (RFC 9110, 5.6.7)."""
     if text is None or re.fullmatch(_DATE, text):
         return text or ""
     try:
@@ -378,7 +379,7 @@ def _date(text: str | None) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _parts(state: str) -> tuple[str, str]:
-    """Return ETag and date of a state; "" for what it does not have."""
+    """Return ETag and date of a state, or "" in place of a missing one."""
     match = _OF_HTTP.fullmatch(state)
     return ("", "") if match is None else (match[1] or "", match[2] or "")
 

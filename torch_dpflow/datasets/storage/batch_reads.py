@@ -38,7 +38,7 @@ _MAX_COUNTED_S = 0.0005
 
 @dataclass(frozen=True)
 class Read:
-    """One request, and the positions of the ranges that it covers."""
+    """One request, and the positions, among the wanted ranges, of the ranges that it covers."""
 
     span: ByteRange
     positions: list[int] = field(default_factory=list)
@@ -58,7 +58,9 @@ def plan_reads(
     merge_gap: int,
     max_merged: int = MAX_MERGED,
 ) -> list[Read]:
-    """Return the requests for all of `wanted`, by position, in the order in which to start them. Pure.
+    """Return the requests that cover all of `wanted`, in the order in which to start them. Pure.
+
+    wanted: ranges by position.
 
     Ranges of one object that are at most `merge_gap` bytes apart are merged into a request of up to `max_merged` bytes.
     Overlapping ones are always merged.
@@ -104,13 +106,13 @@ def _joined(one: ByteRange, other: ByteRange, merge_gap: int, max_merged: int) -
 
 
 class Overlap:
-    """Threads for the reads of one process, started when reads are first slow enough to gain from them. Thread-safe.
+    """Threads for the reads of one process, started at the first reads that are slow enough. Thread-safe.
 
     Several callers share them. Each caller also runs tasks itself, so a batch proceeds even if all threads are busy.
 
     Args:
         concurrency: how many reads run at once, including the caller's.
-        clock: seconds.
+        clock: returns a time in seconds.
     """
 
     def __init__(self, concurrency: int, clock: Callable[[], float] = time.perf_counter) -> None:

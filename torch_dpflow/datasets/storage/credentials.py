@@ -38,9 +38,9 @@ class CredentialSource:
     """Credentials that are looked up once, and again when the storage refuses them. Thread-safe.
 
     Args:
-        find: looks them up cheaply; called again whenever a key is refused.
+        find: looks credentials up cheaply; called again whenever a key is refused.
         has_chain: whether botocore's chain is used if `find` returns None: roles of instances and containers, SSO, web
-            identities. botocore renews them before they expire. Without botocore there are none.
+            identities. botocore renews its credentials before they expire. Without botocore there are none.
     """
 
     def __init__(self, find: Callable[[], Credentials | None], *, has_chain: bool = False) -> None:
@@ -53,7 +53,7 @@ class CredentialSource:
         self._looked_up = -math.inf
 
     def get(self) -> Credentials | None:
-        """Return credentials. Raises ConnectionError if those of botocore cannot be renewed."""
+        """Return credentials, or None. Raises ConnectionError if botocore's credentials cannot be renewed."""
         if self._found is not None or not self._has_chain:
             return self._found
         if self._looked_up == -math.inf:
@@ -84,7 +84,7 @@ class CredentialSource:
         return Credentials(frozen.access_key, frozen.secret_key, frozen.token)
 
     def _look_up(self) -> None:
-        """Look them up by botocore, unless the last look-up was within `_LOOK_UP_AGAIN_S`."""
+        """Look credentials up by botocore, unless the last look-up was within `_LOOK_UP_AGAIN_S`."""
         if time.monotonic() - self._looked_up < _LOOK_UP_AGAIN_S:
             return
         try:
@@ -194,7 +194,7 @@ _left_out: set[str] = set()
 
 @contextmanager
 def refuse_keys() -> Iterator[None]:
-    """Make pickling of objects with storage keys fail meanwhile, as other users may read the pickle."""
+    """Make pickling of objects with storage keys fail inside the body, as other users may read the pickle."""
     before = _key_policy.set("refuse")
     try:
         yield
@@ -204,7 +204,7 @@ def refuse_keys() -> Iterator[None]:
 
 @contextmanager
 def leave_out_keys() -> Iterator[None]:
-    """Pickle objects that hold storage keys without them: the process that unpickles them needs its own."""
+    """Make pickles inside the body leave out storage keys: the process that unpickles them needs its own keys."""
     before = _key_policy.set("leave out")
     try:
         yield
@@ -213,7 +213,7 @@ def leave_out_keys() -> Iterator[None]:
 
 
 def options_to_pickle(options: Mapping[str, Any]) -> Any:
-    """Return what to pickle for these storage options: an object that unpickles to a mapping.
+    """Return an object to pickle in place of these storage options; it unpickles to a mapping.
 
     Raises UsageError inside `refuse_keys` if there are keys among them.
     """
@@ -276,7 +276,7 @@ def _without_keys(value: Any, names: set[str]) -> Any:
 
 
 def _is_secret(pair: Any, names: set[str]) -> bool:
-    """Whether this is a pair of a secret's name and the secret, as in a list of headers. Adds the name to `names`."""
+    """Return whether `pair` is a secret's name and the secret, as in a list of headers; adds the name to `names`."""
     if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
         return False
     name, value = pair

@@ -4,10 +4,10 @@ An entry is a file, found by the SHA-256 of its key. It is written next to its p
 sees all of it or nothing, and a killed writer leaves only a temporary file. Its footer has its length, key and CRC-32.
 A failure of the cache never fails a read: the sample is read from the storage.
 
-**What stays.** An entry that is in use is never replaced. An epoch reads each sample once, so it can hit at most what
-the cache had at its start: with capacity for half of the samples, every epoch hits half. Replacing loses from that:
-the least recently used gives 16%, random replacement 28% (CoorDL's MinIO cache is built on the same fact). Entries that
-no process has read for `IDLE_S` are removed to make space, such as those of a dataset that is no longer read.
+**What stays.** An entry that is in use is never replaced. An epoch reads each sample once, so its hits are at most the
+entries at its start: with capacity for half of the samples, every epoch hits half. Replacing loses from that: the least
+recently used gives 16%, random replacement 28% (CoorDL's MinIO cache is built on the same fact). Entries that no
+process has read for `IDLE_S` are removed to make space, such as those of a dataset that is no longer read.
 
 **Why not a library.** diskcache 5.6 returns wrong bytes after a flipped bit, and raises an error on a full disk or a
 damaged index. It takes 3.5 times the processor time for a write of 100 kB. fsspec's caches keep whole objects, without
@@ -63,7 +63,7 @@ _LAYOUT = "dpflow-samples-1"
 
 @dataclass(frozen=True)
 class CacheUsage:
-    """What a disk cache holds."""
+    """Usage of a disk cache."""
 
     #: The user's directory.
     directory: str
@@ -82,8 +82,8 @@ class DiskCache:
     An instance belongs to the process that made it.
 
     Args:
-        directory: made with the first entry. Not used if another user owns it or may write to it.
-        limit: maximum bytes on the disk; None: until a tenth of the file system is free.
+        directory: created with the first entry. Not used if another user owns it or may write to it.
+        limit: maximum bytes on the disk; None: entries are added while more than a tenth of the file system is free.
     """
 
     def __init__(self, directory: str, limit: int | None = None) -> None:
@@ -111,7 +111,8 @@ class DiskCache:
     def get(self, key: str, *, is_mapped: bool = False) -> bytes | memoryview | None:
         """Return the bytes of an entry; None if there is none, or it cannot be read. A damaged entry is removed.
 
-        is_mapped: mapped instead of read: processes share their memory. They are compared with the checksum once, here.
+        is_mapped: whether to map the bytes instead of reading them, so that processes share their memory. Mapped bytes
+            are compared with the checksum once, here.
         """
         if not self._is_usable:
             return None
@@ -168,7 +169,7 @@ class DiskCache:
             self._warn(error)
 
     def usage(self) -> CacheUsage:
-        """Count the entries, and correct the counts that limit them. Removes what killed writers have left.
+        """Count the entries, and correct the counts that limit them. Removes temporary files of killed writers.
 
         Raises OSError: the directory does not exist, or cannot be read.
         """
@@ -259,7 +260,7 @@ class DiskCache:
         self._paused_until = max(self._paused_until, time.monotonic() + seconds)
 
     def _free_idle(self, size: int) -> bool:
-        """Remove idle entries of one directory, and correct its count, in which a killed writer's entry may be.
+        """Remove idle entries of one directory, and correct its count, which may contain entries of killed writers.
 
         Return whether at least `size` bytes were freed.
         """
@@ -304,7 +305,7 @@ class DiskCache:
             self._count(digest[0], -_on_disk(size))
 
     def _warn(self, why: object) -> None:
-        """Log once a process. A full disk is the cache's usual end, and needs no warning."""
+        """Log a warning, once in each process. A full disk is usual, and needs no warning."""
         if not self._warned and not (isinstance(why, OSError) and why.errno in (errno.ENOSPC, errno.EDQUOT)):
             self._warned = True
             DATASETS.warning("the disk cache %s: %s. Samples are read from storage instead.", self.directory, str(why))

@@ -112,7 +112,7 @@ def storage_error(span: ByteRange, error: Exception) -> StorageError:
 
 
 def error_of_status(status: int, text: str) -> StorageError | None:
-    """Return the error for a response with this HTTP status, with this text and advice; None if it has no meaning."""
+    """Return the error for a response with this HTTP status, with `text` and advice; None for other statuses."""
     known = _BY_STATUS.get(status)
     if known is None:
         return None
@@ -120,12 +120,12 @@ def error_of_status(status: int, text: str) -> StorageError | None:
 
 
 def is_transient(error: StorageError) -> bool:
-    """Return whether a network or server failed, which may recover, and not an object."""
+    """Return whether a network or server failed, which may recover, rather than an object."""
     return isinstance(error, StorageUnavailableError | StorageTimeoutError)
 
 
 def max_attempts(error: StorageError) -> float:
-    """Return how often to try a read that failed with `error`: infinity if it is transient, 1 for most others.
+    """Return how often to try a read that failed with `error`: infinity if it is transient, 1 for most other errors.
 
     A wrong length may come from a cut response, or from one server of many, so such a read is tried a few times.
     """
@@ -193,8 +193,8 @@ def with_retries(
     It ends at the deadline or after `ReadOptions.attempts`. The last pauses are shortened, so that attempts reach the
     deadline. Without `is_remote` there is one attempt.
 
-    Raises the last attempt's StorageError, with the number of attempts in its message. If it is a timeout, as at the
-    deadline, the message also has the last other error.
+    Raises the last attempt's StorageError, with the number of attempts in its message. If that error is a timeout, as
+    at the deadline, the message also contains the latest error that is no timeout.
     """
     if not is_remote:
         return attempt(deadline)
@@ -235,7 +235,7 @@ def _pause_after(error: StorageError, pause_s: float, left_s: float) -> float:
 
 
 def _last_s(error: StorageError, left_s: float) -> float:
-    """Return the seconds before the deadline in which nothing is retried, as the server requests a longer wait."""
+    """Return the seconds before the deadline in which nothing is retried: the wait that the server requests."""
     return _LAST_S if isinstance(error, StorageUnavailableError) and error.retry_after_s >= left_s else 0.0
 
 

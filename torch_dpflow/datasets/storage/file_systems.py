@@ -72,7 +72,8 @@ class FsspecStorage:
     """Reads through the fsspec file system of `address`, which gets `options`.
 
     The size and state of an object are requested after its bytes were read. If the object was replaced in between, they
-    are those of the new object, which shows as an error. If they were requested first, it would not show.
+    belong to the new object, and differ from the expected ones, which is an error. If they were requested first, the
+    replacement would not be noticed.
     """
 
     is_remote = True
@@ -140,9 +141,9 @@ def open_file_system(address: str, options: Mapping[str, Any], seconds: float) -
     """Return the file system that serves `address`, a URL or a result of `file_system_of`, and the path in it.
 
     Raises:
-        OptionError: there is no such storage, or it has no such option.
-        MissingExtraError: its package is not installed.
-        StorageError: it could not be reached within `seconds`.
+        OptionError: there is no such storage, or the storage has no such option.
+        MissingExtraError: the storage's package is not installed.
+        StorageError: the storage could not be reached within `seconds`.
     """
     url, login = split_login(address if "://" in address else f"{address}://")
     scheme = url.partition("://")[0]
@@ -377,7 +378,7 @@ def call_with_deadline(file_system: Any, seconds: float, call: Callable[[], T]) 
     Calls are serialized if the file system is not thread-safe. Calls on disks have no limit; on memory only the wait
     for other calls has one.
 
-    Raises what the call raises, and TimeoutError if it has not ended in time.
+    Raises the errors of the call, and TimeoutError if the call has not ended in time.
     """
     if isinstance(file_system, LocalFileSystem):
         return call()
@@ -393,7 +394,7 @@ def call_with_deadline(file_system: Any, seconds: float, call: Callable[[], T]) 
 def call_within(seconds: float, call: Callable[[], T]) -> T:
     """Run `call` in its own thread and wait for at most `seconds`. A call that hangs keeps its thread.
 
-    Raises what the call raises, and TimeoutError if it has not ended in time.
+    Raises the errors of the call, and TimeoutError if the call has not ended in time.
     """
     results: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
 

@@ -286,7 +286,7 @@ class Response:
 
 
 def _codings(field: str) -> list[str]:
-    """Return the codings of a body, in lower case. "identity", which RFC 2616 had, is none."""
+    """Return the codings of a body, in lower case. "identity", a coding of RFC 2616, is left out."""
     elements = [element for part in field.split(",") if (element := part.strip(" \t").lower())]
     return [element for element in elements or [""] if element != "identity"]
 
@@ -306,8 +306,8 @@ MAX_IDLE = 64
 class Connections:
     """Pool of one process's idle connections; the one used last is taken first. Thread-safe.
 
-    Threads share connections, because threads are short-lived and only reads that overlap need several connections.
-    However many servers there are, `limit` connections are idle at most; the one that was used longest ago is closed.
+    Threads share connections, because threads are short-lived and only reads that overlap need several connections. At
+    most `limit` connections are idle, for any number of servers; beyond that, the least recently used one is closed.
 
     Args:
         tls: makes the context of TLS connections when the first one is needed.

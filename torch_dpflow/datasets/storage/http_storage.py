@@ -129,7 +129,7 @@ class Service(Protocol):
     checks_encoding: bool
 
     def origin(self, url: str) -> Origin:
-        """Return the server of an object: the same one, also after `follow` has led to another."""
+        """Return the server of an object. It stays the same after `follow` has led to another server."""
 
     def request(self, url: str) -> GetRequest:
         """Return a signed request for the whole object, valid for some minutes. Raises AccessDeniedError."""
@@ -168,7 +168,7 @@ class HttpStorage:
             return self._get(msgspec.structs.replace(span, start=0, stop=None), deadline, _state)
 
     def _get(self, span: ByteRange, deadline: float, take: _Take[T]) -> T:
-        """Return what `take` takes from the response with the object. Raises StorageError."""
+        """Request the object, and return the result of `take` for the response. Raises StorageError."""
         try:
             request = self._service.request(span.url)
             for left in reversed(range(_MAX_REQUESTS)):
@@ -229,7 +229,7 @@ class HttpStorage:
 
         Raises:
             TruncatedObjectError: the object is shorter than the range, or than its known size.
-            ChecksumError: it is longer than its known size.
+            ChecksumError: the object is longer than its known size.
             StorageError: the response is longer than `ReadOptions.longest`, or the object has frames of its upload.
             StorageUnavailableError: the response has another range.
             StorageUnavailableError, http.client.IncompleteRead: the connection ended before the body did.
@@ -257,7 +257,7 @@ class HttpStorage:
 
 
 def _state(response: Response, span: ByteRange) -> ObjectState:
-    """Return size and state of an object from a response with its first byte, or, unread, with all of it."""
+    """Return size and state of an object from a response with its first byte, or with all bytes, which are not read."""
     size = response.left
     if response.status == 206:
         match = _CONTENT_RANGE.fullmatch(response.fields.get("content-range", ""))
@@ -272,7 +272,7 @@ def _check_headers(response: Response, span: ByteRange) -> None:
 
     Raises:
         StorageError: the body is compressed.
-        StorageUnavailableError: it is a web page instead of an image, a sound or a video.
+        StorageUnavailableError: the body is a web page instead of an image, a sound or a video.
     """
     if _encodings(response) - _NO_ENCODINGS - {_UPLOADED}:
         raise StorageError(
@@ -299,7 +299,7 @@ def _encodings(response: Response) -> set[str]:
 
 
 def _check_frames(response: Response, span: ByteRange, data: bytes) -> None:
-    """Raise StorageError if the object has the frames of its upload in it, or may have them.
+    """Raise StorageError if the object contains, or may contain, the frames of a chunked upload.
 
     Frames are seen at the object's start. In other parts, and in short parts, only a size that the dataset records can
     exclude them.

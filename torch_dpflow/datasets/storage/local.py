@@ -133,11 +133,11 @@ def beside_name(path: str) -> str:
 
 @contextmanager
 def written(path: str, *, replaces: bool = True, is_durable: bool = False) -> Iterator[IO[bytes]]:
-    """Open a new file, of which others see all bytes under `path` or none.
+    """Open a new file. Other processes see all of its bytes under `path`, or no file.
 
     Args:
-        replaces: take the place of a file that exists; otherwise that is a FileExistsError.
-        is_durable: file and name are on the disk at the end.
+        replaces: whether to replace a file that exists; else raise FileExistsError.
+        is_durable: whether file and name must be on the disk at the end.
     """
     beside = beside_name(path)
     try:
@@ -174,7 +174,7 @@ def opened_new(path: str) -> IO[bytes]:
     Raises:
         StorageError: the directory was removed again and again for `_REMOVED_TIMEOUT_S`.
         NotADirectoryError: a file is in the place of a directory.
-        FileNotFoundError: a directory that exists refuses new entries, as those of /proc do.
+        FileNotFoundError: a directory that exists refuses new entries, like the ones in /proc.
     """
     folder = os.path.dirname(path)
     deadline, refusals = time.monotonic() + _REMOVED_TIMEOUT_S, 0
@@ -197,7 +197,7 @@ def opened_new(path: str) -> IO[bytes]:
 
 
 def _link_into_place(beside: str, path: str) -> None:
-    """Rename without ever replacing a file: a link fails where a rename would overwrite."""
+    """Rename without ever replacing a file: a link fails where a rename would replace the file."""
     try:
         os.link(beside, path)
     except FileExistsError:

@@ -60,7 +60,7 @@ class ObjectReader:
     `storage_options` contains options that only the vendor's client supports, and S3 buckets whose servers only
     botocore can name.
 
-    Thread-safe. A forked child makes its own connections and threads. A pickle has only the options, including keys
+    Thread-safe. A forked child makes its own connections and threads. A pickle contains only the options, with the keys
     in them.
 
     Args:
@@ -101,7 +101,8 @@ class ObjectReader:
         If no read of the batch succeeds for `deadline_s`, the reads that have not begun fail too.
 
         Args:
-            views: for callers that copy: ranges of local files can be views of one read, which they keep.
+            views: whether ranges of local files may be views of one read, which keep its memory: for callers that copy
+                the bytes.
         """
         return _ReadBatch(self._opened.get(), spans, self.options).read(views)
 
@@ -210,7 +211,7 @@ def _place(
 
 
 def _address_of(url: str) -> str:
-    """Return what identifies the storage of a URL: `file_system_of`, or more if users or buckets need separate ones."""
+    """Return the identity of a URL's storage: `file_system_of`, and more if users or buckets need separate storages."""
     address = file_system_of(url)
     if "@" in url:
         clean, login = split_login(url)
@@ -224,8 +225,9 @@ def _address_of(url: str) -> str:
 class _ReadBatch:
     """Reads of ranges that overlap. It is used once.
 
-    Each read has its own deadline, but they do not all run at once: if the storage hangs, reads that start later would
-    each wait for theirs. So a batch has one too, which each successful read extends: a large batch may take any time.
+    Each read has its own deadline, but reads do not all run at once: if the storage hangs, each later read would wait
+    for its own deadline. So the batch has a deadline too. Each successful read extends it: a large batch may take any
+    time.
     """
 
     def __init__(self, opened: _Opened, spans: Sequence[ByteRange], options: ReadOptions) -> None:
@@ -338,8 +340,8 @@ def open_storage(address: str, storage_options: Mapping[str, Any], options: Read
     """Return the storage for a URL, or for a result of `file_system_of` such as "s3".
 
     Raises:
-        OptionError, MissingExtraError: there is none.
-        StorageError: it cannot be reached.
+        OptionError, MissingExtraError: there is no such storage, or its package is not installed.
+        StorageError: the storage cannot be reached.
     """
     scheme = address.partition("://")[0]
     if scheme in ("file", "local"):

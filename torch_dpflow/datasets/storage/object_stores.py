@@ -111,7 +111,7 @@ _of_aws = functools.lru_cache(maxsize=64)(parse_endpoint)
 
 
 def _is_host_name(bucket: str, *, is_tls: bool) -> bool:
-    """Whether a bucket may be part of a host's name. With TLS it may have no dot, which no certificate covers."""
+    """Return whether a bucket may be part of a host's name. With TLS it may have no dot: no certificate covers one."""
     labels = bucket.split(".")
     if len(bucket) < 3 or (is_tls and len(labels) > 1) or is_address(bucket):
         return False
@@ -158,7 +158,7 @@ def _configured_endpoint(profile: Mapping[str, Any]) -> str | None:
 
 
 def _aws_switch(variable: str, name: str, profile: Mapping[str, Any], nested: Mapping[str, Any] | None = None) -> bool:
-    """Return a setting of AWS that is on or off. Raises OptionError for other words, which botocore takes for "off"."""
+    """Return a setting of AWS as a bool. Raises OptionError for unknown words, which botocore takes for "off"."""
     for where, text in (
         (variable, os.environ.get(variable)),
         (f"{name} in ~/.aws/config", profile.get(name)),
@@ -328,7 +328,7 @@ class OSSService(_ObjectStore):
 
 
 def _switch(options: Mapping[str, Any], name: str, default: bool) -> bool:
-    """Return an option that is on or off. Raises OptionTypeError, also for text such as "no"."""
+    """Return an option as a bool. Raises OptionTypeError for other types, also for text such as "no"."""
     value = options.get(name, default)
     if value is not None:
         check_type(name, value, bool, "True or False")
@@ -391,7 +391,7 @@ def sign_oss_v4(bucket: str, key: str, region: str, credentials: Credentials, no
 
 
 def _basic_format(now: datetime) -> str:
-    """`now` as ISO 8601 without separators. strftime takes ten times as long."""
+    """Return `now` as ISO 8601 without separators. strftime takes ten times as long."""
     return f"{now.year:04d}{now.month:02d}{now.day:02d}T{now.hour:02d}{now.minute:02d}{now.second:02d}Z"
 
 

@@ -85,7 +85,7 @@ def split_chain(url: str) -> ChainedUrl:
 
 
 def file_system_of(url: str) -> str:
-    """Identify the file system of a URL: its scheme, with the host or bucket if each has its own.
+    """Return the identity of a URL's file system: the scheme, with the host or bucket if each has a separate one.
 
     Raises OptionError for fsspec's caches.
     """
@@ -158,7 +158,7 @@ _SIGNED = (
 
 
 def unsigned(url: str) -> str:
-    """Return the URL of a web server without the signature in its query: one name for each time that it is signed.
+    """Return the URL of a web server without the signature in its query: the same name each time that it is signed.
 
     Knows S3, Google Cloud Storage, Azure, OSS and CloudFront. Queries of other servers are kept whole.
     """

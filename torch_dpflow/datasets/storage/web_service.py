@@ -28,7 +28,7 @@ class WebService:
     names contain. Redirects are followed, to another server without the headers.
 
     Raises:
-        OptionError, OptionTypeError: an option that is none of these.
+        OptionError, OptionTypeError: an option is none of these, or not allowed.
     """
 
     checks_encoding = True
@@ -104,7 +104,7 @@ def web_headers(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def tls_context(options: Mapping[str, Any], bundle: str | None = None) -> ssl.SSLContext:
-    """Return a context from the option `verify`, else from `bundle`, else from REQUESTS_CA_BUNDLE.
+    """Return a TLS context from the option `verify`, else from `bundle`, else from REQUESTS_CA_BUNDLE.
 
     `verify` is as in botocore and requests: False checks nothing; a path names a file or a directory of certificates.
 
