@@ -126,7 +126,7 @@ class ImageFolderImporter(BaseImporter):
         return any(child.name.lower().endswith(IMAGE_ENDINGS) for child in children)
 
     def objects(self) -> list[tuple[str | None]]:
-        """List the tree, and return a digest of the names, sizes and states of all images; None if one has no state."""
+        """List the tree, and return a digest of names, sizes and states of all images; None if a state is missing."""
         digest = hashlib.sha256()
         has_states = True
         for folder in self._find_classes().values():

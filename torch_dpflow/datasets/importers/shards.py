@@ -172,7 +172,7 @@ class ShardImporter(BaseImporter):
         return [(file.state, self.files.path_of(file), file.size) for file in self.files.files]
 
     def size_of(self, number: int) -> int | None:
-        """Return the bytes of an object; None if samples are copied, or if its state, of a local file, shows them."""
+        """Return the size of an object, bytes; None for local files, whose state shows it, or if samples are copied."""
         file = self.files.files[number]
         return None if self.may_copy or file.local_path is not None else file.size
 

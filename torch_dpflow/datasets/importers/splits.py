@@ -80,7 +80,7 @@ def check_no_log_above(files: Files) -> None:
 
 
 def _present(files: Files, names: Collection[str]) -> Collection[str]:
-    """Return which names a directory has. It may be large, so only web servers list it: they may answer any name."""
+    """Return the names that a directory has. Only web servers, which may answer any name, list it: it may be large."""
     with suppress(StorageError, OSError):
         if files.url.startswith(("http://", "https://")):
             return {*names} & {entry.name for entry in files.children(hidden=True)}
