@@ -150,7 +150,7 @@ def advance(generator: torch.Generator, draws: int) -> None:
 
 
 def drawn_as(generator: torch.Generator, length: int) -> Permutation | Order:
-    """Return what `torch.randperm` would draw from this generator, and advance the generator equally."""
+    """Return the permutation that `torch.randperm` would draw, and advance the generator equally."""
     import torch
 
     if length < MIN_LENGTH or length >= MAX_TORCH or generator.device.type != "cpu" or not draws_as_torch():
@@ -164,7 +164,7 @@ def drawn_as(generator: torch.Generator, length: int) -> Permutation | Order:
 
 
 def torch_order(length: int, seed: int) -> Permutation | Order:
-    """Return what torch's RandomSampler and DistributedSampler draw with a generator of this seed.
+    """Return the order that torch's RandomSampler and DistributedSampler draw with a generator of this seed.
 
     A process that has not imported torch imports it for a short order only.
     """

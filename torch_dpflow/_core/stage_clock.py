@@ -79,7 +79,7 @@ class StageClock:
         self._began = self._last = self._fetched_at = 0.0
 
     def take(self) -> StageTimes | None:
-        """Return what was measured since the last call; None for nothing."""
+        """Return the times that were measured since the last call; None if there are none."""
         times, self._times = self._times, StageTimes()
         return times if times.counts or times.hand_over_s or times.collate_s else None
 

@@ -92,7 +92,7 @@ _Verdict: TypeAlias = tuple[str, str, str]
 
 
 def explain(seen: Observed) -> Explanation:
-    """Return what limits a loader with these figures."""
+    """Return the limit of a loader with these figures, and a change that helps."""
     stats = seen.stats
     measured = (
         f"Measured: {stats.batches:,} batches in {_time(seen.iterating_s)}, {seen.rate:,.0f} samples/s; the training "

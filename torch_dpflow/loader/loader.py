@@ -294,7 +294,7 @@ class DPFlowDataLoader(DataLoader[T]):
         )
 
     def explain(self) -> Explanation:
-        """Return what limits the run and what to change, by the measurements so far. `print` shows three lines.
+        """Return the limit of the run and a change that helps, by the measurements so far. `print` shows three lines.
 
         Call it in the training thread, in or after an iteration. `limited_by` is one word for programs, empty if too
         little was read.

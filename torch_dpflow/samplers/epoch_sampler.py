@@ -115,7 +115,7 @@ class EpochSampler(Sampler[T]):
         size: number of items in an epoch, of all ranks together.
         num_replicas, rank, ranks: as in `own_rank`.
         shuffle: whether the order is random.
-            seed: determines the order, together with the epoch.
+        seed: determines the order, together with the epoch.
         drop_last: leave out the items that do not divide evenly among the ranks, instead of repeating some.
     """
 

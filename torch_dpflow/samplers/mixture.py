@@ -321,7 +321,7 @@ class Schedule:
 
     Raises:
         The errors of `whole_parts`.
-            OptionError: no phase starts at 0, or two phases start at once.
+        OptionError: no phase starts at 0, or two phases start at once.
     """
 
     def __init__(self, weights: Sequence[float] | Sequence[Phase], sources: int) -> None:

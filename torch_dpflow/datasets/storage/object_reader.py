@@ -183,7 +183,7 @@ class _Opened:
         self.overlap = Overlap(options.concurrency)
         self.cache = disk_cache(options)
         opening = partial(_place, self._storages, storage_options, options, self.cache is not None)
-        #: Returns where an object is read. Raises as `open_storage`.
+        #: Returns the place where an object is read. Raises the errors of `open_storage`.
         self.place = functools.lru_cache(_MAX_PLACES)(opening)
 
     def keep(self, key: str, span: ByteRange, data: bytes | memoryview) -> None:
