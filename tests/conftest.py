@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import os
 import random
@@ -23,7 +24,7 @@ from hypothesis import HealthCheck, settings
 
 from tests import huge_pages, missing_parts, process_settings
 from tests.holdings import Holdings
-from tests.new_process import spawn_preloaded
+from tests.new_process import preload_spawned, spawn_preloaded
 from tests.shared_cluster import TestCluster, wait
 from tests.support import hosts
 from tests.time_outs import EndsOfWorkers, TimeOuts
@@ -87,6 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["DPFLOW_INDEX_DIR"] = tempfile.mkdtemp(prefix="index-")
     starts_workers = config.option.dist != "no" and not hasattr(config, "workerinput")
     config.pluginmanager.register(EndsOfWorkers() if starts_workers else TimeOuts(config))
+    preload_spawned()
     # Until the tests are collected: what is made until then stays.
     gc.disable()
     # After multiprocessing has removed its directory inside, at priority -100.
@@ -119,6 +121,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
     huge_pages.collapse()
     _send_without_copy()
+    _propagate()
     session.stash[_SETTINGS] = process_settings.settings()
 
 
@@ -163,6 +166,16 @@ def _send_without_copy() -> None:
         other.recv()
 
 
+def _propagate() -> None:
+    """Have torch's loggers send their records to the root's handlers: pytest adds its own to all that do not.
+
+    There are 40 of them, and it adds and removes a handler six times a test.
+    """
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.partition(".")[0] == "torch":
+            logger.propagate = True
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("hosts") and (why := hosts.missing()):
@@ -195,11 +208,26 @@ _PASSED = pytest.StashKey[bool]()
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that passes leaves no thread, descriptor, process, shared memory or temporary file behind."""
-    before = Holdings.now()
+    stash = request.session.stash
+    before = stash.get(_HELD, None) or Holdings.now()
+    stash[_HELD] = None
     yield
     if not request.node.stash.get(_PASSED, False):
         return  # the traceback of a failed test keeps its loaders alive
-    _check_released(before)
+    stash[_HELD] = _check_released(before)
+
+
+#: What is held after a test is what is held before the next, unless fixtures that they share come or go in between.
+_HELD = pytest.StashKey[Holdings | None]()
+
+
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
+    pytest_fixture_post_finalizer(fixturedef, request)
+
+
+def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
+    if fixturedef.scope != "function":
+        request.session.stash[_HELD] = None
 
 
 @pytest.fixture(autouse=True)
@@ -221,15 +249,19 @@ def no_leaks_of_module() -> Iterator[None]:
     _check_released(before)
 
 
-def _check_released(before: Holdings) -> None:
-    leaked = Holdings.now().beyond(before)
+def _check_released(before: Holdings) -> Holdings:
+    """Fail if something is held beyond `before`; return what is held now."""
+    now = Holdings.now()
+    leaked = now.beyond(before)
     deadline = time.monotonic() + GRACE_S
     while leaked and time.monotonic() < deadline:
         gc.collect()
         multiprocessing.active_children()  # reaps those that have ended
         threading.Event().wait(0.02)
-        leaked = Holdings.now().beyond(before)
+        now = Holdings.now()
+        leaked = now.beyond(before)
     assert not leaked, "left behind by the test:\n  " + "\n  ".join(leaked)
+    return now
 
 
 @pytest.fixture(scope="session")

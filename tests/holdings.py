@@ -19,8 +19,8 @@ from tests.new_process import PRELOADED
 HARMLESS_FILES = ("/dev/null", "/dev/urandom", "/proc/", "/sys/")
 #: Temporary files that outlive a test: of multiprocessing (fork server), of pytest, of torch's compiler.
 HARMLESS_TEMPORARIES = ("pymp-", "pytest-of-", "torchinductor_")
-#: A line of /proc/PID/maps: addresses and name of memory that processes share.
-_SHARED = re.compile(r"^(\S+) .*?(\S*(?:/memfd:|/dev/shm/(?!sem\.)).*)$", re.MULTILINE)
+#: What the files of memory that processes share have in their names.
+SHARED = ("/memfd:", "/dev/shm/")
 #: How much shared memory was resident when none was found that counts: what a library keeps stays as much.
 _nothing_at = b""
 
@@ -84,7 +84,8 @@ def _children(pid: int) -> list[int]:
     found: list[int] = []
     for thread in _listing(f"/proc/{pid}/task"):
         try:
-            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+            with open(f"/proc/{pid}/task/{thread}/children") as children:
+                found += map(int, children.read().split())
         except (FileNotFoundError, ProcessLookupError):
             continue  # it ended meanwhile
     return found
@@ -99,9 +100,11 @@ def _shared_memory() -> Iterator[str]:
     if resident in (b"\t       0 kB", _nothing_at):
         return  # as in most tests, each of which looks twice: the kernel takes milliseconds to list all mappings
     # Not the semaphores of locks that a library makes once: tqdm, multiprocess.
-    found = _SHARED.findall(Path("/proc/self/maps").read_text())
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    named = [line.split(maxsplit=5) for line in lines if any(name in line for name in SHARED)]
+    found = [f"{area} {name}" for area, *_, name in named if not name.startswith("/dev/shm/sem.")]
     _nothing_at = b"" if found else resident
-    yield from (f"{area} {name}" for area, name in found)
+    yield from found
 
 
 def _temporaries() -> Iterator[str]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -110,9 +111,9 @@ class Preloaded:
             return -1, -1
         return self._process.pid, self._control.fileno()
 
-    def fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
-        """Fork an interpreter, which is a child of this process. Returns its pid."""
-        message = json.dumps(request).encode()
+    def fork(self, request: dict[str, Any], descriptors: Sequence[int], numbers: Sequence[int] = range(3)) -> int:
+        """Fork an interpreter, which is a child of this process and has `descriptors` as these numbers: its pid."""
+        message = json.dumps(request | {"numbers": [*numbers]}).encode()
         begins, begin = os.pipe()
         try:
             with self._lock:
@@ -167,6 +168,35 @@ PRELOADED = Preloaded()
 def import_path() -> str:
     """Return the PYTHONPATH of interpreters: they can import the library and the tests' modules."""
     return os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+
+
+def preload_spawned() -> None:
+    """Have what multiprocessing starts in this process be forked from `PRELOADED`: it would import torch each time."""
+    start, given = util.spawnv_passfds, _read_at_start()
+
+    def started(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+        tracks = "multiprocessing.resource_tracker" in arguments[-1]  # it imports next to nothing
+        as_usual = os.fsdecode(path) == sys.executable and arguments[1] == "-c" and _read_at_start() == given
+        if tracks or not as_usual:
+            return start(path, arguments, descriptors)
+        request = {
+            "fork_server": False,
+            "destructors": False,
+            "new_session": False,
+            "filters": [],
+            "program": arguments[2],
+            "arguments": ["-c", *arguments[3:]],
+            "folder": os.getcwd(),
+            "environment": dict(os.environ),
+        }
+        numbers = [*range(3), *descriptors]
+        return PRELOADED.fork(request, numbers, numbers)
+
+    util.spawnv_passfds = started
+
+
+def _read_at_start() -> dict[str, str]:
+    return {name: text for name, text in os.environ.items() if name.startswith(READ_AT_START)}
 
 
 def spawn_preloaded(

@@ -28,8 +28,16 @@ from typing import Any
 
 from tests import huge_pages
 
-#: What nearly all interpreters of tests import, and a cluster's processes.
-MODULES = ("torch", "torch_dpflow.loader", "torch_dpflow.cluster.client.open_job")
+#: What nearly all interpreters of tests import, a cluster's processes, and the command's servers of the pool.
+MODULES = (
+    "torch",
+    "torch_dpflow.loader",
+    "torch_dpflow.cluster.client.open_job",
+    "torch_dpflow.cluster.services.coordinator_process",
+    "torch_dpflow.cluster.services.router",
+    "torch_dpflow.cluster.shard.run",
+    "torch_dpflow.cli.pool",
+)
 #: Where descriptors wait until the numbers below are closed.
 ABOVE = 300
 MAX_REQUEST, MAX_DESCRIPTORS = 1 << 20, 16
@@ -50,12 +58,12 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
                 os.write(there, str(pid).encode())
                 os._exit(0)
             control.detach()
-            *standard, begins = descriptors
+            request: dict[str, Any] = json.loads(message)
+            *given, begins = descriptors
             os.read(begins, 1)  # it is written once no other process would be adopted
             while os.getppid() == between:
                 time.sleep(0.0005)
-            place((0, 1, 2), standard)
-            request: dict[str, Any] = json.loads(message)
+            place(request["numbers"], given)
             return request
         os.close(there)
         for number in descriptors:
