@@ -1,1 +1,1 @@
-"""Data loading that many jobs share: services, what they decide, and the training process's side."""
+"""Data loading that many jobs share: services, their decisions, and the training process's side."""

@@ -159,9 +159,9 @@ class SubsetOrder(Sampler[Any]):
 class RemoteDataLoadFlowReader:
     """Builds flows on a cluster (`dpflow up`), whose workers load each sample once for all jobs that read it.
 
-    Jobs that read the same flow must describe it with the same name and version; a changed flow needs a higher
-    version. Its dataset and stages are sent to the workers, which must be able to open the data: on other hosts a
-    shared mount or an object store.
+    Jobs that read the same flow must describe it with the same name and version; a changed flow needs a higher version.
+    Its dataset and stages are sent to the workers, which must be able to open the data: on other hosts a shared mount
+    or an object store.
 
     The output of the stages before the first with `cache="never"` must depend only on the sample. The shards keep this
     output in memory (`JobOptions.memory_bytes`, `policy`), once for all jobs.
@@ -178,8 +178,8 @@ class RemoteDataLoadFlowReader:
         address: the cluster's address; "auto": DPFLOW_ADDRESS, or the cluster on this machine.
         workers: number of loading processes, if this job starts the flow; its loaders have this `num_workers` too.
         job: options of the job; None for the defaults.
-        seed: for `to_mapped()` as for `LocalDataLoadFlowReader`; for `to_shuffled()` it seeds the loader's
-            generator if none is given.
+        seed: for `to_mapped()` as for `LocalDataLoadFlowReader`; for `to_shuffled()` it seeds the loader's generator if
+            none is given.
         source: further options of `LocalDataLoadFlowReader`: `storage_options`, `read_options`, `check`.
 
     Raises:

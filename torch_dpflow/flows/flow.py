@@ -114,8 +114,8 @@ class DataLoadFlow:
             samples: a map-style dataset to read instead of a stored one.
 
         Raises:
-            OptionError, OptionTypeError: the name is not allowed, or contradicts `version` or
-                `variant`; `samples` cannot be indexed.
+            OptionError, OptionTypeError: the name is not allowed, or contradicts `version` or `variant`; `samples`
+                cannot be indexed.
         """
         if samples is not None and not all(working(samples, name) for name in ("__getitem__", "__len__")):
             raise OptionTypeError(

@@ -47,7 +47,7 @@ class DeliveringIterator(BaseDataLoaderIter):
     """Base class of a loader's iterators, which deliver each batch once even if Control-C interrupts them anywhere.
 
     `_next_data` sets `_head` to the next batch, and returns the same batch at each call until `__next__` has marked it
-        as taken: see `PlannedBatch`.
+    as taken: see `PlannedBatch`.
     """
 
     _runtime: LoaderRuntime

@@ -71,8 +71,8 @@ class DPFlowDataLoader(DataLoader[T]):
 
     Not thread-safe: iterate, save and load in one thread. A forked child can iterate the loader again.
 
-    With `flow`, jobs that read the same data share the loading: the workers of a cluster (`dpflow up`) load each
-    sample once for all jobs, and this process collates batches. See `JobOptions`.
+    With `flow`, jobs that read the same data share the loading: the workers of a cluster (`dpflow up`) load each sample
+    once for all jobs, and this process collates batches. See `JobOptions`.
 
     Args:
         options: a `LoaderOptions`; None for its defaults.
@@ -213,8 +213,8 @@ class DPFlowDataLoader(DataLoader[T]):
 
         JSON, pickle, `torch.save` and `torch.distributed.checkpoint` can store it. The result includes the states of a
         dataset or sampler that has a `state_dict`. JSON can store it only if these states are plain types. O(1): no
-        index and no sample is read, except that the first state of an epoch reads the indices of a
-        `Subset` or of a sampler. Valid at any time: before the first batch, after any, after the last.
+        index and no sample is read, except that the first state of an epoch reads the indices of a `Subset` or of a
+        sampler. Valid at any time: before the first batch, after any, after the last.
 
         The result includes the state of the loader's `generator`, and the states of the process's generators from which
         this epoch was drawn. The remaining epoch is therefore always exact. Later epochs are exact if a `generator` was

@@ -135,8 +135,8 @@ class Handle(Protocol):
 class Platform(Protocol):
     """Starts processes of this host, which end with the process that starts them, however that one ends.
 
-    They can read each other's memory mappings, and others can connect to an address at which they listen.
-    One thread may launch while another, which waits for `wakeup_fd`, calls `take_ended`.
+    They can read each other's memory mappings, and others can connect to an address at which they listen. One thread
+    may launch while another, which waits for `wakeup_fd`, calls `take_ended`.
     """
 
     #: A descriptor that is readable while `take_ended` has something to return; users wait for it and their socket

@@ -143,7 +143,7 @@ class TaskWorker:
 
         In the middle of the window the result is sent at once, so that the shard refills the window before idle workers
         steal from it. No result waits if the shard cannot read from shared memory which task runs: it could suspect a
-            finished task.
+        finished task.
         """
         return self._running.ref is not None and len(self._tasks) not in (self._low, 0)
 

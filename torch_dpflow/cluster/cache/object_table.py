@@ -1,4 +1,4 @@
-"""Entries of a sample cache by key, cached or wanted, and the bytes that they take."""
+"""Table of a sample cache's entries, cached or wanted, and the bytes that they take."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _SIZE_WEIGHT = 0.1
 
 
 class ObjectTable:
-    """Entries of a sample cache, and their sums of bytes. The cache's policy decides which cached entries stay.
+    """Entries of a sample cache, and sums of their bytes. The cache's policy decides which cached entries stay.
 
-    An entry is held while a ticket, which is one request of a reader, refers to it or the cache holds it.
+    A ticket is a reader's request for one sample. An entry is held while a ticket refers to it, or while it is cached.
 
     Args:
-        policy: None: only entries with tickets are held.
-        repeatable: whether loading a sample twice gives the same.
-        by_draw: whether each draw of a sample is a separate entry; then there is no policy.
+        policy: decides which entries stay cached; None: only entries with tickets are held.
+        repeatable: whether loading a sample twice gives the same value.
+        by_draw: whether each random draw of a sample is a separate entry; `policy` is then None.
     """
 
     def __init__(self, capacity: int, policy: Policy | None, *, repeatable: bool, by_draw: bool = False) -> None:
@@ -63,14 +63,14 @@ class ObjectTable:
 
     @property
     def cache_samples(self) -> int:
-        """How many samples the cache can hold, by the size of the latest; 0 without a cache, and before the first."""
+        """Number of samples that the cache can hold, by the mean size of recent samples; 0 while unknown."""
         if self._policy is None or self._mean is None:
             return 0
         return max(1, int(_KEPT_SHARE * self.capacity / max(1.0, self._mean)))
 
     @property
     def is_over(self) -> bool:
-        """Whether more bytes are held or being loaded than the capacity."""
+        """Whether the bytes held or being loaded exceed the capacity."""
         return self.held + self.reserved > self.capacity
 
     def resize(self, capacity: int) -> None:
@@ -86,7 +86,7 @@ class ObjectTable:
             self._policy.join(job)
 
     def leave(self, job: str, left: Collection[str]) -> None:
-        """Remove a job; `left` remain. Drop random samples that all of these have received."""
+        """Remove a job. Drop random samples that all remaining jobs, `left`, have received."""
         if self._policy is None:
             return
         self._policy.forget(job)
@@ -112,7 +112,7 @@ class ObjectTable:
                 self._policy.access(key, job)
 
     def find(self, key: int, job: str, draw: int) -> CacheEntry | None:
-        """Return an entry of `key` that may be served to `job` for this draw; None if there is none."""
+        """Return an entry of `key` that may serve this draw of `job`; None if there is no such entry."""
         # Plain loops, because this runs for every sample of every job.
         for entry in self._by_key.get(key, ()):
             if self._by_draw:
@@ -132,7 +132,7 @@ class ObjectTable:
         return added
 
     def attach(self, entry: CacheEntry, reader: CacheReader, ticket: Ticket, jobs: Collection[str]) -> None:
-        """Add a ticket of `reader`, of one of `jobs`, to an existing entry."""
+        """Add a ticket to an existing entry. The reader belongs to one of `jobs`, which are all jobs."""
         if entry.ready and not entry.tickets:
             self.pinned += entry.size
             self._note_spare(entry)
@@ -150,7 +150,7 @@ class ObjectTable:
         return False
 
     def release(self, entry: CacheEntry) -> None:
-        """Unpin an entry that has no tickets left, and remove it unless it is cached. The caller cancels its load."""
+        """Unpin an entry without tickets, and remove it unless it is cached. The caller cancels its load."""
         if entry.loading:
             entry.loading = 0
             self.running -= 1
@@ -161,14 +161,14 @@ class ObjectTable:
             self._remove(entry)
 
     def begin(self, entry: CacheEntry, load: int, size: int) -> None:
-        """Record that a load begins; `size` bytes are expected."""
+        """Record that the entry's load begins; the sample is expected to have `size` bytes."""
         entry.begin(load, size)
         self.running += 1
         self.loads += 1
         self.reserved += size
 
     def store(self, entry: CacheEntry, value: Any, size: int) -> None:
-        """Store the result of a load, for the tickets that refer to the entry."""
+        """Store the result of the entry's load, for the tickets that refer to the entry."""
         self.running -= 1
         self.reserved -= entry.size
         entry.store(value, size)
@@ -180,14 +180,14 @@ class ObjectTable:
             self._note_spare(entry)
 
     def requeue(self, entry: CacheEntry) -> None:
-        """Drop the value of an entry that has tickets; the entry will be loaded again."""
+        """Drop the value of an entry that has tickets, so that the entry can be loaded again."""
         if entry.cached:
             self._discard(entry)
         self.pinned -= entry.size
         self._drop(entry)
 
     def farthest_spare(self) -> CacheEntry | None:
-        """Return the spare entry whose sample is needed last; None if there is none."""
+        """Return the spare entry (see `CacheEntry.is_spare`) that is needed last; None if there is none."""
         if self._spare is None:
             self._spare = LazyHeap()
             for entry in itertools.chain.from_iterable(self._by_key.values()):
@@ -214,8 +214,7 @@ class ObjectTable:
     def make_room(self, size: int, *, share: float) -> bool:
         """Evict cached entries until `size` more bytes fit; return whether they fit.
 
-        With a `share` below 1, it evicts nothing if wanted samples and these bytes take more than that share of the
-        capacity.
+        With a `share` below 1, nothing is evicted if wanted samples and these bytes exceed that share of the capacity.
         """
         if share < 1 and self.pinned + self.reserved + size > share * self.capacity:
             return self.has_room(size)
@@ -225,7 +224,7 @@ class ObjectTable:
         return True
 
     def evict(self) -> bool:
-        """Evict one entry, chosen by the policy; return False if it has none."""
+        """Evict one entry, which the policy chooses; return False if nothing is cached."""
         key = None if self._policy is None else self._policy.evict()
         if key is not None:
             self._uncache(self._cached[key])

@@ -18,7 +18,7 @@ RequestId: TypeAlias = Hashable
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):
-    """Load this sample, then call `SampleCache.loaded`."""
+    """Instruction: load this sample, then call `SampleCache.loaded`."""
 
     #: Number of this load; another load of the sample has another one.
     load: int
@@ -30,13 +30,16 @@ class Load(msgspec.Struct, frozen=True, gc=False):
 
 
 class Cancel(msgspec.Struct, frozen=True, gc=False):
-    """Cancel these running loads: no job needs their samples now."""
+    """Instruction: cancel these running loads, because no job needs their samples now."""
 
     loads: list[int]
 
 
 class Serve(msgspec.Struct, frozen=True):
-    """Answer this request with these samples, each with its ticket; its job fetches missing ones again."""
+    """Instruction: answer this request with these samples, each with its ticket.
+
+    The job fetches missing samples again.
+    """
 
     request: RequestId
     samples: list[tuple[Ticket, Any]]
@@ -46,7 +49,7 @@ CacheInstruction: TypeAlias = Load | Cancel | Serve
 
 
 class Arrival(NamedTuple):
-    """The outcome of a load."""
+    """Outcome of a load."""
 
     load: int
     value: Any
@@ -57,7 +60,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardCacheStatistics:
-    """A snapshot of a sample cache's contents and of its counts since it was made."""
+    """Snapshot of a sample cache: its contents now, and its counts since it was created."""
 
     #: Samples that jobs have wanted.
     wants: int
@@ -89,14 +92,14 @@ class CacheEntry:
         waiting -- begin --> loading -- store --> ready -- requeue --> waiting
                                  `-- cancel --> gone  `-- drop --> gone
 
-    Its owner keeps the sample cache's sums and indexes consistent with it.
+    `ObjectTable`, which owns entries, keeps its sums and indexes consistent with them.
 
     Args:
-        queue: of its table, for when it waits.
-        number: in the order of creation within the table.
-        draw: seed, with the key, of the random draws.
-        distance: 0 if a request waits for it, else how many samples the nearest job reads before it.
-        reader: wants it under this ticket.
+        queue: the table's queue, for a waiting entry.
+        number: the entry's number in the table, in the order of creation.
+        draw: together with the key, the seed of the sample's random draws.
+        distance: 0 if a request waits for the entry; else the least number of samples that a job reads before it.
+        reader, ticket: the first reader that wants the entry, and its ticket.
     """
 
     # One is made for every sample that is loaded: a class with slots, and few objects in it.
@@ -157,7 +160,7 @@ class CacheEntry:
 
     @property
     def is_spare(self) -> bool:
-        """Whether the entry is ready and has tickets, but is neither served nor requested."""
+        """Whether the entry's value may be dropped and loaded again: it was not served, and no request waits for it."""
         return self.ready and bool(self.tickets) and not self.served and not self.requests
 
     def attach(self, reader: CacheReader, ticket: Ticket) -> None:
@@ -184,7 +187,7 @@ class CacheEntry:
         return True
 
     def serve(self, request: RequestId, ticket: Ticket, reader: str) -> Any:
-        """Return the entry's value, as the answer to a request of `reader`."""
+        """Record that a request of `reader` is answered, and return the entry's value."""
         self.drop_request(request, ticket)
         holder = reader, ticket
         self.served += not self.tickets[holder]
@@ -194,7 +197,7 @@ class CacheEntry:
     # -- loading and caching ---------------------------------------------------------------------------------
 
     def begin(self, load: int, size: int) -> None:
-        """Record that the entry's load begins; `size` bytes are expected."""
+        """Record that the entry's load begins; the sample is expected to have `size` bytes."""
         self.loading, self.size = load, size
         self.loads += 1
 
@@ -203,13 +206,13 @@ class CacheEntry:
         self.loading, self.ready, self.value, self.size = 0, True, value, size
 
     def drop(self) -> None:
-        """Drop the entry's value; the cache must not hold the entry."""
+        """Drop the entry's value. Call this only for an entry that is not cached."""
         self.ready, self.value = False, None
 
 
 @dataclass(eq=False, slots=True)
 class CacheReader:
-    """One process that reads from a sample cache: a job, or a rank of one."""
+    """Process that reads from a sample cache: a job, or a rank of a job."""
 
     name: str
     #: The job that it is, or is a rank of; the policy treats the ranks of a job as one job.
@@ -227,7 +230,7 @@ class CacheReader:
 
 @dataclass(eq=False, slots=True)
 class FetchRequest:
-    """A fetch that has not been answered."""
+    """Fetch that has not been answered."""
 
     number: RequestId
     job: CacheReader
@@ -237,28 +240,31 @@ class FetchRequest:
 
     @property
     def first(self) -> CacheEntry:
-        """The entry of its first ticket; all are of one table."""
+        """Entry of the request's first ticket; all its tickets refer to the same table."""
         return self.job.wants[self.tickets[0]]
 
 
 class LoadQueue(LazyHeap[CacheEntry]):
-    """Entries that wait to be loaded, by distance, then by age."""
+    """Queue of entries that wait to be loaded, by distance, then by age."""
 
     __slots__ = ()
 
     def add(self, wanted: CacheEntry) -> None:
-        """Add an entry, or move it to the place of its distance."""
+        """Add an entry, or move it to the place of its present distance."""
         self.push(wanted, wanted.distance, wanted.number)
 
 
 class RequestTable:
-    """Open requests. An entry that a request waits for moves to the head of its queue."""
+    """Table of open requests. An entry for which a request waits moves to the head of its load queue."""
 
     def __init__(self) -> None:
         self._open: dict[RequestId, FetchRequest] = {}
 
     def open(self, number: RequestId, job: CacheReader, tickets: Sequence[Ticket]) -> list[Serve]:
-        """Open a request of `job`. Raises UsageError if it does not want a ticket, or the number is in use."""
+        """Open a request of `job`.
+
+        Raises UsageError if `job` does not hold one of the tickets, or the number is in use.
+        """
         if number in self._open:
             raise UsageError(f"request {number!r} is open; use another number for each fetch")
         unknown = next((ticket for ticket in tickets if ticket not in job.wants), None)
@@ -276,7 +282,7 @@ class RequestTable:
         return [] if request.missing else [self._serve(request)]
 
     def arrived(self, wanted: CacheEntry) -> list[Serve]:
-        """Answer the requests that are complete with this loaded entry."""
+        """Answer the requests for which this loaded entry was the last."""
         complete: list[Serve] = []
         for number, _ in list(wanted.requests):
             request = self._open[number]
@@ -286,7 +292,7 @@ class RequestTable:
         return complete
 
     def shorten(self, job: CacheReader, ticket: Ticket) -> list[Serve]:
-        """Remove a ticket that `job` releases; answer the requests that are complete without it."""
+        """Remove a ticket that `job` releases; answer requests in which no other ticket is missing."""
         wanted = job.wants[ticket]
         complete: list[Serve] = []
         for number in [number for number, asked in wanted.requests if asked == ticket]:
@@ -300,12 +306,12 @@ class RequestTable:
         return complete
 
     def flush(self, queue: LoadQueue) -> list[Serve]:
-        """Answer every request for entries of this queue's table that has ready entries, with these entries."""
+        """Answer every request for entries of this table with the entries that are ready, if any are."""
         partly = [one for one in self._open.values() if one.missing < len(one.tickets) and one.first.queue is queue]
         return [self._serve(request) for request in partly]
 
     def abandon(self, job: CacheReader) -> list[Serve]:
-        """Answer the requests of a job that has left with nothing."""
+        """Answer all requests of a job that has left, without samples."""
         numbers = list(job.requests)
         job.requests.clear()
         for number in numbers:

@@ -2,26 +2,27 @@
 
 A pure state machine: each call returns instructions, in order; there is no socket, thread or clock inside.
 
-**References.** A job wants samples ahead of its need, each under a ticket, and releases a ticket once it has
-the sample. An entry stays while a ticket refers to it or the cache holds it. A sample that two jobs want is
-loaded once.
+**References.** A job requests samples ahead of its need, each under a ticket, and releases a ticket once it has the
+sample. An entry stays while a ticket refers to it or the cache holds it. A sample that two jobs want is loaded once.
 
-**Freshness.** A sample of a repeatable flow may be served any number of times. A random sample is served at most
-once to each job: a job that wants the key again gets another draw. The policy may keep it for jobs that have not
-had it; it is dropped when every job has.
+**Freshness.** A sample of a repeatable flow may be served any number of times. A random sample is served at most once
+to each job: a job that wants the key again gets another draw. The policy may keep it for jobs that have not received
+it; it is dropped when every job has received it.
 
-**Capacity.** A load begins when its expected bytes fit next to those that are held and those that running loads are
-expected to bring. To prefetch a sample the cache evicts at most half of the capacity. For a sample that a job waits
-for, the cache evicts everything if need be; then ready samples that are wanted farthest ahead are dropped and queued
-again. If that is not enough, requests are answered with the samples that are ready, so that their jobs release them. So
-the sample that a job waits for can always be loaded, even if another job holds samples and does not read.
+**Capacity.** A load begins when its expected bytes fit into the capacity, with the bytes that are held and the expected
+bytes of running loads. To prefetch a sample the cache evicts at most half of the capacity. For a sample that a job
+waits for, the cache evicts everything if need be. Then it drops ready samples that are wanted farthest ahead, and
+queues them again. If that is not enough, requests are answered with the samples that are ready, so that their jobs
+release them. So the sample that a job waits for can always be loaded, even if another job holds samples and does not
+read.
 
 **Stages.** A dataset may have a cacheable stage, and a per-draw one that is run for each job and epoch. Outputs of the
-first are one object for each sample, under the policy; samples are one object for each sample and draw, while a job
-wants it. To load a sample is then to run the per-draw stage: it waits for its input as a request does, which stays
-until the stage has run. Samples may take half of the capacity, and inputs have what samples do not use. At most
-`concurrency` samples wait for inputs, so few are held for them, and an input has the place of a sample that a job waits
-for. So neither kind can block the other forever.
+cacheable stage, called inputs here, are one entry for each sample, kept by the policy. Final samples are one entry for
+each sample and draw, kept while a job wants them. To load a final sample is to run the per-draw stage: the load waits
+for its input like a request, and the input stays until the stage has run. Final samples may take half of the capacity,
+and inputs take what final samples do not use. At most `concurrency` final samples wait for inputs, so few inputs are
+held for them, and an input that a load waits for is treated like a sample that a job waits for. So neither kind can
+block the other forever.
 """
 
 from __future__ import annotations
@@ -57,18 +58,18 @@ _DRAWN_SHARE, _STEP = 0.5, 1 / 32
 
 
 class SampleCache:
-    """Decides what is loaded, kept and served. Not thread-safe: one thread owns it.
+    """State machine that decides which samples are loaded, kept and served. Not thread-safe: one thread owns it.
 
-    Every call costs amortised O(log n) for each sample in it, except `leave`, which costs O(cached) for random
-    samples.
+    Every call costs amortised O(log n) for each sample in it, except `leave`, which costs O(cached) for random samples.
 
     Args:
-        capacity_bytes: maximum bytes of samples that are held or being loaded. A single larger sample
-            exceeds it, and it is exceeded while samples turn out larger than earlier ones.
+        capacity_bytes: maximum bytes of samples that are held or being loaded. It is exceeded by a single larger
+            sample, and while samples turn out larger than earlier samples.
         concurrency: maximum number of running loads, of each stage.
         repeatable: whether loading a sample twice gives the same value.
-        staged: whether there is a per-draw stage; the cacheable one is repeatable.
-        policy: makes the cache's policy for a budget of bytes; None: only samples that jobs have requested are kept.
+        staged: whether there is a per-draw stage after the cacheable stage.
+        policy: creates the cache's policy for a given number of bytes; None: only samples that jobs have requested are
+            kept.
 
     Raises OptionError: a number is below 1.
     """
@@ -107,9 +108,9 @@ class SampleCache:
     # -- jobs ------------------------------------------------------------------------------------------------
 
     def join(self, reader: str, job: str = "") -> None:
-        """Add a reader; nothing changes for one that has joined already.
+        """Add a reader. Does nothing if the reader has joined already.
 
-        job: the job of which it is a rank; empty: it is the whole job, by its own name.
+        job: name of the job of which the reader is a rank; empty: the reader is the whole job, and has its name.
         """
         if reader in self._readers:
             return
@@ -140,12 +141,12 @@ class SampleCache:
 
     @property
     def capacity(self) -> int:
-        """Maximum bytes that are held or being loaded."""
+        """Maximum bytes of samples that are held or being loaded."""
         return self._capacity
 
     @property
     def used(self) -> int:
-        """Bytes that are held or being loaded."""
+        """Bytes of samples that are held or being loaded."""
         return sum(table.held + table.reserved for table in self._tables)
 
     # -- reading ---------------------------------------------------------------------------------------------
@@ -157,13 +158,13 @@ class SampleCache:
     def want(
         self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int | None, *, counts: bool = True
     ) -> list[CacheInstruction]:
-        """Record samples that `job` will fetch: (ticket, key), nearest first. A ticket that the job holds is ignored.
+        """Record samples that `job` will fetch: (ticket, key), nearest first. Known tickets of the job are ignored.
 
-        draw: seed of the random draws of samples that have to be loaded; differs between jobs and epochs. None: outputs
-            of the cacheable stage are wanted, if there are two stages.
-        counts: whether the policy counts them as reads of the epoch that its job is in.
+        draw: seed of the random draws of samples that have to be loaded; differs between jobs and epochs. None: with
+            two stages, outputs of the cacheable stage are wanted.
+        counts: whether the policy counts these as reads of the job's present epoch.
 
-        Raises UsageError: the job has not joined, or has wanted samples before and wants outputs now, or the reverse.
+        Raises UsageError: the job has not joined, or it changes between samples and outputs of the cacheable stage.
         """
         reader = self._reader(job)
         held = reader.wants
@@ -205,13 +206,13 @@ class SampleCache:
 
     @property
     def cache_samples(self) -> int:
-        """How many samples the cache can hold, by the size of the latest; 0 before the first."""
+        """Number of samples that the cache can hold, by the mean size of recent samples; 0 before the first."""
         return self._kept.cache_samples
 
     def resize(self, capacity_bytes: int) -> list[CacheInstruction]:
         """Change the capacity; bytes beyond it are dropped as soon as no request waits for them.
 
-        Raises OptionError: it is below 1.
+        Raises OptionError if `capacity_bytes` is below 1.
         """
         check_int("capacity_bytes", capacity_bytes, minimum=1)
         self._capacity = capacity_bytes
@@ -225,7 +226,7 @@ class SampleCache:
     # -- loading ---------------------------------------------------------------------------------------------
 
     def key_of(self, load: int) -> int | None:
-        """Return the sample of a running load; None if it is over."""
+        """Return the key of a running load's sample; None if the load has ended."""
         entry = self._loading.get(load)
         return None if entry is None else entry.key
 
@@ -242,7 +243,7 @@ class SampleCache:
         return self._admit(out)
 
     def statistics(self) -> ShardCacheStatistics:
-        """Return the present contents, and counts until now; with two stages, counts of the cacheable one."""
+        """Return the present contents and the counts so far; with two stages, counts of the cacheable stage."""
         kept, tables = self._kept, self._tables
         return ShardCacheStatistics(
             wants=kept.wants,
@@ -278,7 +279,7 @@ class SampleCache:
         distance: int,
         out: list[CacheInstruction],
     ) -> CacheEntry:
-        """Return the entry of a sample that `reader` wants; begin to load a new one at once if nothing waits."""
+        """Return the entry of a sample that `reader` wants; begin to load a new entry at once if nothing waits."""
         table.wants += 1
         wanted = table.find(key, reader.job, draw)
         if wanted is not None:
@@ -299,7 +300,7 @@ class SampleCache:
         return added
 
     def _begin(self, entry: CacheEntry, size: int) -> list[CacheInstruction]:
-        """Begin to load an entry, of which `size` bytes are expected; by its input, if the per-draw stage makes it."""
+        """Begin to load an entry; for an output of the per-draw stage, first load its input. size: expected bytes."""
         load = next(self._numbers)
         table = self._table_of(entry)
         table.begin(entry, load, size)
@@ -312,7 +313,7 @@ class SampleCache:
         return out + self._taken(self._requests.open(entry, inputs, [load]))
 
     def _taken(self, serves: Iterable[Serve]) -> list[CacheInstruction]:
-        """Return answers to jobs, and begin the per-draw stage of entries that have their inputs."""
+        """Return the answers for jobs, and begin the per-draw stage of entries whose inputs have arrived."""
         out: list[CacheInstruction] = []
         for serve in serves:
             entry = serve.request
@@ -337,7 +338,7 @@ class SampleCache:
         return out
 
     def _has_input(self, load: int) -> bool:
-        """Return whether the input of a running load was there: its per-draw stage has begun."""
+        """Return whether the input of a running load has arrived, so that its per-draw stage runs."""
         return self._inputs.wants[load].tickets[self._inputs.name, load]
 
     def _release_input(self, load: int) -> list[CacheInstruction]:
@@ -371,7 +372,10 @@ class SampleCache:
     # -- admission -------------------------------------------------------------------------------------------
 
     def _admit(self, out: list[CacheInstruction]) -> list[CacheInstruction]:
-        """Begin loads while they fit, the nearest first; every call ends with this."""
+        """Begin loads while they fit, the nearest first; return `out` with their instructions.
+
+        Every event ends with this.
+        """
         for table in self._tables:
             if table is self._kept and self._drawn is not None:
                 self._balance(self._drawn)
@@ -388,14 +392,14 @@ class SampleCache:
         return out
 
     def _balance(self, drawn: ObjectTable) -> None:
-        """Give inputs the capacity that samples do not use."""
+        """Set the inputs' capacity to what final samples do not use."""
         capacity = max(1, self._capacity - drawn.held - drawn.reserved)
         if abs(capacity - self._kept.capacity) > self._capacity * _STEP:
             self._kept.resize(capacity)
             self._trim()
 
     def _make_room(self, wanted: CacheEntry, size: int) -> bool:
-        """Make room for an entry by the evictions that are allowed for it; return whether the entry fits then."""
+        """Evict as much as is allowed for loading this entry; return whether the entry fits then."""
         table = self._table_of(wanted)
         if not wanted.requests:
             return table.make_room(size, share=AHEAD_SHARE)
@@ -409,13 +413,13 @@ class SampleCache:
         return not table.running and not table.held
 
     def _trim(self) -> None:
-        """Drop samples that are not needed now, after samples were larger than expected or the capacity shrank."""
+        """Drop samples that are not needed now while the capacity is exceeded."""
         for table in self._tables:
             while table.is_over and (table.evict() or self._requeue_farthest(table)):
                 pass
 
     def _requeue_farthest(self, table: ObjectTable) -> bool:
-        """Drop the ready sample that is wanted last and queue it again; return whether there was any."""
+        """Drop the ready sample that is wanted last, and queue it again; return whether there was such a sample."""
         farthest = table.farthest_spare()
         if farthest is None:
             return False

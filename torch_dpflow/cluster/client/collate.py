@@ -3,14 +3,14 @@
 A private loader's workers collate its batches; see `workers/batch_worker`.
 
 torch's default collate stacks large tensors with all threads of the process. In a training process this wakes threads
-that the training loop uses itself: on a busy machine it took thirty times as long as with one thread. Tensors that are
-contiguous in memory, such as those of one answer of a shard, are not copied: the batch is the memory in which they were
-received.
+that the training loop uses itself: on a busy machine it took thirty times as long as with one thread. Samples that lie
+one behind the other in memory, such as those of one answer of a shard, are not copied: the batch is the memory in which
+they were received.
 
 `PlanFeed` passes batches of keys to the reader's thread, `ReadyBatches` passes batches in order back to the training
 loop. A sampler whose order may still change is called where torch calls it: in the training loop's thread, and no
-further ahead than torch. A batch stays the next one until it was taken, which is one assignment,
-`ready.outcome = TAKEN`; see `PlannedBatch` for the reason.
+further ahead than torch. `next` returns the same batch until it was taken, which is a single assignment, `ready.outcome
+= TAKEN`; see `PlannedBatch` for the reason.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def collate_function(collate_fn: Callable[[list[Any]], Any] | None) -> Callable[
 def collate_samples(samples: list[Any]) -> Any:
     """Collate as torch's `default_collate`, with the same results and errors.
 
-    The caller must not use the samples afterwards: their memory may become the batch's.
+    The caller must not use the samples afterwards, because the batch may take over their memory.
     """
     mapping: dict[Any, Callable[..., Any]] = {**default_collate_fn_map}
     if mapping.get(torch.Tensor) is collate_tensor_fn:
@@ -70,11 +70,12 @@ def collate_samples(samples: list[Any]) -> Any:
 def collate_payloads(
     payloads: Sequence[tuple[PayloadTable, Sequence[Frame]]], *, keep_layout: bool = False
 ) -> Any | None:
-    """Collate the samples in these payloads without opening each; return None unless all are alike.
+    """Collate the samples in these payloads without unpickling each; return None unless all are alike.
 
-    Each must be a tensor, or a tuple of one and numbers, with the dtype and shape of the others. The result is
-    that of `collate_samples`, or of `collate_channels_last` if `keep_layout`. Opening a payload costs more than
-    everything else that a job does for a sample. The frames become the batch's, unless the result is None.
+    Each sample must be a tensor, or a tuple of a tensor and numbers, and all tensors must have the same dtype and
+    shape. The result equals that of `collate_samples`, or of `collate_channels_last` if `keep_layout`. Unpickling a
+    payload costs more than everything else that a job does for a sample. The batch may take over the frames' memory
+    unless the result is None.
     """
     found = decode_heads(payloads)
     if not found or default_collate_fn_map.get(torch.Tensor) is not collate_tensor_fn:
@@ -126,7 +127,7 @@ def _stack(
     used: set[int],
     collate_fn_map: dict[Any, Callable[..., Any]] | None = None,
 ) -> Any:
-    """Stack tensors. used: the addresses of batches of these samples that were not copied."""
+    """Stack tensors, without a copy if possible. used: addresses of memory that has become a batch before."""
     first = batch[0]
     if first.nbytes < _SMALL_BYTES or not all(_is_alike(one, first) for one in batch):
         return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
@@ -148,7 +149,7 @@ def _kept_results(mapping: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[
 
 
 def _kept(function: Callable[..., Any], batch: Any, **keywords: Any) -> Any:
-    """Call `function`; make `share_memory_` of the result safe for arrays that refer to its memory, without a copy."""
+    """Call `function`; return its result over a storage that stays alive for arrays after `share_memory_`."""
     result = function(batch, **keywords)
     if type(result) is not torch.Tensor or not is_plain(result):
         return result
@@ -160,7 +161,7 @@ def _kept(function: Callable[..., Any], batch: Any, **keywords: Any) -> Any:
 
 
 class _Row:
-    """Contiguous pieces of memory as one array for numpy, which keeps the pieces alive."""
+    """Adjacent pieces of memory, which numpy takes as one array. It keeps the pieces alive."""
 
     def __init__(self, address: int, nbytes: int, pieces: Sequence[Any]) -> None:
         self._pieces = pieces
@@ -173,7 +174,7 @@ class _Row:
 
 
 def _are_in_a_row(batch: list[torch.Tensor]) -> bool:
-    """Return whether each tensor begins where the one before ends. A single one may overlap others of its sample."""
+    """Return whether there are several tensors and each begins where the one before ends."""
     begin, nbytes = batch[0].data_ptr(), batch[0].nbytes
     return len(batch) > 1 and all(one.data_ptr() == begin + place * nbytes for place, one in enumerate(batch))
 
@@ -205,9 +206,9 @@ def build_batch(
     collate: Callable[[list[Any]], Any],
     how_workers_ended: Callable[[], str] = str,
 ) -> None:
-    """Set the outcome of `ready` to the batch, or its error to the first error among the samples.
+    """Set `ready.outcome` to the collated batch, or `ready.error` to the first error among the samples.
 
-    how_workers_ended: for the error of a sample that ended its workers.
+    came: the received samples. how_workers_ended: returns a text for the error of a sample that killed its workers.
     """
     keeps_layout = collate is collate_channels_last
     if keeps_layout or collate is collate_samples:
@@ -229,7 +230,7 @@ def build_batch(
 
 
 def received_sample(kind: int, table: PayloadTable, frames: Sequence[Frame]) -> Received:
-    """Return the payload of a sample from a shard, or the error in its place."""
+    """Return a sample's payload as received from a shard, or the error that was sent instead."""
     if kind == POISONED:
         return PoisonTaskError(bytes(frames[0]).decode(errors="replace"))
     if kind == WORKERLESS:
@@ -273,7 +274,7 @@ LATER: Any = object()
 class PlanFeed:
     """Queue of batches of keys: one thread puts and one takes.
 
-    Control-C may interrupt the thread that puts, at any step.
+    The order is kept even if Control-C interrupts the thread that puts.
     """
 
     def __init__(self) -> None:
@@ -283,12 +284,12 @@ class PlanFeed:
         self._came: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def put(self, number: int, keys: list[Any]) -> None:
-        """Append batch number `number`, counted from 0. A number that was put before is ignored."""
+        """Append the batch with this number, counted from 0. A number that was put before is ignored."""
         self._waiting.append((number, keys))
         self._came.put(None)
 
     def end(self) -> None:
-        """End the plan: no more batches follow."""
+        """Record that no more batches follow."""
         self._ended = True
         self._came.put(None)
 
@@ -301,7 +302,7 @@ class PlanFeed:
         return self
 
     def __next__(self) -> list[Any]:
-        """Return the next batch, or `LATER`."""
+        """Return the next batch; `LATER` if it has not been put yet."""
         is_last = self._ended  # read first: nothing is put after the end
         while self._waiting:
             number, keys = self._waiting.popleft()
@@ -320,7 +321,7 @@ LOOK_S, IDLE_S = 1.0, 0.1
 
 @dataclass(slots=True, eq=False)
 class ReadyBatch:
-    """A batch of a flow that is ready to be delivered, or the error in its place."""
+    """Batch of a flow that is ready to be delivered, or the error to raise instead."""
 
     #: Counts the batches, starting at 0.
     number: int
@@ -338,7 +339,7 @@ class ReadyBatches:
     """Queue of ready batches: one thread puts and one takes.
 
     Args:
-        capacity: maximum number of batches that wait, besides the one in hand.
+        capacity: maximum number of waiting batches, without the batch that `next` returns.
         closed: set to end the epoch early; call `wake` after that.
     """
 
@@ -353,7 +354,10 @@ class ReadyBatches:
         self.in_hand: ReadyBatch | None = None
 
     def put(self, ready: ReadyBatch, idle: Callable[[], None]) -> None:
-        """Wait until the queue is not full and append a batch, unless closed. Call `idle` every IDLE_S meanwhile."""
+        """Wait until the queue is not full, then append a batch, unless closed.
+
+        While waiting, call `idle` every IDLE_S.
+        """
         if self._went.qsize():
             self._went.get()
         while len(self._waiting) >= self._capacity and not self._closed.is_set():
@@ -366,9 +370,9 @@ class ReadyBatches:
             self._came.put(None)
 
     def next(self, timeout_s: float | None = None) -> ReadyBatch | None:
-        """Wait for the next batch, the same one until `done`; return None once closed.
+        """Wait for the next batch, and return it until `done` is called; return None once closed.
 
-        Raises LoaderTimeoutError if none is put within `timeout_s` seconds; None: no limit.
+        Raises LoaderTimeoutError if no batch is put within `timeout_s` seconds; None: no limit.
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self.in_hand is None:
@@ -396,11 +400,11 @@ class ReadyBatches:
         return self.in_hand
 
     def done(self) -> None:
-        """Proceed to the next batch: the one in hand was taken, and recorded as delivered."""
+        """Proceed to the next batch. Call this after the present batch was taken and recorded as delivered."""
         self.in_hand = None
 
     def wake(self) -> None:
-        """Wake both sides. Any thread may call, also a finalizer."""
+        """Wake both threads. Any thread may call, even a finalizer."""
         self._came.put(None)
         self._went.put(None)
 

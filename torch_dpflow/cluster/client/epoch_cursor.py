@@ -1,16 +1,16 @@
-"""Position of a job, or of one of its ranks, in an epoch of the router's order, to be resumed by any number of ranks.
+"""Position of a job, or of one of its ranks, in an epoch of the router's order. Any number of ranks can resume it.
 
-A state has three sets of samples, one bit for each sample of the flow. In a large flow a job without ranks has a digest
-instead of `done` while its order follows from seed and epoch: always with the strategy "independent", and with
-"shared-log" until the job first reads what another job has loaded.
+A state has three sets of samples, one bit for each sample of the flow. In a large flow, a job without ranks saves a
+digest instead of `done` while its order follows from seed and epoch. With the strategy "independent" this is always so;
+with "shared-log" until the job first reads a sample that another job has loaded.
 
 - `done`: samples that were delivered to this rank.
 - `together`: samples that all ranks had read when each had read as many samples as this one, by the router's answer.
-- `earlier`: samples that had been read when the others were dealt to the present ranks.
+- `earlier`: samples that had been read when the unread samples were divided among the present ranks.
 
 A run with the same number of ranks resumes each rank from its own `done`. With a different number of ranks, or if ranks
-were out of step, the samples that were read become `earlier`, and the others are dealt again. The samples that were
-read are `together` of one state if the ranks were in step, else `done` of the states of all ranks.
+were out of step, the read samples become `earlier`, and the unread samples are divided again. If the ranks were in
+step, the read samples are `together` of any one state; otherwise they are `done` of the states of all ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ MAX_MARKED = 1 << 18
 
 
 class EpochCursor:
-    """Position of a job, or of a rank of one, in its epoch; the start of the epoch unless a state is resumed."""
+    """Position of a job, or of a rank of a job, in its epoch.
+
+    It begins at the epoch's start unless a state is resumed.
+    """
 
     def __init__(self, job: JobDescription, epoch: int) -> None:
         self._job = job
@@ -56,13 +59,13 @@ class EpochCursor:
 
     @property
     def knows_all_ranks(self) -> bool:
-        """Whether the samples that all ranks have read at this position are known here."""
+        """Whether this process knows which samples all ranks together have read at this position."""
         is_alone = self._job.rank is None or self._job.rank.replicas == 1
         return is_alone or not self.position or (self.together is not None and self.together[0] == self.position)
 
     @property
     def length(self) -> int:
-        """Samples of this rank's part of the epoch, without `earlier`."""
+        """Number of samples in this rank's part of the epoch, without `earlier`."""
         job = self._job
         samples = job.size if job.indices is None else len(job.indices)
         read = 0 if self.earlier is None else _count(self.earlier)
@@ -72,16 +75,16 @@ class EpochCursor:
 
     @property
     def left(self) -> int:
-        """Samples that should be delivered, without a last batch that is dropped."""
+        """Number of samples still to be delivered, without a last batch that is dropped."""
         left = 0 if self._is_over else self.length - self.position
         return left - left % self._job.batch_size if self._job.drop_last else left
 
     def drawn(self) -> DrawnEpoch:
-        """Return a copy for the router: until more is drawn, the samples that were delivered are those drawn."""
+        """Return a copy for the router. The delivered samples count as the samples drawn so far."""
         return DrawnEpoch(self.epoch, self.marks.copy(), self.position, self.length, self.earlier, self.in_order)
 
     def add(self, keys: list[int], position: int) -> None:
-        """Record the delivery of a batch, `position` samples in all by then. May be repeated."""
+        """Record the delivery of a batch. position: number of samples delivered by then. May be repeated."""
         # For the few samples of a batch numpy would take twice as long.
         marks = self.marks.data
         for key in keys:
@@ -89,7 +92,7 @@ class EpochCursor:
         self.position = position
 
     def state(self) -> dict[str, Any]:
-        """Return the state as plain data: O(size / 8), of at most 64 KiB where `done` is a digest."""
+        """Return the state as plain data: about size / 8 bytes, at most 64 KiB if `done` is a digest."""
         rank = self._job.rank
         at, together = self.together or (-1, self.marks)
         return {
@@ -105,7 +108,7 @@ class EpochCursor:
         }
 
     def _done(self) -> dict[str, Any]:
-        """Return `done`; of a large flow whose order follows from seed and epoch only a digest of it."""
+        """Return `done`, or its digest if the flow is large and the order follows from seed and epoch."""
         job = self._job
         is_prefix = self.position <= self.in_order and job.rank is None and job.indices is None
         if not is_prefix or self.earlier is not None or job.size <= MAX_MARKED:
@@ -113,9 +116,10 @@ class EpochCursor:
         return {"done": None, "digest": _digest(self.marks)}
 
     def resume(self, epoch: int, state: dict[str, Any]) -> None:
-        """Set the position to that of `state`, which is one rank's or those of all ranks (`join_flow_states`).
+        """Set the position to that of `state`: the state of one rank, or the joined states of all (`join_flow_states`).
 
-        Raises StateError, and changes nothing, unless it is of this epoch and has what all ranks had read.
+        Raises StateError, and changes nothing, unless `state` is of this epoch and contains the samples that all ranks
+        had read.
         """
         is_joined = "ranks" in state
         saved = _saved(state["ranks"] if is_joined else [state], epoch, self._job.size)
@@ -140,7 +144,7 @@ class EpochCursor:
         self.in_order = self.position if one.in_order and not earlier.any() else 0
 
     def _read_by_all(self, saved: Sequence[_Saved], *, is_joined: bool) -> Marks:
-        """Return what all ranks of the run had read that saved these states."""
+        """Return the samples that all ranks had read in the run that saved these states."""
         one = saved[0]
         if all(part.over for part in saved) and (len(saved) == one.replicas or not is_joined):
             return self._members()  # an epoch that was read to its end is not continued, whatever `drop_last` left out
@@ -167,7 +171,7 @@ class EpochCursor:
 
 @dataclass(slots=True)
 class DrawnEpoch:
-    """The samples of an epoch that were drawn, as a job reports them to its router."""
+    """Report of a job to its router: the samples of an epoch that were drawn."""
 
     number: int
     drawn: Marks
@@ -180,7 +184,7 @@ class DrawnEpoch:
 
     @property
     def place(self) -> EpochPlace:
-        """The position, for a `StartEpoch`."""
+        """Position, as part of a `StartEpoch`."""
         return EpochPlace(self.number, self.position, self.earlier is not None)
 
     def frames(self) -> list[bytes]:
@@ -190,7 +194,7 @@ class DrawnEpoch:
 
 @dataclass(frozen=True)
 class _Saved:
-    """The state of one rank, checked."""
+    """Checked state of one rank."""
 
     rank: int
     replicas: int
@@ -204,7 +208,7 @@ class _Saved:
 
     @classmethod
     def of(cls, state: dict[str, Any], epoch: Any, size: int) -> _Saved:
-        """Raises StateError: the state is damaged, or of another epoch or flow."""
+        """Check a state. Raises StateError if it is damaged, or of another epoch or flow."""
         try:
             if (state["epoch"], state["size"]) != (epoch, size):
                 raise StateError(
@@ -232,7 +236,10 @@ class _Saved:
         return cls(rank, replicas, position, over, done, together, earlier, in_order)
 
     def read_in_step(self) -> Marks:
-        """Return what all ranks had read if they were in step, without `earlier`. Raises StateError if not known."""
+        """Return the samples that all ranks had read if they were in step, without `earlier`.
+
+        StateError if not known.
+        """
         if self.replicas == 1:
             return self.done
         if not self.position:
@@ -248,9 +255,9 @@ class _Saved:
 
 
 def check_resumable(state: dict[str, Any], replicas: int) -> None:
-    """Check whether ranks of this number can resume the state, as far as the state alone shows it.
+    """Check that this number of ranks can resume the state, as far as the state itself shows.
 
-    Raises StateError as `EpochCursor.resume`.
+    Raises StateError if they cannot.
     """
     is_joined = "ranks" in state
     parts = state["ranks"] if is_joined else [state]
@@ -284,7 +291,7 @@ def _saved(parts: Any, epoch: Any, size: int) -> list[_Saved]:
 
 @lru_cache(maxsize=1)
 def _first_of_order(size: int, seed: int, position: int, digest: str) -> Marks:
-    """Return the marks of the first samples of an order. Raises StateError if their digest differs."""
+    """Return the marks of the first `position` samples of the order. Raises StateError if their digest differs."""
     read = np.zeros(size, np.bool_)
     read[epoch_order(size, seed)[:position]] = True
     marks = np.packbits(read)
@@ -309,7 +316,7 @@ def _encoded(marks: Marks) -> str:
 
 
 def _decoded(text: str | None, size: int) -> Marks | None:
-    """Return the marks; None for None. Raises StateError or ValueError for any others than those of `size` samples."""
+    """Decode the marks of `size` samples; None for None. Raises StateError or ValueError for anything else."""
     if text is None:
         return None
     marks = np.frombuffer(base64.b64decode(text, validate=True), np.uint8)

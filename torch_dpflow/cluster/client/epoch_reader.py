@@ -61,26 +61,26 @@ class _Batch:
 
     @property
     def is_poisoned(self) -> bool:
-        """Whether an error is certain to be raised instead of this batch."""
+        """Whether one of the batch's samples has failed, so that an error will be raised instead."""
         values = self.values
         return any(isinstance(values.get(one.ticket), WorkerError) for one in self.wanted)
 
 
 class EpochReader:
-    """Delivers the batches of a plan in order, each sample once.
+    """Reader that delivers the batches of a plan in order, each sample once.
 
-    Iterate in one thread. Any thread may call `close`; the reader closes itself at the end of the epoch. Control-C in
-    the iterating thread, at any of its steps, loses no batch: the next call delivers it.
+    Iterate in one thread. Any thread may call `close`; the reader is closed automatically at the end of the epoch.
+    Control-C in the iterating thread, at any of its steps, loses no batch: the next call delivers it.
 
     Args:
         plan: the keys of each batch, or `LATER`; read in the reader's thread, ahead of need.
         collate: makes a batch of its samples, in the reader's thread.
-        delivered: called with the number of each delivered batch, its keys, and the number of samples delivered by
-            then; twice after an interrupt.
+        delivered: called for each delivered batch with its number, its keys, and the total number of samples delivered
+            by then. After an interrupt it may be called twice for the same batch.
         meter: counts batches, and the time that the training loop waits for them.
-        options: how far ahead the epoch is read, and how long samples are awaited.
+        options: how far to read ahead, and how long to wait for samples.
         closed: set to end the epoch early.
-        await_plan: waits until the plan may continue after `LATER`, at most for the given seconds.
+        await_plan: waits until the plan may continue after `LATER`, at most for the given number of seconds.
     """
 
     def __init__(
@@ -131,14 +131,15 @@ class EpochReader:
         return value
 
     def head(self, timeout_s: float | None = None) -> ReadyBatch:
-        """Wait for the next batch; it stays the next until its outcome is set to `TAKEN`.
+        """Wait for the next batch, and return the same batch until its outcome is set to `TAKEN`.
 
         Raises:
             StopIteration: the epoch is over.
             LoaderTimeoutError: no batch arrived within `timeout_s`.
             WorkerError: an error ended the epoch in an earlier call.
 
-        It also raises the error that ends the epoch, and an error in place of the batch, which then counts as taken.
+        Also raises the error that ends the epoch, and the error that takes the place of a batch, which then counts as
+        taken.
         """
         self.note_delivered()
         try:
@@ -171,7 +172,7 @@ class EpochReader:
         return f"it waits for index {keys:.400}"
 
     def note_delivered(self) -> None:
-        """Pass the taken batch to `delivered`, unless that was done."""
+        """Call `delivered` for the taken batch, unless it has been called."""
         ready = self._ready.in_hand
         if ready is not None and ready.outcome is TAKEN:
             self._delivered(ready.number, ready.keys, ready.end)
@@ -180,7 +181,7 @@ class EpochReader:
 
     @property
     def taken(self) -> int:
-        """How many batches were taken, including those in whose place an error was raised."""
+        """Number of batches that were taken, including batches in whose place an error was raised."""
         self.note_delivered()
         return self._given
 
@@ -200,7 +201,7 @@ class EpochReader:
         return self._exhausted and self._given == self._planned
 
     def _end(self, last: ReadyBatch | None) -> BaseException:
-        """Return the error or StopIteration with the reason why there are no more batches."""
+        """Return the exception to raise after the last batch: StopIteration, or the error that ended the epoch."""
         if last is not None and isinstance(last.error, BaseException):
             # Not kept: it will refer to the frames that it is raised through, and those to this iterator.
             error, last.error = last.error, None
@@ -219,16 +220,15 @@ class EpochReader:
         )
 
     def abandon(self) -> None:
-        """Make the thread release its samples and end, without waiting for it. Finalizers call it."""
+        """Make the reader's thread release its samples and end, without waiting for it. Finalizers call this."""
         self._closed.set()
         self._ready.wake()
 
     def close(self, deadline: float | None = None) -> bool:
         """Stop reading and release the requested samples. Any thread may call, repeatedly.
 
-        deadline: when running calls are interrupted, by `time.monotonic`; None: after CLOSE_S.
-        Returns whether the reader's thread has ended. It has not ended if `collate` or the plan calls this, in that
-        thread.
+        deadline: time by `time.monotonic` at which running calls are interrupted; None: CLOSE_S from now. Returns
+            whether the reader's thread has ended; False if that thread itself calls this, in `collate` or the plan.
         """
         self.abandon()
         if threading.current_thread() is self._thread:
@@ -259,7 +259,7 @@ class EpochReader:
         self._ready.put(ReadyBatch(self._planned, None, [], self._samples, end, is_last=True), self._take_answered)
 
     def _request_ahead(self) -> bool:
-        """Request coming batches, several at a time; return whether any batch is left to deliver or may follow."""
+        """Request the next batches, several at a time; return whether any batch is left to deliver or may follow."""
         wanted: list[Wanted] = []
         # Each message wakes a shard, which costs more than the message itself while workers keep the processor busy.
         together = min(self._options.requested // 4, self._options.requested - self._options.ready)
@@ -281,7 +281,7 @@ class EpochReader:
         return bool(self._requested) or not self._exhausted
 
     def _fetch_ahead(self) -> None:
-        """Begin to fetch the oldest batches, as many as the budget allows, and request the others."""
+        """Begin to fetch the oldest batches that the budget allows, and request the other batches."""
         together = self._batches_together()
         # Two calls if a call has several batches: the shard works at one while the batches of the other are collated.
         most = max(self._options.ready, 2 * together if together > 1 else 1)
@@ -352,7 +352,7 @@ class EpochReader:
         return batch
 
     def _take_answered(self) -> None:
-        """Take the samples of answered fetches: shards hold their memory until the release, and others wait for it."""
+        """Take the samples of answered fetches early: shards hold the samples' memory until their release."""
         for batch in itertools.islice(self._requested, self._fetching):
             for fetch in [*batch.fetches]:
                 if self._links.comes(fetch, POLL_S):
@@ -363,9 +363,9 @@ class EpochReader:
             self._links.release([], self._of)
 
     def _mend(self, error: DPFlowError, batch: _Batch, since: float, backoff: Backoff) -> None:
-        """Refresh routes or connections that the error shows to be out of date, for the next attempt.
+        """Refresh the routes or connections that the error shows to be out of date, and wait for the next attempt.
 
-        since: when the last sample arrived.
+        since: time at which the last sample arrived, by `time.monotonic`.
         """
         outages, options = self._router.outages, self._options
         batch.faults += isinstance(error, RemoteCallError) and error.kind is ErrorKind.INTERNAL
@@ -411,7 +411,7 @@ class EpochReader:
 
 
 def end_calls(thread: threading.Thread, deadline: float, links: ShardLinks) -> None:
-    """Wait for a thread of a job that is ending. After `deadline` (by `time.monotonic`), interrupt its calls."""
+    """Wait for a thread of a closing job to end. After `deadline` (by `time.monotonic`), interrupt its calls."""
     thread.join(max(0.0, deadline - time.monotonic()))
     while thread.is_alive():
         links.interrupt()
@@ -420,4 +420,4 @@ def end_calls(thread: threading.Thread, deadline: float, links: ShardLinks) -> N
 
 
 class _Closed(Exception):
-    """The reader was closed while its thread waited."""
+    """Exception: the reader was closed while its thread waited."""

@@ -76,7 +76,7 @@ class JobDataset:
 def split_stages(dataset: Any, options: JobOptions) -> JobDataset:
     """Split a dataset into a cacheable and a per-draw stage if it declares them.
 
-    A flow of torch's `Subset` has the dataset below it, so that jobs of other subsets share the flow.
+    For a `Subset`, the flow has the dataset below it, so that jobs with different subsets share the flow.
     """
     cache = dataset if isinstance(dataset, ALSDCache) else None
     places = None
@@ -97,9 +97,10 @@ def split_stages(dataset: Any, options: JobOptions) -> JobDataset:
 
 
 def without_subset(dataset: Any) -> tuple[Any, IndexArray | None]:
-    """Return the dataset below torch's `Subset`s, and by place its sample numbers; None without a `Subset`.
+    """Return (dataset below torch's `Subset`s, its sample number for each place in the outermost `Subset`).
 
-    A `Subset` that has a sample twice, or invalid numbers, stays as it is.
+    The second value is None without a `Subset`. A `Subset` that contains a sample twice, or invalid numbers, is
+    returned unchanged.
     """
     places = None
     while _is_subset(dataset):
@@ -117,7 +118,7 @@ def _is_subset(dataset: Any) -> bool:
 
 
 def _own_indices(dataset: Any) -> str:
-    """Return why a `Subset` is not read as a part of the dataset below it; empty for any other dataset."""
+    """Return why a `Subset` cannot be read as a part of the dataset below it; empty if it can, or is no `Subset`."""
     try:
         if _is_subset(dataset):
             check_indices(dataset.indices, len(dataset.dataset))
@@ -149,10 +150,10 @@ def describe(
     options: JobOptions,
     imports: FlowImports | None = None,
 ) -> FlowSpec:
-    """Return the description under which a job registers its flow. Raises OptionError if it is not allowed.
+    """Return the description with which a job registers its flow. Raises OptionError if the description is not allowed.
 
-    packed: what the workers load, by `SampleAssignment.pack`.
-    content: by `content_of`. imports: by `imports_of`.
+    packed: the workers' load spec, from `SampleAssignment.pack`.
+    content: from `content_of`. imports: from `imports_of`.
     """
     if len(packed) > MAX_CONTENT_BYTES:
         raise OptionError(
@@ -191,9 +192,9 @@ def describe(
 
 
 def imports_of(packed: bytes, settings: ScriptSettings) -> FlowImports | None:
-    """Return what workers import, so that those of a host can share it; None where each imports for itself.
+    """Return the modules that workers import, so that a host imports them once; None if each worker has to import them.
 
-    Settings of the script that modules can compute with are set in workers alone.
+    Each worker has to if `settings` differ from the defaults, because imports can depend on them.
     """
     places = {"directory": settings.directory, "script": settings.script}
     if len(packed) > MAX_SEARCHED_BYTES or replace(settings, directory="", script="") != ScriptSettings():
@@ -210,7 +211,7 @@ def imports_of(packed: bytes, settings: ScriptSettings) -> FlowImports | None:
 
 @dataclass(frozen=True)
 class FlowContent:
-    """What identifies a flow's content."""
+    """Identity of a flow's content."""
 
     #: By name, for messages.
     labels: dict[str, str]
@@ -229,8 +230,8 @@ def content_of(
 ) -> FlowContent:
     """Identify the content of a flow. Takes about as long as pickling the dataset.
 
-    like: the content of an earlier epoch; the user's modules are not read again, as workers keep what was sent.
-    code: which of them are sent, as in `LoaderOptions`.
+    like: the content at an earlier epoch; the user's modules are then not read again, as workers keep what was sent.
+    code: which of the user's modules are sent, as in `LoaderOptions`.
     """
     transform = dataset.per_draw
     roots = {
@@ -249,7 +250,7 @@ def content_of(
 
 
 def changes(now: FlowContent, then: FlowContent) -> tuple[dict[str, str], dict[str, str]]:
-    """Return how a content has changed: the dataset's own state, and everything else that it refers to."""
+    """Return the changes of a content: (those in the dataset's own state, those in everything else), each by path."""
     names = dict.fromkeys([*now.labels, *then.labels])
     own = {name: "other" for name in names if now.labels.get(name) != then.labels.get(name)}
     found = differences(now.identity.parts, then.identity.parts, then.identity.ignore)
@@ -259,7 +260,7 @@ def changes(now: FlowContent, then: FlowContent) -> tuple[dict[str, str], dict[s
 
 
 def _memory_of(source: JobDataset, options: JobOptions) -> int:
-    """Return the memory of the shards: the job's option, else the capacity of the dataset's cache and a reserve."""
+    """Return the bytes for all shards: the job's option, else the capacity of the dataset's cache plus a reserve."""
     if options.memory_bytes is not None:
         return options.memory_bytes
     held = None if source.cache is None else parse_capacity(source.cache.capacity).bytes
@@ -267,7 +268,7 @@ def _memory_of(source: JobDataset, options: JobOptions) -> int:
 
 
 def _samples_of(source: JobDataset, size: int) -> int:
-    """Return how many samples the cache around the dataset may hold; 0 if its capacity is in bytes."""
+    """Return the maximum number of samples of the cache around the dataset; 0 if its capacity is in bytes."""
     held = None if source.cache is None else parse_capacity(source.cache.capacity).items
     return min(held or 0, size)
 
@@ -281,13 +282,13 @@ def register(
     outages: OutageLog | None = None,
     is_replaced: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Register a flow, and upload what its workers load unless the cluster has it.
+    """Register a flow, and upload its content unless the cluster has it.
 
-    outages: records that the cluster does not answer, or makes the job wait; None: log nothing.
-    is_replaced: whether another cluster has replaced this one; called after each call without an answer.
+    outages: log of outages, used if the cluster does not answer or makes the job wait; None: log nothing.
+    is_replaced: returns whether another cluster has replaced this one; called after each call without an answer.
 
-    Returns False if the cluster has been replaced: the flow has to be registered with the other one.
-    Raises UsageError if it is rejected, DeadlineError if that takes longer than `reconnect_timeout_s`.
+    Returns False if the cluster has been replaced: the flow has to be registered with the new cluster. Raises
+    UsageError if the flow is rejected, DeadlineError if registration takes longer than `reconnect_timeout_s`.
     """
     outages = outages or OutageLog(spec.name, "", reconnect_timeout_s=reconnect_timeout_s, muted=True)
     backoff, deadline, attempts = Backoff(PAUSE_S, LONGEST_PAUSE_S), time.monotonic() + reconnect_timeout_s, 0
@@ -333,9 +334,9 @@ def register(
 
 
 def _store(coordinator: RpcClient, digest: str, packed: bytes, held: int, timeout_s: float) -> int | None:
-    """Send the piece of a content that begins at `held`; return where the next one begins.
+    """Send the piece of a content that begins at offset `held`; return the offset of the next piece.
 
-    Returns None if there is no longer a flow of the coordinator that loads the content.
+    Returns None if the coordinator has no flow with this content any more.
     """
     piece = [memoryview(packed)[held : held + CONTENT_PIECE_BYTES]]
     body = ContentPiece(digest, held, len(packed))

@@ -1,4 +1,4 @@
-"""Requests of a job to the coordinator that its reading does not wait for: costs, and how workers ended."""
+"""Requests of a job to the coordinator for which reading does not wait: costs, and how workers ended."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ ENDS_CALL_S, MAX_ENDS = 2.0, 3
 
 
 class FlowInquiries:
-    """Requests to the coordinator that are made once and never repeated. Any thread may call.
+    """Requests to the coordinator, which are never repeated. Any thread may call.
 
-    coordinator: returns its client; None while it does not answer.
+    coordinator: returns the coordinator's client; None while it does not answer.
     """
 
     def __init__(self, job: JobDescription, coordinator: Callable[[], RpcClient | None]) -> None:
@@ -32,7 +32,7 @@ class FlowInquiries:
         self._cost_requested_at = -math.inf
 
     def look_at_cost(self, *, every_s: float = COST_S) -> Cost:
-        """Request the cost, unless that was done shortly before. Without an answer, return the last known cost."""
+        """Return the cost, requested at most every `every_s` seconds. Without an answer, return the last known cost."""
         coordinator, now = self._coordinator(), time.monotonic()
         if coordinator is not None and now - self._cost_requested_at >= every_s:
             self._cost_requested_at = now
@@ -44,7 +44,7 @@ class FlowInquiries:
         return self.cost
 
     def how_workers_ended(self) -> str:
-        """Describe how the flow's workers ended lately; empty if that is not known."""
+        """Return a text about how the flow's workers ended lately; empty if unknown."""
         coordinator, mine = self._coordinator(), f"{self._job.instance}/"
         if coordinator is None:
             return ""

@@ -1,4 +1,4 @@
-"""`open_job`: register a flow with its cluster and join the jobs that read it."""
+"""`open_job`: registration of a flow with its cluster, and joining of the jobs that read the flow."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def open_job(
     options: JobOptions | None = None,
     content: FlowContent | None = None,
 ) -> SharedJob:
-    """Join the jobs that read `flow`; its services start if they do not run.
+    """Join the jobs that read `flow`; the flow's services start if they do not run.
 
     Args:
-        address: of the cluster; see `find_cluster`. A connection file that does not exist is awaited for
-            `options.reconnect_timeout_s`.
-        content: of the flow, if it has been identified; None: it is identified now.
+        address: the cluster's address, see `find_cluster`. If its connection file does not exist, the call waits for
+            it, up to `options.reconnect_timeout_s`.
+        content: the flow's content from an earlier job; None: it is identified now.
 
     Raises:
         OptionError, OptionTypeError: an argument is not allowed.
@@ -109,7 +109,7 @@ def open_job(
 
 @dataclass(frozen=True)
 class _Registration:
-    """Registration of a job's flow, with the first cluster and with each cluster that replaces it."""
+    """Registration of a job's flow, with its first cluster and with each cluster that replaces that."""
 
     flow: FlowDefinition
     source: JobDataset
@@ -151,9 +151,9 @@ def _check_named(replica: Replica | None, options: JobOptions) -> None:
 
 
 def _samples_read(reading: JobReading, source: JobDataset, size: int) -> IndexArray | None:
-    """Return the samples of the flow that a job reads; None: all. Raises as `check_indices`.
+    """Return the flow's sample numbers that a job reads; None: all. Raises the errors of `check_indices`.
 
-    size: samples of the flow.
+    size: number of samples of the flow.
     """
     places = source.places
     if reading.indices is None:
@@ -165,14 +165,14 @@ def _samples_read(reading: JobReading, source: JobDataset, size: int) -> IndexAr
 def changes_of_flow(
     flow: FlowDefinition, options: JobOptions, then: FlowContent
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return how a flow's content differs now from that of an opened job, as `flow_registration.changes`."""
+    """Return the changes of a flow's content since a job was opened with `then`; see `flow_registration.changes`."""
     dataset = split_stages(flow.dataset, options).dataset
     now = content_of(dataset, flow.worker_init_fn, options, ScriptSettings.capture(), then)
     return changes(now, then)
 
 
 def _packed_for(cluster: Cluster, assignment: SampleAssignment, identity: ContentIdentity) -> bytes:
-    """Pack what the cluster's workers load, with the user's modules; for a platform's workers without storage keys."""
+    """Pack what the cluster's workers load, with the user's modules; without storage keys if a platform runs them."""
     if not cluster.sends_code:
         packed = assignment.pack(identity.sent_arguments)
     else:
@@ -190,9 +190,9 @@ def _rank_of(name: str, replica: Replica | None) -> JobRank | None:
 
 
 def await_cluster(address: str | None, outages: OutageLog) -> Cluster:
-    """Return the cluster at `address`; wait for its connection file, which is missing while a cluster is replaced.
+    """Return the cluster at `address`, waiting for its connection file, which is missing while a cluster is replaced.
 
-    Raises OptionError as `find_cluster` if the file does not exist after `outages.reconnect_timeout_s`.
+    Raises OptionError if the file does not exist after `outages.reconnect_timeout_s`.
     """
 
     def check(error: DPFlowError, is_late: bool) -> None:

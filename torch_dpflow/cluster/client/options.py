@@ -1,4 +1,4 @@
-"""Description of a job that reads a shared flow: what it reads, in which order, and how it is served."""
+"""Description of a job that reads a shared flow: its samples, their order, and the services for it."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def draw_name() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
-    """Rank of this process in a job of several ranks; each reads its part of one order.
+    """Rank of this process in a job of several ranks, each of which reads its part of a common order.
 
     Args:
-        rank: this rank's number, starting at 0.
+        rank: number of this rank, starting at 0.
         drop_last: drop samples that do not divide evenly, instead of reading some twice.
 
     Raises:
@@ -65,39 +65,39 @@ class JobOptions:
 
     Args:
         name: the job's name; None: a random one. No other running job may have it. The name of a job that died is free
-            at once for a job of the same host, and after 15 s for one of another. All ranks of one job have the same
-            name. A loader that is iterated again during an iteration is a separate job, with "~2" and so on appended
-            to the name.
-        shards: (flow) shard processes, whose threads serve the samples. None: as many as the rate needs, while workers,
-            memory and processors of the hosts allow more.
+            at once for a job on the same host, and after 15 s for a job on another. All ranks of one job have the same
+            name. A loader that is iterated again during an iteration is a separate job, with "~2" and so on appended to
+            the name.
+        shards: (flow) number of shard processes, each of which serves samples in one thread. None: the number that the
+            rate needs, within the limits of workers, memory and processors.
         memory_bytes: (flow) memory for samples of all shards together, bytes. None: the bytes of the `ALSDCache` around
             the dataset and 256 MiB for samples in transit; without such a cache, 1 GiB.
         policy: (flow) cache policy, or "none". None: that of the `ALSDCache`, else "alsd".
-        strategy: (flow) how the jobs' orders are coordinated: "shared-log" (DynaGCS), "joader", "coordl", or another
-            of `torch_dpflow.samplers.STRATEGIES`.
+        strategy: (flow) how the jobs' orders are coordinated: "shared-log" (DynaGCS), "joader", "coordl", or another of
+            `torch_dpflow.samplers.STRATEGIES`.
         cache_samples: (flow) how many samples the strategy assumes that the caches hold. 0: `memory_bytes` divided by
             the size of the latest sample, or a tenth of all samples before the first is loaded.
-        repeatable: (flow) whether loading a sample twice gives the same, so that it may be cached. None: True if the
-            dataset is an `ALSDCache`; if that has a `transform`, its input is cached, and a worker runs the transform
-            for each job and epoch.
-        idle_s: (flow) how long its services outlive the last job, seconds, at least 3.
+        repeatable: (flow) whether loading a sample twice gives the same value, so that it may be cached. None: True if
+            the dataset is an `ALSDCache`. If the `ALSDCache` has a `transform`, the transform's input is cached, and a
+            worker runs the transform for each job and epoch.
+        idle_s: (flow) time for which the services outlive the last job, seconds, at least 3.
         task_timeout_s: (flow) time limit of a worker for one sample, and for its start, in which it fetches and
             unpickles the dataset, seconds; None: no limit. A worker that takes longer is killed and replaced. Its
             sample is tried three times before it fails. Choose a limit well above the slowest sample and the start.
         ignore: parts of the dataset and code that may differ between the jobs of a flow, by the names in the error that
             refuses a job, such as "train.args.lr". `*` and `?` stand for characters. The workers get these parts from
             the job that starts the flow, and a later job that does not ignore them is refused. None: no part. Unless
-            the list is empty, attributes of an `argparse.Namespace` whose names no code has are neither compared nor
-            sent; reading one in a worker raises UsageError.
-        fingerprint: (flow) identifies the dataset's content in place of the comparison.
+            this is an empty list, attributes of an `argparse.Namespace` whose names appear nowhere in the code are
+            neither compared nor sent; reading such an attribute in a worker raises UsageError.
+        fingerprint: (flow) text that identifies the dataset's content, compared instead of the content itself.
         weight: weight of the job, relative to other jobs, when the cache decides what to evict (alpha in the thesis's
             equation 3-5). Used by the policies "use-distance" and "alsd-mean".
-        ready: batches that are collated ahead of need (P_L).
-        requested: batches that are requested from shards ahead of need (P_R), more than `ready`. A sampler whose order
-            may change while it is read is drawn no further ahead than torch draws it.
-        budget_bytes: maximum bytes of batches in transit; one batch alone may be larger.
-        reconnect_timeout_s: how long the cluster may be unreachable, or all workers that a platform runs for the flow
-            may be lost, before a call fails, seconds.
+        ready: number of batches that are collated ahead of need (P_L).
+        requested: number of batches that are requested from shards ahead of need (P_R), more than `ready`. A sampler
+            whose order may change while it is read is drawn no further ahead than torch draws it.
+        budget_bytes: maximum bytes of batches in transit; a single batch may be larger.
+        reconnect_timeout_s: time after which a call fails, seconds, if the cluster is unreachable or the flow's
+            platform has lost all workers.
 
     Raises:
         OptionError: a value is out of range or unknown.
@@ -179,8 +179,8 @@ class FlowDefinition:
 
     Args:
         name: 1 to 100 of the characters A-Z a-z 0-9 . _ / -.
-        dataset: map-style, with a length. It is sent to the workers by cloudpickle, once for each version. Of an
-            `ALSDCache` or a `TwoStageDataset` the flow caches the output of the cacheable stage.
+        dataset: a map-style dataset with a length. It is sent to the workers by cloudpickle, once for each version. For
+            an `ALSDCache` or a `TwoStageDataset` the flow caches the output of the cacheable stage.
         version: raise it with every change of the dataset.
         workers: number of processes that load; takes effect in the job that starts the flow.
         worker_init_fn: called in each worker, as by torch.
@@ -197,16 +197,16 @@ class FlowDefinition:
 
 @dataclass(frozen=True, kw_only=True)
 class JobReading:
-    """Samples of a flow that a job reads, their order and batches.
+    """Samples of a flow that a job reads, with their order and batches.
 
     Args:
-        batch_size, drop_last, collate_fn: as of torch's loader; collate_fn=None is torch's default.
-        seed: with the epoch, the seed of the job's own order and its random draws.
+        batch_size, drop_last, collate_fn: as in torch's loader; collate_fn=None is torch's default.
+        seed: together with the epoch, the seed of the job's own order and of its random draws.
         indices: the samples that the job reads; None: all.
         replica: rank of this process; all ranks must have the same `JobOptions.name`, `seed` and `indices`. None: the
             process is the whole job.
         cacheable_only: read the output of the cacheable stage instead of samples.
-        side: number of this reader, starting at 1, if several readers of one rank read at the same time.
+        side: number of this reader, starting at 1, if one rank has several readers at the same time.
         independence: share of the job's picks, 0 to 1, that ignore what other jobs have loaded; as in `DynaGCSSampler`.
     """
 
@@ -241,12 +241,12 @@ class JobDescription(JobReading):
 
     @cached_property
     def instance(self) -> str:
-        """Name and version of its flow, as in `FlowSpec`."""
+        """Name and version of the job's flow, as in `FlowSpec`."""
         return f"{self.flow}:v{self.version}"
 
     @cached_property
     def reader(self) -> str:
-        """The name under which services know this process: the job's, with the rank if it has several."""
+        """Name of this process at the services: the job's name, with the rank if the job has several."""
         if self.rank is None:
             return self.name
         return f"{self.name}/{self.rank.rank}" + (f"~{self.side}" if self.side > 1 else "")
@@ -254,7 +254,7 @@ class JobDescription(JobReading):
 
 @dataclass(frozen=True, kw_only=True)
 class Failover:
-    """Functions by which a job moves to the cluster that has replaced its own."""
+    """Functions by which a job moves to a cluster that has replaced its own."""
 
     #: Finds the cluster that the job's address names now; None if it names none.
     find: Callable[[], Cluster | None]

@@ -1,4 +1,4 @@
-"""What a job does about each error of its flow's services, and the log of their outages."""
+"""Reaction of a job to each error of its flow's services, and the log of their outages."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ class OutageLog:
         self.answered_at, self.is_out, self._logged = self._clock(), False, False
 
     def on_no_answer(self, error: DPFlowError, *, quietly: bool = False) -> None:
-        """Record a call without an answer; logged once the outage has lasted `SILENCE_S`.
+        """Record a call without an answer. The outage is logged once it has lasted `SILENCE_S`.
 
-        quietly: do not log it, and do not count it as an outage.
+        quietly: whether the call neither counts as an outage nor is logged.
         """
         self.is_out = True
         if quietly:
@@ -86,9 +86,9 @@ class OutageLog:
             self._warn(text, silence_s, self.reconnect_timeout_s, str(error))
 
     def on_wait(self, reason: str, *, limit: str | None = None) -> None:
-        """Record that a service makes the job wait. It is logged with the reason once it has lasted `SILENCE_S`.
+        """Record that a service makes the job wait. The reason is logged once the wait has lasted `SILENCE_S`.
 
-        limit: how long the job waits, for the log; empty: left out; None: up to `reconnect_timeout_s`.
+        limit: text for the log about how long the job will wait; empty: no text; None: up to `reconnect_timeout_s`.
         """
         if self._waiting_since is None:
             self._waiting_since = self._clock()
@@ -100,10 +100,10 @@ class OutageLog:
             self._warn("has waited for %.0f s%s: %s", waited_s, goes_on, reason)
 
     def on_error(self, error: DPFlowError, faults: int) -> ErrorKind | None:
-        """Record an error of a call; return its kind, None if there was no answer. The caller mends it and repeats.
+        """Record an error of a call; return its kind, or None if there was no answer. The caller then repeats the call.
 
-        faults: how often a service has failed at the call, by errors of the kind INTERNAL.
-        Raises UsageError if the call is refused, and the error itself if a repeated call would fail too.
+        faults: how often this call has failed with an error of the kind INTERNAL. Raises UsageError if the call is
+            refused, and `error` itself if a repeated call would fail too.
         """
         kind = error.kind if isinstance(error, RemoteCallError) else None
         if kind is not None:

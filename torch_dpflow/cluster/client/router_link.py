@@ -67,17 +67,17 @@ class RouterLink:
     """One job's connection to its flow's router. Any thread may call.
 
     A call is repeated for up to `reconnect_timeout_s`, also across restarts of the router and the coordinator. If
-    another cluster has replaced the one that was joined, the call is repeated there. Jobs restore the state of a
-    restarted router when they join it.
+    another cluster has replaced the joined cluster, the call is repeated there. Jobs restore the state of a restarted
+    router when they join it.
 
     Args:
-        failover: finds a cluster that has replaced the present one; None: no other cluster is tried.
-        closed: ends all calls with UsageError once it is set; a running one only by `interrupt`.
+        failover: finds a cluster that has replaced the present cluster; None: no other cluster is tried.
+        closed: event after which all calls raise UsageError; only `interrupt` ends a running call.
 
     Raises:
         UsageError: the router or the coordinator rejects the job; the message has the reason.
-        RemoteCallError: one of them fails repeatedly at a call.
-        DeadlineError: they do not answer.
+        RemoteCallError: a call fails repeatedly in the router or the coordinator.
+        DeadlineError: the router or the coordinator does not answer.
     """
 
     def __init__(
@@ -136,12 +136,12 @@ class RouterLink:
 
     @property
     def id(self) -> JobId:
-        """The job's present id at the services."""
+        """Present id of the job at the services."""
         rank = self._job.rank
         return JobId(self._job.reader, self._generation, self._job.instance, "" if rank is None else rank.job)
 
     def start_epoch(self, at: EpochCursor, *, resumes: bool = False) -> None:
-        """Begin to draw an epoch from this position. resumes: whether it is that of a saved state."""
+        """Begin to draw an epoch from this position. resumes: whether the position is that of a saved state."""
         with self._lock:
             self._is_fresh = self._epoch is None and not resumes
             self._before, self._announced = self._epoch, None
@@ -150,13 +150,13 @@ class RouterLink:
             self._attempt(self._in_epoch)
 
     def announce(self, epoch: int, order: IndexArray) -> None:
-        """Send the rest of an epoch whose order the job's own sampler decides, for the shards' caches."""
+        """Send the remaining order of an epoch, if the job's own sampler decides it, for the shards' caches."""
         with self._lock:
             self._announced = epoch, order.astype(compact(self._job.size))
             self._attempt(lambda: self._announce(self._connected()))
 
     def draw(self, count: int, given_up: StopSignal) -> IndexArray:
-        """Return the epoch's next samples, at most `count`; empty at its end. PeerLostError once it is abandoned."""
+        """Return the epoch's next samples, at most `count`; empty at the end. PeerLostError once `given_up` is set."""
         with self._lock:
             epoch = self._epoch
             assert epoch is not None
@@ -164,13 +164,13 @@ class RouterLink:
 
     @property
     def in_order(self) -> int:
-        """How many of the epoch's first samples follow from seed and epoch."""
+        """Number of the epoch's first samples that follow from seed and epoch."""
         return 0 if self._epoch is None else self._epoch.in_order
 
     def read_by_all(self, epoch: int, position: int) -> Marks | None:
-        """Return the samples that all ranks together have when each has `position` of its part; None if not known.
+        """Return the samples that all ranks together have read when each has read `position`; None if not known.
 
-        Takes no lock, as another thread may hold it while it waits for other ranks. Waits at most READ_BY_ALL_S.
+        Takes no lock, because another thread may hold it while it waits for other ranks. Waits at most READ_BY_ALL_S.
         """
         deadline = time.monotonic() + READ_BY_ALL_S
         while (left_s := deadline - time.monotonic()) > 0 and not self.outages.is_out:
@@ -183,9 +183,9 @@ class RouterLink:
         return None
 
     def rejoin(self, stale: int, given_up: StopSignal | None = None, deadline: float | None = None) -> None:
-        """Join again under a new generation, unless another thread has done so since generation `stale`.
+        """Join again under a new generation, unless another thread has joined again since generation `stale`.
 
-        given_up: as for `draw`. deadline: by `time.monotonic`; None: after `reconnect_timeout_s`.
+        given_up: as for `draw`. deadline: time by `time.monotonic`; None: `reconnect_timeout_s` from now.
         """
         with self._lock:
             if self._generation == stale:
@@ -200,13 +200,13 @@ class RouterLink:
             self._attempt(lambda: self._fetch_routes(self._connected(), self._call_s), given_up, deadline)
 
     def send_heartbeat(self, figures: JobFigures, *, reads: bool) -> None:
-        """Renew the lease, report the job's figures, and fetch the routing table if it has changed. One attempt.
+        """Renew the lease, report the job's figures, and fetch the routing table if it has changed. Never repeated.
 
-        Takes no lock: shards drop a job without heartbeats, and another thread may wait for its router.
+        Takes no lock, because another thread may hold it while it waits for the router.
 
-        reads: whether the job is in the middle of an epoch. Between two epochs its services may be stopped in favour of
-            another flow, so a missing answer is not logged.
-        Raises PeerLostError, DeadlineError or RemoteCallError: the router is not connected, silent, or fails.
+        reads: whether the job is in the middle of an epoch. Between two epochs the flow's services may be stopped in
+            favour of another flow, so a missing answer is not logged. Raises PeerLostError if the router is not
+            connected, DeadlineError if it is silent, RemoteCallError if it fails.
         """
         router = self._router
         if router is None:
@@ -225,7 +225,7 @@ class RouterLink:
             self._fetch_routes(router, min(CALL_S, self._timeout_s))
 
     def interrupt(self) -> None:
-        """Fail the running calls at once; the next ones connect again. Takes no lock."""
+        """Fail the running calls at once; later calls connect again. Takes no lock."""
         for client in (self._router, self._coordinator):
             if client is not None:
                 client.close()
@@ -246,7 +246,7 @@ class RouterLink:
         given_up: StopSignal | None = None,
         deadline: float | None = None,
     ) -> T:
-        """Repeat a call until it succeeds; each attempt first refreshes whatever was out of date in the one before."""
+        """Repeat a call until it succeeds. Each attempt first refreshes what was out of date in the attempt before."""
         deadline = time.monotonic() + self._timeout_s if deadline is None else deadline
         backoff: Backoff | None = None
         faults = 0
@@ -285,7 +285,7 @@ class RouterLink:
         raise UsageError("its job was closed during a call to the router; open another job")
 
     def _mend(self, error: RemoteCallError, kind: ErrorKind | None, deadline: float) -> None:
-        """Mark what this error shows to be out of date, for the next attempt."""
+        """Record, for the next attempt, what this error shows to be out of date."""
         match kind:
             case ErrorKind.STALE_JOB:
                 self._is_stale = True
@@ -304,7 +304,7 @@ class RouterLink:
             raise UsageError(f"{error.text} (waited {self._timeout_s:g} s)") from error
 
     def _look_for_cluster(self) -> None:
-        """Move to the cluster that has replaced ours, if there is one; it knows neither the flow nor the job."""
+        """Move to the cluster that has replaced ours, if there is one, and register flow and job there."""
         found = None if self._failover is None else self._failover.find()
         if found is not None and found != self.cluster:
             self._register_with(found)
@@ -317,12 +317,12 @@ class RouterLink:
                 self._leave_for_another()
 
     def _leave_for_another(self) -> None:
-        """Locate the router again; it does not know the job."""
+        """Drop the connection: the next attempt locates the router again, and joins."""
         self._disconnect()
         self._address, self._generation, self._is_stale = "", 0, True
 
     def _connected(self) -> RpcClient:
-        """Return the router, once the job has joined."""
+        """Return the client of the router, after joining if necessary."""
         if self._router is None:
             self._router = self.cluster.connect(self._locate(), timeout_s=CALL_S)
         if self._is_stale:
@@ -330,7 +330,7 @@ class RouterLink:
         return self._router
 
     def _locate(self) -> str:
-        """Return the router's address from the coordinator, or the last known one if the coordinator does not answer.
+        """Return the router's address from the coordinator, or the last known address if the coordinator is silent.
 
         A service restarts at its old address, so a job that reads need not wait for a coordinator.
         """
@@ -355,7 +355,7 @@ class RouterLink:
         return []
 
     def _in_epoch(self) -> RpcClient:
-        """Return the router, once it knows the job's position in its epoch."""
+        """Return the client of the router, after reporting the job's position in its epoch if necessary."""
         router = self._connected()
         if not self._router_in_step:
             self._start(router)

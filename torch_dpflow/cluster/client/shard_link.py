@@ -71,7 +71,7 @@ class ShardLinks:
     One thread calls all methods except `send_heartbeat`, `interrupt`, `forget`, `close`.
 
     Args:
-        router: has the cluster, and the routing table.
+        router: provides the cluster and the routing table.
     """
 
     def __init__(self, router: RouterLink) -> None:
@@ -99,14 +99,14 @@ class ShardLinks:
         return len(self._routes.addresses)
 
     def want(self, wanted: Sequence[Wanted]) -> None:
-        """Record samples that will be needed, soonest first; the next fetch, or `flush`, requests them."""
+        """Record samples that will be needed, soonest first. The next `fetch` or `flush` requests them."""
         # One message for several batches: each message wakes a shard, whose code has left the processor's caches by
         # then, and interrupts a worker that decodes.
         for address, part in self._by_shard(wanted):
             self._unsent[address] += part
 
     def flush(self, of: EpochDraw) -> None:
-        """Request the recorded samples, without waiting for answers: a fetch makes up for a lost request."""
+        """Request the recorded samples, without waiting for answers: fetches repeat lost requests."""
         self._use_latest_routes()
         for address in [address for address, unsent in self._unsent.items() if unsent]:
             while ahead := self._next_unsent(address, MAX_SAMPLES):
@@ -126,16 +126,16 @@ class ShardLinks:
         return fetches
 
     def comes(self, fetch: Fetch, within_s: float) -> bool:
-        """Wait for an answer for up to `within_s`; return whether `finish` would return at once."""
+        """Wait up to `within_s` seconds for the answer; return whether `finish` would return at once."""
         try:
             return fetch.pending.wait(within_s)
         except DPFlowError:  # `finish` raises it
             return True
 
     def finish(self, fetch: Fetch) -> dict[int, Received]:
-        """Wait for the answer to a fetch; return what it has, by ticket. Missing samples have to be fetched again.
+        """Wait for a fetch; return the received samples by ticket. Missing samples have to be fetched again.
 
-        Raises what the call raises.
+        Raises the errors of the call.
         """
         answer = fetch.pending.result()
         served: Served = answer.body
@@ -165,7 +165,7 @@ class ShardLinks:
                 self._begin("want", address, [], of)
 
     def send_heartbeat(self, job: JobId) -> None:
-        """Renew the job's lease at every shard. Any thread may call; raises the first error."""
+        """Renew the job's lease at every shard, then raise the first error if any. Any thread may call."""
         with self._lock:
             clients = list(self._clients.values())
         pending = [client.begin("heartbeat", job, timeout_s=HEARTBEAT_TIMEOUT_S) for client in clients]
@@ -180,7 +180,7 @@ class ShardLinks:
             client.close()
 
     def forget(self, job: JobId) -> None:
-        """Leave shards that no longer own keys, and disconnect, so that they can end."""
+        """Leave shards that no longer own keys, and disconnect from them, so that they can end."""
         addresses = set(self.router.routes.addresses)
         with self._lock:
             gone = {address: self._clients[address] for address in self._clients.keys() - addresses}
@@ -200,7 +200,7 @@ class ShardLinks:
         self.interrupt()
 
     def _use_latest_routes(self) -> None:
-        """Switch to the routing table in force; recorded samples may have other owners in it."""
+        """Switch to the current routing table, and assign recorded samples to their owners in it."""
         routes = self.router.routes
         if routes is not self._routes:
             self._routes = routes
@@ -290,15 +290,15 @@ def _leave(clients: Sequence[RpcClient], job: JobId) -> None:
 
 
 def batches_ahead(samples: int, *, at_most: int) -> int:
-    """Return how many batches of this many samples to request ahead: one, or as many as shards take."""
+    """Return how many batches of `samples` samples to request ahead: at least one, limited by what shards accept."""
     return max(1, min(at_most, MAX_WANTS // max(1, samples)))
 
 
 def batches_together(samples: float, nbytes: float, wait_s: float, *, at_most: int) -> int:
-    """Return how many batches to fetch by one call to each shard, which costs as much as many small samples.
+    """Return how many batches to fetch by one call to each shard. A call costs the time of many small samples.
 
-    samples: of a batch and shard. nbytes: of a sample. wait_s: the time that the reader usually waits for a batch,
-    seconds.
+    samples: number of samples for each batch and shard. nbytes: bytes of a sample. wait_s: the time that the reader
+        usually waits for a batch, seconds.
     """
     most = max(FETCHED_TOGETHER, min(MAX_TOGETHER, int(TOGETHER_BYTES / max(1.0, nbytes))))
     together = min(at_most, math.ceil(most / max(1.0, samples)))

@@ -1,4 +1,4 @@
-"""A job that reads a shared flow: returns readers of epochs, and renews its leases in a thread."""
+"""Job that reads a shared flow: creates readers of epochs, and renews the leases in a thread."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ HEARTBEAT_S = 2 * clocks.HEARTBEAT_S
 
 
 class SharedJob:
-    """One job that reads a flow. It has one epoch reader at a time: a new one closes the one before.
+    """Job that reads a flow. It has one epoch reader at a time: creating a reader closes the earlier one.
 
-    Not to be used after a fork; `close` does nothing in a child, which has neither its threads nor its connections.
+    Do not use a job after a fork; `close` does nothing in a child, which has neither the threads nor the connections.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class SharedJob:
         self._heartbeat.start()
 
     def collate_with(self, collate_fn: Callable[[list[Any]], Any] | None) -> None:
-        """Collate epochs that begin from now on by another function; None: torch's default."""
+        """Set the collate function of epochs that begin later; None: torch's default."""
         self._collate = collate_function(collate_fn)
 
     @property
@@ -100,12 +100,12 @@ class SharedJob:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it has left the flow, or is about to."""
+        """Whether the job has left the flow, or is about to leave."""
         return self._closed.is_set()
 
     @property
     def length(self) -> int:
-        """Samples of one epoch, of this rank's part of it where the job has several."""
+        """Number of samples in an epoch; for a job with several ranks, in this rank's part."""
         return self._router.length
 
     @property
@@ -114,19 +114,19 @@ class SharedJob:
 
     @property
     def sharing(self) -> Sharing:
-        """How many samples its flow's shards have loaded and served, by their latest answers."""
+        """How many samples the flow's shards have loaded and served, by their latest answers."""
         tallies = list(self._links.tallies.values())
         served, decodes = (sum(tally[place] for tally in tallies) for place in (0, 1))
         return sharing_of(served, decodes, size=self._job.size, keeps=self._job.caches, jobs=self._router.jobs)
 
     @property
     def times(self) -> StageTimes:
-        """How long the workers of its flow have taken to load, by stage, as its shards last reported."""
+        """Time that the flow's workers have taken to load, by stage, as the shards last reported."""
         return total_of(list(self._links.times.values()))
 
     @property
     def limited_by(self) -> str:
-        """What limits its flow's jobs, by the latest heartbeat; empty: nothing that is known."""
+        """Limit of the flow's jobs, by the latest heartbeat; empty if none is known."""
         return self._router.limited_by
 
     def cost(self) -> Cost:
@@ -136,19 +136,19 @@ class SharedJob:
 
     @property
     def is_read(self) -> bool:
-        """Whether an epoch has begun that is neither complete nor closed."""
+        """Whether an epoch is being read: it has begun, and is neither complete nor closed."""
         return self._reader is not None and not self._reader.is_over
 
     def traverse(self, epoch: int, *, done: dict[str, Any] | None = None, draw_seed: int | None = None) -> EpochReader:
         """Read an epoch in the order that the flow's router draws: each sample once, every order equally likely.
 
         If the job has several ranks, each waits for the others before its first batch, unless none of them has begun. A
-        rank waits again if it resumes from a state that differs from what the router knows of it. There is no time
-        limit.
+        rank also waits if it resumes from a state that differs from the router's record of it. There is no time limit.
 
-        done: a `state`, of a run with any number of ranks; the samples that were delivered by then are not read again.
-        draw_seed: with the epoch, the seed of the random draws; None: the job's seed.
-        Raises StateError for a state of another flow or epoch, and for one that lacks what other ranks had read.
+        done: result of `state` in a run with any number of ranks; samples that were delivered by then are not read
+            again.
+        draw_seed: together with the epoch, the seed of the random draws; None: the job's seed. Raises StateError for a
+            state of another flow or epoch, or if the samples that other ranks had read are not known.
         """
         cursor = self._cursor_at_start(epoch)
         if done is not None:
@@ -168,13 +168,13 @@ class SharedJob:
         draw_seed: int | None = None,
         passed: Callable[[int, int], None] | None = None,
     ) -> EpochReader:
-        """Read the batches of a plan, in its order.
+        """Read the batches of `plan`, in its order.
 
-        order: the samples of all batches, if they are known now; the caches then keep what is read next. If the dataset
-            is a `Subset`, these are places in it, as in the plan.
+        order: the samples of all batches, if they are known now; shards' caches then keep the samples that are read
+            next. If the dataset is a `Subset`, these are places in it, as in the plan.
         draw_seed: as for `traverse`.
-        passed: called with each delivered batch's number, counted from 0, and its number of samples. Called before the
-            next batch is delivered, or by the reader's `note_delivered`; twice after an interrupt.
+        passed: called for each delivered batch with its number, counted from 0, and its number of samples. It is called
+            before the next batch is delivered, or by the reader's `note_delivered`; after an interrupt perhaps twice.
         """
         self._begin(self._cursor_at_start(epoch))
         if order is not None and len(order) and order.min() >= 0 and order.max() < self._samples:
@@ -183,10 +183,11 @@ class SharedJob:
         return self._read(map(self._checked, plan), epoch, draw_seed, StopSignal(), passed, await_plan)
 
     def state(self) -> dict[str, Any]:
-        """Return which samples of the epoch have been delivered. O(size / 8).
+        """Return the state: which samples of the epoch have been delivered. O(size / 8).
 
-        For one rank of several, the router also reports what all ranks have at this rank's position. So the state of
-        one rank is enough to resume with a different number of ranks if they are in step.
+        If the job has several ranks, the router also reports the samples that all ranks have read at this rank's
+        position. So if the ranks are in step, the state of one rank is enough to resume with a different number of
+        ranks.
         """
         if self._reader is not None:
             self._reader.note_delivered()
@@ -200,10 +201,10 @@ class SharedJob:
         atexit.register(self.close)
 
     def abandon(self) -> None:
-        """Make the job's own thread leave the flow and end. It waits for nothing and takes no lock.
+        """Make the job's own thread leave the flow and end. The call waits for nothing and takes no lock.
 
-        A finalizer may call it, in any thread, between any two steps of that thread. The thread may therefore hold a
-        lock that leaving takes, or be the one that leaving waits for.
+        Finalizers call this, in any thread, between any two steps of the thread. That thread may hold a lock that
+        leaving takes, or be the thread for which leaving waits.
         """
         self._closed.set()
         self._heartbeat.stop()
@@ -212,7 +213,7 @@ class SharedJob:
             self._reader.abandon()
 
     def close(self) -> None:
-        """Leave the flow and end the threads. Any thread may call, repeatedly; the job's own do not wait."""
+        """Leave the flow and end the threads. Any thread may call, repeatedly; the job's own threads do not wait."""
         if os.getpid() != self._pid:
             return
         self.abandon()
@@ -232,7 +233,7 @@ class SharedJob:
         self.close()
 
     def _note_together(self) -> None:
-        """Request what all ranks have read at this rank's position, unless the cursor has it."""
+        """Request the samples that all ranks have read at this rank's position, unless the cursor has them."""
         cursor = self._cursor
         if cursor.knows_all_ranks or self._closed.is_set() or os.getpid() != self._pid:
             return
@@ -292,7 +293,10 @@ class SharedJob:
         return self._reader
 
     def _drawn_batches(self, left: int, given_up: StopSignal) -> Iterator[list[int]]:
-        """Yield batches as the router draws them. Each call draws half of what is requested ahead."""
+        """Yield batches that the router draws.
+
+        Each call of the router draws half of the batches that are requested ahead.
+        """
         size = self._job.batch_size
         waiting: list[int] = []
         ahead = max(1, self._options.requested // 2) * size
@@ -312,7 +316,7 @@ class SharedJob:
 
     @property
     def _samples(self) -> int:
-        """Samples of the job's dataset, which may be a part of the flow's dataset."""
+        """Number of samples in the job's dataset, which may be a part of the flow's dataset."""
         return self._job.size if self._job.places is None else len(self._job.places)
 
     # -- the heartbeat's thread ------------------------------------------------------------------------------
@@ -362,7 +366,7 @@ class SharedJob:
 
 
 def _sample_number(key: Any, size: int) -> int:
-    """Return a sampler's key as an int; it may be numpy's or a tensor of one integer."""
+    """Convert a sampler's key to an int: an integer of numpy, or a tensor with one integer, is allowed too."""
     try:
         number = as_integer(key)  # a bool is a mask's, and not sample 0 or 1
     except TypeError:
@@ -376,7 +380,7 @@ def _sample_number(key: Any, size: int) -> int:
 
 
 def _draw_of(seed: int, epoch: int) -> int:
-    """Return a number that seeds the random draws of a sample together with its key; it differs by seed and epoch.
+    """Return a number that, together with a sample's key, seeds its random draws; it differs by seed and epoch.
 
     Jobs with the same seed get the same draws, as with torch's loader.
     """

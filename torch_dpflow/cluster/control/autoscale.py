@@ -1,22 +1,23 @@
-"""Autoscaling of one flow: once a second, how many workers it should have. Pure.
+"""Autoscaling of one flow: decides once a second how many workers it should have. Pure.
 
 ::
 
     demand = samples that the jobs read, per second in which they did not wait for data
     need   = demand x loads per sample / loads per second of a busy worker / HEADROOM
 
-**Up** when jobs wait for loads, or when workers are busy all the time. One step goes to the number that is needed, at
-most `TIMES` times the present number plus `MORE`. It is corrected upwards for some seconds, until the full demand is
-visible. The next step follows once the new workers have been measured. **Down** to the highest need of the last 20 s,
+**Up** when jobs wait for loads, or when workers are busy all the time. A step sets the number that is needed, but at
+most `TIMES` times the present number plus `MORE`. The step is corrected upwards for several seconds, until the full
+demand is visible. The next step follows once the new workers have been measured. **Down** to the highest need of the
+last 20 s,
 or of the time of a cold start if that is longer. The length of queues plays no part: a queue is as long as jobs
 prefetch, however few workers there are.
 
 **Saturation.** If added workers have increased the rate only little, something else is the limit, such as the storage.
-The flow then gets the workers that are enough for the rate that was measured. After some minutes a small step tests
-whether the limit still holds.
+The flow then gets only the workers that the measured rate needs. After several minutes a small step tests whether the
+limit still holds.
 
 **Pauses.** A job that is open but requests nothing, as during a validation, keeps its workers for a time. After that
-time, and soon after the last job has left, the flow has the minimum. When a job requests samples again, the former
+time, or soon after the last job has left, the flow gets the minimum. When a job requests samples again, the former
 number is restored at once.
 """
 
@@ -34,7 +35,7 @@ from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits
 
 
 class JobCounts(msgspec.Struct, frozen=True):
-    """Counts of a job's reads since it was opened: see `JobFigures`."""
+    """Counters of a job's reads since it was opened: see `JobFigures`."""
 
     samples: int
     stall_s: float
@@ -42,7 +43,7 @@ class JobCounts(msgspec.Struct, frozen=True):
 
 
 class FlowCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of a flow: counters since a fixed start, and present numbers."""
+    """Figures of a flow: counters since a fixed moment, and present numbers."""
 
     #: The number of jobs that read, and the counts of each; a job that has just joined has none.
     jobs: int
@@ -75,7 +76,7 @@ _COUNTED = ("requested", "due", "loads", "busy_s", "worker_s", "away_s", "late_s
 
 
 def between(first: FlowCounts, last: FlowCounts) -> tuple[FlowCounts, float, float]:
-    """Return the growth of all counters from `first` to `last`, and the jobs' stall and reading time, seconds."""
+    """Return (growth of all counters from `first` to `last`, the jobs' stall time, their reading time), seconds."""
     readings = [(one, first.readings.get(name, JobCounts(0, 0.0, 0.0))) for name, one in last.readings.items()]
     counted = {name: getattr(last, name) - getattr(first, name) for name in _COUNTED}
     grown = FlowCounts(jobs=last.jobs, **counted)
@@ -114,7 +115,7 @@ HOLD_STARTS, COLD_S = 6.0, 3.0
 
 @dataclass(slots=True)
 class _JobDemand:
-    """Demand of a job in samples per second, and when it last requested any, seconds."""
+    """Demand of a job, samples per second, and the time of its last request, seconds."""
 
     requested_at: float
     demand: float = 0.0
@@ -122,7 +123,7 @@ class _JobDemand:
 
 @dataclass(slots=True)
 class _Step:
-    """A step up."""
+    """Step up that is being measured."""
 
     began: float
     #: The number of workers before it, and their loads per second, `each` over all time and `rate` while busy.
@@ -137,7 +138,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of a window of counts; shares of the time of jobs, and of workers."""
+    """Figures measured over a window; shares are of the jobs' time or of the workers' time."""
 
     #: Waits of jobs, the parts of them for loads and for links, and the time in which workers had tasks.
     stall: float = 0.0
@@ -155,7 +156,7 @@ class Figures:
 
 
 def measure(first: FlowCounts, last: FlowCounts, passed_s: float, before: Figures) -> Figures:
-    """Return the figures of a window of `passed_s` seconds. before: earlier ones, for rates that it does not show."""
+    """Return the figures of a window of `passed_s` seconds. before: earlier figures, for rates missing in it."""
     grown, stall_s, reading_s = between(first, last)
 
     def share(part: float, whole: float) -> float:
@@ -178,7 +179,7 @@ def measure(first: FlowCounts, last: FlowCounts, passed_s: float, before: Figure
 
 @dataclass(slots=True)
 class _Saturation:
-    """The limit of a saturated flow: loads per second, the rate of a worker at that time, and how long it holds."""
+    """Limit of a saturated flow: loads per second, each worker's rate, and how long the limit is assumed."""
 
     load: float = math.inf
     rate: float = 0.0
@@ -220,19 +221,19 @@ class Autoscaler:
         self.target = self._within(self.target)
 
     def begin(self, now: float) -> None:
-        """Record that a job is about to read."""
+        """Record that a job is about to read the flow."""
         self._read_at = self._requested_at = max(now, self._read_at)
         self._wake(now)
 
     def forget_limit(self) -> None:
-        """Measure again what limits the flow: its shards change."""
+        """Drop the measured limit of the flow, because its shards change."""
         self._step, self._saturation = None, _Saturation()
 
     def step(self, counts: FlowCounts, now: float) -> str:
-        """Process the present counts: set `target`, and return what keeps jobs from reading faster.
+        """Process the present counts: set `target`, and return the limit that keeps jobs from reading faster.
 
-        That is "workers", "processors", "cold start", "storage", "network", "job", "budget", or what a platform
-        reports, such as "quota"; empty if no job reads, or if it is not known yet.
+        The limit is "workers", "processors", "cold start", "storage", "network", "job", "budget", or a limit that a
+        platform reports, such as "quota". It is empty if no job reads, or if it is not known yet.
         """
         if not self._history:
             self._read_at = self._requested_at = max(now, self._read_at)
@@ -249,7 +250,7 @@ class Autoscaler:
         return self._limited_by(counts) if counts.jobs else ""
 
     def _note(self, counts: FlowCounts, now: float) -> None:
-        """Record these counts, and measure the changes over the window."""
+        """Record these counts, and measure their growth over the window."""
         history = self._history
         if history and (counts.loads < history[-1][1].loads or counts.requested < history[-1][1].requested):
             history.clear()  # a service has restarted, and counts from 0
@@ -283,7 +284,7 @@ class Autoscaler:
             self._requested_at = now
 
     def _demand(self, now: float, hold_s: float) -> float:
-        """Return the demand of all jobs, samples per second; a job that pauses counts with its last demand."""
+        """Return the demand of all jobs, samples per second; a paused job counts with its last demand."""
         return sum(job.demand for job in self._jobs.values() if now - job.requested_at < hold_s)
 
     def _within(self, workers: int) -> int:
@@ -302,7 +303,7 @@ class Autoscaler:
             self._begin_needs(now)
 
     def _begin_needs(self, now: float) -> None:
-        """Keep the present number for a time, as the need is not known yet."""
+        """Keep the present number of workers for a time, until the need can be measured."""
         self._needs.clear()
         self._needs.append((now, self.target))
         self._usual_need = self.target
@@ -332,7 +333,7 @@ class Autoscaler:
                 self.target = highest
 
     def _need(self, demand: float, now: float) -> int | None:
-        """Return how many workers are needed; None if that is not known."""
+        """Return how many workers the demand needs; None if unknown."""
         figures, saturation = self._figures, self._saturation
         load, rate = figures.per_sample * demand, figures.rate
         if load == 0 and demand > 0:
@@ -359,7 +360,7 @@ class Autoscaler:
         self.target = self._within(max(self.target, min(need, step.most)))
 
     def _settle(self, counts: FlowCounts, need: int, now: float) -> None:
-        """Check whether the workers of the latest step are ready, and how much they have increased the rate."""
+        """Finish the latest step up once its workers are ready, by how much they have increased the rate."""
         step = self._step
         if step is None:
             return

@@ -1,6 +1,6 @@
 """The flows of a cluster, their life cycle (thesis 4.3.2, figure 4-7), and the jobs that have left them.
 
-A pure state machine without a socket, thread or clock inside. Its owner stores `flows`, and runs the services of
+A pure state machine without a socket, thread or clock inside. The coordinator stores `flows`, and runs the services of
 `running`.
 
 ::
@@ -49,7 +49,7 @@ MAX_ANNOUNCED = 64
 
 
 class FlowState(enum.Enum):
-    """The state of a flow in its life cycle."""
+    """State of a flow in its life cycle."""
 
     CREATED = "created"
     READY = "ready"
@@ -60,7 +60,7 @@ class FlowState(enum.Enum):
 
 @dataclass(slots=True)
 class Flow:
-    """One version of a flow, as the registry knows it."""
+    """Record of one version of a flow."""
 
     spec: FlowSpec
     state: FlowState = FlowState.CREATED
@@ -90,7 +90,7 @@ class Flow:
 
     @property
     def runs(self) -> bool:
-        """Whether its services should run."""
+        """Whether the flow's services should run."""
         return self.starting or self.state in (FlowState.READY, FlowState.ACCESSED)
 
     @property
@@ -110,7 +110,7 @@ class Flow:
         return is_open and now - self.last_read >= UNREAD_S
 
     def view(self, part: Part | None, now: float) -> FlowView:
-        """Return the flow for display. part: its part of the cluster while its services run."""
+        """Return the flow's state for display. part: its part of the cluster; None while its services do not run."""
         waits = self.state is FlowState.READY and not self.replaced
         return FlowView(
             msgspec.structs.replace(self.spec, parts={}),
@@ -124,9 +124,9 @@ class Flow:
 
 
 class FlowRegistry:
-    """Registry that decides which registrations are valid, and when services start and stop. Not thread-safe.
+    """Registry of flows: accepts or refuses registrations, starts and stops services. Not thread-safe.
 
-    Times are seconds on any one monotonic clock.
+    Times are seconds on one monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -134,16 +134,16 @@ class FlowRegistry:
 
     @property
     def flows(self) -> list[Flow]:
-        """Every version of every flow, in the order of registration."""
+        """All versions of all flows, in the order of registration."""
         return list(self._flows.values())
 
     @property
     def running(self) -> dict[str, FlowSpec]:
-        """The flows whose services should run, by instance."""
+        """Flows whose services should run, by instance (name and version)."""
         return {instance: flow.spec for instance, flow in self._flows.items() if flow.runs}
 
     def restore(self, spec: FlowSpec, now: float) -> None:
-        """Add a flow from the state store. Its services, if they run, report their state themselves."""
+        """Add a flow from the state store. Its state follows from reports of its services, if these run."""
         if spec.instance not in self._flows:
             self._add(Flow(spec, last_used=now))
 
@@ -156,7 +156,7 @@ class FlowRegistry:
         """Register a flow for a job, and return it.
 
         Raises:
-            OptionError: the description is invalid.
+            OptionError: the description `spec` is invalid.
             UsageError: the same version is registered with another description, or there are too many flows.
         """
         spec.check()
@@ -184,19 +184,19 @@ class FlowRegistry:
         return [flow for flow in self._flows.values() if flow.spec.content == content or content in flow.announced]
 
     def accept_content(self, flow: Flow, content: str) -> None:
-        """Accept an announced content, the first that is uploaded, as the flow's.
+        """Set the first content that was uploaded completely as the flow's content.
 
-        Registrations that agree may differ in the bytes of their content, and the job that registered first may have
-        ended before it uploaded its own.
+        Jobs whose registrations agree can have contents that differ in bytes, and the job that registered first may end
+        before it has uploaded its content.
         """
         if content in flow.announced and content != flow.spec.content:
             flow.spec = flow.announced[content]
         flow.announced.clear()
 
     def access(self, name: str, version: int, now: float) -> Flow:
-        """Record that a job is about to read a flow, and return it; then `start` its services.
+        """Record that a job is about to read a flow, and return the flow. Then call `start`.
 
-        Raises UnknownFlowError: there is no such flow in this version.
+        Raises UnknownFlowError if this version of the flow is not registered.
         """
         flow = self._flows.get(f"{name}:v{version}")
         if flow is None:
@@ -209,10 +209,10 @@ class FlowRegistry:
         flow.starting = flow.starting or not flow.runs
 
     def report(self, instance: str, jobs: int | None, now: float, *, reading: int | None = None) -> bool:
-        """Process a report of a router; return whether its flow should run.
+        """Process a report of a flow's router; return whether the flow should run.
 
-        jobs: how many it serves; None: it is not up.
-        reading: how many of them are in the middle of an epoch; None: all.
+        jobs: number of jobs that the router serves; None: it is not up.
+        reading: number of these jobs that are in the middle of an epoch; None: all.
         """
         flow = self._flows.get(instance)
         if flow is None or flow.is_stopped:
@@ -235,8 +235,8 @@ class FlowRegistry:
         """Change a flow's numbers of shards and workers, and return it.
 
         name: as for `find`.
-        shards: "auto": as many as the rate needs. None: as before.
-        workers: of all shards together; None: as many as it has, but at least one for each shard.
+        shards: number of shards; "auto": the number that the rate needs. None: no change.
+        workers: number of workers of all shards together; None: no change, but at least one for each shard.
 
         Raises:
             UsageError: there is no such flow.
@@ -252,10 +252,10 @@ class FlowRegistry:
         return flow
 
     def stop_unread(self, now: float) -> bool:
-        """Stop the services of the flow that has been unread for longest; return whether there was one.
+        """Stop the services of the flow that has been unread for longest; return False if all flows are read.
 
-        Flows without jobs come first. Jobs that have a flow open without reading start its services again when they
-        read.
+        Flows without jobs are stopped before flows that jobs only have open. Such jobs start the services again when
+        they read.
         """
         unread = [flow for flow in self._flows.values() if flow.may_give_way(now)]
         if not unread:
@@ -266,7 +266,7 @@ class FlowRegistry:
         return True
 
     def delete(self, instance: str, now: float) -> None:
-        """Delete this version of a flow, unless that was done. Raises UsageError if jobs read it."""
+        """Delete this version of a flow, if it exists. Raises UsageError if jobs read it."""
         flow = self._flows.get(instance)
         if flow is None:
             if ":" not in instance:
@@ -278,7 +278,7 @@ class FlowRegistry:
         self._remove(flow)
 
     def tick(self, now: float) -> None:
-        """Stop services that no job has used for `idle_s`."""
+        """Stop the services of flows that no job has used for `idle_s`."""
         for flow in self.flows:
             idle_s = LOWER_S if flow.replaced else flow.spec.idle_s
             # A lower version that was just registered, or restored after a restart, may be about to be accessed.
@@ -319,10 +319,10 @@ LITTLE_STALL = 0.05
 
 
 class EndedJobs:
-    """The latest jobs that have ended, at most `MAX_ENDED`. A job that returns under its name is removed.
+    """Record of the latest ended jobs, at most `MAX_ENDED`. A job that returns under its name is removed.
 
     Args:
-        packed: what `packed` returned before, in another process; empty at first.
+        packed: bytes that `take_packed` returned in an earlier process; empty at first.
     """
 
     def __init__(self, packed: bytes = b"") -> None:
@@ -336,13 +336,13 @@ class EndedJobs:
 
     @property
     def views(self) -> list[EndedJob]:
-        """The jobs, the one that ended last at the end."""
+        """The ended jobs, in the order in which they ended."""
         return list(self._ended.values())
 
     def observe(self, flow: str, readings: Mapping[str, JobCounts], limited_by: str, at: float) -> None:
-        """Record the counts of a flow's jobs. Jobs that were recorded before and are missing now have ended.
+        """Record the counts of a flow's jobs. Jobs that were in the previous counts and are missing now have ended.
 
-        limited_by: the flow's limit before these counts. at: the time, seconds since 1970.
+        limited_by: limit of the flow before these counts. at: the time, seconds since 1970.
         """
         before, known = self._seen.get(flow, ({}, ""))
         limit = limited_by or known
@@ -362,11 +362,11 @@ class EndedJobs:
             del self._ended[next(iter(self._ended))]
 
     def forget(self, flow: str, at: float) -> None:
-        """Record that a flow's services have ended, and its jobs with them."""
+        """Record that a flow's services have ended, and all its jobs with them."""
         self.observe(flow, {}, "", at)
         del self._seen[flow]
 
     def take_packed(self) -> bytes | None:
-        """Return the record as bytes to store; None if nothing has changed since the last call."""
+        """Return the record as bytes for the state store; None if it has not changed since the last call."""
         has_changed, self._has_changed = self._has_changed, False
         return msgspec.msgpack.encode(self.views) if has_changed else None

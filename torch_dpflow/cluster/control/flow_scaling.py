@@ -1,4 +1,4 @@
-"""Numbers of workers and shards of each flow of a cluster, what limits it, and its worker-seconds. Pure.
+"""Numbers of workers and shards of all flows, their limits, and their worker-seconds. Pure.
 
 `autoscale` and `shard_scaling` decide for one flow; this module computes their input once a second, from the reports of
 services.
@@ -59,9 +59,10 @@ class FlowScaling:
     """Autoscalers of all running flows. Not thread-safe.
 
     Args:
-        limits: of all flows together. Without `autoscale`, each flow has as many workers as it requests.
-        price_per_hour: of a worker, for reports.
-        ended: the record of jobs that have left.
+        limits: limits of all flows together. Without `autoscale`, each flow gets the number of workers that it
+            requests.
+        price_per_hour: price of a worker, for reports.
+        ended: record of jobs that have left.
         wall_clock: returns the time, seconds since 1970.
     """
 
@@ -83,9 +84,9 @@ class FlowScaling:
         self._of(spec).law.begin(now)
 
     def parts(self, running: Mapping[str, FlowSpec], hosts: int, unread: Collection[str]) -> dict[str, Part | None]:
-        """Return the part of the cluster of each running flow; None if nothing is left for it.
+        """Return each running flow's part of the cluster; None if nothing is left for it.
 
-        hosts: how many hosts run shards. unread: as in `flow_parts`.
+        hosts: number of hosts that run shards. unread: as in `flow_parts`.
         """
         shards, targets = [*map(self.shards, running.values())], None
         if self._autoscale is not None:
@@ -108,7 +109,7 @@ class FlowScaling:
     ) -> bool:
         """Process reports of running flows; return whether a flow's numbers or its limit have changed.
 
-        parts: of the running flows, by `parts`. hosts: processors of the hosts that run shards, by name.
+        parts: result of the method `parts`. hosts: number of processors of each host that runs shards, by name.
         """
         for instance in self._flows.keys() - running.keys():
             del self._flows[instance]
@@ -129,13 +130,13 @@ class FlowScaling:
         return self._of(spec).law.target
 
     def lingering(self, spec: FlowSpec, now: float) -> int:
-        """Return how many workers this flow has while superfluous ones are still being ended; 0 if none can be."""
+        """Return how many workers this flow has while superfluous workers are being ended; 0 if none are."""
         if self._autoscale is None:
             return 0
         return max((target for at, target in self._of(spec).targets if at > now - LINGER_S), default=0)
 
     def limited_by(self, instance: str) -> str:
-        """Return what limits the jobs of a flow; empty if nothing is known to."""
+        """Return the limit of a flow's jobs, in one word; empty if none is known."""
         flow = self._flows.get(instance)
         return "" if flow is None else flow.limited_by
 
@@ -222,7 +223,7 @@ class FlowScaling:
         flows: int,
         hosts: int,
     ) -> None:
-        """Continue with the workers and shards that an earlier coordinator had, as far as they are known now."""
+        """Continue with the numbers of workers and shards of an earlier coordinator, as far as they are known."""
         workers = _workers_of(own)
         if workers > flow.law.target:
             flow.law = Autoscaler(self._bounds(spec, flows), workers)
@@ -252,7 +253,7 @@ class FlowScaling:
 
 
 def _workers_of(own: Sequence[ProcessView]) -> int:
-    """Return how many workers a flow has now, local and remote."""
+    """Return how many workers a flow has now, local and remote ones."""
     return sum(view.role == "worker" for view in own) + sum(
         len(view.status.get("remote_workers", ())) for view in own if view.role == "shard"
     )
@@ -276,7 +277,7 @@ _OF_SHARDS = ("requested", "due", "busy_s", "worker_s", "away_s", "late_s", "lin
 def counts_of(router: ProcessView, own: Sequence[ProcessView], *, processors: int) -> FlowCounts:
     """Return the figures of a flow, from the status of its processes.
 
-    processors: of the hosts that run shards.
+    processors: number of processors of all hosts that run shards.
     """
     workers = [view.status for view in own if view.role == "worker"]
     shards = [view.status for view in own if view.role == "shard"]

@@ -1,19 +1,20 @@
-"""The order of one job's epochs, distributed to its ranks: one draw for all of them, each sample to one rank.
+"""The order of one job's epochs, distributed to its ranks: all ranks share one draw, and each sample goes to one rank.
 
 A pure state machine; there is no socket, thread or clock inside.
 
-An epoch has a *slot* for each sample that its ranks read together. Slot `s` is place `s // replicas` of rank
-`s % replicas`, as in torch's DistributedSampler. A job that is alone in its flow therefore reads the order of that
-sampler for the same seed. A slot is filled from the job's sampling group when a rank first draws that far, and stays
+An epoch has a *slot* for each sample that its ranks read together. Slot `s` is place `s // replicas` of rank `s %
+replicas`, as in torch's DistributedSampler. The only job of a flow therefore reads the same order as with a
+DistributedSampler of the same seed. A slot is filled from the job's sampling group when a rank first draws that far,
+and stays
 filled: a repeated draw of the same places returns the same samples.
 
-Ranks need not be in step. The first one to finish begins the next epoch, which draws the rest of the last one for the
-others. Epochs are kept until every rank has passed them, at most `MAX_EPOCHS`.
+Ranks need not be in step. The first rank to finish an epoch begins the next epoch; before that, the remaining slots are
+filled for the other ranks. Epochs are kept until every rank has passed them, at most `MAX_EPOCHS`.
 
 Only a rank itself knows for certain what it has read. So every rank reports its epoch and its samples before the first
-draw. It does so again if a rank's report contradicts what it was given, as after loading another checkpoint. Then the
-open slots are filled again, and no sample that a rank has is drawn again. A rank that begins its first epoch has
-nothing, so it need not wait for ranks that have not reported: `draw` with `alone`.
+draw. All ranks report again if a rank's report contradicts the samples that it was given, such as after loading another
+checkpoint. Then the open slots are filled again, without the samples that ranks have. A rank that begins its first
+epoch has no samples, so it need not wait for ranks that have not reported: see `alone` of `draw`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _NO_MARKS: NDArray[np.uint8] = np.empty(0, np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Samples that a rank has received of an epoch."""
+    """Report of the samples of an epoch that a rank has received."""
 
     epoch: int
     #: How many of its first places.
@@ -56,15 +57,15 @@ class Held:
 
 
 class JointOrder:
-    """Distributes the epochs of one job, which has joined a sampling group, to its ranks.
+    """Distribution of a job's epochs to its ranks. The job has joined a sampling group, which draws the samples.
 
-    A job without ranks has one, which waits for no other. Not thread-safe. A start costs O(samples that were read
-    before), a draw of n samples O(n * replicas).
+    A job without ranks counts as one rank. Not thread-safe. A start costs O(samples that were read before), a draw of n
+    samples O(n * replicas).
 
     Args:
         group: draws the samples.
         job: the job's name in the group.
-        shares: how an epoch is divided evenly among the ranks.
+        shares: division of an epoch among the ranks, in equal numbers.
     """
 
     def __init__(self, group: SamplingGroup, job: str, shares: RankShares) -> None:
@@ -88,9 +89,9 @@ class JointOrder:
         return tuple(rank for rank in range(self._shares.replicas) if rank not in self._reported)
 
     def drawn(self, most: int | None = None) -> IndexArray:
-        """Return the samples of the newest epoch that were drawn since it was begun here, in order, each once.
+        """Return the drawn samples of the newest epoch, in order, each once, without those that ranks reported.
 
-        most: return the last ones, at most this many; None: all.
+        most: maximum number of samples, the last drawn ones; None: all.
         """
         if not self._epochs:
             return _NOTHING
@@ -98,19 +99,20 @@ class JointOrder:
 
     @property
     def done(self) -> IndexArray:
-        """The samples of the newest epoch that some rank had when it was begun here, ascending."""
+        """Samples of the newest epoch that some rank had when the epoch began in this object, ascending."""
         if not self._epochs:
             return _NOTHING
         return self._epochs[max(self._epochs)].done
 
     def start(self, rank: int, held: Sequence[Held], *, reader: str = "", fresh: bool = False) -> None:
-        """Begin or resume an epoch for a rank. held: what the rank has of this epoch, then of earlier ones.
+        """Begin or resume an epoch for a rank.
 
         Args:
-            reader: name of the reader, if the rank has several.
-            fresh: whether the rank has read nothing, of this epoch or another.
+            held: reports of the samples that the rank has: of this epoch first, then of earlier epochs.
+            reader: name of the reader, if the rank has several readers.
+            fresh: whether the rank has read nothing, in any epoch.
 
-        Raises UsageError: the ranks are too far apart, or this one has samples that are not the job's.
+        Raises UsageError: the ranks are too far apart, or this rank reports samples that are not the job's.
         """
         now = held[0]
         if len(now.earlier) > self._shares.length:
@@ -148,13 +150,13 @@ class JointOrder:
         *,
         alone: bool = False,
     ) -> IndexArray:
-        """Return the samples in `count` places of a rank, starting at `position`; fewer at the end of its part.
+        """Return the samples in `count` places of a rank, starting at place `position`; fewer at the end of its part.
 
-        alone: whether ranks that have not reported count as having nothing, if all others have nothing.
+        alone: if all reports are empty, treat ranks without a report as empty too, instead of waiting for them.
 
         Raises:
             AwaitedRanksError: other ranks have not started.
-            OutOfStepError: the rank has to start the epoch again and report what it has.
+            OutOfStepError: the rank has to call `start` again and report its samples.
         """
         if not self._epochs and rank in self._reported and not (alone and self._begin_alone(rank)):
             raise AwaitedRanksError(
@@ -169,10 +171,10 @@ class JointOrder:
         return joint.part(rank, position, min(position + count, joint.per_rank), now)
 
     def read_by_all(self, epoch: int, position: int) -> NDArray[np.uint8] | None:
-        """Return what the job has read of an epoch once each rank has read `position` samples of its part.
+        """Return the samples that the job has read when each rank has read `position` samples of its part of the epoch.
 
-        A bit for each sample of the group, the most significant bit of a byte first. None if that is not known: a rank
-        had reported a later position, and not in which order it came there.
+        The result has one bit for each sample of the group, the most significant bit of a byte first. It is None if a
+        rank reported a later position, because the order of that rank's samples is then unknown.
 
         Raises OutOfStepError: the epoch is not in progress, or ranks have to report first.
         """
@@ -182,11 +184,11 @@ class JointOrder:
         return joint.read_by_all(min(position, joint.per_rank), self._group.size)
 
     def _shares_of_rest(self, held: Held) -> RankShares:
-        """Return how the samples that no earlier run had read are divided among the ranks."""
+        """Return the division among ranks of the samples that no earlier run had read."""
         return replace(self._shares, length=self._shares.length - len(held.earlier))
 
     def _with_shared_arrays(self, held: Held) -> Held:
-        """Return a report with the arrays of an equal one: each rank may report what all have read."""
+        """Return a report whose arrays are shared with equal reports: each rank may report the samples of all ranks."""
         others = [reported[held.epoch] for reported in self._reported.values() if held.epoch in reported]
         samples = held.samples
         if len(samples) > held.position:
@@ -194,12 +196,12 @@ class JointOrder:
         return replace(held, samples=samples, earlier=_first_equal(held.earlier, [one.earlier for one in others]))
 
     def _agrees(self, rank: int, held: Held) -> bool:
-        """Return whether a rank has exactly the samples that it was given."""
+        """Return whether a rank's report equals the samples that it was given."""
         joint = self._epochs.get(held.epoch)
         return joint is not None and joint.agrees(rank, held)
 
     def _begin_next(self, held: Held) -> bool:
-        """Begin the next epoch if this rank is the first to reach it; return whether it is."""
+        """Begin the next epoch if this rank is the first to reach it; return whether it is the first."""
         newest = max(self._epochs)
         if held.position or len(held.earlier) or held.epoch <= newest:
             return False
@@ -214,7 +216,7 @@ class JointOrder:
         return True
 
     def _begin_alone(self, rank: int) -> bool:
-        """Begin this rank's first epoch without ranks that have not reported; return whether that is allowed."""
+        """Begin this rank's first epoch without missing reports, if that is allowed; return whether it is."""
         (epoch,) = self._reported[rank] if len(self._reported[rank]) == 1 else (-1,)
         if any(other not in self._fresh or [*held] != [epoch] for other, held in self._reported.items()):
             return False
@@ -225,7 +227,7 @@ class JointOrder:
         return True
 
     def _refill(self, latest: int) -> None:
-        """Fill the open slots again, once every rank has reported; `latest` is the rank that reported last."""
+        """Fill the open slots again, after every rank has reported. latest: the rank that reported last."""
         current = [next(iter(self._reported[rank].values())).epoch for rank in range(self._shares.replicas)]
         epochs = sorted(set(current))
         try:
@@ -243,7 +245,7 @@ class JointOrder:
         self._epochs, self._reported, self._fresh = joint, {}, set()
 
     def _held_in(self, epoch: int) -> list[Held]:
-        """Return what each rank has of an epoch; nothing if the rank has not reached it."""
+        """Return each rank's report of an epoch; an empty report if the rank has not reached the epoch."""
         held: list[Held] = []
         earlier = self._earlier_in(epoch)
         for rank in range(self._shares.replicas):
@@ -258,7 +260,7 @@ class JointOrder:
         return held
 
     def _earlier_in(self, epoch: int) -> IndexArray:
-        """Return the samples of an epoch that earlier runs had read, by the ranks that are or were in it."""
+        """Return the samples of an epoch that earlier runs had read, as reported by the ranks that have reached it."""
         first: int | None = None
         earlier = _NOTHING
         for rank, reported in self._reported.items():
@@ -284,9 +286,9 @@ class _JointEpoch:
     """Slots of one epoch, filled in order as ranks draw.
 
     Args:
-        shares: how the samples are divided that no earlier run has read.
-        held: what each rank has; those slots stay empty, and no rank draws them.
-        draw: returns the next n samples, fewer at the end; missing ones are padded with those from the epoch's
+        shares: division of the samples that no earlier run has read.
+        held: report of each rank; the slots of reported samples stay empty, and no rank draws them.
+        draw: returns the next n samples, fewer at the end; the missing samples are padded with samples from the epoch's
             beginning.
     """
 
@@ -319,17 +321,17 @@ class _JointEpoch:
         self._marks: NDArray[np.uint8] = _NO_MARKS
 
     def drawn(self, most: int | None = None) -> CompactArray:
-        """Return the samples in the slots that were filled, without padding; the last ones, if there are more."""
+        """Return the samples in filled slots, without padding. most: only the last ones, at most this number."""
         end = self._filled - self._padded
         drawn = self._slots[self._open.part(0 if most is None else max(0, end - most), end)]
         return drawn[drawn > 0] - 1
 
     def first_of(self, rank: int) -> int:
-        """Return the first position of the order that this rank can draw."""
+        """Return the first place that this rank can draw."""
         return max(self._held[rank].position, self._kept_from)
 
     def agrees(self, rank: int, held: Held) -> bool:
-        """Return whether `held` is what the rank has if it received its places in order."""
+        """Return whether `held` equals the samples that the rank has received if it received its places in order."""
         mine = self._held[rank]
         if held.position < mine.position or not np.array_equal(held.earlier, self._earlier):
             return False
@@ -347,7 +349,7 @@ class _JointEpoch:
         return found
 
     def read_by_all(self, position: int, size: int) -> NDArray[np.uint8] | None:
-        """See `JointOrder.read_by_all`; size: of the group."""
+        """Return the samples read by all ranks; see `JointOrder.read_by_all`. size: number of samples in the group."""
         if self._kept_from or any(one.position > position for one in self._held):
             return None
         end = self._replicas * position
@@ -385,10 +387,10 @@ class _JointEpoch:
 
 
 class _OpenSlots:
-    """The slots that no rank had when an epoch was begun, ascending: some among the first ones, then all.
+    """Slots that no rank had when an epoch was begun, ascending: part of the slots up to the furthest rank, then all.
 
     Args:
-        positions: by rank, how many of its places it has.
+        positions: for each rank, the number of its places that it has.
     """
 
     def __init__(self, total: int, positions: Sequence[int]) -> None:
@@ -417,12 +419,12 @@ class _OpenSlots:
 
 
 def _first_equal(array: IndexArray, others: Sequence[IndexArray]) -> IndexArray:
-    """Return the first of the others that is equal, so that only one of them is kept; else the array itself."""
+    """Return the first equal array in `others`, so that only one copy is kept; otherwise `array` itself."""
     return next((other for other in others if np.array_equal(array, other)), array)
 
 
 def _union(arrays: Sequence[IndexArray]) -> IndexArray:
-    """Return the samples of all arrays, ascending, each once. An array that is there repeatedly counts once."""
+    """Return the samples of all arrays, ascending, each once. A repeated array object counts once."""
     distinct = [array for array in {id(array): array for array in arrays}.values() if len(array)]
     if len(distinct) == 1 and (distinct[0][1:] > distinct[0][:-1]).all():
         return distinct[0]

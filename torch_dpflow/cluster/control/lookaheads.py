@@ -1,8 +1,8 @@
-"""Lookaheads of jobs: a job's future reads as its router knows them, and as a shard uses them (thesis 3.4.3, 3.4.4).
+"""Lookaheads: a job's future reads as its router knows them, and as a shard uses them (thesis 3.4.3, 3.4.4).
 
-Pure: there is no socket, thread or clock inside. The router has each job's future from its sampling group, or from the
-job itself, and cuts it to the shard's keys. It does not know which of the samples that it drew were requested from the
-shard; `ShardLookaheads` does. The lookahead for the cache's policy therefore starts at what was requested there.
+Pure: there is no socket, thread or clock inside. The router takes each job's future from its sampling group, or from
+the job itself, and cuts it to the shard's keys. The router does not know which drawn samples were already requested
+from the shard; `ShardLookaheads` does, and removes them from the lookahead for the cache's policy.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _MANY_CERTAIN = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class KnownEpoch:
-    """An epoch of a job as its router knows it.
+    """Epoch of a job, as its router knows it.
 
     Args:
-        ahead: of the job's sampling group, or of the job's own sampler.
-        drawn: the samples that were drawn since the epoch was begun with this router, in order.
-        done: samples that the job had before, ascending.
+        ahead: lookahead of the job's sampling group, or of the job's own sampler.
+        drawn: samples that were drawn since the epoch was begun at this router, in order.
+        done: samples that the job had read before that, ascending.
     """
 
     ahead: Lookahead
@@ -42,9 +42,9 @@ class KnownEpoch:
     done: Keys
 
     def cut(self, first: int, end: int, size: int) -> tuple[JobLookahead, list[Any]]:
-        """Return the answer to a shard that owns the keys from `first` to before `end`, and its arrays.
+        """Return (answer, arrays) for a shard that owns the keys from `first` to before `end`.
 
-        size: samples of the flow.
+        size: number of samples of the flow.
         """
         ahead, dtype = self.ahead, compact(size)
         certain = _within(np.concatenate([self.drawn, ahead.certain]), first, end)
@@ -75,7 +75,7 @@ class KnownEpoch:
 
 
 def joint_order(parts: dict[int, IndexArray], replicas: int) -> IndexArray:
-    """Return the order of a job from the orders of its ranks, as if the ranks read in turn. parts: orders by rank."""
+    """Return the order of a job whose ranks read alternately. parts: the order of each rank, by rank."""
     if replicas == 1:
         return parts[0]
     places = np.concatenate([np.arange(len(part)) * replicas + rank for rank, part in parts.items()])
@@ -93,7 +93,7 @@ _REQUESTS_FIXED, _REQUESTS = 8, 32
 
 
 class LookaheadParts(NamedTuple):
-    """The arrays of a router's answer; see `JobLookahead`."""
+    """Arrays of a router's answer; see `JobLookahead`."""
 
     certain: Keys
     likely: Keys
@@ -103,7 +103,7 @@ class LookaheadParts(NamedTuple):
 
     @classmethod
     def of(cls, frames: Sequence[memoryview], size: int) -> LookaheadParts | None:
-        """Return copies of the arrays in these frames, of a flow of `size` samples; None without frames."""
+        """Return copies of the arrays in an answer's frames; None without frames. size: the number of samples."""
         if not frames:
             return None
         dtypes = [compact(size), compact(size), np.float64, compact(size), compact(size)]
@@ -112,7 +112,7 @@ class LookaheadParts(NamedTuple):
 
 
 class _Marks:
-    """A set of the keys from `first` to before `end`: a bit for each."""
+    """Set of keys from `first` to before `end`, as one bit for each key."""
 
     def __init__(self, first: int, end: int) -> None:
         self._first, self._length = first, end - first
@@ -121,7 +121,7 @@ class _Marks:
         self.count = 0
 
     def add(self, keys: Sequence[int]) -> None:
-        """Add these keys; keys of other shards are ignored."""
+        """Add these keys. Keys outside the range are ignored."""
         first, length, bits, added = self._first, self._length, self._bits, 0
         for key in keys:
             place = key - first
@@ -133,7 +133,7 @@ class _Marks:
         self.count += added
 
     def has(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """Return whether each of these keys, which are the shard's, is in the set."""
+        """Return for each of these keys, which must be in the range, whether it is in the set."""
         places = keys - self._first
         found: npt.NDArray[np.bool_] = (np.frombuffer(self._bits, np.uint8)[places >> 3] >> (places & 7)) & 1 > 0
         return found
@@ -141,7 +141,7 @@ class _Marks:
 
 @dataclass(slots=True, eq=False)
 class _JobEpoch:
-    """A job's epoch at this shard."""
+    """State of a job's epoch at this shard."""
 
     #: The shard's keys that the job has requested in this epoch.
     wanted: _Marks
@@ -158,11 +158,11 @@ class _JobEpoch:
 
 
 class ShardLookaheads:
-    """Follows the jobs of one shard through their epochs. Not thread-safe: the shard's thread owns it.
+    """Lookaheads of the jobs of one shard, as they proceed. Not thread-safe: the shard's thread owns it.
 
     Args:
         flow: the name and version of the flow.
-        size: its samples; the shard owns all of them until `assign`.
+        size: number of samples of the flow; the shard owns all of them until `assign`.
     """
 
     def __init__(self, flow: str, size: int) -> None:
@@ -172,7 +172,7 @@ class ShardLookaheads:
         self._due: list[str] = []
 
     def assign(self, first: int, end: int) -> None:
-        """Set the keys that the shard owns. Requests of jobs for other keys no longer count."""
+        """Set the keys that the shard owns. Earlier requests for other keys no longer count."""
         self._first, self._end = first, end
         for name, job in self._jobs.items():
             job.wanted = _Marks(first, end)
@@ -182,8 +182,8 @@ class ShardLookaheads:
     def wanted(self, reader: str, name: str, epoch: int, keys: Sequence[int]) -> bool:
         """Record that a reader of the job `name` requests these keys.
 
-        Returns whether the reader is in the job's epoch, which is the latest that any of its ranks has begun. The
-        policy must not count reads of a rank that is still in the epoch before.
+        Returns whether the reader is in the latest epoch that any rank of the job has begun. The policy must not count
+        reads of a rank that is still in an earlier epoch.
         """
         job = self._jobs.get(name)
         if job is None:
@@ -213,7 +213,7 @@ class ShardLookaheads:
 
     @property
     def is_due(self) -> bool:
-        """Whether any lookahead has to be requested."""
+        """Whether any lookahead should be requested from the router now."""
         return bool(self._due)
 
     def requests(self) -> list[LookaheadRequest]:
@@ -229,7 +229,7 @@ class ShardLookaheads:
         return requests
 
     def failed(self, requests: Sequence[LookaheadRequest]) -> None:
-        """Record that these requests may have had no answer; they are made again."""
+        """Record that these requests may be unanswered, so that they are made again."""
         for request in requests:
             if (job := self._jobs.get(request.job)) is not None:
                 self._request(request.job, job)
@@ -237,7 +237,7 @@ class ShardLookaheads:
     def answered(
         self, request: LookaheadRequest, answer: JobLookahead, parts: LookaheadParts | None
     ) -> Lookahead | None:
-        """Return the lookahead in a router's answer; None if it has nothing new, or is of another epoch."""
+        """Return the lookahead in a router's answer; None if the answer is not new, or is of another epoch."""
         job = self._jobs.get(request.job)
         if job is None or (request.first, request.end) != (self._first, self._end):
             return None
@@ -252,7 +252,7 @@ class ShardLookaheads:
         return self._lookahead(job, answer, parts, certain)
 
     def _lookahead(self, job: _JobEpoch, answer: JobLookahead, parts: LookaheadParts, certain: Keys) -> Lookahead:
-        """Return an answer as the lookahead of a policy; certain: the samples that are not requested yet."""
+        """Convert an answer to a policy's lookahead. certain: the samples that are not requested yet."""
         weights, keys = parts.weights, self._end - self._first
         reads: Keys | None = parts.members
         if not answer.has_members:

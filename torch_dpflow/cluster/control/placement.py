@@ -1,4 +1,4 @@
-"""Nodes of a cluster and how many a platform runs, its division among flows, and the processes of each flow. Pure.
+"""Nodes of a cluster, their number on a platform, division of a cluster among flows, and flows' processes. Pure.
 
 A node's states::
 
@@ -7,12 +7,13 @@ A node's states::
 
 A name belongs to one node at a time. A node that joins again under its name has a higher generation, and its processes
 have higher incarnations. Routers therefore treat them as successors of the earlier processes. A restarted coordinator
-waits for the nodes in its store for one lease. Otherwise it would give their keys to other shards, and back a second
+waits one lease for the nodes in its store. Otherwise it would assign their keys to other shards, and back a second
 later.
 
-A shard that should be removed first drains. The router assigns its keys to the others. The shard answers pending
-requests, refuses new ones as stale, and reports in its status when no job reads from it any more. Ending it first would
-send jobs in circles. All state is read from the running processes, so a restarted coordinator continues.
+A shard that should be removed first drains. The router assigns its keys to other shards. The draining shard answers
+pending requests, refuses new requests as stale, and reports in its status when no job reads from it any more. If it
+ended earlier, jobs would repeatedly be directed to it. All state is read from the running processes, so a restarted
+coordinator continues.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ class _JoinedNode:
 
 
 class NodeTable:
-    """The joined nodes. Not thread-safe.
+    """Table of joined nodes. Not thread-safe.
 
     Times are seconds on one monotonic clock, which should stand still while the coordinator is suspended.
 
     Args:
         cluster: id of the cluster, for records.
-        generations: nodes get generations above this number; it grows with each coordinator of a cluster.
-        lease_s: a node is removed after this long without a report, seconds.
+        generations: nodes get generations above this number, which grows with each coordinator process of a cluster.
+        lease_s: time without a report after which a node is removed, seconds.
     """
 
     def __init__(self, cluster: str, *, generations: int, lease_s: float) -> None:
@@ -59,7 +60,7 @@ class NodeTable:
         self._nodes: dict[str, _JoinedNode] = {}
 
     def restore(self, record: NodeRecord, now: float) -> bool:
-        """Await a node that an earlier coordinator knew; return whether it can belong to this cluster."""
+        """Wait for a node that an earlier coordinator knew; return whether the node can belong to this cluster."""
         if record.cluster != self._cluster or record.name in self._nodes:
             return False
         self._generation = max(self._generation, record.generation)
@@ -68,11 +69,11 @@ class NodeTable:
         return True
 
     def join(self, name: str, process: str, address: str, processors: int, now: float) -> NodeRecord:
-        """Register a node. Idempotent: a repeated request of its process returns the same answer.
+        """Register a node. Idempotent: a repeated request of the same process returns the same answer.
 
         Raises:
-            OverloadedError: another node has its name, and is not known to have ended.
-            UsageError: the largest number of nodes is reached.
+            OverloadedError: another node has the name, and may still run.
+            UsageError: the maximum number of nodes is reached.
         """
         other = self._nodes.get(name)
         if other is not None and other.record.process == process:
@@ -93,7 +94,10 @@ class NodeTable:
         return record
 
     def report(self, name: str, generation: int, standing: str, processes: Sequence[ProcessView], now: float) -> bool:
-        """Record a node's report; return whether it belongs to the cluster. A node that has left cannot come back."""
+        """Record a node's report; return whether the node belongs to the cluster.
+
+        A node that has left must join again.
+        """
         node = self._nodes.get(name)
         if node is None or node.record.generation != generation:
             return False
@@ -103,19 +107,19 @@ class NodeTable:
         return True
 
     def remove(self, name: str, generation: int) -> NodeRecord | None:
-        """Remove a node that has ended; return None if it no longer belonged to the cluster."""
+        """Remove a node that has ended, and return its record; None if it no longer belonged to the cluster."""
         node = self._nodes.get(name)
         if node is None or node.record.generation != generation:
             return None
         return self._removed(name)
 
     def remove_ended(self, prefix: str, running: Collection[str]) -> list[NodeRecord]:
-        """Remove the nodes of a platform, whose names begin with `prefix`, that it no longer runs."""
+        """Remove the nodes whose names begin with `prefix`, except those in `running`; return their records."""
         ended = [name for name in self._nodes if name.startswith(prefix) and name not in running]
         return [self._removed(name) for name in ended]
 
     def tick(self, now: float) -> list[NodeRecord]:
-        """Expire leases; return the nodes that are removed."""
+        """Expire leases; return the records of removed nodes."""
         return [self._removed(name) for name in self._leases.expire(now)]
 
     def _removed(self, name: str) -> NodeRecord:
@@ -124,7 +128,7 @@ class NodeTable:
 
     @property
     def usable(self) -> dict[str, int]:
-        """Processors of the nodes that take shards, by name, sorted."""
+        """Number of processors of each node that accepts shards, by name, sorted."""
         return {name: node.record.processors for name, node in sorted(self._nodes.items()) if node.standing != LEAVING}
 
     @property
@@ -149,7 +153,7 @@ class NodeTable:
 
 
 def _is_own(view: ProcessView, node: str) -> bool:
-    """Return whether a node may run such a process: one of its shards, or a worker of one."""
+    """Return whether this node may run such a process: one of its shards, or a worker of one of them."""
     id = view.id.rpartition("/worker-")[0] if view.role == "worker" else view.id
     return view.role in ("shard", "worker") and id.rpartition("/")[2].startswith(f"shard-{node}-")
 
@@ -170,11 +174,14 @@ def launches_of(
 ) -> list[Launch]:
     """Return the processes of one flow: a router, shards with evenly distributed workers, and draining shards.
 
-    part: the flow's part of the cluster. processes: the running ones, of this flow or of any. has_platform: whether
-    shards have their workers from a platform, and not from the node. lingering: how many workers stay for now; their
-    shards already have the smaller number. limited_by: the limit to report to jobs. nodes: names of the nodes that run
-    shards and their workers, in turns. The empty name is the cluster's own node, which also runs the router. is_unread:
-    whether no job reads the flow, so that workers that cannot start are not started again.
+    part: the flow's part of the cluster.
+    processes: the running processes, of this flow or of all flows.
+    has_platform: whether a platform runs the shards' workers, and not the node.
+    lingering: number of workers that stay for now, although their shards are already assigned fewer.
+    limited_by: the limit to report to jobs.
+    nodes: names of the nodes to which shards with their workers are dealt. The empty name is the cluster's own node,
+        which also runs the router.
+    is_unread: whether no job reads the flow, so that workers that cannot start are not started again.
     """
     router = f"{spec.instance}/router"
     hosts = _hosts(spec, part.shards, nodes)
@@ -216,7 +223,7 @@ def launches_of(
 
 
 def _hosts(spec: FlowSpec, shards: int, nodes: Sequence[str]) -> dict[str, str]:
-    """Return the ids of a flow's shards, and the node of each.
+    """Return the node of each shard of a flow, by the shard's id.
 
     Shards are numbered on each node separately. When a node leaves, shards of other nodes keep their ids and their
     caches.
@@ -231,9 +238,9 @@ def _hosts(spec: FlowSpec, shards: int, nodes: Sequence[str]) -> dict[str, str]:
 def _owners(
     spec: FlowSpec, wanted: list[str], draining: Sequence[ProcessView], processes: Sequence[ProcessView]
 ) -> list[str]:
-    """Return the shards that should own keys: the wanted ones; draining ones too until all wanted ones listen.
+    """Return the shards that should own keys: the wanted shards, and draining shards until all wanted shards listen.
 
-    So jobs continue to read while a flow moves to a node whose first process has yet to import torch.
+    So jobs continue to read while a flow moves to a node whose first process is still importing torch.
     """
     owners = [view.id for view in draining if view.status.get("keys") and view.runs]
     listening = [view.id for view in processes if view.id in wanted and view.address and view.runs]
@@ -243,7 +250,7 @@ def _owners(
 
 
 def _drains(view: ProcessView, spec: FlowSpec, wanted: Sequence[str]) -> bool:
-    """Return whether this is a shard of the flow that will be removed, and that jobs may still read from."""
+    """Return whether a process is a draining shard of the flow: not wanted, but jobs may still read from it."""
     return (
         view.role == "shard"
         and view.id.rpartition("/")[0] == spec.instance
@@ -253,7 +260,7 @@ def _drains(view: ProcessView, spec: FlowSpec, wanted: Sequence[str]) -> bool:
 
 
 def _workers_of(draining: Sequence[ProcessView], processes: Sequence[ProcessView]) -> list[tuple[str, int]]:
-    """Return shard and number of each worker of draining shards that still own keys."""
+    """Return (shard, worker number) of each worker of draining shards that still own keys."""
     shards = {view.id for view in draining if view.status.get("keys")}
     found = [view.id.rpartition("/worker-") for view in processes if view.role == "worker"]
     return sorted((shard, int(number)) for shard, _, number in found if shard in shards)
@@ -272,13 +279,14 @@ def flow_parts(
 ) -> list[Part | None]:
     """Return the part of each flow, by max-min fairness; None if nothing is left for it.
 
-    No flow gets more than it requests, and what one leaves goes to the others. Each shard has at least one worker, so
-    a flow with fewer workers than shards gets fewer shards. A flow that needs no workers now keeps its shards: each
-    change of their number moves keys.
+    No flow gets more than it requests; what a flow does not need goes to other flows. Each shard has at least one
+    worker, so a flow with fewer workers than shards gets fewer shards. A flow that needs no workers now keeps its
+    shards: each change of their number moves keys.
 
-    specs: with their numbers of shards.
-    unread: instances without jobs; if workers are scarce, they have none, and if shards are scarce, one.
-    targets: intended number of workers of each flow, if they are autoscaled; 0 while no job reads.
+    specs: descriptions of the flows, with their present numbers of shards.
+    unread: instances of flows without jobs. They get no workers if workers are scarce, and one shard if shards are
+        scarce.
+    targets: target number of workers of each autoscaled flow; 0 while no job reads; None without autoscaling.
     """
     requests = [spec.workers for spec in specs] if targets is None else [*targets]
     if targets is None and limits.workers is not None and sum(requests) > limits.workers:
@@ -296,13 +304,13 @@ def flow_parts(
 
 
 def spread(part: Part, nodes: int) -> Part:
-    """Return a flow's part with at least one shard for each node, if workers and memory are enough."""
+    """Return a flow's part with at least one shard for each node, if there are enough workers and memory."""
     most = min(nodes, part.workers or nodes)
     return msgspec.structs.replace(part, shards=max(part.shards, min(most, part.memory_bytes // MIN_MEMORY)))
 
 
 def max_min(requests: Sequence[int], total: int | None) -> list[int]:
-    """Return max-min fair parts of `total`, or the requests themselves if they fit or there is no limit."""
+    """Return max-min fair parts of `total`; the requests themselves if they fit, or if `total` is None."""
     if total is None or sum(requests) <= total:
         return [*requests]
     parts = [0] * len(requests)
@@ -321,10 +329,10 @@ def _part(shards: int, workers: int, memory_bytes: int) -> Part | None:
 
 @dataclass(slots=True)
 class NodeScaling:
-    """Number of nodes by demand, within limits: as many as the workers of all flows take.
+    """Scaling of the number of nodes, within limits, to what the workers of all flows need.
 
-    It rises at once. It falls only to what was enough all through the latest `hold_s`, as a node that leaves loses what
-    its shards have cached. Times are seconds on one monotonic clock.
+    The number rises at once. It falls only to the highest need of the latest `hold_s`, because a node that leaves loses
+    its shards' caches. Times are seconds on one monotonic clock.
     """
 
     limits: NodeLimits
@@ -334,9 +342,10 @@ class NodeScaling:
     _less: tuple[float, int] | None = field(default=None, init=False)
 
     def wanted(self, workers: int, running: int, now: float) -> int:
-        """Return the number of nodes for `workers` workers.
+        """Return the number of nodes that `workers` workers need, smoothed over time.
 
-        running: how many run; where the first call begins, as an earlier coordinator may have started them.
+        running: number of running nodes, from which the first call starts, as an earlier coordinator may have started
+            them.
         """
         limits = self.limits
         needed = limits.clamp(-(-workers // limits.workers_each))

@@ -2,8 +2,8 @@
 
 The keys 0 to size-1 are divided among the shards in ranges of equal length. Every change of the shards begins a new
 generation. A shard refuses a call that names an older one, and the caller fetches the new table. Shards can therefore
-be added and removed while jobs read: a shard that is no longer expected owns nothing in the next generation, and
-runs until its jobs have left.
+be added and removed while jobs read: a shard that is no longer expected owns nothing in the next generation, and runs
+until its jobs have left.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from torch_dpflow.samplers.indices import IndexArray
 
 
 class Routing:
-    """Owns the routing table of one flow. Not thread-safe.
+    """Owner of the routing table of one flow. Not thread-safe.
 
     Args:
-        expected: the shards that should own keys. There is no table before all of them have registered.
-        lease_s: after this long without a registration, a shard's keys are reassigned, seconds.
-        first: its first generation, above those of all earlier routers of the flow: shards and jobs use the newest.
+        expected: ids of the shards that should own keys. There is no table before all of them have registered.
+        lease_s: time without a registration after which a shard's keys are reassigned, seconds.
+        first: first generation of this table, above those of all earlier routers of the flow, because shards and jobs
+            use the newest generation.
 
     Raises OptionError: there are no keys, or no shard is expected.
     """
@@ -57,7 +58,7 @@ class Routing:
 
     @property
     def table(self) -> RoutingTable:
-        """The table in force; it has no routes while no shard is registered."""
+        """The present table, which has no routes while no shard is registered."""
         bounds = self._bounds()
         return RoutingTable(
             self.generation,
@@ -68,7 +69,7 @@ class Routing:
         )
 
     def expect(self, shards: Collection[str]) -> None:
-        """Set the shards that own keys once they have registered; no others do. Raises OptionError: there are none."""
+        """Set the only shards that own keys, once they have registered. Raises OptionError if `shards` is empty."""
         if not shards:
             raise OptionError("expected=[]: at least one shard has to own the keys")
         self._expected = frozenset(shards)
@@ -80,7 +81,7 @@ class Routing:
     def register(self, shard: str, incarnation: int, address: str, now: float) -> RangeAssignment | None:
         """Register a shard, or renew its lease.
 
-        Returns its range, empty until the table is complete; None if another process has replaced the shard.
+        Returns the shard's range, empty until the table is complete; None if another process has replaced the shard.
         """
         if incarnation < self._incarnations.get(shard, 0):
             return None
@@ -98,7 +99,7 @@ class Routing:
         return RangeAssignment(self.generation, first, end)
 
     def tick(self, now: float) -> list[str]:
-        """Expire leases; returns the shards that are lost, whose keys have been reassigned."""
+        """Expire leases; return the lost shards, whose keys have been reassigned."""
         lost = self._leases.expire(now)
         for name in lost:
             del self._shards[name]

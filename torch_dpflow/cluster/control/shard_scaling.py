@@ -1,21 +1,22 @@
-"""Scaling of one flow's shards: once a second, how many threads should serve its samples. Pure.
+"""Scaling of one flow's shards: decides once a second how many threads should serve its samples. Pure.
 
-A shard serves samples in one thread, which is the limit of the flow if two things hold for some seconds:
+A shard serves samples in one thread. This thread limits the flow if two conditions hold for several seconds:
 
 - jobs wait for data;
-- by its processor time, the busiest of these threads is busy all the time, or nearly so while workers are idle for a
-  part of theirs. Workers also count as busy while their results wait for the thread.
+- by its processor time, the busiest shard's thread is busy all the time; or nearly all the time, if workers are idle
+  for a part of their time. Workers also count as busy while their results wait for the thread.
 
-A thread that waits for a processor has less processor time: more shards would not help.
+A thread that waits for a processor has less processor time, and does not count as busy: more shards would not help.
 
-**Up.** The flow then gets half as many shards more, at least one. The next step follows once the new ones have been
-measured. If a step has not increased the rate, the next is delayed, each time for twice as long: where all jobs read
+**Up.** The number of shards then grows by half, at least by one. The next step follows after the new shards have been
+measured. If a step has not increased the rate, the next step is delayed, each time for twice as long: if all jobs read
 the keys of one shard, more shards do not help.
 
-**Down.** One shard is removed, once the busiest thread would for some time have been far from its limit without it.
-Each step up that follows a step down doubles this time. So the number settles while the load is constant.
+**Down.** One shard is removed if the busiest thread would also have been far from its limit with one shard less, for
+some time. Each step up that follows a step down doubles this time. So the number settles while the load is constant.
 
-Every change moves keys to other shards, which load their samples again. Therefore a pause of jobs changes nothing.
+Every change moves keys to other shards, which load their samples again. Therefore the number does not change during a
+pause of jobs.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ Shards: TypeAlias = Mapping[tuple[str, int], ShardCounts]
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """Figures of a window: the share of time for which the busiest thread was busy, and samples per second."""
+    """Figures of a window: share of the time in which the busiest thread was busy, and samples per second."""
 
     busiest: float
     rate: float
@@ -92,11 +93,12 @@ class ShardScaler:
         self.target = max(1, shards)
 
     def step(self, counts: FlowCounts, own: Shards, now: float, *, shards: int, least: int, most: int) -> None:
-        """Process the present counts.
+        """Process the present counts, and set `target`.
 
-        own: the shards that own keys.
-        shards: how many there should be; not `target` where nodes have joined, or where the cluster has not enough.
-        least, most: limits of their number for steps down and up.
+        own: counters of the shards that own keys.
+        shards: the number that there should be now. It differs from `target` if nodes have joined, or if the cluster
+            cannot run more.
+        least, most: limits of the number of shards for steps down and up.
         """
         self.is_limit = False
         if len(own) != shards or (self._history and self._history[-1][2].keys() != own.keys()):
@@ -121,7 +123,7 @@ class ShardScaler:
             self._step, self._was_down = None, True
 
     def _measure(self) -> _Load | None:
-        """Return the figures of the window; None if it is too short, or if no job has read in it."""
+        """Return the figures of the window; None if the window is too short, or if no job has read in it."""
         (began, first, before), (ended, last, after) = self._history[0], self._history[-1]
         _, stall_s, reading_s = between(first, last)
         passed = [_passed(before[name], counts) for name, counts in after.items()]
@@ -134,7 +136,7 @@ class ShardScaler:
         return _Load(busiest, rate, is_full and stall_s >= STALLED * reading_s)
 
     def _grow(self, load: _Load, shards: int, most: int, now: float) -> bool:
-        """Take a step up unless there can be no more shards, or they do not help; return whether it was taken."""
+        """Take a step up, unless the maximum is reached or more shards did not help; return whether it was taken."""
         if self._step is not None:
             before, rate = self._step
             if load.rate < rate * (1 + BROUGHT * (shards / before - 1)):
@@ -154,7 +156,7 @@ class ShardScaler:
         self._settle(now)
 
     def _settle(self, now: float) -> None:
-        """Measure again: the shards, or their processes, have changed."""
+        """Discard the measured figures, because the shards or their processes have changed."""
         self._history.clear()
         self._settled_at, self._low_since = now + SETTLE_S, math.inf
 

@@ -1,11 +1,11 @@
 """Processes that a node keeps running: a pure state machine without a process, thread or clock inside.
 
 A process that ends is restarted under a higher incarnation; if it ends at once repeatedly, the pauses grow. A worker
-that ends before it is up has ended at once, however long it took. A process that sends no heartbeats is killed first.
-Only desired processes are restarted.
+that ends before it is up counts as having ended at once, however long it took. A process that sends no heartbeats is
+killed first. Only desired processes are restarted.
 
-Workers are started a few at a time: if all started at once on few cores, they would delay all heartbeats. If nearly
-all heartbeats are late, the host is short of processor time, and no process is killed for that.
+Workers are started a few at a time: if all started at once on few cores, they would delay all heartbeats. If nearly all
+heartbeats are late, the host is short of processor time, and no process is killed for that.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ UP = "up"
 
 
 class Spawn(msgspec.Struct, frozen=True):
-    """Start this process."""
+    """Instruction: start this process."""
 
     launch: Launch
     incarnation: int
@@ -54,14 +54,14 @@ class Spawn(msgspec.Struct, frozen=True):
 
 
 class Kill(msgspec.Struct, frozen=True):
-    """Kill this process, and report its end like any other end."""
+    """Instruction: kill this process, and report its end like any other end."""
 
     id: str
     incarnation: int
 
 
 class CleanUp(msgspec.Struct, frozen=True):
-    """Remove files that this process has left, such as its socket, as it will not be restarted."""
+    """Instruction: remove files that this process has left, such as its socket, as it will not be restarted."""
 
     id: str
 
@@ -107,22 +107,22 @@ class _Process:
 
     @property
     def waits(self) -> bool:
-        """Whether it should be started when its time comes."""
+        """Whether the process should be started at its due time."""
         return self.due is not None and self.desired and (self.launch.needed or not self.failures)
 
     @property
     def reported_address(self) -> str:
-        """Where the running incarnation listens; empty until it has reported that."""
+        """Address of the running incarnation; empty until it has reported one."""
         return self.address if self.heartbeat is not None else ""
 
 
 class Supervisor:
-    """Keeps the desired processes running. Not thread-safe.
+    """State machine that keeps the desired processes running. Not thread-safe.
 
     Args:
-        lease_s: a process is killed after this long without a heartbeat, seconds.
-        most: largest number of processes; services are started before workers.
-        max_starting: workers that may be starting at once.
+        lease_s: time without a heartbeat after which a process is killed, seconds.
+        most: maximum number of processes; services are started before workers.
+        max_starting: maximum number of workers that are starting at the same time.
     """
 
     def __init__(self, *, lease_s: float, most: int = sys.maxsize, max_starting: int = sys.maxsize) -> None:
@@ -136,14 +136,14 @@ class Supervisor:
         self.revision = 1
 
     def begin(self, incarnations: int) -> None:
-        """Start processes with incarnations above this number: processes with the same ids ran elsewhere before."""
+        """Set the number above which incarnations begin, because processes with the same ids ran elsewhere before."""
         self._spawns = max(self._spawns, incarnations)
 
     def desire(self, launches: Iterable[Launch], now: float) -> list[SupervisorInstruction]:
         """Keep these processes running, and no others.
 
-        A process whose arguments have changed is replaced. One whose settings have changed receives them in the answer
-        to its next heartbeat: a restart would lose a shard's pool.
+        A process whose arguments have changed is replaced. A process whose settings have changed receives them in the
+        answer to its next heartbeat, because a restart would lose a shard's cache.
         """
         wanted = {launch.id: launch for launch in launches}
         self.revision += wanted != {id: process.launch for id, process in self._processes.items() if process.desired}
@@ -167,7 +167,7 @@ class Supervisor:
         return out + self._spawn_due(now)
 
     def on_started(self, id: str, incarnation: int, pid: int, now: float) -> list[SupervisorInstruction]:
-        """Record that a process has been launched. Each `Spawn` is followed by this or by `on_ended`."""
+        """Record that a process has been launched. After each `Spawn`, call this or `on_ended`."""
         process = self._processes[id]
         process.runs, process.pid, process.launching = True, pid, False
         process.began = process.progressed = now
@@ -176,9 +176,9 @@ class Supervisor:
         return self._kill(process) if process.stopped else []
 
     def note_progress(self, progress_of: Callable[[int], tuple[int, ...]], now: float) -> None:
-        """Record which of the running processes that have sent no heartbeat have progressed since the last call.
+        """Record progress of starting processes, which send no heartbeats yet, so that they are not killed.
 
-        progress_of: returns figures of a process by its pid that change while it runs, such as its processor time.
+        progress_of: returns figures of a process, given its pid, that change while it runs, such as its processor time.
         """
         for process in self._processes.values():
             if process.runs and process.heartbeat is None:
@@ -224,7 +224,7 @@ class Supervisor:
         return process is not None and process.incarnation == incarnation and process.desired
 
     def is_stopped(self, id: str, incarnation: int) -> bool:
-        """Return whether the end of this process was requested, even if its id is desired again by now."""
+        """Return whether the end of this incarnation was requested, even if its id is desired again by now."""
         process = self._processes.get(id)
         return process is not None and process.incarnation == incarnation and process.stopped
 
@@ -260,13 +260,13 @@ class Supervisor:
         ]
 
     def address_of(self, id: str) -> str:
-        """Return where a process listens; empty until it has reported that. Any thread may call."""
+        """Return the address of a process; empty until it has reported one. Any thread may call."""
         process = self._processes.get(id)
         return "" if process is None else process.reported_address
 
     @property
     def next_due(self) -> float | None:
-        """When the next process will be started, seconds; None if no process only waits for its time."""
+        """Time at which the next waiting process is due to start, seconds; None if no process waits."""
         services, workers = self._capacity()
         dues = [
             one.due
@@ -277,13 +277,13 @@ class Supervisor:
 
     @property
     def refused(self) -> int:
-        """How many desired processes cannot be started because the limit is reached."""
+        """Number of desired processes that cannot be started because the limit is reached."""
         if self._capacity()[0] > 0:
             return 0
         return sum(one.waits for one in self._processes.values())
 
     def _capacity(self) -> tuple[int, int]:
-        """Return how many services and how many workers may be started."""
+        """Return (number of services, number of workers) that may be started."""
         running = [one for one in self._processes.values() if one.due is None]
         free = self._most - len(running)
         return free, min(free, self._max_starting - sum(one.starting for one in running))
@@ -295,7 +295,7 @@ class Supervisor:
         return silent_s >= self._lease_s and silent_s >= self._lease_s * self._lease_factor(process, now)
 
     def _lease_factor(self, process: _Process, now: float) -> float:
-        """Return the factor by which leases are extended as the host is short of processor time; at least 1."""
+        """Return the factor by which leases are extended because the host is short of processor time; at least 1."""
         others = sorted(
             max(one.interval, now - one.heartbeat)
             for one in self._processes.values()

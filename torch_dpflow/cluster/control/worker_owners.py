@@ -1,10 +1,11 @@
 """Ownership of a cluster's remote workers by its shards, for the provisioner. Pure.
 
-A shard's fleet names each worker before it requests it, and the provisioner has the name before it calls the platform.
-If either dies, the other still has all names. A worker that neither knows, as after the death of both, is a stray.
+A shard's fleet names each worker before it requests the start, and the provisioner receives the name before it calls
+the platform. If shard or provisioner dies, the other process still has all names. A worker that neither of them knows,
+as after the death of both, is a stray.
 
-A shard that attaches under a higher incarnation has lost the workers of the earlier one, which held their keys. A shard
-also loses its workers if it is silent for longer than they wait for it.
+A shard that attaches under a higher incarnation has lost the workers of its earlier incarnation, which had their keys.
+A shard also loses its workers if it is silent for longer than they wait.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ class WorkerOwners:
     """The remote workers of all shards. Not thread-safe. All times are seconds.
 
     Args:
-        prefix: of the names of all remote workers of the cluster.
-        workers: how many the cluster may have; a tenth more, at least one, are allowed while workers are replaced.
+        prefix: prefix of the names of all remote workers of the cluster.
+        workers: maximum number of workers of the cluster; while workers are replaced, a tenth more, at least one, are
+            allowed.
     """
 
     def __init__(self, prefix: str, workers: int) -> None:
@@ -56,13 +58,13 @@ class WorkerOwners:
         return len(self._members)
 
     def limit(self, most: int | None) -> None:
-        """Apply the platform's limit, if it has one."""
+        """Apply the platform's limit of workers; None: no limit."""
         self.most = self.most if most is None else min(self.most, most)
 
     def attach(self, shard: str, incarnation: int, names: Iterable[str], now: float) -> int:
-        """Attach a shard with these workers; return how many outcomes it has received.
+        """Attach a shard that has these workers; return how many outcomes it has received so far.
 
-        Raises StaleShardError if it has been replaced, UsageError if a name is another shard's.
+        Raises StaleShardError if the shard has been replaced, UsageError if another shard has one of the names.
         """
         owner = self._owners.get(shard)
         if owner is not None and owner.incarnation > incarnation:
@@ -86,7 +88,10 @@ class WorkerOwners:
         return True
 
     def start(self, shard: str, name: str) -> bool:
-        """Return whether to start a worker. If not, it was started before, or an outcome reports the reason."""
+        """Record a start request; return whether to start the worker.
+
+        If not, it was started before, or an outcome has the reason.
+        """
         if name in self._members:
             if isinstance(self._members[name], float):
                 self._owners[shard].news.append(Refused(name, UnavailableError(f"{name} is being ended")))
@@ -117,7 +122,7 @@ class WorkerOwners:
             self._owners[shard].news.append(outcome)
 
     def news(self, shard: str, seen: int) -> tuple[int, list[Outcome]]:
-        """Return a shard's outcomes after the first `seen` ones, and the count of all."""
+        """Return (number of all outcomes of a shard, its outcomes after the first `seen` ones)."""
         owner = self._owners[shard]
         had = min(max(0, seen - owner.seen), len(owner.news))
         del owner.news[:had]
@@ -126,7 +131,7 @@ class WorkerOwners:
         return owner.seen + len(told), told
 
     def release(self, shard: str, incarnation: int, end_at: float) -> list[str]:
-        """Detach a shard that is ending. Return its workers; those that still run at `end_at` should be ended."""
+        """Detach a shard that is ending, and return its workers. Workers that still run at `end_at` will be ended."""
         owner = self._owners.get(shard)
         if owner is None or owner.incarnation != incarnation:
             return []
@@ -135,7 +140,7 @@ class WorkerOwners:
         return self._doom(shard, end_at)
 
     def to_end(self, now: float) -> list[str]:
-        """Return workers that should be ended now, each once."""
+        """Return the workers that should be ended now, each once."""
         for shard in self._leases.expire(now):
             del self._owners[shard]
             self._doom(shard, now)
@@ -144,7 +149,7 @@ class WorkerOwners:
         return due
 
     def strays(self, found: Iterable[str]) -> list[str]:
-        """Return the cluster's workers among `found` that no shard owns."""
+        """Return those of the cluster's workers in `found` that no shard owns."""
         return [name for name in found if name.startswith(self._prefix) and name not in self._members]
 
     def _doom(self, shard: str, end_at: float) -> list[str]:

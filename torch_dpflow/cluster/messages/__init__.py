@@ -1,4 +1,4 @@
-"""Bodies of the calls between the processes of a cluster, and their settings. Headers and limits: `ipc.messages`.
+"""Bodies of the calls between a cluster's processes, and settings of these processes. For headers see `ipc.messages`.
 
 No torch, no sockets, no threads: every process of a cluster imports these modules.
 """

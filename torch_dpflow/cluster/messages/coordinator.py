@@ -85,9 +85,9 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
         return f"{self.name}:v{self.version}"
 
     def check(self) -> None:
-        """Raise OptionError unless services can run with every field.
+        """Raise OptionError unless all fields have values with which services can run.
 
-        Otherwise they would fail at the start and be restarted forever.
+        Otherwise the services would fail at the start and be restarted endlessly.
         """
         if not _NAME.fullmatch(self.name):
             raise OptionError(
@@ -130,7 +130,7 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
 
 
 def check_algorithms(policy: str, strategy: str, size: int = 1) -> None:
-    """Raise OptionError unless these name a cache policy, or "none", and a sampling strategy for `size` samples."""
+    """Raise OptionError unless `policy` is a cache policy or "none", and `strategy` a strategy for `size` samples."""
     # Imported here: the private loader imports this module and needs neither samplers nor caches.
     from torch_dpflow.caches.policy_registry import POLICIES
     from torch_dpflow.samplers.strategy_registry import STRATEGIES, check_strategy
@@ -156,7 +156,7 @@ Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class ContentPiece(Body):
-    """To a coordinator: a piece of the content of a flow, in a frame.
+    """To a coordinator: a piece of a flow's content, in a frame.
 
     Answered with the number of bytes received so far, which is the offset of the next piece; None if no flow has this
     content.
@@ -177,7 +177,7 @@ class ContentRequest(Body):
 
 
 class Access(Body):
-    """To a coordinator: a job starts to read this flow. Answered with the address of the router."""
+    """To a coordinator: a job begins to read this flow. Answered with the address of the router."""
 
     flow: Name
     version: Count
@@ -186,7 +186,7 @@ class Access(Body):
 class Scale(Body):
     """To a coordinator: set the number of shards of a flow, and of the workers of all its shards together.
 
-    None keeps the number, with at least one worker for each shard. "auto": as many shards as the rate needs. Answered
+    None: no change, but at least one worker for each shard. "auto": the number of shards that the rate needs. Answered
     with `FlowView`.
     """
 
@@ -197,7 +197,7 @@ class Scale(Body):
 
 
 class Part(Body):
-    """The share of a cluster that a flow has: at most what its description requests."""
+    """Part of a cluster that a flow gets: at most what its description requests."""
 
     shards: Count
     #: Of all its shards together, like the memory.
@@ -206,7 +206,7 @@ class Part(Body):
 
 
 class LifeStep(Body):
-    """A flow entered a state."""
+    """Entry of a flow into a state."""
 
     state: Name
     #: Seconds ago.
@@ -214,7 +214,7 @@ class LifeStep(Body):
 
 
 class WorkerSeconds(Body):
-    """How long the workers of a flow have run, seconds: in total, and the part of each job."""
+    """Running time of a flow's workers, seconds: in total, and the part of each job."""
 
     #: Includes time of jobs that have left, and time without readers.
     total: Seconds
@@ -224,7 +224,7 @@ class WorkerSeconds(Body):
 
 
 class CostRequest(Body):
-    """To a coordinator: request the worker-seconds of a flow. Answered with `Cost`."""
+    """To a coordinator: return the worker-seconds of a flow. Answered with `Cost`."""
 
     flow: Name
     #: The process that reads.
@@ -302,9 +302,9 @@ class ClusterLimits:
     """Limits of all flows of a cluster together.
 
     Args:
-        workers: maximum number of processes that load; None: as many as the flows request.
-        memory_bytes: maximum memory for samples, bytes; None: as much as the flows request.
-        autoscale: bounds between which the number of workers follows the demand of jobs; None: as the flows request.
+        workers: maximum number of processes that load; None: the number that the flows request.
+        memory_bytes: maximum memory for samples, bytes; None: the memory that the flows request.
+        autoscale: bounds between which the number of workers follows the demand of jobs; None: no autoscaling.
         shards: number of ports at which remote workers connect; None: any number.
 
     Raises OptionError: a limit is below the needs of one flow, or above what can be used.

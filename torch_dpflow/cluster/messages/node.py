@@ -28,7 +28,7 @@ NodeName: TypeAlias = Annotated[str, msgspec.Meta(pattern=NODE_NAME)]
 
 
 class FlowImports(Body):
-    """What the workers of a flow import. A node imports it once for all workers of the flow that it runs."""
+    """Modules that the workers of a flow import. A node imports them once for all its workers of the flow."""
 
     #: Installed modules, in this order.
     modules: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_IMPORTS)]
@@ -60,7 +60,7 @@ class Launch(Body):
 
 
 class Desire(Body):
-    """To a node: keep these processes running, and end all others that were launched by this call."""
+    """To a node: keep these processes running, and end all other processes that earlier calls have launched."""
 
     launches: Annotated[list[Launch], msgspec.Meta(max_length=MAX_PROCESSES)]
     #: Addresses of processes of another host, by id, for local processes that request them.
@@ -115,7 +115,7 @@ class ProcessView(Body):
 
 
 def instance_of(id: str) -> str:
-    """Return the flow's name and version in the id of one of its processes; empty for other processes."""
+    """Return the flow's name and version in a process's id; empty if the process belongs to no flow."""
     name, _, rest = id.partition(":")
     return f"{name}:{rest.partition('/')[0]}" if rest else ""
 
@@ -129,7 +129,7 @@ def by_flow(processes: Iterable[ProcessView]) -> Mapping[str, list[ProcessView]]
 
 
 class Running(Body):
-    """Processes of a node: the answer to `changes`, which names the latest revision that the caller has seen."""
+    """Processes of a node: the answer to `changes`, whose argument is the latest revision that the caller has."""
 
     #: Grows whenever a process starts, ends or reports its address; 0 before the first.
     revision: Count

@@ -42,7 +42,7 @@ class OwnedWorker(Body):
 
 
 class Attach(Body):
-    """To a provisioner: this shard has these workers; those of earlier incarnations are ended.
+    """To a provisioner: this shard has these workers. Workers of the shard's earlier incarnations are ended.
 
     Answered with `Attached`.
     """
@@ -53,7 +53,7 @@ class Attach(Body):
 
 
 class Attached(Body):
-    """From a provisioner: its platform."""
+    """From a provisioner: its platform. The answer to `Attach`."""
 
     limits: Limits
     #: Address at which to listen for workers.
@@ -63,21 +63,21 @@ class Attached(Body):
 
 
 class StartRequest(Body, tag="start"):
-    """Start this worker."""
+    """Request to start this worker."""
 
     name: Name
     launch_spec: Annotated[bytes, msgspec.Meta(max_length=MAX_LAUNCH_SPEC_BYTES)]
 
 
 class StopRequest(Body, tag="stop"):
-    """End this worker by force."""
+    """Request to end this worker by force."""
 
     name: Name
     why: Text
 
 
 class SuspectRequest(Body, tag="suspect"):
-    """Check this worker on the platform soon."""
+    """Request to check this worker on the platform soon."""
 
     name: Name
 
@@ -103,7 +103,7 @@ class EventsRequest(Body):
 
 
 class RefusedStart(Body, tag="refused"):
-    """A `Refused` of a platform."""
+    """Outcome `Refused` of a platform, as a message."""
 
     name: Name
     #: Class of the error, its text, and the time until the next attempt.
@@ -128,7 +128,7 @@ WorkerEvent: TypeAlias = Accepted | RefusedStart | Answerless | Warned | Ended
 
 
 class Events(Body):
-    """From a provisioner."""
+    """From a provisioner: new events of a shard's workers. The answer to `EventsRequest`."""
 
     #: Whether the shard is attached; if not, it must attach again.
     known: bool
@@ -138,7 +138,7 @@ class Events(Body):
 
 
 class Release(Body):
-    """To a provisioner: this shard ends. Its workers are ended unless they end by themselves in this time."""
+    """To a provisioner: this shard ends. Its workers are ended by force if they have not exited after this time."""
 
     shard: Name
     incarnation: Count

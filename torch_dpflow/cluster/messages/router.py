@@ -11,7 +11,7 @@ from torch_dpflow.ipc.messages.fields import MAX_RANKS, MAX_SAMPLES, Body, Count
 
 
 class RegisterShard(Body):
-    """From a shard, as its heartbeat: it serves at this address. Answered with `RangeAssignment`."""
+    """To a router: heartbeat of a shard, which serves at this address. Answered with `RangeAssignment`."""
 
     shard: Name
     #: Counts the processes of this shard.
@@ -24,7 +24,7 @@ class RegisterShard(Body):
 
 
 class RangeAssignment(Body):
-    """To a shard: the keys that it owns, and since which generation."""
+    """To a shard: the keys that it owns, and the routing generation since which it owns them."""
 
     generation: Count
     first: Count
@@ -44,7 +44,7 @@ class Route(Body):
 
 
 class LookaheadRequest(Body):
-    """From a shard: request what is known of the future reads of a job, for keys from `first` to before `end`.
+    """To a router, from a shard: return the known future reads of a job, for keys from `first` to before `end`.
 
     Answered with `JobLookahead` and its frames.
     """
@@ -82,7 +82,10 @@ class JobLookahead(Body):
 
 
 class ReportOrder(Body):
-    """To a router: the order of an epoch from the job's own sampler. A frame of samples (`compact`) follows."""
+    """To a router: the order of an epoch, which the job's own sampler decided.
+
+    A frame of samples (`compact`) follows.
+    """
 
     job: JobId
     epoch: Count
@@ -96,7 +99,7 @@ class RoutingTable(Body):
 
 
 class JobId(Body):
-    """A process that reads: a job, or a rank of a job."""
+    """Identity of a process that reads: a job, or a rank of a job."""
 
     name: Name
     #: Number from the router that distinguishes processes of one name; a new one after its lease has expired.
@@ -141,7 +144,7 @@ class JobHeartbeatReply(Body):
 
 
 class JobRank(Body):
-    """The part of a job with several ranks (DDP) that a process reads."""
+    """Part of a job with several ranks (DDP) that a process reads."""
 
     #: The job's name, which all its ranks share.
     job: Name
@@ -179,7 +182,7 @@ class Join(Body):
 
 
 class NameHolder(Body):
-    """A process of a job. A call with the job's name is answered with a list of them."""
+    """Process of a job. A call with the job's name is answered with a list of these."""
 
     #: As in `Join`.
     holder: Count
@@ -217,10 +220,10 @@ class StartEpoch(Body):
 
 
 class DrawSamples(Body):
-    """To a router: draw samples of the process's part of an epoch.
+    """To a router: draw the next samples of the process's part of an epoch.
 
-    Answered with a frame of int64, empty at the end; and with the number of the epoch's first samples that follow from
-    seed and epoch, 0 for a rank.
+    Answered with a frame of int64 sample numbers, empty at the end; and with the number of the epoch's first samples
+    that follow from seed and epoch, 0 for a job with ranks.
     """
 
     job: JobId
@@ -231,7 +234,7 @@ class DrawSamples(Body):
 
 
 class ReadByAll(Body):
-    """To a router: request the samples of an epoch that all ranks together have when each has `position` of its part.
+    """To a router: return the samples that all ranks together have read when each has read `position` of its part.
 
     Answered with a frame of one bit for each sample, or with none if that is not known.
     """

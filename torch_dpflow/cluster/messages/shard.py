@@ -26,7 +26,7 @@ MAX_WANTS = 1 << 16
 class Ask(Body):
     """To a shard: samples that a job will need (`want`) or waits for (`fetch`), each with a ticket.
 
-    A fetch is answered with `Served`, which has some or all of the samples.
+    A fetch is answered with `Served`, which contains all awaited samples or some of them.
     """
 
     job: JobId
@@ -104,7 +104,7 @@ _NUMBERS = struct.Struct("<QQQ")
 
 
 class _TaskHeader(msgspec.Struct, array_like=True, gc=False):
-    """Header of the input of a per-draw stage."""
+    """Header of a task that contains the input of a per-draw stage."""
 
     table: PayloadTable
     #: Bytes of each of its frames.
@@ -115,7 +115,7 @@ _decoder = msgpack_decoder(_TaskHeader)
 
 
 class SampleTask(NamedTuple):
-    """A worker's task: load one sample, or run the per-draw stage on an input."""
+    """Task of a worker: load one sample, or run the per-draw stage on an input."""
 
     key: int
     #: Seeds the random draws, with the key.
@@ -126,7 +126,7 @@ class SampleTask(NamedTuple):
 
 
 def pack_task(key: int, draw: int, input: tuple[PayloadTable, Sequence[Frame]] | None) -> Frame:
-    """Return a task as one frame. `input`, as in `SampleTask`, is copied once."""
+    """Encode a task as one frame, which contains a copy of `input`; see `SampleTask`."""
     if input is None:
         return _NUMBERS.pack(key, draw, 0)
     table, given = input
@@ -142,7 +142,7 @@ def pack_task(key: int, draw: int, input: tuple[PayloadTable, Sequence[Frame]] |
 
 
 def key_to_load(payload: memoryview) -> int | None:
-    """Return the key of a task that loads a sample; None if the task has an input, or is cut short."""
+    """Return the key of a task that loads a sample; None if the task has an input, or if the frame is cut short."""
     if len(payload) < _NUMBERS.size:
         return None
     key, _, length = _NUMBERS.unpack_from(payload)
@@ -150,7 +150,7 @@ def key_to_load(payload: memoryview) -> int | None:
 
 
 def unpack_task(payload: memoryview) -> SampleTask:
-    """Return the task in a frame, whose memory its input shares. Raises MessageError if the frame is cut short."""
+    """Decode a task. Its input shares the frame's memory. Raises MessageError if the frame is cut short."""
     try:
         key, draw, length = _NUMBERS.unpack_from(payload)
         if not length:
@@ -166,7 +166,7 @@ def unpack_task(payload: memoryview) -> SampleTask:
 
 
 def _offsets(header: int, sizes: list[int]) -> list[int]:
-    """Return the offset of each frame, and the end of the last one."""
+    """Return the offsets of frames of these sizes behind the header, and the end of the last frame."""
     offsets = [aligned(_NUMBERS.size + header)]
     for size in sizes:
         offsets.append(aligned(offsets[-1] + size))

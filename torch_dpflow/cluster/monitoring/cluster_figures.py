@@ -18,7 +18,7 @@ MIN_SERVED, LITTLE = 100, 0.9
 
 
 class Sharing(NamedTuple):
-    """How much the jobs of a flow share. Counts are since its shards started."""
+    """Figures of how much the jobs of a flow share. Counts are since its shards started."""
 
     #: Samples that jobs have received, and that workers have loaded.
     served: int
@@ -30,10 +30,10 @@ class Sharing(NamedTuple):
 
 
 def sharing_of(served: int, decodes: int, *, size: int, keeps: bool, jobs: int = 0) -> Sharing:
-    """Return how a flow of `size` samples is shared.
+    """Return the figures of how much the jobs of a flow share.
 
-    keeps: whether samples are cached for later readers. jobs: how many have read it; 0: not known. A single
-    job is not advised to share.
+    size: number of samples of the flow. keeps: whether samples are cached for later readers. jobs: number of jobs that
+        have read the flow; 0: unknown. A single job gets no advice about sharing.
     """
     if served < MIN_SERVED or decodes < LITTLE * served or (jobs == 1 and not keeps):
         return Sharing(served, decodes, "")
@@ -59,7 +59,7 @@ def sharing_of(served: int, decodes: int, *, size: int, keeps: bool, jobs: int =
 
 
 class ShardFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One shard, or all shards of a flow together. Counts are since the start of the shard."""
+    """Figures of one shard, or of all shards of a flow together. Counts are since the start of the shard."""
 
     keys: int = 0
     workers: int = 0
@@ -82,12 +82,12 @@ class ShardFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hit_rate(self) -> float:
-        """Requested samples that caused no load, per requested sample; 0.0 before the first."""
+        """Requested samples that caused no load, per requested sample; 0.0 before the first request."""
         return self.hits / max(1, self.wants)
 
     @property
     def decodes_per_sample(self) -> float:
-        """Samples loaded per sample that a job received; 0.0 before the first."""
+        """Samples loaded, per sample that a job received; 0.0 before the first."""
         return self.decodes / self.served if self.served else 0.0
 
 
@@ -101,7 +101,7 @@ class ShardRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Row of one job. Counts are since it started; see `torch_dpflow.cluster.messages.router.JobFigures`."""
+    """Row of one job. Counts are since the job started; see `torch_dpflow.cluster.messages.router.JobFigures`."""
 
     flow: str
     job: str
@@ -117,12 +117,12 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """Unique among the jobs of all flows."""
+        """Key of the job, unique among the jobs of all flows."""
         return f"{self.flow} {self.job}"
 
     @property
     def stall_share(self) -> float:
-        """Share of its reading time that it waited for data, 0 to 1."""
+        """Share of the job's reading time in which it waited for data, 0 to 1."""
         return min(1.0, self.stall_s / self.reading_s) if self.reading_s else 0.0
 
 

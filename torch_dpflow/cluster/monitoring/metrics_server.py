@@ -55,12 +55,12 @@ _JOB_METRICS = (
 
 
 def check_metrics_address(address: str, *, public: bool) -> tuple[str, int]:
-    """Return host and port of `address`.
+    """Return (host, port) of the address HOST:PORT.
 
     public: whether other hosts can read the metrics, which name flows and jobs, without a key.
 
     Raises:
-        OptionError: it is not HOST:PORT, is not a loopback address although `public` is False, or is in use.
+        OptionError: the address is not HOST:PORT, is in use, or is not loopback although `public` is False.
         MissingExtraError: the package for metrics is not installed.
     """
     host, port = parse_address("metrics", address, "127.0.0.1:9400")
@@ -75,9 +75,9 @@ def check_metrics_address(address: str, *, public: bool) -> tuple[str, int]:
 
 
 def serve_metrics(address: str, views: Callable[[], Views]) -> None:
-    """Serve metrics at HOST:PORT, in threads, until the process ends.
+    """Start threads that serve metrics at HOST:PORT until the process ends.
 
-    views: called for each answer, in one of these threads.
+    views: returns the data; called for each answer, in one of these threads.
     """
     client = _require_client()
     host, _, port = address.rpartition(":")
@@ -90,7 +90,7 @@ def serve_metrics(address: str, views: Callable[[], Views]) -> None:
 
 
 class UnnamedJobs:
-    """Combines all unnamed jobs of a flow into one row: their random names would make a new series for each run."""
+    """Combination of a flow's unnamed jobs into one row, as their random names would make a new series for each run."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -99,7 +99,7 @@ class UnnamedJobs:
         self._gone: dict[str, JobRow] = {}
 
     def combine(self, rows: Sequence[JobRow], flows: Collection[str]) -> list[JobRow]:
-        """Return the rows of named jobs, and one for the unnamed jobs of each flow, whose counts never fall."""
+        """Return the rows of named jobs, and one row for the unnamed jobs of each flow, whose counts never fall."""
         unnamed = {(row.flow, row.job): row for row in rows if row.job.startswith(UNNAMED)}
         with self._lock:
             for key in self._seen.keys() - unnamed.keys():

@@ -32,7 +32,7 @@ LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def parse_address(name: str, address: str, example: str) -> tuple[str, int]:
-    """Return host and port of HOST:PORT. Raises OptionError with `name`."""
+    """Return (host, port) of the address HOST:PORT. Raises OptionError, whose text contains the option's `name`."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]").lower()
     try:
@@ -58,7 +58,7 @@ def check_vacant(name: str, host: str, port: int) -> None:
 
 
 class Refusal(NamedTuple):
-    """Why a request is refused."""
+    """Reason why a request is refused."""
 
     status: int
     text: str
@@ -66,7 +66,7 @@ class Refusal(NamedTuple):
 
 
 def digest_of(token: str) -> bytes:
-    """Return the digest of a token, which is kept to compare with."""
+    """Return the digest of a token, which is stored instead of the token."""
     return hashlib.sha256(token.encode()).digest()
 
 
@@ -74,7 +74,7 @@ class PageAuthenticator:
     """Rate limit and authentication of requests. Not thread-safe.
 
     Args:
-        digest: of the token that each request needs; empty without a token.
+        digest: digest of the token that each request needs; empty without a token.
         hosts: allowed names of the page; empty for any. Without a token this prevents DNS rebinding: a foreign page
             could otherwise let its own name resolve to this host, and read the page.
     """
@@ -88,7 +88,7 @@ class PageAuthenticator:
     def refuse(self, method: str, client: str, host: str, authorization: str, now: float) -> Refusal | None:
         """Return why a request is refused; None if it is accepted.
 
-        host, authorization: its headers, empty if absent.
+        host, authorization: headers of the request, empty if absent.
         """
         if not self._is_within_rate(client, now):
             return Refusal(429, "too many requests; wait a second", {"Retry-After": "1"})
@@ -125,7 +125,7 @@ class PageAuthenticator:
 
 
 def _name_of(host: str) -> str:
-    """Return the host of a header such as localhost:8265 or [::1]:8265."""
+    """Return the host in a Host header such as localhost:8265 or [::1]:8265."""
     name, colon, port = host.rpartition(":")
     return (name if colon and port.isdecimal() else host).lower()
 
@@ -155,8 +155,8 @@ def check_page(name: str, address: str, token_file: str | None, *, vacant: bool 
     name: the option, for messages. vacant: whether to check that the port is free.
 
     Raises:
-        OptionError: it is not HOST:PORT, is in use, or reaches beyond this machine without a token; or the file has no
-            token, or others can read it.
+        OptionError: the address is not HOST:PORT, is in use, or can be reached from other machines although there is no
+            token; or the token file contains no token, or other users can read it.
         MissingExtraError: the packages for the page are not installed.
     """
     host, port = parse_address(name, address, "127.0.0.1:8265")

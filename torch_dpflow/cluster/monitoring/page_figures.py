@@ -1,6 +1,6 @@
-"""Observations of a cluster or a loader at one moment, and what the live page shows of them. Pure.
+"""Observations of a cluster or a loader at one moment, and the rows that the live page shows. Pure.
 
-It also has the explanation of each limit, with what to change.
+The module also contains the explanation of each limit, with advice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RUNNING, STARTING, DOWN = "running", "starting", "down"
 
 
 class ProcessRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker or a service."""
+    """Row of a worker or a service."""
 
     id: str
     #: Name and version of its flow; empty if it serves all.
@@ -101,7 +101,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Headline(msgspec.Struct, frozen=True, kw_only=True):
-    """First line of the page: what limits the run, and what to try."""
+    """First line of the page: the limit of the run, and advice."""
 
     text: str
     #: Empty for none.
@@ -122,7 +122,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class History(msgspec.Struct, kw_only=True):
-    """Figures over time: a value or None of each job or flow for each of `at`, seconds since 1970."""
+    """Figures over time: for each moment in `at`, seconds since 1970, a value or None of each job and flow."""
 
     at: list[float]
     stall: dict[str, list[float | None]]
@@ -132,7 +132,7 @@ class History(msgspec.Struct, kw_only=True):
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """An update of the page: everything, or with `whole` False what is new since the update before."""
+    """Update of the page: everything, or, if `whole` is False, the changes since the previous update."""
 
     number: int
     whole: bool
@@ -250,7 +250,7 @@ _OWN_PROCESS = "look at what else runs on the job's host, and at its collate_fn:
 
 
 def limit_of(by: str) -> Limit:
-    """Return the limit that a word names. Every unknown word names a limit of the platform."""
+    """Return the limit that the word `by` names. Unknown words are limits of the platform."""
     found = FLOW_LIMITS.get(by)
     return found or Limit(
         _LOADER_WORDS.get(by, f"the platform: {by}"),
@@ -260,12 +260,12 @@ def limit_of(by: str) -> Limit:
 
 
 def advice_of(by: str, flow: str) -> str:
-    """Return what to change about a limited flow; empty for nothing. flow: name and version."""
+    """Return advice for a flow that is limited `by`; empty if there is none. flow: name and version."""
     return "" if by in ("", "job") else limit_of(by).change.replace("NAME", flow.rpartition(":v")[0])
 
 
 def headline_of(kind: str, jobs: Sequence[JobLine], flows: Mapping[str, FlowLine]) -> Headline:
-    """Return what limits the run, and what to try. kind: "cluster" or "loader"."""
+    """Return the headline: the limit of the run, and advice. kind: "cluster" or "loader"."""
     noun = "loader" if kind == "loader" else "job"
     if not jobs:
         advice = "" if flows or noun == "loader" else 'a loader with flow="NAME" and its job are shown here'

@@ -101,7 +101,7 @@ class PageHistory:
         return self._latest
 
     def whole(self) -> Update:
-        """Return the latest update with the whole history. To be called after `observe`."""
+        """Return the latest update with the whole history. Call `observe` first."""
         fields = {name: getattr(self._latest, name) for name in Update.__struct_fields__}
         return Update(**{**fields, "whole": True, "events": list(self._events), "history": self._history})
 
@@ -254,7 +254,7 @@ def _combined(found: list[_Found]) -> Iterable[tuple[str, str, str]]:
 
 
 def _shown(processes: list[ProcessRow]) -> list[ProcessRow]:
-    """Return the processes to show: if there are too many, first those that do not work."""
+    """Return the processes to show: if there are too many, prefer processes that do not work."""
     if len(processes) <= MAX_PROCESSES:
         return processes
     return sorted(processes, key=lambda row: row.state in AT_WORK)[:MAX_PROCESSES]
@@ -282,7 +282,7 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _recent(now: StageTimes, before: StageTimes | None) -> tuple[str, str]:
-    """Return the times of the last seconds for display; the times since the start if nothing was loaded in them."""
+    """Return the loading times of the last seconds for display; if nothing was loaded, the times since the start."""
     recent = now if before is None else now.since(before)
     return (recent if recent.counts else now).shown()
 

@@ -1,7 +1,7 @@
 """The live page over HTTP: files, the present state as JSON, and a stream of updates. Needs the extra `web`.
 
-As a program (`python -m`, with the number of a socket and a title) it shows the loaders of its parent: standard input
-has the page's address, then observations as lines of JSON. It ends with its parent.
+As a program (`python -m`, with the number of a socket and a title) it shows the loaders of its parent process. Standard
+input contains the page's address, then observations as lines of JSON. The program ends with its parent.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _HEADERS = {
 
 
 class PageServer:
-    """A thread that answers requests with what another thread observes.
+    """Thread that answers requests from the observations that another thread reports.
 
     Args:
         listener: a listening socket; owned by the server.
-        history: turns observations into updates; used by the server alone.
+        history: turns observations into updates; only the server uses it.
     """
 
     def __init__(self, listener: socket.socket, authenticator: PageAuthenticator, history: PageHistory) -> None:
@@ -211,7 +211,7 @@ class _Authenticated:
 
 
 class _BoundedProtocol(H11Protocol):
-    """One connection, with a limit of their number and timeouts."""
+    """Connection of a client, with timeouts and a maximum number of connections."""
 
     _deadline: asyncio.TimerHandle | None = None
 
@@ -254,7 +254,7 @@ class _BoundedProtocol(H11Protocol):
 
 
 def main() -> None:
-    """Serve until the parent ends, or closes the pipe."""
+    """Serve the page until the parent ends, or closes the pipe to standard input."""
     exit_with(os.getppid())
     number, title = sys.argv[1:]
     place = json_decoder(PagePlace).decode(sys.stdin.buffer.readline())

@@ -1,4 +1,4 @@
-"""Publication of the connection file of a running cluster; one cluster at a time can have a given path."""
+"""Publication of a running cluster's connection file, of which each path has at most one."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ CHECK_S = 2.0
 
 
 class Announcement:
-    """The connection file of a running cluster, locked while it runs.
+    """Connection file of a running cluster, locked while the cluster runs.
 
     A thread writes the file again if it disappears and its folder exists: systemd removes the folder of a user's
-    session at logout. Only jobs and people need the file.
+    session at logout. The cluster's own processes do not need the file.
 
     Args:
         current_address: returns the address of the coordinator, empty while unknown; called in another thread. The file
-            is written again when it changes.
+            is written again when the address changes.
 
     Raises:
         OptionError: the file cannot be written, or another kind of file is there.
-        UsageError: a running cluster has its file there.
+        UsageError: another running cluster has its file at this path.
     """
 
     def __init__(self, path: Path, connection: ConnectionFile, current_address: Callable[[], str] = lambda: "") -> None:
@@ -54,7 +54,7 @@ class Announcement:
             raise
 
     def remove(self) -> None:
-        """Remove the file unless another cluster owns it by now. To be called when the cluster ends."""
+        """Remove the file, unless another cluster owns it by now. Call this when the cluster ends."""
         self._renewal.stop()
         self._renewal.join()
         self._withdraw()
@@ -127,7 +127,7 @@ def _publish(path: Path, connection: ConnectionFile) -> int:
 
 @contextmanager
 def _draft(path: Path, connection: ConnectionFile) -> Iterator[tuple[Path, int]]:
-    """Write a file next to `path`, and lock it; yields its path and the descriptor, which is closed after an error."""
+    """Write a file next to `path`, and lock it; yield (its path, its descriptor). An error closes the descriptor."""
     draft = draft_connection_file(path, connection)
     lock = None
     try:
@@ -145,7 +145,10 @@ def _draft(path: Path, connection: ConnectionFile) -> Iterator[tuple[Path, int]]
 
 
 def _lock_leftover(path: Path) -> int | None:
-    """Lock the file that a killed cluster has left; None without one. Raises as `check_vacant`."""
+    """Lock the file that a killed cluster has left; return None if there is none.
+
+    Raises the errors of `check_vacant`.
+    """
     while path.exists():
         try:
             found = read_connection_file(path, advice="remove it if it belonged to a cluster")

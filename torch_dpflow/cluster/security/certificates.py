@@ -1,8 +1,8 @@
-"""Certificates of a cluster: both sides of a TLS connection prove by them that they belong to it.
+"""Certificates by which both sides of a TLS connection prove that they belong to the cluster.
 
 An authority of the cluster signs one certificate for its servers and one for its clients; then its key is discarded. An
-operator may give other certificates, whose authority may sign for other purposes too. Names are those of roles, as
-servers may move between hosts, and both sides check them.
+operator may give other certificates, whose authority may sign for other purposes too. The names in certificates are
+roles and not hosts, because servers may move; both sides check the names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BLOCKS = re.compile(rb"-----BEGIN [A-Z0-9 ]+-----.+?-----END [A-Z0-9 ]+-----", 
 
 
 class ClusterCertificates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Certificates, each with its key, as PEM."""
+    """Certificates of an authority, a server and a client, as PEM, with their keys."""
 
     #: Certificate of the authority, without a key.
     authority: str
@@ -88,10 +88,10 @@ def draw_certificates() -> ClusterCertificates:
 
 
 def read_certificates(authority: Sequence[Path], client: Sequence[Path], server: Sequence[Path]) -> ClusterCertificates:
-    """Read the certificates of an operator from PEM files.
+    """Read certificates that an operator provides, from PEM files.
 
     authority: certificates of the authority.
-    client, server: a certificate with intermediate ones and its key, in one or more files.
+    client, server: a certificate with its intermediate certificates and its key, in one or more files.
 
     Raises OptionError if a file cannot be read, or as `check_certificates`.
     """
@@ -103,9 +103,9 @@ def read_certificates(authority: Sequence[Path], client: Sequence[Path], server:
 
 
 def check_certificates(certificates: ClusterCertificates) -> None:
-    """Check that both sides accept the certificate of the other: its key, signature, time, purpose and name.
+    """Check that client and server accept each other's certificate: key, signature, time, purpose and name.
 
-    Raises OptionError if one of them is refused.
+    Raises OptionError if a certificate is refused.
     """
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = client_context(certificates).wrap_bio(to_client, to_server, server_hostname=SERVER_NAME)
@@ -170,7 +170,7 @@ def _prepared(context: ssl.SSLContext, authority: str, own: str) -> ssl.SSLConte
 
 
 def _pem(role: str, files: Sequence[Path]) -> str:
-    """Return the certificates and keys in the files of a role. Raises OptionError if they do not fit the role."""
+    """Return the certificates and keys in a role's files, as PEM. Raises OptionError if they do not fit the role."""
     what = f"--{role} {' and '.join(str(file) for file in files)}"
     try:
         found = [one for file in files for one in _BLOCKS.findall(file.read_bytes())]

@@ -1,4 +1,4 @@
-"""The connection file: the address of a cluster and the keys by which its clients authenticate."""
+"""Connection files: the address of a cluster, and the keys by which its clients authenticate."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NEWEST = 2
 
 
 class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of a cluster's connection file."""
+    """Content of a cluster's connection file."""
 
     address: str
     server_public: str
@@ -107,7 +107,7 @@ def write_connection_file(path: str | os.PathLike[str], connection: ConnectionFi
 
 
 def draft_connection_file(path: str | os.PathLike[str], connection: ConnectionFile) -> Path:
-    """Write a connection file next to `path`, to be moved there atomically; returns its path."""
+    """Write a connection file next to `path`, which the caller moves there atomically; return its path."""
     draft = Path(path).with_name(f".{Path(path).name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -137,7 +137,7 @@ def read_connection_file(
 
 
 def read_key_file(path: str | os.PathLike[str]) -> ConnectionFile:
-    """Read and check a file with keys for a new cluster. Raises as `read_connection_file`."""
+    """Read and check a file with keys for a new cluster. Raises the errors of `read_connection_file`."""
     return _read(
         path,
         "key file",
@@ -147,7 +147,7 @@ def read_key_file(path: str | os.PathLike[str]) -> ConnectionFile:
 
 
 def _is_closed(status: os.stat_result) -> bool:
-    """Return whether only its owner can use the file, or the group of a Kubernetes pod can read it."""
+    """Return whether a file is private: only its owner, or the group of a Kubernetes pod, can read it."""
     mode = stat.S_IMODE(status.st_mode)
     if not mode & 0o077:
         return status.st_uid in (os.getuid(), 0)
@@ -162,8 +162,8 @@ def _is_closed(status: os.stat_result) -> bool:
 def _read(path: str | os.PathLike[str], what: str, *, missing: str, other: str) -> ConnectionFile:
     """Read and check a file with keys.
 
-    what: name of the file in messages.
-    missing, other: what to do if the file is missing, or is of another kind.
+    what: description of the file, for messages.
+    missing, other: advice if the file is missing, or is of another kind.
     """
     name = f"{what} {os.fspath(path)!r}"
     try:
@@ -209,21 +209,22 @@ LONGEST_SOCKET_PATH = 107
 
 
 def default_connection_file() -> Path:
-    """Return the path at which `dpflow up` writes the connection file, in a folder that containers have too."""
+    """Return the path to which `dpflow up` writes the connection file, in a folder that containers have too."""
     folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     return Path(folder) / f"dpflow-connection-{os.getuid()}.json"
 
 
 def _places(user: int | str) -> list[Path]:
-    """Return where the connection file of a user can be. Logins of one user differ in XDG_RUNTIME_DIR."""
+    """Return the possible default paths of a user's connection file. Logins of one user differ in XDG_RUNTIME_DIR."""
     folders = [os.environ.get("XDG_RUNTIME_DIR"), f"/run/user/{os.getuid()}", tempfile.gettempdir(), "/tmp"]
     return [Path(folder) / f"dpflow-connection-{user}.json" for folder in dict.fromkeys(filter(None, folders))]
 
 
 def _found_file() -> Path:
-    """Return the default connection file that is there; if there are several, that of this login.
+    """Return the existing default connection file; if there are several, the file of this login.
 
-    Raises OptionError, caused by a FileNotFoundError, if there is none; it names the places and another user's cluster.
+    Raises OptionError, caused by a FileNotFoundError, if there is none. The message has the paths, and any cluster of
+    another user.
     """
     places = _places(os.getuid())
     for place in places:
@@ -249,7 +250,7 @@ def keys_hint(address: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """How clients reach a cluster."""
+    """Address and keys by which clients reach a cluster."""
 
     address: str
     transport: TransportOptions
@@ -257,7 +258,7 @@ class Cluster:
     sends_code: bool = False
 
     def connect(self, address: str | None = None, *, timeout_s: float = 60.0, shared_bytes: int = 0) -> RpcClient:
-        """Return a client of one of its services; without an address, of the coordinator.
+        """Return a client of the service at `address`; None: of the coordinator.
 
         shared_bytes: maximum shared memory for calls with large payloads, bytes.
         """
@@ -274,7 +275,7 @@ def find_cluster(address: str | os.PathLike[str] | None = "auto") -> Cluster:
     address: "auto" or None for the cluster that `DPFLOW_ADDRESS` names, or else the one that this user has started on
         this host; the path of a connection file; or ipc://PATH or tcp://127.0.0.1:PORT without keys.
 
-    Raises OptionError if the connection file does not exist or others can read it; OptionTypeError if `address` is
+    Raises OptionError if the connection file does not exist or other users can read it; OptionTypeError if `address` is
     neither text nor a path.
     """
     check_type("address", address, (str, os.PathLike, type(None)), '"auto" or the path of a connection file')
@@ -292,7 +293,7 @@ def find_cluster(address: str | os.PathLike[str] | None = "auto") -> Cluster:
 
 
 def _check_direct(address: str) -> None:
-    """Raise OptionError unless `address` can be that of a service on this host without keys."""
+    """Raise OptionError unless `address` can belong to a service on this host that needs no keys."""
     scheme, _, rest = address.partition("://")
     try:
         parts = urlsplit(address)
@@ -315,13 +316,13 @@ def _check_direct(address: str) -> None:
 def node_proof(keys: ConnectionFile, name: str) -> str:
     """Return the proof that a node of this name has the server key of the cluster, 64 hexadecimal digits.
 
-    It is sent through a connection that is encrypted for that key. A file for jobs lacks the key, so its holder can
-    neither make a proof nor read one. Raises OptionError for such a file.
+    It is sent through a connection that is encrypted with that key. A job's connection file lacks the key, so a job can
+    neither make nor read a proof. Raises OptionError for such a file.
     """
     secret = keys.server_keys().secret
     return hmac.new(secret, b"dpflow node " + name.encode(), hashlib.sha256).hexdigest()
 
 
 def is_proved(keys: ConnectionFile, name: str, proof: str) -> bool:
-    """Return whether `proof` is from a process with the server key of this cluster."""
+    """Return whether `proof` was made for this name by a process with the cluster's server key."""
     return hmac.compare_digest(node_proof(keys, name).encode(), proof.encode())

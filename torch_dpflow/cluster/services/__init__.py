@@ -1,1 +1,1 @@
-"""The processes of a cluster: coordinator, router, node, and the cluster of one host."""
+"""Service processes of a cluster: coordinator, router, node, provisioner, live page; and the cluster of one host."""

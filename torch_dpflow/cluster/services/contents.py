@@ -1,8 +1,8 @@
-"""The contents of flows (pickled datasets) as files: at the coordinator, and once on each host.
+"""Contents of flows (pickled datasets) as files: at the coordinator, and once on each host.
 
 A content may have hundreds of megabytes. It is identified by its digest and transferred in pieces. No service holds a
-content in memory, or waits for hashing and writing: the coordinator has a thread for that. Workers fetch their content
-themselves.
+content in memory, or waits for hashing and writing: a thread of the coordinator does this. Workers fetch their content
+directly.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DRAFT, _LOCK = ".part", ".lock"
 
 @dataclass(slots=True)
 class _Draft:
-    """A content of which some pieces have been received."""
+    """Incomplete content, of which some pieces have been received."""
 
     file: IO[bytes]
     size: int
@@ -57,12 +57,12 @@ class _Draft:
 
 
 class ContentFiles:
-    """A directory of contents, one file each, named by its digest. Not thread-safe: one thread calls the methods.
+    """Directory of contents, one file each, named by its digest. Not thread-safe: one thread calls the methods.
 
     Args:
-        directory: created if it does not exist, for its owner alone.
+        directory: path of the directory, created if it does not exist; only its owner can access it.
 
-    Raises StateError, also from its methods, if the directory cannot be used.
+    The constructor and all methods raise StateError if the directory cannot be used.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -81,10 +81,10 @@ class ContentFiles:
             raise self._broken(error) from error
 
     def receive(self, piece: ContentPiece, data: memoryview) -> int:
-        """Store a piece. Return the number of bytes stored, which is the offset of the next piece or the size.
+        """Store a piece. Return the number of stored bytes: the offset of the next piece, or the content's size.
 
-        A piece at another offset is ignored, as several clients may upload one content.
-        Raises UsageError if the complete content has another digest.
+        A piece at another offset is ignored, as several clients may upload one content. Raises UsageError if the
+        complete content does not have its digest.
         """
         if piece.digest in self.digests:
             return piece.size
@@ -163,7 +163,7 @@ def check_piece(piece: ContentPiece, frames: Sequence[memoryview]) -> None:
 
 
 class Contents:
-    """The contents of a coordinator, with a thread that reads and writes. The coordinator's thread calls all methods.
+    """Contents of a coordinator, with a thread that reads and writes. The coordinator's thread calls all methods.
 
     Raises StateError if the directory cannot be used.
     """
@@ -179,9 +179,9 @@ class Contents:
         return self._files.digests
 
     def run(self, call: IncomingCall, work: Callable[[ContentFiles], T], done: Callable[[T], None]) -> None:
-        """Run `work` in the thread, which calls `done` with the result, or fails the call with the error.
+        """Run `work` in the thread, then call `done` there with the result, or fail `call` with the error.
 
-        Raises OverloadedError if too many calls wait for the thread.
+        Raises OverloadedError if too many calls are waiting for the thread.
         """
         if self._work.qsize() >= MAX_WAITING:
             raise OverloadedError("too many contents are being transferred; retry")
@@ -211,13 +211,13 @@ class Contents:
 
 
 def open_content(place: ClusterPlace, digest: str, on_progress: Callable[[], None], *, coordinator: str) -> IO[bytes]:
-    """Open a content. The first process of this host that needs it fetches it from the coordinator for all.
+    """Open a content. The first process of this host that needs it fetches it from the coordinator for all processes.
 
     The content stays on the host while a process has it open, and then until another content is fetched.
 
-    on_progress: called repeatedly meanwhile.
-    coordinator: the id of the coordinator's process.
-    Raises DPFlowError if no piece arrives for `FETCH_S`, or the content has another digest.
+    on_progress: called repeatedly while the content is fetched.
+    coordinator: the id of the coordinator's process. Raises DPFlowError if no piece arrives for `FETCH_S`, or if the
+    received content does not have the digest.
     """
     folder = Path(place.directory, "contents")
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -238,7 +238,7 @@ def open_content(place: ClusterPlace, digest: str, on_progress: Callable[[], Non
 
 @contextmanager
 def _locked(path: Path, on_progress: Callable[[], None]) -> Iterator[None]:
-    """Hold a lock file, and remove it afterwards."""
+    """Hold a lock file during the body, and remove it afterwards."""
     while True:
         with open(path, "ab") as lock:
             try:
@@ -264,7 +264,7 @@ def _fetch(place: ClusterPlace, path: Path, coordinator: str, on_progress: Calla
 
 
 def _copy(place: ClusterPlace, digest: str, coordinator: str, file: IO[bytes], on_progress: Callable[[], None]) -> None:
-    """Fetch a content piece by piece, continuing after every failure of the coordinator."""
+    """Fetch a content piece by piece into `file`, continuing after every failure of the coordinator."""
     hashed, latest, backoff = hashlib.sha256(), time.monotonic(), Backoff()
 
     def copy() -> None:

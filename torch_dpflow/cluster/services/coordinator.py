@@ -1,7 +1,7 @@
-"""The coordinator of a cluster: its flows, their life cycle and datasets, and the processes to run (thesis 4.3.2).
+"""The coordinator of a cluster: its flows with life cycles and datasets, and the processes to run (thesis 4.3.2).
 
-Jobs request the address of their router at the start and read without the coordinator. Its state is in a state store;
-its node reports the running processes.
+Jobs request the address of their router at the start, and then read without the coordinator. The coordinator's state is
+in a state store; its node reports the running processes.
 """
 
 from __future__ import annotations
@@ -70,16 +70,16 @@ class _WaitingCall:
 
 
 class Coordinator:
-    """Serves registrations, accesses and queries. One thread drives it, and none of its methods blocks.
+    """Coordinator of a cluster: serves registrations, accesses and queries. One thread drives it; no method blocks.
 
     Args:
-        server: methods are registered with it; the caller serves.
-        store: where flows are stored.
-        contents: pickled datasets that workers load.
-        limits: of all flows together.
+        server: server at which the methods are registered; the caller runs it.
+        store: store for flows.
+        contents: contents (pickled datasets) that workers load.
+        limits: limits of all flows together.
         worker_platform: where workers run; None: the nodes start them.
-        nodes: the nodes on other hosts; None: no other host can join.
-        price_per_hour: of a worker, for reports.
+        nodes: nodes on other hosts; None: no other host can join.
+        price_per_hour: price of a worker, for reports.
         host_bytes: memory of the cluster's host if no other host can join it.
     """
 
@@ -134,16 +134,16 @@ class Coordinator:
         return self._by_node().get("", [])
 
     def assigned_to(self, node: str) -> list[Launch] | None:
-        """Return the processes of a joined node; None while an earlier coordinator may have started more."""
+        """Return the processes that a joined node should run; None while an earlier coordinator's may be unknown."""
         return self._by_node().get(node, []) if self._has_observed else None
 
     def changed(self) -> None:
-        """Compute the processes that should run again, and report that they may have changed."""
+        """Recompute the processes that should run, and notify the nodes of possible changes."""
         self._launches = None
         self.on_change()
 
     def _by_node(self) -> dict[str, list[Launch]]:
-        """Return the processes that should run, as of the latest change or observation."""
+        """Return the processes that should run on each node, computed at the latest change or observation."""
         if self._launches is not None:
             return self._launches
         found: defaultdict[str, list[Launch]] = defaultdict(list)
@@ -167,7 +167,7 @@ class Coordinator:
         return found
 
     def observe(self, processes: list[ProcessView]) -> None:
-        """Record the processes of the cluster's own node, and apply leases and deadlines."""
+        """Record the running processes of the cluster's own node, and apply leases and deadlines."""
         now = self._clock()
         self.observed = processes
         self._has_observed = True
@@ -200,12 +200,12 @@ class Coordinator:
 
     @property
     def _hosts(self) -> Mapping[str, int]:
-        """Processors of the hosts that run shards, by name."""
+        """Number of processors of each host that runs shards, by name."""
         joined = {} if self._nodes is None else self._nodes.usable
         return joined or {"": len(os.sched_getaffinity(0))}
 
     def parts(self, *, hosts: int = 0) -> dict[str, Part | None]:
-        """Return the part of each running flow. hosts: number of hosts to assume; 0: as many as run shards."""
+        """Return each running flow's part of the cluster. hosts: assumed number of hosts; 0: those that run shards."""
         return self._scaling.parts(self._running, hosts or len(self._hosts), self._unread())
 
     def _unread(self) -> set[str]:
@@ -241,7 +241,7 @@ class Coordinator:
         self._waiting = still
 
     def _reconcile(self) -> None:
-        """Store the flows of the registry, and run the services that it requests."""
+        """Store the flows of the registry, and update the services that should run."""
         flows = {flow.spec.instance: flow.spec for flow in self._registry.flows}
         before, self._stored = self._stored, flows
         for instance, spec in flows.items():
@@ -302,7 +302,7 @@ class Coordinator:
         return LATER
 
     def _finish_store(self, call: IncomingCall, piece: ContentPiece) -> None:
-        """Accept a content that was received completely."""
+        """Record a completely received content as the content of its flows, and answer the call."""
         flows = self._registry.flows_of_content(piece.digest)
         try:
             for flow in flows:
@@ -335,7 +335,7 @@ class Coordinator:
         return LATER
 
     def _free_capacity_for(self, flow: Flow) -> None:
-        """Stop unread flows until this one fits the cluster's limits.
+        """Stop unread flows until this flow fits the cluster's limits.
 
         Raises OverloadedError if the flow has to wait.
         """

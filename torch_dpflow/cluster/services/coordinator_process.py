@@ -1,4 +1,4 @@
-"""The process of a coordinator: it loads its state, serves, and sends its node the processes to run."""
+"""Process of a coordinator: loads its state, serves, and sends its node the processes to run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, RpcServer
 
 
 class Reconciler:
-    """Two daemon threads: one observes the node's running processes, one sends the node the desired ones."""
+    """Two daemon threads: one observes the node's running processes, the other sends the node the desired processes."""
 
     def __init__(self, service: ServiceSpec, server: RpcServer, coordinator: Coordinator) -> None:
         self._node = service.place.connect(service.place.node_address, timeout_s=10.0)
@@ -91,9 +91,9 @@ def run(service: ServiceSpec) -> None:
 
 
 def _load(state: WriteBehindStore, server: RpcServer, heartbeats: HeartbeatSender) -> None:
-    """Load the state, and meanwhile refuse every call with the reason.
+    """Load the state. Until it is loaded, refuse every call with the reason.
 
-    Until then stored flows are unknown, and jobs may be reading them. So no flow can be registered, scaled or deleted.
+    Until then stored flows, which jobs may be reading, are unknown. So no flow can be registered, scaled or deleted.
     """
 
     def refuse(call: IncomingCall) -> None:
@@ -112,7 +112,7 @@ def _load(state: WriteBehindStore, server: RpcServer, heartbeats: HeartbeatSende
 
 
 def _stop_node(service: ServiceSpec, server: RpcServer, nodes: Sequence[JoinedNodes], call: IncomingCall) -> Later:
-    """Stop the node and all its processes, including this one, after the joined nodes were notified."""
+    """Stop the node and all its processes, including this process, after the joined nodes have been notified."""
 
     def stop() -> None:
         until = time.monotonic() + END_NOTICE_S

@@ -1,4 +1,4 @@
-"""Calls of nodes on other hosts: to join a coordinator, report running processes, and receive the processes to run."""
+"""Calls from nodes on other hosts: to join, to report running processes, and to receive the processes to run."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ NODE_METHODS: dict[str, Any] = {
 
 
 def node_table(place: ClusterPlace, incarnation: int) -> NodeTable:
-    """Return the empty table of a cluster's nodes. incarnation: of the coordinator."""
+    """Return an empty table for a cluster's nodes. incarnation: the coordinator's incarnation."""
     return NodeTable(place.cluster, generations=incarnation * _MAX_JOINS, lease_s=NODE_LEASE_S)
 
 
 class JoinedNodes:
-    """The joined nodes of a cluster, driven by the coordinator's thread.
+    """Joined nodes of a cluster, driven by the coordinator's thread.
 
     Args:
         server: methods are registered with it.
-        store: keeps them for the next coordinator.
-        place: of the cluster. Nodes are refused if it has no keys, or a platform for workers.
-        limits: of the nodes that a platform runs; None: it runs none.
+        store: stores the nodes for the next coordinator.
+        place: settings of the cluster. Nodes are refused if these have no keys, or have a platform for workers.
+        limits: limits of the number of nodes that a platform runs; None: no platform runs nodes.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class JoinedNodes:
             server.register(name, getattr(self, f"_on_{name}"), body_type=body)
 
     def poll(self) -> None:
-        """Expire leases. To be called at least once a second."""
+        """Expire leases. Call this at least once a second."""
         self._note_lost(self._table.tick(self._clock()), f"has expired: no report for {NODE_LEASE_S:g} s")
 
     def _note_lost(self, lost: Sequence[NodeRecord], why: str) -> None:
@@ -97,7 +97,7 @@ class JoinedNodes:
             self._coordinator.changed()
 
     def end(self) -> None:
-        """Answer the next reports of all nodes with the notice that the cluster ends."""
+        """Notify all nodes, in the answers to their next reports, that the cluster ends."""
         self._ends = True
 
     def all_notified(self) -> bool:
@@ -123,7 +123,7 @@ class JoinedNodes:
         return Result(NodeJoined(record.generation, self._place.token))
 
     def _check(self, join: NodeJoin) -> None:
-        """Raise UsageError if the node cannot be part of this cluster."""
+        """Raise UsageError if the node that requests to join cannot be part of this cluster."""
         if not is_proved(self._keys, join.name, join.proof):
             raise UsageError(
                 f"node {join.name!r} does not have the server key of this cluster: give --join the "
@@ -197,7 +197,7 @@ class JoinedNodes:
         return hmac.compare_digest(token.encode(), self._place.token.encode())
 
     def _addresses(self) -> dict[str, str]:
-        """Return addresses of processes that processes of joined nodes connect to, by id."""
+        """Return, by id, the addresses of the processes to which joined nodes' processes connect."""
         called = (view for view in self._coordinator.observed if view.role in (COORDINATOR, "router"))
         return {view.id: view.address for view in called if view.address}
 

@@ -1,6 +1,6 @@
-"""A node that joins the cluster of another host, and runs shards of flows and their workers.
+"""Node that joins the cluster of another host, and runs shards of flows with their workers.
 
-`dpflow node --join` starts one, and so does a platform, such as in a Ray actor: see `node_fleet`.
+`dpflow node --join` starts such a node, and so does a platform, such as in a Ray actor: see `node_fleet`.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ _MAX_STARTS = 1 << 20
 
 
 class Joining:
-    """The call that joins a cluster; repeatable.
+    """Call that joins a cluster; repeatable.
 
     Args:
-        cluster: how its coordinator is reached.
-        keys: of the cluster, with the server key.
-        name: of this node.
-        address, processors: of this host, for display.
+        cluster: address and keys of the cluster.
+        keys: the cluster's keys, including the server key.
+        name: name of this node.
+        address, processors: address and number of processors of this host, for display.
     """
 
     def __init__(self, cluster: Cluster, keys: ConnectionFile, name: str, address: str, processors: int = 1) -> None:
@@ -86,9 +86,9 @@ class Joining:
         )
 
     def join(self, timeout_s: float = JOIN_S, *, is_over: Callable[[], bool] = lambda: False) -> NodeJoined:
-        """Join the cluster, or stop trying once `is_over` returns true.
+        """Join the cluster, with repeated attempts until `is_over` returns True.
 
-        Raises UsageError with the cluster's reason if it refuses, or if it does not answer in time.
+        Raises UsageError if the cluster refuses, with its reason, or does not answer within `timeout_s`.
         """
 
         def check(error: DPFlowError, is_late: bool) -> None:
@@ -109,10 +109,11 @@ class Joining:
 class CoordinatorLink:
     """Thread that reports to the coordinator, and makes the local node run the processes that it assigns.
 
-    If the cluster has expired the node, or was started again, the link joins again once nothing runs here.
+    If the node's lease has expired, or the cluster was restarted, the link joins again after all local processes have
+    ended.
 
     Args:
-        place: of the node's own processes.
+        place: settings of the node's own processes.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class CoordinatorLink:
         )
 
     def start(self, node: Node) -> bool:
-        """Join and start the thread, or else stop the node. Return whether it has joined. Call once."""
+        """Join and start the thread; if that fails, stop the node. Return whether the node has joined. Call once."""
         self._node = node
         self.has_joined = self._join()
         if self.has_joined:
@@ -153,7 +154,7 @@ class CoordinatorLink:
         return self.has_joined
 
     def leave(self) -> None:
-        """Stop the node once jobs have left its shards. Any thread may call, and signal handlers."""
+        """Stop the node after jobs have left its shards. Any thread may call, and signal handlers."""
         self.leaves = True
 
     def close(self) -> None:
@@ -199,7 +200,7 @@ class CoordinatorLink:
         return assigned
 
     def _warn_of_memory(self, launches: Sequence[Launch]) -> None:
-        """Warn if the shards of this node may hold more memory than its host has: once for each total."""
+        """Warn if the shards of this node may use more memory than its host has; once for each total."""
         shards = [one.settings for one in launches if one.role == "shard"]
         share = sum(msgpack_decoder(ShardSettings).decode(one).memory_bytes for one in shards)
         total = Headroom().total()
@@ -233,7 +234,7 @@ class CoordinatorLink:
             SERVICE.info("joined again")
 
     def _join(self) -> bool:
-        """Join the cluster, unless the node leaves, or else stop the node; return whether it has joined."""
+        """Join the cluster; if that fails or the node is leaving, stop the node. Return whether it has joined."""
         try:
             if not self._is_over():
                 self._joined = self._joining.join(is_over=self._is_over)
@@ -268,11 +269,11 @@ class CoordinatorLink:
 
 
 class JoiningNode:
-    """A node of the cluster of another host; `serve` runs it. At most one in a process.
+    """Node of the cluster of another host; `serve` runs it. At most one in a process.
 
     Raises:
-        OptionError: the connection file cannot be used, only the cluster's own host can reach it, or the cluster could
-            not reach this host.
+        OptionError: the connection file cannot be used, only the cluster's own host can reach the cluster, or the
+            cluster cannot reach this host.
     """
 
     def __init__(self, options: NodeOptions) -> None:
@@ -302,8 +303,8 @@ class JoiningNode:
     def serve(self, ready: Callable[[], None] = lambda: None) -> None:
         """Join, and run the node until it has left or the cluster ends. Sets up the logging of this process.
 
-        ready: called once, in this thread, when it has joined.
-        Raises UsageError with the cluster's reason if the cluster refuses the node or stops answering.
+        ready: called once, in this thread, when the node has joined. Raises UsageError if the cluster refuses the node,
+            with the reason, or stops answering.
         """
         write_lines(self._log, {"process": f"node {self.name}", "pid": os.getpid()})
         try:
@@ -332,7 +333,7 @@ class JoiningNode:
 
 
 class NodeLaunchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that a node which a platform runs receives at its start, msgpack."""
+    """Launch spec of a node that a platform runs: everything that it receives at its start, as msgpack."""
 
     name: str
     #: With the cluster's address and its server key.

@@ -1,4 +1,4 @@
-"""What a joining node is given: its options, the cluster's keys and its own address."""
+"""Options of a joining node, with checks of the cluster's keys and of the node's own address."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _NAME = re.compile(NODE_NAME, re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
-    """The options of a node that joins a cluster.
+    """Options of a node that joins a cluster.
 
     Args:
-        join: the cluster's connection file with the server key, or its path. `dpflow up` writes this file; a key
-            file to which the cluster's address was added works too.
-        name: unique among the cluster's nodes; None: the name of this host.
-        listen: the IP address at which jobs reach this host; None: the one with which it connects to the cluster.
-        preload: as for `ClusterOptions`.
-        processors: number of processors that it may use, for display; None: the number of this process.
+        join: the cluster's connection file, or its path. It must contain the server key, as the file that `dpflow up`
+            writes, or a key file with the cluster's address added.
+        name: name of the node, unique in the cluster; None: the name of this host.
+        listen: the IP address at which jobs reach this host; None: the address from which it connects to the cluster.
+        preload: modules to import once, as in `ClusterOptions`.
+        processors: number of processors that the node may use, for display; None: the number that this process may use.
         log: log settings of its processes.
 
     Raises OptionError: a file, name, address or module is not usable.
@@ -60,15 +60,15 @@ class NodeOptions:
 
     @property
     def node_processors(self) -> int:
-        """How many processors the node may use."""
+        """Number of processors that the node may use."""
         return len(os.sched_getaffinity(0)) if self.processors is None else self.processors
 
 
 def own_address(cluster: str, listen: str | None) -> str:
     """Return the address of this host at which the services of a joined node listen.
 
-    cluster: the coordinator's address.
-    Raises OptionError unless it is one of this host that the cluster and jobs on other hosts can reach.
+    cluster: the coordinator's address. Raises OptionError unless it is an address of this host that the cluster and
+    jobs on other hosts can reach.
     """
     parts = urlsplit(cluster)
     address = listen
@@ -103,7 +103,10 @@ def _check_own(host: ipaddress.IPv4Address | ipaddress.IPv6Address, cluster: str
 
 
 def keys_of(join: str | ConnectionFile) -> ConnectionFile:
-    """Return the keys with which a node can join. Raises OptionError if it cannot join with them."""
+    """Return the keys in a connection file, given as such or by its path.
+
+    Raises OptionError if a node cannot join with them.
+    """
     keys, error = join if isinstance(join, ConnectionFile) else read_connection_file(join), ""
     start, give = (
         "start it by `dpflow up --listen tcp://ADDRESS:PORT`",

@@ -1,4 +1,4 @@
-"""A cluster on this host: a node, its private directory, and the connection file by which jobs find it."""
+"""Cluster on this host: a node, its private directory, and the connection file by which jobs find the cluster."""
 
 from __future__ import annotations
 
@@ -61,29 +61,29 @@ from torch_dpflow.remote.launchers.registry import as_nodes, check_reachable, re
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """The options of a cluster.
+    """Options of a cluster.
 
     Args:
-        connection_file: path of the file by which jobs find it; None: the path that "auto" uses.
-        state: address of a state store; None: one that is removed with the cluster.
-        listen: tcp://HOST:PORT, with keys; None: sockets on this host that only this user can reach. With `nodes`, a
-            free port of the address by which the platform reaches this host.
-        keys: with `listen`, a connection file whose keys to use; None: generate new ones.
-        limits: of all flows together.
+        connection_file: path of the file by which jobs find the cluster; None: the path that "auto" uses.
+        state: address of a state store; None: a store that is removed with the cluster.
+        listen: address at which to listen, tcp://HOST:PORT, with keys. None: sockets on this host that only this user
+            can reach; with `nodes`, a free port of the address by which the platform reaches this host.
+        keys: with `listen`, path of a connection file whose keys to use; None: generate new keys.
+        limits: limits of all flows together.
         metrics: HOST:PORT at which to serve metrics for Prometheus; None: no metrics.
         metrics_public: whether other hosts can reach `metrics`, without a key.
         web: HOST:PORT of the live page; None: no page.
-        web_token_file: path of a file with the token of the page, required if other machines can reach HOST; None: no
-            token.
+        web_token_file: path of a file with the page's token, required if other machines can reach HOST; None: no token.
         pool_memory: memory of a pool server, which holds datasets for this user on this host, bytes; None: no server.
-        preload: modules to import once for the workers of all flows, such as "torchvision". Not derived from flows, as
-            a client must not choose what the fork server imports. Not for modules that start threads when they are
-            imported.
+        preload: modules to import once for the workers of all flows, such as "torchvision". They are not derived from
+            flows, because a client must not choose what the fork server imports. The modules must not start threads
+            when they are imported.
         platform: name of a platform that runs the workers, such as "ray"; None: processes of this host.
-        autoscale: MIN:MAX, between which the workers of all flows together follow the demand of jobs. None: as in the
-            settings, or else as many as flows request. MAX must be the number of workers in `limits`, if given.
+        autoscale: MIN:MAX, between which the workers of all flows together follow the demand of jobs. None: the limits
+            in the settings, or else the number that flows request. MAX must equal the number of workers in `limits`, if
+            given.
         nodes: with `platform`, how many nodes of the cluster it runs, each with shards and their workers: N, or MIN:MAX
-            for as many as the workers of all flows take. None: it runs single workers.
+            for as many as the workers of all flows take. None: the platform runs single workers.
         worker_listen: with `platform`, the address at which shards listen for workers: tcp://HOST:PORT, port 0 for a
             free one, or tcp://HOST:FIRST-LAST with one port for each shard. None: the default of the platform.
 
@@ -177,7 +177,7 @@ class ClusterOptions:
 
     @property
     def node_limits(self) -> NodeLimits | None:
-        """Limits of the nodes that the platform runs; None: it runs none."""
+        """Limits of the number of nodes that the platform runs; None: it runs no nodes."""
         if self.nodes is None or self.platform is None:
             return None
         platform = as_nodes(resolve(self.platform))
@@ -185,12 +185,12 @@ class ClusterOptions:
         return NodeLimits(*_parse_nodes(self.nodes), platform.workers_each, registry.autoscale().hold_s)
 
     def page_place(self, *, vacant: bool = True) -> PagePlace | None:
-        """Return the place of the live page; None without one. Raises as `check_page`."""
+        """Return the place of the live page; None without a page. Raises the errors of `check_page`."""
         return None if self.web is None else check_page("web", self.web, self.web_token_file, vacant=vacant)
 
     @property
     def worker_platform(self) -> PlatformSpec | None:
-        """The platform that runs workers; None: this host. Raises as `resolve`."""
+        """Platform that runs workers; None: this host runs them. Raises the errors of `resolve`."""
         return None if self.platform is None else resolve(self.platform)
 
     @property
@@ -199,11 +199,11 @@ class ClusterOptions:
 
 
 class LocalCluster:
-    """A node with its directory and connection file; `serve` runs it. At most one in a process.
+    """Cluster of one host: a node with its directory and connection file. `serve` runs it. At most one in a process.
 
     Raises:
         OptionError: the connection file cannot be written, or `keys` cannot be read.
-        UsageError: a running cluster has its connection file there.
+        UsageError: a running cluster has its connection file at the path.
         StateError: the state store cannot be used.
         TransportError: the address is in use.
         DescriptorLimitError: the limit of open files allows no worker.
@@ -240,9 +240,9 @@ class LocalCluster:
     def serve(self, ready: Callable[[], None] | None = None) -> None:
         """Run the node until it is stopped, then clean up. Sets up this process's logging by the options.
 
-        ready: called once, in this thread, when the cluster answers.
-        Raises StateError if the state store can no longer be used; UsageError or OptionError if by now another cluster
-        has its connection file there, or it cannot be written.
+        ready: called once, in this thread, when the cluster answers calls. Raises StateError if the state store can no
+            longer be used; UsageError if another cluster has its connection file at the path by now; OptionError if the
+            file cannot be written.
         """
         write_lines(self._log, {"process": "node", "pid": os.getpid()})
         keep_fork_server_in(self._directory.path)
@@ -255,7 +255,7 @@ class LocalCluster:
             self._clean_up()
 
     def stop(self) -> None:
-        """Stop it as `dpflow down` does, notifying nodes of other hosts; on a second call, at once.
+        """Stop the cluster as `dpflow down` does, notifying nodes of other hosts; on a second call, at once.
 
         Any thread may call, and signal handlers.
         """
@@ -314,7 +314,7 @@ class LocalCluster:
         return Node(place, own, fork_platform(options.preload), worker_platform=platform)
 
     def _begin(self, ready: Callable[[], None] | None) -> None:
-        """Write the connection file: jobs can connect from now on."""
+        """Write the connection file, so that jobs can connect, and call `ready`."""
 
         def address() -> str:
             return self.node.address_of(COORDINATOR)
@@ -379,9 +379,9 @@ def _parse_nodes(text: str) -> tuple[int, int]:
 
 
 def _hold_state(url: str, owner: str) -> int | None:
-    """Claim a state store exclusively. Return a descriptor that locks its file; None if it is not a file.
+    """Claim a state store exclusively. Return a descriptor that locks the store's file; None if it is not a file.
 
-    Raises OptionError or StateError if it cannot be used, UsageError if another cluster uses it.
+    Raises OptionError or StateError if the store cannot be used, UsageError if another cluster uses it.
     """
     with closing(open_store(url)) as store:
         store.claim(owner)
@@ -413,7 +413,7 @@ def _host_of(listen: str) -> str:
 
 
 def _free_address(host: str) -> str:
-    """Return tcp://HOST:PORT with a free port of an address of this host. Raises OptionError if it has none."""
+    """Return tcp://HOST:PORT with a free port of this address of this host. Raises OptionError if there is none."""
     try:
         with listen_at(host, 0) as listener:
             port = listener.getsockname()[1]
@@ -425,7 +425,7 @@ def _free_address(host: str) -> str:
 
 
 def _check_listen(listen: str) -> None:
-    """Raise OptionError unless this host has that address and the port is free."""
+    """Raise OptionError unless this host has the address and the port is free."""
     host, port = _host_of(listen).strip("[]"), urlsplit(listen).port
     assert port is not None
     try:

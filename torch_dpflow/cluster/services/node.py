@@ -1,4 +1,4 @@
-"""A node: the processes of one host, started, supervised and ended as its coordinator desires."""
+"""Node: starts, supervises and ends the processes of one host, as the coordinator desires."""
 
 from __future__ import annotations
 
@@ -68,17 +68,17 @@ BURST = 1024
 
 
 class Node:
-    """Keeps its own processes and those that a coordinator desires running. One thread drives it.
+    """Node that keeps its own processes, and processes that a coordinator desires, running. One thread drives it.
 
-    It saves no state: clients send the desired processes. A process that ends, or sends no heartbeat for `LEASE_S`, is
-    restarted at the same address.
+    A node saves no state: clients send the desired processes. A process that ends, or sends no heartbeat for `LEASE_S`,
+    is restarted at the same address.
 
     Args:
         place: the sockets, keys and token of its processes.
-        own: processes that always run: the coordinator, and optionally the provisioner, the live page and a server of
-            the pool. None on a host that has joined a cluster.
-        platform: starts its processes; closed with the node.
-        roles: roles that a coordinator may desire.
+        own: processes that always run: the coordinator, and optionally the provisioner, the live page and a pool
+            server. Empty on a host that has joined a cluster.
+        platform: starts the node's processes; the node closes it at its end.
+        roles: roles of processes that a coordinator may desire.
         worker_platform: for the provisioner, the platform that runs workers; None: `platform` runs them.
     """
 
@@ -135,9 +135,8 @@ class Node:
     def serve(self, ready: Callable[[], None] | None = None) -> None:
         """Keep everything running until `stop` is called, here or by a client.
 
-        ready: called once, in this thread, when the coordinator serves.
-        Raises StateError if the first coordinator cannot use the state store; a later one waits for it. Raises
-        DPFlowErrors of `ready`.
+        ready: called once, in this thread, when the coordinator serves. Raises StateError if the first coordinator
+        cannot use the state store; a restarted coordinator waits for the store. Raises DPFlowErrors of `ready`.
         """
         self._ready = ready or (lambda: None)
         try:
@@ -170,9 +169,9 @@ class Node:
         return not (self._processes or self._launching)
 
     def begin(self, token: str, incarnations: int) -> None:
-        """Start the next processes with this token, and with incarnations above `incarnations`.
+        """Set the token and the lowest incarnation (above `incarnations`) of the processes that will be started.
 
-        To be called while nothing runs and nothing is desired. Any thread may call.
+        Call this while nothing runs and nothing is desired. Any thread may call.
         """
         self._place = replace(self._place, token=token)
         self._supervisor.begin(incarnations)
@@ -299,7 +298,10 @@ class Node:
         return Result(HeartbeatReply(True, self._supervisor.settings_of(sent.id)))
 
     def _on_coordinator(self, sent: Heartbeat) -> None:
-        """Report that the first coordinator serves. Raises StateError if it cannot use its state store."""
+        """Call `ready` once the first coordinator serves.
+
+        Raises StateError if the coordinator cannot use its state store.
+        """
         waits_for = sent.status.get(WAITING)
         if self._ready is None or waits_for == "":
             return
@@ -351,11 +353,11 @@ IMPORT_POLL_S = 0.05
 
 
 class LaunchThread:
-    """Starts processes one after the other.
+    """Thread that starts processes one after the other.
 
     Args:
-        platform: starts them. Its user closes it after this thread.
-        report: called in the thread with the outcome of each launch.
+        platform: starts the processes. The caller closes it after this thread.
+        report: called in this thread with the outcome of each launch.
     """
 
     def __init__(self, platform: Platform, report: Callable[[ProcessSpec, Handle | Exception], None]) -> None:
@@ -369,7 +371,7 @@ class LaunchThread:
         self._specs.put(spec)
 
     def close(self) -> None:
-        """Start nothing more, end a start that waits, and wait for the thread. Idempotent."""
+        """Start no more processes, end a start that waits, and wait for the thread. Idempotent."""
         self._closes = True
         self._specs.put(None)
         self._thread.join(THREAD_GRACE_S)

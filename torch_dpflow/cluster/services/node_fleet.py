@@ -1,8 +1,8 @@
-"""Nodes that a platform runs for a cluster, such as Ray actors: the provisioner of `dpflow up --platform --nodes`.
+"""Provisioner of nodes that a platform runs, such as Ray actors, for `dpflow up --platform --nodes`.
 
-It is the only process with the platform's library and credentials. The coordinator decides how many nodes there are,
-and knows which have joined; `remote.fleet` decides about starts, replacements and ends. It saves no state: nodes end
-with this process, and its successor starts others.
+This process is the only one with the platform's library and credentials. The coordinator decides on the number of
+nodes, and knows which have joined; `remote.fleet` decides about starts, replacements and ends. The provisioner saves no
+state: nodes end with this process, and its successor starts new nodes.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ NODE_LEAVE_S = LEAVE_S + 15.0
 
 
 class PlatformNodes:
-    """The nodes that a platform runs. One thread drives it.
+    """Nodes that a platform runs. One thread drives this object.
 
     Args:
-        service: of this process.
+        service: specification of this process.
 
     Raises:
-        MissingExtraError, OptionError, PlatformError: as `NodePlatform.open_nodes`.
+        MissingExtraError, OptionError, PlatformError: see `NodePlatform.open_nodes`.
     """
 
     def __init__(self, service: ServiceSpec, spec: NodePlatform) -> None:
@@ -71,13 +71,13 @@ class PlatformNodes:
         self._retry_at = float("inf")
 
     def wait(self) -> None:
-        """Wait until the platform reports something, at most `REPORT_S`."""
+        """Wait for an outcome of the platform, at most `REPORT_S`."""
         poller = select.poll()
         poller.register(self._platform.wakeup_fd, select.POLLIN)
         poller.poll(1000 * REPORT_S)
 
     def turn(self) -> None:
-        """Handle the platform's reports, exchange reports with the coordinator, and act."""
+        """Handle the platform's outcomes, report to the coordinator, and apply the fleet's instructions."""
         now = self._clock()
         # Before the coordinator's answer: a node that the end of the cluster has ended must not be replaced.
         for outcome in self._platform.take():
@@ -104,7 +104,7 @@ class PlatformNodes:
         return {"platform": self._spec.name, "nodes": nodes, "wanted": self._wanted, "shortage": self._shortage}
 
     def _report(self) -> FleetTarget | None:
-        """Return the coordinator's answer to a report; None if it does not answer."""
+        """Report the nodes to the coordinator; return its answer, or None if it does not answer."""
         names = [one.name for one in self._fleet.workers]
         leaving = [one.name for one in self._fleet.workers if one.state is WorkerState.DRAINING]
         report = NodeFleet(self._place.token, self._prefix, names, leaving)

@@ -1,4 +1,4 @@
-"""What a node takes from its host: signals, descriptors, a directory, and a fork server for its processes."""
+"""Resources of a node on its host: signals, descriptors, a directory, and a fork server for its processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OWN_DESCRIPTORS, WISHED_DESCRIPTORS = 64, 65536
 
 
 def max_processes() -> int:
-    """Return how many processes this one can start, by its limit of open files."""
+    """Return how many processes this process can start, by its limit of open files."""
     return max(0, soft_limit() - OWN_DESCRIPTORS) // (DESCRIPTORS + 1)  # and its connection
 
 
@@ -34,7 +34,7 @@ def max_workers() -> int:
 
     A flow has a router and at least one shard; there are never more flows or shards than workers.
 
-    Raises DescriptorLimitError if it allows none.
+    Raises DescriptorLimitError if the limit allows no worker.
     """
     most = (max_processes() - 1) // 3  # one process is the coordinator
     if most < 1:
@@ -44,7 +44,7 @@ def max_workers() -> int:
 
 @contextmanager
 def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` on SIGTERM and SIGINT. In the main thread."""
+    """Call `stop` on SIGTERM and SIGINT during the body. Use this in the main thread."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     previous = [signal.signal(number, lambda *_: stop()) for number in numbers]
     try:
@@ -55,7 +55,7 @@ def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def fork_platform(preload: Sequence[str]) -> ForkServerPlatform:
-    """Return the platform of a node. preload: modules to import once, in addition to this package's."""
+    """Return the platform for a node's processes. preload: modules to import once, in addition to this package's."""
     # Processes are forked from a server that has imported torch: 2 s and 130 MB less for each worker. Only the operator
     # chooses what it imports (`preload`), never a client.
     modules = ["torch", *PRELOAD, *preload]
@@ -63,7 +63,7 @@ def fork_platform(preload: Sequence[str]) -> ForkServerPlatform:
 
 
 def keep_fork_server_in(directory: str) -> None:
-    """Have multiprocessing put the socket of its fork server into this directory.
+    """Make multiprocessing put the socket of its fork server into this directory.
 
     multiprocessing's own directory would remain if this process is killed. The last surviving process of the cluster
     removes the cluster's directory.

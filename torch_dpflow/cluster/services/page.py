@@ -1,6 +1,7 @@
-"""The live page of a cluster: a process that observes the node and the coordinator and serves the result over HTTP.
+"""Live page of a cluster: a process that observes the node and the coordinator, and serves the page over HTTP.
 
-It calls them once a second. It requests the processes from the node, so that a dead coordinator is shown.
+The process calls both once a second. It requests the processes from the node, so that the page shows a dead
+coordinator.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ INTERVAL_S, ANSWER_S, RETRY_S = HEARTBEAT_S, 2 * HEARTBEAT_S, 2 * HEARTBEAT_S
 
 
 class ClusterObserver:
-    """Observes a cluster. Values of a process that does not answer stay as they were."""
+    """Observer of a cluster. If a process does not answer, its latest values stay."""
 
     def __init__(self, place: ClusterPlace) -> None:
         self._place = place
@@ -38,7 +39,7 @@ class ClusterObserver:
         self._joined: list[ProcessView] = []
 
     def observe(self) -> Observation:
-        """Return the current state. Waits for answers, up to three times `ANSWER_S`."""
+        """Return the present state of the cluster. Waits for answers, up to three times `ANSWER_S`."""
         failure = ""
         try:
             self._processes = self._node.call("changes", 0, reply_type=Running).body.processes
@@ -65,7 +66,7 @@ class ClusterObserver:
 
 
 def run(service: ServiceSpec) -> None:
-    """Main function of a process that serves the page."""
+    """Main function of a process that serves the live page."""
     from torch_dpflow.cluster.monitoring.page_server import PageServer  # needs an extra
 
     place = msgpack_decoder(PagePlace).decode(service.arguments)
@@ -83,7 +84,7 @@ def run(service: ServiceSpec) -> None:
 
 
 def _listen(place: PagePlace, heartbeats: HeartbeatSender) -> socket.socket:
-    """Listen once the port is free, as another process may have taken it before this page process started."""
+    """Wait until the port is free, and listen. Another process may have taken the port before this process started."""
     is_logged = False
     while True:
         try:

@@ -1,7 +1,7 @@
-"""The provisioner of a cluster with workers on a platform: the only process with its library and credentials.
+"""Provisioner of a cluster's workers on a platform: the only process with the platform's library and credentials.
 
-It starts, watches and ends workers for all shards. The fleet of each shard has the workers' keys and connections and
-decides about their lives. So workers survive the death of the provisioner. It saves no state: see
+It starts, watches and ends workers for all shards. Each shard's fleet has the workers' keys and connections, and
+decides about their lives. So workers survive the death of the provisioner, which saves no state: see
 `cluster.control.worker_owners`.
 """
 
@@ -57,7 +57,7 @@ GRACE_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A platform that was opened."""
+    """Result of opening a platform."""
 
     platform: AdoptingPlatform
     launcher: Launcher
@@ -68,10 +68,10 @@ class Opened:
 
 
 class Provisioner:
-    """Serves the shards of a cluster. One thread drives it, and none of its methods blocks.
+    """Provisioner that serves the shards of a cluster. One thread drives it; no method blocks.
 
     Args:
-        server: server to which the methods are added; the caller serves.
+        server: server at which the methods are registered; the caller runs it.
         spec: settings of the platform.
         place: address and key with which shards connect.
         prefix: prefix of the names of the cluster's workers.
@@ -109,7 +109,10 @@ class Provisioner:
         server.register("release", self._on_release, body_type=Release)
 
     def poll(self) -> None:
-        """End workers of shards that have ended, and answer calls at their deadlines. In the server's thread."""
+        """End workers of shards that have ended, and answer calls at their deadlines.
+
+        Call this in the server's thread.
+        """
         now = self._clock()
         if self._opened is not None:
             for name in self._owners.to_end(now):
@@ -129,7 +132,7 @@ class Provisioner:
         }
 
     def close(self) -> None:
-        """End all workers, and wait. Any thread may call."""
+        """End all workers, and wait for their ends. Any thread may call."""
         if self._opened is not None:
             self._opened.platform.close(grace_s=GRACE_S)
 
@@ -219,7 +222,7 @@ class Provisioner:
     # -- the platform ----------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Connect to the platform, without waiting for it. In the server's thread."""
+        """Begin to connect to the platform, without waiting. Call this in the server's thread."""
         self._opens = True
         run_apart(self._server.post, "dpflow-platform", self._open, self._on_outcome)
 

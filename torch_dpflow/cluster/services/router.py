@@ -1,4 +1,4 @@
-"""The router of a flow: its routing table, its jobs and their sampling group (thesis 4.3.3, figures 4-8 to 4-10)."""
+"""Router of a flow: routing table, jobs and their sampling group (thesis 4.3.3, figures 4-8 to 4-10)."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ RESIZED_SHARE = 0.1
 
 
 class Router:
-    """Serves the jobs of one flow. One thread drives it.
+    """Router that serves the jobs of one flow. One thread drives it.
 
     Jobs hold all state: after a restart of the router they join again and report what they have read of their epoch,
     which restores the sampling group.
 
     Args:
         server: methods are registered with it; the caller serves.
-        settings: name the shards that own its keys.
-        token: of the node that starts its shards.
-        incarnation: above that of any earlier router of this flow.
+        settings: settings, including the shards that own the flow's keys.
+        token: token of the node that starts the flow's shards.
+        incarnation: incarnation of this process, above that of any earlier router of this flow.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Router:
         self._draws = 0
 
     def apply_settings(self, settings: RouterSettings) -> None:
-        """Apply new settings. In the server's thread."""
+        """Apply new settings. Call this in the server's thread."""
         self._limited_by = settings.limited_by
         if settings.shards == self._shards:
             return
@@ -128,7 +128,7 @@ class Router:
         self.poll()
 
     def poll(self) -> None:
-        """Apply leases and deadlines. In the server's thread."""
+        """Apply leases and deadlines. Call this in the server's thread."""
         now = self._clock()
         for shard in self._routing.tick(now):
             text = "shard lease expired; its keys were reassigned"
@@ -183,7 +183,7 @@ class Router:
         return Result(range_)
 
     def _resize_group(self) -> None:
-        """Set the cache capacity of the group to what the shards report, unless the user has set it."""
+        """Set the group's cache capacity to the sum that the shards report, unless the user has set it."""
         sizes = [self._reported.get(route.shard, (0, 0))[1] for route in self._routing.table.routes]
         if self._spec.cache_samples or not sizes or 0 in sizes:
             return
@@ -223,9 +223,9 @@ class Router:
         return Result(answer, [array.tobytes() for array in arrays])
 
     def _known_epoch(self, name: str, job: FlowJob, horizon: int) -> KnownEpoch | None:
-        """Return the newest epoch of a job, as far as the router knows it; None before the first one.
+        """Return the newest epoch of a job, as far as the router knows it; None before the first epoch.
 
-        horizon: in a flow of many samples, how many of the next ones are enough.
+        horizon: number of next samples that are enough, if the flow has many samples.
         """
         if job.announced:
             order = joint_order(job.announced, job.shares.replicas)
@@ -262,7 +262,7 @@ class Router:
         return self._restoring.run(call, describe) if self._is_long(indices is not None) else describe()()
 
     def _joined(self, call: IncomingCall, generation: int) -> Result | Later:
-        """Answer a reader that has joined, once the table is complete."""
+        """Answer the call of a reader that has joined, once the routing table is complete."""
         reader = self._readers[call.body.reader]
         joined = Joined(generation, self._jobs[reader.job].shares.per_rank, self._routing.table)
         if self._routing.complete:
@@ -271,7 +271,7 @@ class Router:
         return LATER
 
     def _is_long(self, passes: bool) -> bool:
-        """Return whether a step that may pass over the samples would hold the thread for too long."""
+        """Return whether a call would occupy the thread for too long. passes: whether it passes over all samples."""
         return passes and self._spec.size > MAX_WHOLE
 
     def _on_holders(self, call: IncomingCall) -> Result:
@@ -288,7 +288,7 @@ class Router:
                 self._remove_reader(name)
 
     def _describe(self, call: IncomingCall, generation: int, indices: IndexArray | None) -> Finish:
-        """Do the part of a join that passes over the job's samples; return the call that then adds the reader."""
+        """Do the part of a join that passes over the job's samples; return the function that then adds the reader."""
         join: Join = call.body
         rank = join.rank or JobRank(join.reader, 0, 1)
         try:

@@ -1,4 +1,4 @@
-"""The jobs of a router, and whether a process that joins one describes it as the others do."""
+"""Jobs of a router, and checks that all processes of a job describe it in the same way."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOTHING: IndexArray = np.empty(0, np.int64)
 
 @dataclass
 class Reader:
-    """A process that reads: a job, or a rank of a job."""
+    """Process that reads: a job, or a rank of a job."""
 
     job: str
     rank: int
@@ -40,7 +40,7 @@ class Reader:
 
 @dataclass
 class FlowJob:
-    """A job with all of its ranks."""
+    """Job with all of its ranks."""
 
     order: JointOrder
     shares: RankShares
@@ -58,17 +58,18 @@ class FlowJob:
     rivals: dict[int, float] = field(default_factory=dict)
 
     def check(self, join: Join, rank: JobRank, members: bytes, *, renewed: float, now: float) -> None:
-        """Check that a rank describes the job as its other ranks do.
+        """Check that a joining rank describes the job as the other ranks do.
 
-        The others may be ranks of an earlier run that was killed, and that this run continues with a different number
-        of ranks. In this case they renew no lease later than `LEAVING_S` after the first request.
+        The other ranks may belong to an earlier run, which was killed and is now continued with a different number of
+        ranks. Such ranks renew no lease later than `LEAVING_S` after the first request.
 
         Args:
-            renewed: when one of the other ranks renewed its lease last.
+            join: the request. rank, members: the rank's part and the digest of its samples.
+            renewed: time of the latest renewal of any other rank's lease.
 
         Raises:
-            NameBusyError: the descriptions differ, and the others may have ended; try again.
-            UsageError: the descriptions differ, and the others are running.
+            NameBusyError: the descriptions differ, and the other ranks may have ended; the caller repeats the request.
+            UsageError: the descriptions differ, and the other ranks are running.
         """
         problem = next(self._differences(join, rank, members), None)
         if problem is None:
@@ -99,10 +100,10 @@ Finish: TypeAlias = Callable[[], Result | Later | None]
 
 
 class Restoring:
-    """Runs calls that pass over all samples in a thread, as they take seconds in a large flow.
+    """Thread for calls that pass over all samples, as these take seconds in a large flow.
 
-    These calls restore the order of a job that resumes, and add jobs that read a part of the samples. Meanwhile the
-    server's thread answers heartbeats, and no other call that uses the sampling group.
+    Such calls restore the order of a job that resumes, or add a job that reads a part of the samples. While one runs,
+    the server's thread answers heartbeats, and refuses calls that use the sampling group.
     """
 
     def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
@@ -110,7 +111,7 @@ class Restoring:
         self.is_running = False
 
     def alone(self, handler: Handler) -> Handler:
-        """Return a handler that refuses calls while an order is restored; their callers repeat them."""
+        """Return a handler that refuses calls while the thread is busy; the clients repeat them."""
 
         def handle(call: IncomingCall) -> Result | Later | None:
             if self.is_running:
@@ -120,7 +121,10 @@ class Restoring:
         return handle
 
     def run(self, call: IncomingCall, work: Callable[[], Finish]) -> Later:
-        """Run `work` in a thread, then the function that it returns in the server's thread; this answers the call."""
+        """Run `work` in a thread.
+
+        The function that it returns then runs in the server's thread, and answers the call.
+        """
         self.is_running = True
         run_apart(self._post, "dpflow-restore", work, partial(self._answer, call))
         return LATER
@@ -137,7 +141,7 @@ class Restoring:
 
 
 def new_job(group: SamplingGroup, join: Join, rank: JobRank, indices: IndexArray | None, members: bytes) -> FlowJob:
-    """Add a job to a group when its first rank joins. members: `set_digest` of its samples."""
+    """Add a job to a sampling group when its first rank joins. members: `set_digest` of the job's samples."""
     batch = join.batch_size * rank.replicas
     named = not rank.job.startswith(UNNAMED)
     group.join(rank.job, indices, seed=join.seed, batch_size=batch, independence=join.independence, named=named)
@@ -146,14 +150,14 @@ def new_job(group: SamplingGroup, join: Join, rank: JobRank, indices: IndexArray
 
 
 def indices_in(frames: list[memoryview]) -> IndexArray:
-    """Return the samples of a job, as it sends them."""
+    """Decode the samples of a job from a message's frames."""
     if len(frames) != 1 or frames[0].nbytes % 8:
         raise UsageError("a job's samples are one frame of int64")
     return np.frombuffer(frames[0], np.int64)
 
 
 def samples_in(bitmap: memoryview, size: int) -> IndexArray:
-    """Return the samples whose bits are set; none for an empty bitmap, which a reader without samples sends."""
+    """Return the samples whose bits are set. An empty bitmap, which a reader without samples sends, contains none."""
     bits = np.frombuffer(bitmap, np.uint8)
     if len(bits) not in (0, -(-size // 8)):
         raise UsageError(f"a bitmap of {len(bits)} bytes: {-(-size // 8)} are required")

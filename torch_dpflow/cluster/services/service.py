@@ -1,4 +1,4 @@
-"""Common parts of all service processes of a cluster: specification, role, heartbeats and main loop."""
+"""Common parts of a cluster's service processes: specification, role, heartbeats and main loop."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ _ID = re.compile(r"(?P<flow>[^:]+:v\d+)/(router|(?P<shard>shard-[\w.-]+)(/worker
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlatform:
-    """The platform that runs the workers of a cluster, for shards. The provisioner alone has its settings and keys."""
+    """Platform that runs a cluster's workers, as shards know it.
+
+    Only the provisioner has the platform's settings and keys.
+    """
 
     name: str
     #: Address at which shards listen for workers: see `RemoteWorkers`.
@@ -74,10 +77,11 @@ class ClusterPlace:
     """Settings that all processes of one node share.
 
     Args:
-        directory: holds the sockets; only the node's user can read it.
-        host: the address of this host on which services listen over TCP; None: sockets of this host only.
-        keys: for TCP; None without TCP. Held here, as the connection file may vanish while processes start.
-        token: proves to services that the node has started a shard or worker.
+        directory: directory of the sockets, which only the node's user can read.
+        host: address of this host at which services listen over TCP; None: only sockets of this host.
+        keys: keys for TCP; None without TCP. They are stored here because the connection file may vanish while
+            processes start.
+        token: secret that proves to services that the node has started a shard or worker.
         worker_platform: where workers run; None: the node starts them.
     """
 
@@ -90,17 +94,17 @@ class ClusterPlace:
 
     @property
     def node_address(self) -> str:
-        """Address of the node: a socket of this host."""
+        """Address of the node, a socket of this host."""
         return f"ipc://{self.directory}/{NODE_SOCKET}"
 
     @property
     def provisioner_address(self) -> str:
-        """Address of the provisioner: a socket of this host, which only this user can reach."""
+        """Address of the provisioner, a socket of this host that only this user can reach."""
         return f"ipc://{self.directory}/{PROVISIONER}"
 
     @property
     def cluster(self) -> str:
-        """First part of the names of its remote workers, 8 hexadecimal digits."""
+        """First part of the names of the cluster's remote workers, 8 hexadecimal digits."""
         return hashlib.sha256(self.token.encode()).hexdigest()[:8]
 
     def address_for(self, id: str) -> str:
@@ -143,9 +147,9 @@ class ServiceSpec:
     platform: PlatformSpec | None = None
 
     def listen(self, address: str = "") -> Listener:
-        """Listen at the address of the previous process of this id, or else at `address`, if given.
+        """Listen at the address of the previous process of this id, else at `address`, else at a default address.
 
-        If another process has taken the port, listen at a free one, which heartbeats report.
+        If another process has taken the port, a free port is used, which heartbeats report.
         """
         for chosen in filter(None, (self.address, address)):
             try:
@@ -162,15 +166,15 @@ def subjects_of(id: str) -> dict[str, str | None]:
 
 
 class HeartbeatSender:
-    """A thread that sends heartbeats to the node and ends this process once the node no longer desires it.
+    """Thread that sends heartbeats to the node, and ends this process once the node no longer desires it.
 
     Args:
-        address: at which the process listens; empty if it does not listen.
-        apply_settings: called in this thread with settings that have changed.
-        status: the first figures for display.
-        figures: returns figures that are gathered with each heartbeat, in this thread.
+        address: address at which the process listens; empty if it does not listen.
+        apply_settings: called in this thread with changed settings.
+        status: first status, figures for display.
+        figures: returns further figures for each heartbeat; called in this thread.
         leave: called in this thread before the process ends because the node does not desire it.
-        stuck_s: no heartbeat is sent once an iteration of the main loop takes this long, seconds.
+        stuck_s: duration of an iteration of the main loop after which no more heartbeats are sent, seconds.
     """
 
     def __init__(
@@ -237,13 +241,13 @@ def serve(
     leave: Callable[[], None] = lambda: None,
     heartbeats: HeartbeatSender | None = None,
 ) -> None:
-    """Serve until the process ends. All functions except `leave` are called in this thread.
+    """Run the server, with heartbeats, until the process ends. All given functions except `leave` run in this thread.
 
     status: returns figures for display.
     poll: called between messages, at least every `poll_s` seconds.
-    apply_settings: called with settings that have changed.
+    apply_settings: called with changed settings.
     leave: called before the process ends; see `HeartbeatSender`.
-    heartbeats: the sender of this process, if it was started before; None starts one.
+    heartbeats: sender of this process, if it was started before; None: start a new sender.
     """
     heartbeats = heartbeats or HeartbeatSender(
         service,
@@ -266,7 +270,7 @@ def serve(
 
 
 class DesiredProcesses:
-    """Sends a node the processes that it should run, once for each change."""
+    """Sender of the processes that a node should run, once for each change."""
 
     def __init__(self, node: RpcClient) -> None:
         self._node = node
@@ -274,7 +278,7 @@ class DesiredProcesses:
         self._applied: Desire | None = None
 
     def send(self, desire: Desire) -> bool:
-        """Send these processes to the node unless it has them; return whether they were sent.
+        """Send these processes to the node, unless they were sent before; return whether they were sent.
 
         Raises DPFlowError if the node does not answer.
         """
@@ -299,9 +303,9 @@ def run_apart(
     work: Callable[[], T],
     done: Callable[[Future[T]], None],
 ) -> None:
-    """Do work that blocks in a thread of this name; then call `done` with its outcome in a server's thread.
+    """Do blocking work in a thread with this name; then call `done` with the outcome in a server's thread.
 
-    post: of the server.
+    post: the server's method `post`.
     """
 
     def run() -> None:
@@ -320,7 +324,7 @@ def _carry_out(work: Callable[[], T], outcome: Future[T]) -> None:
 
 
 def locate(place: ClusterPlace, id: str, *, timeout_s: float = 60.0) -> str:
-    """Return the address of the process `id` once it listens. Raises DeadlineError if it does not in time."""
+    """Wait until the process `id` listens; return its address. Raises DeadlineError after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     seen, backoff = 0, Backoff()
     with place.connect(place.node_address) as node:
@@ -339,9 +343,9 @@ def locate(place: ClusterPlace, id: str, *, timeout_s: float = 60.0) -> str:
 
 
 class ServiceClient:
-    """Client of the process `id`, which is located again after each failure, as it may have moved. One thread calls.
+    """Client of the process `id`, whose address is looked up again after each failure. One thread calls.
 
-    timeout_s, locate_s: timeouts of a call, and of locating it, seconds.
+    timeout_s, locate_s: timeouts of a call, and of the lookup of the address, seconds.
     """
 
     def __init__(self, place: ClusterPlace, id: str, *, timeout_s: float, locate_s: float = START_S) -> None:
@@ -351,7 +355,7 @@ class ServiceClient:
         self.address = ""
 
     def call(self, method: str, body: Any, reply_type: Any) -> Answer:
-        """Call it. Raises DPFlowError if it does not answer, or refuses the call."""
+        """Call a method. Raises DPFlowError if the process does not answer, or refuses the call."""
         try:
             if self._client is None:
                 self.address = locate(self._place, self._id, timeout_s=self._locate_s)

@@ -34,7 +34,7 @@ _REDIS_BATCH = 500
 
 
 class StateStore(Protocol):
-    """Bytes by key. A value survives the process once `write` has returned; each call is atomic.
+    """Store of bytes by key. A value survives this process once `write` has returned; each call is atomic.
 
     Any thread may call. Every call raises StateError if the store cannot be reached or is damaged.
     """
@@ -43,18 +43,18 @@ class StateStore(Protocol):
         """Return all values, by key."""
 
     def write(self, key: str, value: bytes | None) -> None:
-        """Set the value of `key`; None removes it, if it is there."""
+        """Set the value of `key`; None removes the key, if it exists."""
 
     def claim(self, owner: str) -> None:
         """Lease the store to this owner for `LEASE_S`. Raises StateError if another owner renews its lease.
 
-        Waits up to `LEASE_S` for the lease of an owner that has ended to expire.
+        Waits up to `LEASE_S` for another owner's lease to expire.
         """
 
     def renew(self, owner: str) -> bool:
-        """Renew the lease for `LEASE_S`. Return whether there was a lease; an emptied store has none.
+        """Renew this owner's lease for `LEASE_S`. Return whether there was a lease; an emptied store has none.
 
-        Raises StateError if another owner has it.
+        Raises StateError if another owner has the lease.
         """
 
     def release(self, owner: str) -> None:
@@ -85,12 +85,12 @@ def open_store(url: str) -> StateStore:
 
 
 class SQLiteStore:
-    """A store in one file that only its user can read. One process at a time writes to it.
+    """Store in one SQLite file that only its user can read. One process at a time writes to it.
 
     Args:
-        path: created if it does not exist.
+        path: path of the file, which is created if it does not exist.
 
-    Raises StateError: the file cannot be opened, or is not a store.
+    Raises StateError if the file cannot be opened, or is not a store.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -153,13 +153,13 @@ class SQLiteStore:
 
 
 class RedisStore:
-    """A store in a Redis server. The server's configuration decides how much of it survives a crash of the server.
+    """Store in a Redis server. The server's configuration decides how much survives a crash of the server.
 
     Args:
-        url: redis://HOST:PORT/NUMBER, rediss:// with TLS, or unix://PATH.
+        url: address of the server: redis://HOST:PORT/NUMBER, rediss:// with TLS, or unix://PATH.
 
     Raises:
-        MissingExtraError: the package is missing.
+        MissingExtraError: the package for Redis is not installed.
         OptionError: the address is malformed, or has an unknown option.
         StateError: the server does not answer.
     """
@@ -250,14 +250,14 @@ def _without_password(url: str) -> str:
 
 
 class WriteBehindStore:
-    """Bytes by key in memory, which a thread writes to a store whenever the store can be used.
+    """Store in memory, which a thread copies to another store whenever that can be used.
 
-    A value survives this process once the thread has written it, shortly after `put`. A store that was absent or has
-    been emptied receives everything again. All methods except `load` belong to one thread.
+    A value survives this process once the thread has written it, shortly after `put`. If the other store was
+    unavailable or has been emptied, everything is written again. All methods except `load` belong to one thread.
 
     Args:
-        open_store: opens the store, or raises StateError.
-        owner: of the store: see `StateStore.renew`.
+        open_store: opens the other store, or raises StateError.
+        owner: name of the owner of leases, see `StateStore.renew`.
     """
 
     # Written behind, so that an absent store blocks no call. Values put just before this process dies may be lost; a
@@ -278,9 +278,9 @@ class WriteBehindStore:
         self.failure: Exception | None = None
 
     def load(self, meanwhile: Callable[[], None]) -> None:
-        """Read everything from the store once it can be used. Call once, before all other methods.
+        """Wait until the store can be used, and read everything. Call once, before all other methods.
 
-        meanwhile: called repeatedly until then; should wait briefly.
+        meanwhile: called repeatedly while waiting; each call should wait briefly.
         """
         self._writer.wake()
         self._writer.start()
@@ -307,7 +307,7 @@ class WriteBehindStore:
         self._writer.wake()
 
     def once_written(self, done: Callable[[Exception | None], None]) -> None:
-        """Have the thread call `done` once all values are stored, or with the error of the store."""
+        """Make the thread call `done(None)` once all values are written, or `done(error)` if the store fails."""
         self._awaiting.put(done)
         self._writer.wake()
 

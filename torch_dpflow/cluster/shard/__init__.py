@@ -1,1 +1,1 @@
-"""The service that owns the tasks, the cache and the workers of some samples of a flow."""
+"""Shard service: owns the tasks, the cache and the workers of a range of a flow's samples."""

@@ -1,4 +1,4 @@
-"""Workers of a shard on the cluster's platform, which only the provisioner can access: it has the library and the keys.
+"""Workers of a shard on the cluster's platform. Only the provisioner has the platform's library and keys.
 
 A shard has the names of all its workers before the provisioner has them, and reports them to each new provisioner. The
 death of a provisioner therefore costs no worker: unanswered requests are repeated, and workers live on.
@@ -50,12 +50,14 @@ OPEN_S, RELEASE_S = 120.0, 2.0
 
 
 class ProvisionedPlatform:
-    """The `RemotePlatform` of one shard. It is also its own `PlatformSource`, and is open once it was created.
+    """`RemotePlatform` of one shard, which forwards all requests to the provisioner.
 
-    name: of the cluster's platform, for messages.
+    It is also its own `PlatformSource`, and is open once it was created.
+
+    name: name of the cluster's platform, for messages.
 
     Raises:
-        RemoteCallError: the platform cannot be opened, or refuses.
+        RemoteCallError: the platform cannot be opened, or refuses the connection.
         DeadlineError: the provisioner does not answer.
     """
 
@@ -95,7 +97,7 @@ class ProvisionedPlatform:
         return self._listen_at
 
     def check_listen(self, address: str) -> None:
-        """Do nothing: the provisioner has checked it."""
+        """Do nothing, because the provisioner has checked the address."""
 
     def start(self, name: str, launch_spec: bytes) -> None:
         request = StartRequest(name, checked_launch_spec(name, launch_spec))
@@ -169,7 +171,7 @@ class ProvisionedPlatform:
         self._add([event.outcome() if isinstance(event, RefusedStart) else event for event in answer.events])
 
     def _attach_again(self) -> None:
-        """Attach to a new provisioner, and repeat all start requests that the previous one has not answered."""
+        """Attach to a new provisioner, and repeat all start requests that the previous provisioner has not answered."""
         try:
             self._attach()
         except RemoteCallError as error:  # of the platform; workers live on
@@ -256,7 +258,7 @@ class ProvisionedWorkers:
         }
 
     def _serve(self) -> bool:
-        """Handle messages of remote workers; return whether there may be more."""
+        """Handle messages of remote workers; return whether more may be waiting."""
         remote = self._remote
         assert remote is not None
         for _ in range(_BURST):

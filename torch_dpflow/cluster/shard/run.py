@@ -1,4 +1,4 @@
-"""The process of a sample shard, with its calls to the router and to the node."""
+"""Process of a sample shard, with its calls to the router and to the node."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class RouterCalls:
 
 
 class WorkerWatch:
-    """Thread that requests the node to kill workers, and reports to the shard the ends that it cannot detect itself."""
+    """Thread that requests the node to kill workers, and reports ends of workers that the shard cannot detect."""
 
     # A pid is valid within its host and pid namespace only. So the shard kills nothing: it names workers by their
     # number and incarnation, and only their node, which assigned these, signals processes.
@@ -115,7 +115,7 @@ class WorkerWatch:
         )
 
     def end(self, worker: int, incarnation: int) -> None:
-        """Request the node to kill a worker, without waiting for it."""
+        """Request the node to kill a worker, without waiting for the worker's end."""
         self._orders.put((worker, incarnation))
         self._thread.wake()
 
@@ -178,7 +178,7 @@ def _on_sigterm(number: int, frame: object) -> None:
 
 
 def _leave() -> None:
-    """End the workers of this process, and then this process."""
+    """End the remote workers of this shard, and then this process."""
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(LEAVE_S)
 
@@ -200,7 +200,7 @@ def _shard_of(service: ServiceSpec, end_worker: Callable[[int, int], None]) -> S
 
 
 def _serve(service: ServiceSpec, shard: SampleShard, figures: Callable[[], dict[str, Any]] | None = None) -> None:
-    """Serve a shard. figures: further status of a shard with remote workers."""
+    """Serve a shard until the process ends. figures: returns further status of a shard with remote workers."""
     gc.set_threshold(GC_OBJECTS)
     decoder = msgpack_decoder(ShardSettings)
     serve(

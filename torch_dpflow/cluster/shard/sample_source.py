@@ -1,4 +1,4 @@
-"""Loads samples in a worker of a shared flow, one at a time, each seeded by its draw and key."""
+"""Loading of samples in a worker of a shared flow, one at a time, each seeded by its draw and key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STOLEN = 16
 
 @dataclass(frozen=True)
 class TwoStageDataset(Dataset[Any]):
-    """A dataset with a cacheable stage, whose output the sample cache keeps for all jobs, and a per-draw stage.
+    """Dataset with a cacheable stage, whose output the sample cache keeps for all jobs, and a per-draw stage.
 
     Indexing runs both stages and returns a sample.
     """
@@ -57,7 +57,7 @@ class TwoStageDataset(Dataset[Any]):
 
 @dataclass(frozen=True)
 class KeylessTransform:
-    """A `TwoStageDataset.per_draw` that ignores the sample's number."""
+    """Per-draw stage (`TwoStageDataset.per_draw`) that ignores the sample's number."""
 
     transform: Callable[[Any], Any]
 
@@ -67,7 +67,7 @@ class KeylessTransform:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleAssignment:
-    """What the workers of a flow load; the same for all workers and all jobs."""
+    """Load spec of a flow's workers; the same for all workers and all jobs."""
 
     dataset: TwoStageDataset
     worker_init_fn: Callable[[int], Any] | None
@@ -118,12 +118,12 @@ def _assignment(
 class SampleSource:
     """Loads samples in a worker process, which becomes a DataLoader worker: one torch thread, `get_worker_info()`.
 
-    An error here, also in unpickling or in `worker_init_fn`, is the result of every task. The process continues, so
-    that the job gets the user's own traceback and not a dead worker.
+    An error here, including one in unpickling or in `worker_init_fn`, becomes the result of every task. The process
+    continues, so that the job gets the user's own traceback and not a dead worker.
 
     Args:
-        packed: a `SampleAssignment`, in a file.
-        worker: its number among the `workers` of its shard.
+        packed: file with a packed `SampleAssignment`.
+        worker: number of this worker in its shard. workers: number of the shard's workers.
     """
 
     def __init__(self, packed: IO[bytes], worker: int, workers: int) -> None:
@@ -144,7 +144,7 @@ class SampleSource:
             self._broken = wrapped_failure(worker)
 
     def announce(self, payloads: Sequence[memoryview]) -> None:
-        """Announce tasks that follow the earlier ones to the dataset, if it accepts announcements."""
+        """Announce newly queued tasks to the dataset, if it accepts announcements."""
         keys = [key for key in map(key_to_load, payloads) if key is not None] if self._tells else []
         if not keys:
             return
@@ -155,7 +155,7 @@ class SampleSource:
             SERVICE.exception("the dataset rejected the announcement of the samples that come next")
 
     def load(self, payload: memoryview) -> tuple[int, Any]:
-        """Return the kind of a task's outcome, and the sample, a placeholder for it, or an ExceptionWrapper.
+        """Return (kind of the task's outcome, value). The value is the sample, its placeholder, or an ExceptionWrapper.
 
         Never raises an Exception.
         """

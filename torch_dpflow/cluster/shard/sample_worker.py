@@ -50,11 +50,12 @@ class SampleWorker(TaskWorker):
     """Worker of a flow.
 
     Args:
-        content: opens the content with a digest; calls its second argument repeatedly while it fetches it.
-        up: called once the content is open.
-        directory: removed if the worker ends with its shard.
-        repeats: whether it repeats a handshake that is not answered, and when it is idle. Not needed where the shard's
-            end is detected otherwise.
+        content: opens the content with the given digest; calls its second argument repeatedly while it fetches the
+            content.
+        up: called when the content is open.
+        directory: directory that is removed if the worker ends with its shard.
+        repeats: whether the worker repeats its handshake, while it is unanswered and when the worker is idle. Not
+            needed if the end of the shard is detected otherwise.
     """
 
     look_s = LOOK_S
@@ -85,7 +86,7 @@ class SampleWorker(TaskWorker):
         self._handing_s = 0.0
 
     def begin(self) -> None:
-        """Repeat the handshake until it is answered: another shard may have replaced one that died."""
+        """Repeat the handshake until it is answered, because the shard may have been replaced."""
         is_due = True
         while self._source is None and not self._stopped:
             if is_due:
@@ -145,7 +146,7 @@ class SampleWorker(TaskWorker):
         self._up()
 
     def _report_progress(self) -> None:
-        """Restart the shard's time limit, which is meant for the user's code and not for fetching the content."""
+        """Restart the shard's time limit, which is meant for the user's code and not for fetching content."""
         self._connection.send([encode(Exchange([], None))])
 
     def _load(self, task: int, payload: memoryview) -> None:
@@ -195,7 +196,7 @@ def run(service: ServiceSpec) -> None:
 
 
 def _open_content(place: ClusterPlace, digest: str, on_progress: Callable[[], None]) -> IO[bytes]:
-    """Open a content, and import from the modules of the job first, if it has sent them."""
+    """Open a content, and make the modules that the job has sent importable, before any others."""
     content = open_content(place, digest, on_progress, coordinator=COORDINATOR)
     if code := code_in(content):
         install_bundle(code, f"{place.directory}/code")
@@ -207,7 +208,8 @@ def load_samples(
 ) -> None:
     """Load single samples in a remote worker until the shard ends it.
 
-    packed: a `SampleAssignment`. is_near: as in `work`. directory: removed if the worker ends with its shard.
+    packed: a packed `SampleAssignment`. is_near: whether the shard is on this host. directory: directory that is
+        removed if the worker ends with its shard.
     """
     set_worker_signal_handlers()
     worker = SampleWorker(

@@ -1,4 +1,4 @@
-"""A shard of a shared flow: its sample cache, its workers, and the jobs that read (thesis 4.3.4, figure 4-11).
+"""Shard of a shared flow: its sample cache, its workers, and the jobs that read from it (thesis 4.3.4, figure 4-11).
 
 A task is one sample here, and one batch in the private shard of a loader.
 """
@@ -48,7 +48,7 @@ LINGER_S = 20.0
 
 @dataclass(slots=True)
 class _Reader:
-    """A process that reads."""
+    """Process that reads from the shard: a job, or a rank of a job."""
 
     job: str
     #: The tickets of samples that it has requested and not received.
@@ -57,13 +57,13 @@ class _Reader:
 
 
 class SampleShard:
-    """Serves samples to the jobs of one flow. One thread drives it.
+    """Shard that serves samples to the jobs of one flow. One thread drives it.
 
     Args:
         listener: where jobs and workers connect; closed with the shard's server.
-        settings: its share of the flow's workers and memory.
-        token: of the node that starts its workers.
-        end_worker: `end` of `ShardWorkers`.
+        settings: the shard's share of the flow's workers and memory.
+        token: token of the node that starts the shard's workers.
+        end_worker: called with the number and incarnation of a worker that should be killed.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class SampleShard:
         self.server.register("leave", self._on_leave, body_type=JobId)
 
     def poll(self) -> None:
-        """Apply leases and time limits. In the server's thread."""
+        """Apply leases and time limits. Call this in the server's thread."""
         now = self._clock()
         self._late_s += len({call.body.job.name for call in self._calls.values()}) * (now - self._counted_at)
         self._counted_at = now
@@ -131,7 +131,7 @@ class SampleShard:
         self._report_outage(now)
 
     def _report_outage(self, now: float) -> None:
-        """Answer waiting fetches with the reason while no worker works; jobs log it, and fetch again."""
+        """Answer waiting fetches with an error while no worker works. Jobs log the reason, and fetch again."""
         if self._calls and now >= self._report_at and (outage := self.workers.outage()) is not None:
             self._report_at = now + OUTAGE_S
             calls, self._calls = self._calls, {}
@@ -139,15 +139,16 @@ class SampleShard:
                 call.fail(outage)
 
     def apply_settings(self, settings: ShardSettings) -> None:
-        """Change the shard's number of workers or its memory. In the server's thread."""
+        """Change the shard's number of workers or its memory. Call this in the server's thread."""
         self.workers.resize(settings.workers)
         self._cache.concurrency = self.workers.concurrency
         self._apply(self._cache.resize(settings.memory_bytes))
 
     def serve_remote(self, serve: Callable[[], bool], remote: RemoteWorkers) -> None:
-        """Use remote workers, which connect to another listener. In the server's thread, once.
+        """Use remote workers, which connect to another listener. Call this once, in the server's thread.
 
-        serve: `serve_remote` of the demultiplexer; called before each wait, which ends for their messages too.
+        serve: handles messages of remote workers; the demultiplexer calls it before each wait, and wakes for their
+            messages too.
         """
         for source in remote.listener.sources:
             self._listener.watch(source)
@@ -160,14 +161,14 @@ class SampleShard:
 
     @property
     def cache_samples(self) -> int:
-        """How many samples the shard's cache can hold; 0 until that is known. Any thread may call."""
+        """Number of samples that the shard's cache can hold; 0 while unknown. Any thread may call."""
         return self._cache.cache_samples
 
     def assign(self, range_: RangeAssignment) -> None:
-        """Own these keys from now on, as the router has assigned them. In the server's thread.
+        """Set the keys that the shard owns, as the router has assigned them. Call this in the server's thread.
 
-        Pending requests for keys that other shards own now are answered at once, without a sample: jobs request
-        them from those shards.
+        Pending requests for keys that other shards own now are answered at once, without samples. Jobs then request
+        these samples from the new owners.
         """
         if not range_.retired:
             self._retired_at = None
@@ -187,21 +188,21 @@ class SampleShard:
             self._apply(self._cache.release(job, foreign))
 
     def lookahead_requests(self) -> list[LookaheadRequest]:
-        """Return the lookaheads to request from the router now. In the server's thread."""
+        """Return the lookaheads to request from the router now. Call this in the server's thread."""
         return self._lookaheads.requests()
 
     def lookaheads_failed(self, requests: list[LookaheadRequest]) -> None:
-        """Request these lookaheads again at the next call. In the server's thread."""
+        """Make `lookahead_requests` return these again. Call this in the server's thread."""
         self._lookaheads.failed(requests)
 
     def take_lookahead(self, request: LookaheadRequest, answer: JobLookahead, parts: LookaheadParts | None) -> None:
-        """Pass a router's answer to the cache's policy. In the server's thread."""
+        """Pass a router's answer to the cache's policy. Call this in the server's thread."""
         lookahead = self._lookaheads.answered(request, answer, parts)
         if lookahead is not None:
             self._cache.hint(request.job, lookahead, weight=answer.weight)
 
     def status(self) -> dict[str, Any]:
-        """Return figures for the coordinator and for display. In the server's thread."""
+        """Return figures for the coordinator and for display. Call this in the server's thread."""
         cache = self._cache.statistics()
         self._link_s += self._link.passed_s()
         return {
@@ -245,7 +246,10 @@ class SampleShard:
         return LATER
 
     def _fetch(self, call: IncomingCall, tickets: list[int]) -> None:
-        """Answer a call with these tickets once they are loaded. UsageError if its job has not requested them."""
+        """Answer a call with the samples of these tickets once they are loaded.
+
+        UsageError if its job did not request them.
+        """
         ask: Ask = call.body
         request = next(self._requests)
         self._calls[request] = call
@@ -257,10 +261,10 @@ class SampleShard:
         self._apply(out)
 
     def _accept(self, ask: Ask, ahead: int) -> Ask:
-        """Check a request, and release what its job has received.
+        """Check a request, and release the samples that its job reports as received.
 
-        Returns the request, without those of its last `ahead` samples for which there is no room: the job fetches them
-        when it needs them.
+        Returns the request. If the job has too many open requests, some of its last `ahead` samples are left out: the
+        job fetches these when it needs them.
         """
         if len(ask.tickets) != len(ask.keys):
             raise UsageError(f"{len(ask.tickets)} tickets for {len(ask.keys)} samples: one for each is required")
@@ -359,9 +363,9 @@ class SampleShard:
             self._answer_poisoned(key)
 
     def _answer_poisoned(self, poisoned: int) -> None:
-        """Answer each fetch that waits for this sample with it alone.
+        """Answer each fetch that waits for a poisoned sample with only this sample's error.
 
-        The batch of the sample fails whatever its other samples do, and each of these could cost three more workers.
+        The sample's batch fails whatever its other samples do, and each of these could kill three more workers.
         """
         for request, call in list(self._calls.items()):
             tickets = _tickets_of(call.body, {poisoned})
@@ -387,7 +391,7 @@ class SampleShard:
             self.workers.load(loads)
 
     def _serve(self, call: IncomingCall, samples: list[tuple[int, DetachedPayload]]) -> None:
-        """Answer a call with these samples, or with the first of them if they are too many for one message."""
+        """Answer a call with these samples, or with the first of them if they do not fit into one message."""
         count = frames = nbytes = 0
         for _, payload in samples:
             frames, nbytes = frames + len(payload.frames), nbytes + payload.nbytes

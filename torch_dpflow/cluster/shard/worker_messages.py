@@ -1,4 +1,4 @@
-"""Messages and payloads of a shard's workers: separated from those of jobs, and detached from the workers' memory."""
+"""Workers' messages at a shard: separated from jobs' messages, with payloads copied out of the workers' memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _BURST = 64
 
 
 class WorkerDemultiplexer:
-    """Listener of a shard that handles the messages of workers itself and returns all others.
+    """Listener of a shard that handles the messages of workers itself and returns all other messages.
 
     A worker's identity ends with the node's token. A shard trusts the results of workers, so only a process that the
     node has started counts as one; every other peer is a client of the RPC server.
 
     Args:
-        listener: the socket; closed with the demultiplexer.
+        listener: the wrapped listener; `close` closes it.
         on_worker_message: called with each message of a worker, in the thread that receives.
     """
 
@@ -42,7 +42,7 @@ class WorkerDemultiplexer:
         self.dropped = 0
 
     def receive(self, timeout_s: float | None) -> tuple[bytes, list[memoryview]] | None:
-        """Return the next message that is not a worker's; None also after messages of workers."""
+        """Return the next message that is not a worker's; None on a timeout, or after handling messages of workers."""
         if self.serve_remote is not None and self.serve_remote():
             timeout_s = 0
         for _ in range(_BURST):
@@ -56,7 +56,7 @@ class WorkerDemultiplexer:
 
 
 class DetachedPayload(msgspec.Struct, gc=False):
-    """An encoded payload in this process's memory. Its frames may be sent any number of times."""
+    """Encoded payload in this process's memory. Its frames may be sent any number of times."""
 
     #: SAMPLE, FAILED, POISONED or WORKERLESS.
     kind: int
@@ -75,12 +75,12 @@ class DetachedPayload(msgspec.Struct, gc=False):
 
 
 def detach_group(kind: int, table: PayloadTable, size: int, parts: list[list[memoryview]]) -> list[DetachedPayload]:
-    """Copy the parts of a joined frame, each a payload of `size` bytes: a part alone would keep the whole frame."""
+    """Copy each part of a joined frame, a payload of `size` bytes. A view would keep the whole frame alive."""
     return [DetachedPayload(kind, table, [bytes(part)], size) for (part,) in parts]
 
 
 def detach(kind: int, table: PayloadTable, frames: list[memoryview], reader: ArenaReader | None) -> DetachedPayload:
-    """Copy the payload's shared memory into this process.
+    """Copy a payload out of shared memory into this process's memory.
 
     Raises:
         MessageError: the table does not fit the frames, or there is no shared memory to read.

@@ -1,4 +1,4 @@
-"""The workers of a sample shard: their processes, their shared memory and their results."""
+"""Workers of a sample shard: their processes, their shared memory and their results."""
 
 from __future__ import annotations
 
@@ -62,15 +62,17 @@ class _FlowWorker:
 
 
 class ShardWorkers:
-    """The workers that connect to a shard, and the loads that they run. Their node, or a platform, starts them.
+    """Workers of a shard, and the loads that they run. The shard's node, or a platform, starts the workers.
 
     Args:
-        listener: where workers connect; the caller receives, and passes messages of workers to `on_message`.
-        content: the digest of what they load; workers fetch it themselves.
-        loaded: called by `flush` with the number and the payload of each finished load.
+        listener: listener to which workers connect; the caller receives, and passes messages of workers to
+            `on_message`.
+        content: digest of the content that workers load, and fetch themselves.
+        loaded: called by `flush` with the number and the result of each finished load.
         end: called with the number and incarnation of a worker that should be killed.
         task_timeout_s: as in `FlowSpec`.
-        clock: seconds; should stand still while this process is suspended, so that workers are not blamed for that.
+        clock: returns the time, seconds. It should stand still while this process is suspended, so that workers are not
+            blamed for the suspension.
     """
 
     def __init__(
@@ -131,12 +133,12 @@ class ShardWorkers:
         self._newest: dict[int, int] = {}
 
     def use_platform(self, open_: Callable[[], None]) -> None:
-        """Open a platform that runs the workers from now on; `serve` follows. Called again after a failure."""
+        """Make a platform run the workers. open_: opens the platform, then calls `serve`; repeated after a failure."""
         self._open = open_
         open_()
 
     def serve(self, remote: RemoteWorkers) -> None:
-        """Start a platform's workers, and exchange messages with them from now on."""
+        """Start a platform's workers, and exchange all further messages with them."""
         self._shard.sender, remote.shard, remote.shell = remote, self._shard, self
         self._remote = remote
         remote.resize(self.expected)
@@ -151,7 +153,7 @@ class ShardWorkers:
 
     @property
     def unwatched(self) -> dict[int, int]:
-        """Incarnations of workers whose end this process cannot detect, by number: report it by `ended`."""
+        """Incarnations, by number, of workers whose end this process cannot detect. Report their ends by `ended`."""
         return {number: worker.incarnation for number, worker in self._workers.items() if not worker.is_watched}
 
     def ended(self, number: int, incarnation: int) -> None:
@@ -174,7 +176,7 @@ class ShardWorkers:
         return 0 if worker is None else worker.samples
 
     def fail(self, error: Exception | str) -> None:
-        """Fail all samples for some time while no worker works; a platform starts none meanwhile."""
+        """Fail all samples for a time, while no worker works. A platform starts no workers during this time."""
         self._failure, self._failed_until = str(error), self._clock() + RETRY_S
         SERVICE.error("no more workers: %s", error)
 
@@ -195,7 +197,7 @@ class ShardWorkers:
         self._shard.on_message(peer, frames)
 
     def flush(self) -> None:
-        """Report the loads that have finished since the last call."""
+        """Call `loaded` for the loads that have finished since the last call."""
         while self._arrived:
             arrived, self._arrived = self._arrived, []
             self._loaded(arrived)
@@ -222,7 +224,7 @@ class ShardWorkers:
         self._shard.check_timeouts()
 
     def outage(self) -> RecoverableError | None:
-        """Return the reason why nothing is loaded, once no worker has worked for `OUTAGE_S`; None otherwise.
+        """Return the error for jobs once no worker has worked for `OUTAGE_S`; None otherwise.
 
         Jobs wait longer for workers that start, and for a platform that is short of capacity (`epoch_reader`). If all
         workers are gone for another reason, the job's timeout for an unreachable cluster applies.
@@ -237,12 +239,12 @@ class ShardWorkers:
 
     @property
     def concurrency(self) -> int:
-        """How many loads may be in progress: twice the number of tasks that all workers can hold."""
+        """Number of loads that may be in progress: twice the number of tasks that all workers can hold."""
         return 2 * self._window * max(1, self.expected)
 
     @property
     def decodes(self) -> int:
-        """Samples that were decoded; further draws of cached samples do not count."""
+        """Number of samples that were decoded; further draws of cached samples do not count."""
         counters = self._scheduler.counters
         return counters.delivered + counters.duplicates - self._draws_done
 
@@ -263,7 +265,7 @@ class ShardWorkers:
         }
 
     def _fit_windows(self) -> None:
-        """Set how many tasks the workers of this host hold, by the usual time of one."""
+        """Set how many tasks the workers of this host hold, by the usual duration of a task."""
         if self._open is not None:
             return  # it has its own rule, by round trips
         self._window = QUICK_WINDOW
@@ -302,7 +304,7 @@ class ShardWorkers:
         self._shard.on_worker_lost(number, may_blame=may_blame)
 
     def _check_false_starts(self) -> None:
-        """Fail all samples if user code ends or blocks every worker at its start."""
+        """Fail all samples if every worker is killed or blocked by user code during its start."""
         if not self._false_starts:
             return
         if not self._none_works():
@@ -368,7 +370,7 @@ class ShardWorkers:
         return opened
 
     def _kept_table(self, table: PayloadTable) -> PayloadTable:
-        """Return the same object for equal tables, whose payloads are sent as a group."""
+        """Return the same object for equal tables, so that their payloads are sent as a group."""
         if len(self._tables) >= MAX_TABLES:
             self._tables.clear()
         return self._tables.setdefault(table, table)

@@ -1,9 +1,9 @@
 """Headers of all messages between processes: one typed struct for each kind, encoded with msgpack.
 
 A message is one header frame followed by payload frames, which this module does not parse. A `PayloadTable` in the
-header locates an encoded object in these frames and in shared memory. Headers are validated when
-they are decoded: types, ranges, lengths, no unknown fields. No allocation trusts a length that a peer claims: msgspec
-grows lists as it reads, and a header frame has at most `MAX_HEADER_BYTES`.
+header locates an encoded object in these frames and in shared memory. Headers are validated when they are decoded:
+types, ranges, lengths, no unknown fields. No allocation trusts a length that a peer claims: msgspec grows lists as it
+reads, and a header frame has at most `MAX_HEADER_BYTES`.
 
 The version is checked once per connection (`Handshake`, `Welcome`), not in every message.
 """

@@ -21,7 +21,7 @@ Key = Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
 
 
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Launch spec of one remote worker: what it loads, and where it connects. JSON, as environments carry it.
+    """Launch spec of one remote worker: its role, and where it connects. JSON, because environments carry it.
 
     All times are durations from the worker's own start: no two clocks are compared. The spec contains no credentials
     except its key. The key admits only this worker, and expires after `start_within_s` unless the worker has connected.

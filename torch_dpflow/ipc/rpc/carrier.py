@@ -2,8 +2,8 @@
 
 Each side has one `Carrier` per peer. On one host, large frames are copied into an arena and only a reference crosses
 the socket, once the peer has proved that it can read the arena. Between hosts, frames are compressed by snappy if a
-    trial shows that they shrink: text, labels, masks and small integers do; JPEGs, noise and float images do not. All
-    other frames are sent without a copy.
+trial shows that they shrink: text, labels, masks and small integers do; JPEGs, noise and float images do not. All other
+frames are sent without a copy.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A worker has a name, which is never reused, and a launch spec: bytes that contai
 The worker opens all connections. The processes to which it connects decide whether it lives; reports of the platform
 only shorten the waiting and explain ends.
 
-A platform's module implements `Launcher`, with blocking calls and no state machine; `ThreadedPlatform` makes
-a `RemotePlatform` of it. `tests/contracts/launchers.py` has the contract suite.
+A platform's module implements `Launcher`, with blocking calls and no state machine; `ThreadedPlatform` makes a
+`RemotePlatform` of it. `tests/contracts/launchers.py` has the contract suite.
 
 `RemotePlatform` resembles `workers.platform.Platform`, and shares `Limits`, `End`, `wakeup_fd` and `close` with it.
 Only starts differ. A process of this host is started with a function and inherits memory, in the calling thread, which

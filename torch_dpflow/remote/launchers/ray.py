@@ -80,9 +80,9 @@ class Ray:
         address: the Ray cluster's address, such as "10.0.0.5:6379"; empty: this process's cluster, else the cluster at
             `RAY_ADDRESS`, else this host's cluster.
         runtime_env: Ray's option, for each actor. With "working_dir" or "py_modules", the user's modules are not sent.
-        wait_s: seconds after which an actor counts as refused if it does not run because the cluster is full.
-            Raise it for a slow `runtime_env`, and for an autoscaler, which adds nodes for waiting actors. Without an
-            autoscaler the loader fails after this time if no node can hold an actor.
+        wait_s: seconds after which an actor counts as refused if it does not run because the cluster is full. Raise it
+            for a slow `runtime_env`, and for an autoscaler, which adds nodes for waiting actors. Without an autoscaler
+            the loader fails after this time if no node can hold an actor.
 
     Raises:
         OptionError: a value is out of range, or the address is malformed or an address of Ray Client (`ray://`).

@@ -106,9 +106,9 @@ def keep_freed_memory() -> None:
     """Make glibc reuse freed frames instead of returning their pages to the kernel.
 
     glibc raises its thresholds for the whole process when a large buffer is freed. The pages of the buffer freed here
-        are never touched. Otherwise receiving 2.5 MB costs 600 page faults, which double the time. Only the first call
-        frees a buffer, and a forked child inherits the thresholds: a second buffer would come from used memory and be
-        cleared, which takes 20 ms.
+    are never touched. Otherwise receiving 2.5 MB costs 600 page faults, which double the time. Only the first call
+    frees a buffer, and a forked child inherits the thresholds: a second buffer would come from used memory and be
+    cleared, which takes 20 ms.
     """
     bytes(_MAX_KEPT_BYTES)
 
