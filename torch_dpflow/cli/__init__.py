@@ -1,11 +1,11 @@
-"""The command line, `dpflow`: parses arguments and prints, nothing else."""
+"""The command line, `dpflow`: only parses arguments and prints."""
 
 import sys
 from typing import Any
 
 
 def main() -> None:
-    """The entry point of `dpflow`."""
+    """Run the command `dpflow` (its entry point)."""
     try:
         import signal
 
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def _interrupt_again(ignored: Any) -> None:
-    """Raise KeyboardInterrupt again soon if Python has ignored it.
+    """Raise KeyboardInterrupt again soon, because Python has ignored it.
 
     Python ignores exceptions in finalizers and in callbacks of weak references, which imports use for each module.
     """

@@ -1,4 +1,4 @@
-"""`python -m torch_dpflow.cli` is `dpflow`."""
+"""Run `dpflow`, as `python -m torch_dpflow.cli`."""
 
 from torch_dpflow.cli import main
 

@@ -1,4 +1,4 @@
-"""`dpflow cache`: what a disk cache of samples holds."""
+"""`dpflow cache`: shows and clears a disk cache of samples."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cache() -> None:
 @_directory
 @json_option
 def show(disk_cache: DiskCache, as_json: bool) -> None:
-    """Print how much the cache holds, and when it was last used."""
+    """Print the size of the cache, and when it was last used."""
     try:
         usage = disk_cache.usage()
     except OSError as error:

@@ -92,7 +92,7 @@ def status(address: str, as_json: bool, ended: bool) -> None:
 def top(address: str, as_json: bool, interval: float, count: int | None) -> None:
     """Show the activity of a cluster, updated continuously: stall shares, hit rates, decodes, queues, bytes.
 
-    With --json, one line for each update.
+    With --json, print one line for each update.
     """
     with suppress(KeyboardInterrupt), connect(address) as coordinator:  # Ctrl-C is the usual way to end it
         _show_updates(coordinator, interval, count, as_json=as_json)
@@ -127,8 +127,8 @@ def keygen(
 ) -> None:
     """Generate the keys of a cluster into PATH, for `dpflow up --listen ... --keys PATH`.
 
-    With the extra `pool` it also generates certificates, for `dpflow pool serve --listen ... --connection PATH`; or it
-    takes yours with --authority, --server and --client.
+    With the extra `pool` installed it also generates certificates, for `dpflow pool serve --listen ... --connection
+    PATH`. With --authority, --server and --client it stores your own certificates instead.
     """
     from torch_dpflow.cluster.security.certificates import can_draw_certificates, read_certificates
     from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
@@ -153,7 +153,7 @@ def keygen(
 
 
 def _with_rates(figures: ClusterFigures) -> dict[str, list[dict[str, Any]]]:
-    """Return the figures for JSON, with the rates that are computed from them."""
+    """Return the figures as JSON values, including the rates that are computed from them."""
     named: dict[str, list[dict[str, Any]]] = {"flows": [], "shards": [], "jobs": []}
     for kind, rows in (("flows", figures.flows), ("shards", figures.shards)):
         for row in rows:
@@ -229,11 +229,12 @@ def _number_of_shards(
 @address_option
 @json_option
 def scale(name: str, shards: int | Literal["auto"] | None, workers: int | None, address: str, as_json: bool) -> None:
-    """Change the numbers of shards and workers of a flow, also while jobs read it.
+    """Change the numbers of shards and workers of a flow, even while jobs read it.
 
     NAME:v2 is version 2. Without a version, the highest one is changed.
 
-    Jobs continue: each key changes its owner once, and a removed shard ends once its jobs use the others.
+    Jobs continue. Each key moves to another shard at most once, and a removed shard ends once its jobs use the other
+    shards.
     """
     if shards is None and workers is None:
         raise click.UsageError("give --shards, --workers or both")
@@ -272,7 +273,7 @@ def delete(name: str, address: str, as_json: bool) -> None:
 
 
 def _named(name: str, flows: list[FlowView]) -> list[FlowView]:
-    """Return the flows of this name, or of this name and version. Raises UsageError if there are none."""
+    """Return the flows of this name, which can include a version. Raises UsageError if there are none."""
     found = [one for one in flows if name in (one.spec.name, one.spec.instance)]
     if not found:
         known = sorted({one.spec.name for one in flows})
@@ -281,7 +282,7 @@ def _named(name: str, flows: list[FlowView]) -> list[FlowView]:
 
 
 def _versions_of(name: str, flows: list[FlowView], *, but: int) -> str:
-    """Return the other versions of a flow, for messages; empty if there are none."""
+    """Return a text that lists the other versions of a flow; empty if there are none. but: the version to leave out."""
     versions = sorted(one.spec.version for one in flows if one.spec.name == name)
     return ", ".join(f"{name}:v{version}" for version in versions if version != but)
 

@@ -41,12 +41,12 @@ def connect(address: str) -> RpcClient:
 
 
 def ask(coordinator: RpcClient, method: str, kind: Any, body: Any = None, *, doubt: str = "") -> Any:
-    """Call the coordinator and return the answer, within `ANSWER_S`.
+    """Call the coordinator and return its answer, within `ANSWER_S`.
 
     A call is repeated if the coordinator starts or is overloaded.
 
-    doubt: added to the error of a coordinator that does not answer, as it may have executed the call.
-    Raises UsageError if the call is refused, or the cluster does not answer.
+    kind: type of the answer. doubt: text for the error of a coordinator that does not answer, which may have executed
+    the call. Raises UsageError if the call is refused, or the cluster does not answer.
     """
 
     def check(error: DPFlowError, is_late: bool) -> None:
@@ -69,7 +69,7 @@ def ask_views(coordinator: RpcClient) -> tuple[list[FlowView], list[ProcessView]
 
 
 def end_cluster(coordinator: RpcClient) -> None:
-    """Stop a cluster through its coordinator, or else through its node on this host. Raises as `ask`."""
+    """Stop a cluster through its coordinator, else through its node on this host. Raises the errors of `ask`."""
     scheme, _, path = coordinator.address.partition("://")
     node = Path(path).parent / NODE_SOCKET
     was_here = scheme == "ipc" and node.exists()
@@ -117,7 +117,7 @@ def print_flows(flows: Sequence[FlowView]) -> None:
 
 
 def print_ended(jobs: Sequence[EndedJob]) -> None:
-    """Print one row for each job that has ended, the latest first, and what to change about the limits."""
+    """Print one row for each ended job, the latest first, and advice about their limits."""
     table = _table("ended jobs", "job", "flow", "ended", "samples", "waited", "limited by")
     for job in reversed(jobs):
         ended = datetime.fromtimestamp(job.at).isoformat(" ", "seconds")
@@ -140,7 +140,7 @@ def print_missing(flows: Sequence[FlowView], figures: ClusterFigures) -> None:
 
 
 def print_sharing(figures: ClusterFigures) -> None:
-    """Print one paragraph for each flow that has served samples: how many, how many were loaded, and why."""
+    """Print one paragraph for each flow that has served samples: how many were served and loaded, and why."""
     restarted = {row.flow for row in figures.shards if row.restarts}
     for row in figures.flows:
         if row.figures.served:
@@ -153,7 +153,7 @@ def print_sharing(figures: ClusterFigures) -> None:
 
 
 def print_nodes(nodes: Sequence[NodeView], processes: Sequence[ProcessView]) -> None:
-    """Print one row for each joined node, and how many a platform should run; nothing without any."""
+    """Print one row for each joined node, and the number that a platform should run. Without nodes print nothing."""
     if nodes:
         table = _table("nodes", "node", "address", "state", "last heartbeat", "processors", "shards", "workers")
         for node in nodes:
@@ -190,7 +190,7 @@ def print_remote_workers(workers: Mapping[str, Sequence[RemoteWorkerView]]) -> N
 
 
 def print_costs(flows: Sequence[FlowView]) -> None:
-    """Print one row for each running flow: worker-hours, cost, and what limits it."""
+    """Print one row for each running flow: worker-hours, cost, and its limit."""
     table = _table("flows", "flow", "jobs", "workers", "worker-hours", "cost", "limited by")
     for flow in flows:
         if flow.part is not None and flow.workers_s is not None:
@@ -202,9 +202,10 @@ def print_costs(flows: Sequence[FlowView]) -> None:
 
 
 def print_top(figures: ClusterFigures, earlier: ClusterFigures | None, *, clear: bool) -> None:
-    """Print flows, shards and jobs; the stall share of jobs is since `earlier`, if given.
+    """Print flows, shards and jobs. The jobs' stall shares count from `earlier`, if given.
 
-    `hits` is per requested sample, `/sample` is decodes per served sample, `queue` is samples queued or loading.
+    Column `hits` is hits per requested sample, `/sample` decodes per served sample, `queue` the samples queued or
+    loading.
     """
     console = stdout_console()
     if clear:
@@ -244,7 +245,7 @@ def print_flow(flow: FlowView, figures: ClusterFigures) -> None:
 
 
 def print_scaled(flow: FlowView, figures: ClusterFigures) -> None:
-    """Print the new size of a flow, and its current size."""
+    """Print the requested and the present numbers of shards and workers of a flow."""
     spec, (row,) = flow.spec, figures.flows
     shards = "as many shards as needed" if spec.shards is None else counted(spec.shards, "shard")
     stdout_console(highlight=False).print(
@@ -267,7 +268,7 @@ def _life_now(flow: FlowView) -> str:
 
 
 def _drawn_life(flow: FlowView) -> str:
-    """Return the life cycle of thesis figure 4-7, with the current state marked."""
+    """Return a drawing of the life cycle (thesis figure 4-7), with the flow's present state marked."""
     created, ready, accessed, idle, deleted = (
         f"[bold]»{state_words(state.value)}«[/bold]" if state.value == flow.state else state_words(state.value)
         for state in FlowState
@@ -286,7 +287,7 @@ def _print_shards(console: Console, figures: ClusterFigures) -> None:
 
 
 def print_jobs(figures: ClusterFigures, earlier: ClusterFigures | None = None) -> None:
-    """Print one row for each job; its stall share is since `earlier`, if given."""
+    """Print one row for each job. Stall shares count from `earlier`, if given."""
     if figures.jobs:
         table = _table("jobs", "flow", "job", "batches", "samples", "bytes", "stall")
         before = {(row.flow, row.job): row for row in earlier.jobs} if earlier is not None else {}
@@ -298,7 +299,7 @@ def print_jobs(figures: ClusterFigures, earlier: ClusterFigures | None = None) -
 
 
 def _recent_stall(row: JobRow, before: JobRow | None) -> float:
-    """Return the stall share since `before`, or since the start if the job has read nothing since."""
+    """Return the stall share since `before`, or since the job's start if nothing was read after `before`."""
     if before is None or row.reading_s <= before.reading_s:
         return row.stall_share
     return max(0.0, min(1.0, (row.stall_s - before.stall_s) / (row.reading_s - before.reading_s)))

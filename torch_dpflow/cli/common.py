@@ -1,4 +1,4 @@
-"""Common parts of the commands: options, JSON and tables on stdout."""
+"""Parts that commands share: options, JSON and tables on stdout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, 
 
 
 def with_options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Return a decorator that gives a command these options; its help lists them in this order."""
+    """Return a decorator that adds these options to a command, whose help lists them in this order."""
 
     def decorate(command: Command) -> Command:
         for option in reversed(options):
@@ -48,7 +48,7 @@ preload_option = click.option(
 
 
 def name_value_pairs(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[str, str]:
-    """Return NAME=VALUE arguments as a mapping."""
+    """Return NAME=VALUE arguments as a mapping (click's callback)."""
     found: dict[str, str] = {}
     for text in texts:
         name, _, value = text.partition("=")
@@ -63,7 +63,7 @@ def name_value_pairs(context: click.Context, parameter: click.Parameter, texts: 
 
 
 def storage_options_of(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[str, str]:
-    """Return NAME=VALUE options of a storage."""
+    """Return NAME=VALUE options of a storage as a mapping (click's callback)."""
     pairs = [text.partition("=") for text in texts]
     if not all(name.isidentifier() and value.strip("=") for name, _, value in pairs):
         raise click.BadParameter("what was given is not of the form NAME=VALUE")  # not shown, as it may be a secret
@@ -103,7 +103,7 @@ def store_options(command: Command) -> Command:
 
 
 def size_of(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
-    """Return the bytes of a size such as "8GiB"."""
+    """Return the number of bytes in a size such as "8GiB" (click's callback)."""
     try:
         size = None if text is None else parse_bytes("size", text)
     except UsageError:
@@ -112,14 +112,14 @@ def size_of(context: click.Context, parameter: click.Parameter, text: str | None
 
 
 def seconds_of(context: click.Context, parameter: click.Parameter, value: float) -> float:
-    """Return a number of seconds from 0 to a day."""
+    """Return a checked number of seconds, from 0 to a day (click's callback)."""
     if not 0 <= value <= 86400:
         raise click.BadParameter(f"{value!r}: give seconds from 0 to 86400")
     return value
 
 
 def to_json(value: Any) -> str:
-    """Return the answer of a service as JSON, with names of fields."""
+    """Return the answer of a service as JSON, with the names of its fields."""
     return msgspec.json.encode(_named(value)).decode()
 
 
@@ -134,15 +134,15 @@ def _named(value: Any) -> Any:
 
 
 def on_one_line(text: str) -> str:
-    """Return text with control characters escaped, as names from other users may have them."""
+    """Return text with control characters escaped, because names from other users may contain them."""
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def cell(text: str) -> str:
-    """Return text for a table, with control characters and markup escaped."""
+    """Return text for a cell of a table, with control characters and markup escaped."""
     return escape(on_one_line(text))
 
 
 def stdout_console(*, highlight: bool = True) -> Console:
-    """Return a console on stdout that breaks lines only in terminals."""
+    """Return a console on stdout that wraps lines only on a terminal."""
     return Console(width=None if sys.stdout.isatty() else _UNBROKEN, highlight=highlight)

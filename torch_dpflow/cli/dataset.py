@@ -34,7 +34,7 @@ from torch_dpflow.errors import DatasetError, DatasetNotFoundError, OptionError
 
 
 def version_ref(context: click.Context, parameter: click.Parameter, text: str) -> DatasetRef:
-    """Return a dataset with a version, without a variant."""
+    """Parse the name of a dataset with a version and without a variant (click's callback)."""
     if "=" in text:
         text = without_login(text)
         raise click.BadParameter(
@@ -48,7 +48,7 @@ def version_ref(context: click.Context, parameter: click.Parameter, text: str) -
 
 
 def _kind(context: click.Context, parameter: click.Parameter, text: str) -> str:
-    """Return the name of an importer."""
+    """Return the checked name of an importer (click's callback)."""
     if text in IMPORTERS:
         return text
     raise click.BadParameter(
@@ -200,10 +200,11 @@ def show(url: str, storage_options: dict[str, Any], ref: str, sample: int | None
 @click.option("--data", is_flag=True, help="Also check the object of every sample, not only its metadata.")
 @store_options
 def verify_(url: str, storage_options: dict[str, Any], ref: str, data: bool, as_json: bool) -> None:
-    """Check that a version is complete: the metadata of its samples, and with --data the samples themselves.
+    """Check that a version is complete: the metadata of its samples; with --data also the samples.
 
-    With --data, samples that have checksums are read; of others, the existence and size are checked. Prints one line
-    for each problem; the exit status is 1 if there was any. With --json, each line is an object.
+    With --data, samples with checksums are read and compared; for other samples only the existence and size are
+    checked. Prints one line for each problem; the exit status is 1 if there is any. With --json, each line is an
+    object.
     """
     store = DatasetStore(url, **storage_options)
     target = DatasetRef.parse(ref)
@@ -234,7 +235,7 @@ def _run(
     as_json: bool,
     **how: Any,
 ) -> None:
-    """Import every source and publish."""
+    """Import every source into a draft, and publish it."""
     if restart:
         draft.discard()
     draft.check_variants(sources)
@@ -269,7 +270,7 @@ _confirmed = click.option(
 
 
 def _unvaried(context: click.Context, parameter: click.Parameter, text: str | None) -> DatasetRef | None:
-    """Return a dataset or a version, without a variant; None if none is given."""
+    """Parse the name of a dataset, with or without a version (click's callback); None without a name."""
     target = None if text is None else DatasetRef.parse(text)
     if target is not None and target.variant is not None:
         raise OptionError(f"{text!r} names a variant; versions are removed and copied as a whole")
@@ -328,9 +329,9 @@ def delete_(url: str, storage_options: dict[str, Any], target: DatasetRef, yes: 
 @_confirmed
 @store_options
 def prune_(url: str, storage_options: dict[str, Any], target: DatasetRef | None, yes: bool, as_json: bool) -> None:
-    """Remove unfinished imports, and imported files that no published version refers to; of all datasets by default.
+    """Remove unfinished imports, and imported files to which no published version refers; by default for all datasets.
 
-    An import that runs meanwhile will not be published.
+    An import that runs at the same time will not be published.
     """
     store = DatasetStore(url, **storage_options)
     ids = store.ids() if target is None else [target.id]

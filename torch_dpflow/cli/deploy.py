@@ -26,7 +26,7 @@ _CLUSTER = re.compile(r"[0-9a-f]{8}", re.ASCII)
 
 @click.group()
 def deploy() -> None:
-    """Create, change or remove the cloud function of workers, by dpflow.toml, or cluster nodes in a cloud."""
+    """Create, change or remove the workers' cloud function, with the settings of dpflow.toml, or nodes in a cloud."""
 
 
 _function_options = with_options(
@@ -40,7 +40,7 @@ _function_options = with_options(
 @deploy.command()
 @_function_options
 def fc(image: str, as_json: bool, dry_run: bool, removes: bool) -> None:
-    """Deploy the function of platform="fc", by [platform.fc]: region, function, cpu, memory, lifetime, role, vpc."""
+    """Deploy the function of platform="fc" by [platform.fc]: region, function, cpu, memory, lifetime, role, vpc."""
     from torch_dpflow.remote.launchers import fc_deploy
 
     settings: Any = resolve("fc")
@@ -53,7 +53,7 @@ def fc(image: str, as_json: bool, dry_run: bool, removes: bool) -> None:
 @deploy.command("lambda")
 @_function_options
 def lambda_(image: str, as_json: bool, dry_run: bool, removes: bool) -> None:
-    """Deploy the function of platform="lambda", by [platform.lambda]: region, function, memory, lifetime, role, vpc."""
+    """Deploy the function of platform="lambda" by [platform.lambda]: region, function, memory, lifetime, role, vpc."""
     from torch_dpflow.remote.launchers import lambda_deploy
 
     settings: Any = resolve("lambda")
@@ -162,7 +162,7 @@ def _cluster_file(join: str | None, cluster: str | None) -> ConnectionFile | Non
 
 
 def _print_steps(steps: Iterable[str], *, as_json: bool) -> None:
-    """Print each step once it is done; with --json, all at the end."""
+    """Print each step when it is done; with --json, print all steps at the end."""
     done = []
     for step in steps:
         done.append(step)
@@ -249,9 +249,9 @@ def kubernetes(
     preload: tuple[str, ...],
     **given: Any,
 ) -> None:
-    """Print a cluster with workers in pods as YAML for `kubectl apply -f -`, by [platform.kubernetes].
+    """Print a cluster with workers in pods as YAML for `kubectl apply -f -`, by settings in [platform.kubernetes].
 
-    The output has keys, unless --without-secrets is given: keep it secret. Pods of jobs need the label
+    The output contains keys, unless --without-secrets is given: keep it secret. Pods of jobs need the label
     dpflow-cluster=NAME, the secret NAME-jobs as a volume, and the path of its file as DPFLOW_ADDRESS.
     """
     from torch_dpflow.cluster.messages.coordinator import ClusterLimits

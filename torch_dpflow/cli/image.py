@@ -1,4 +1,4 @@
-"""`dpflow image`: the files from which a container image of workers is built, for the current environment."""
+"""`dpflow image`: writes a Dockerfile for workers with the packages of the current environment."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CHECK = "from torch_dpflow.remote.worker import warm; warm()"
 
 @dataclass
 class Found:
-    """Distributions of this environment."""
+    """Installed distributions of this environment."""
 
     #: Lines of requirements.txt.
     pinned: list[str] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Found:
 def image(out: str, without: tuple[str, ...], force: bool) -> None:
     """Write a Dockerfile for an image of workers, with the packages of this environment at their versions.
 
-    Your own modules need not be in it, as they are sent to workers. Build and push it with docker.
+    Your own modules need not be in the image, because they are sent to workers. Build and push the image with docker.
     """
     found = find({_normal(name) for name in without})
     itself = _ITSELF in found.local
@@ -99,15 +99,16 @@ def find(without: set[str]) -> Found:
 
 
 def _is_installed() -> bool:
-    """Return whether this package was installed and is not a checkout.
+    """Return whether this package was installed from an index or a wheel, and is not a checkout.
 
-    The metadata of a checkout is next to it, without a source, and is found first from its directory.
+    A checkout's metadata lies next to the package and names no source. Python finds this metadata first in that
+    directory.
     """
     return bool({"site-packages", "dist-packages"} & set(Path(torch_dpflow.__file__).parts))
 
 
 def _source_of(distribution: metadata.Distribution) -> str:
-    """Return the version or URL to append to its name; empty for a directory."""
+    """Return the version or URL to append to a distribution's name; empty if it was installed from a directory."""
     text = distribution.read_text("direct_url.json")
     if text is None:
         # The version for the CPU, such as 2.6.0+cpu for 2.6.0+cu124.

@@ -1,4 +1,4 @@
-"""The root of the command line. It imports a command only when that is called."""
+"""The root of the command line. It imports a command only when the command is called."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported on demand.
+    """Group of commands that are imported on demand.
 
     Errors of the library are printed as one line, without a traceback, with exit status 1.
     """
@@ -109,7 +109,7 @@ class LazyGroup(click.Group):
 
 @contextmanager
 def _ended_by_control_c() -> Iterator[None]:
-    """Exit with the status of an interrupt; click would use status 1."""
+    """Exit with the status of an interrupt if Control-C ends the body; click would use status 1."""
     try:
         yield
     except KeyboardInterrupt:

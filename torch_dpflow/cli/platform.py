@@ -84,9 +84,9 @@ def workers(platform: str | None, address: str, as_json: bool) -> None:
 @click.option("--dry-run", is_flag=True, help="Print what would be ended, and end nothing.")
 @json_option
 def sweep(platform: str, cluster: str | None, everything: bool, dry_run: bool, as_json: bool) -> None:
-    """End workers on PLATFORM that a killed process has left.
+    """End workers that killed processes have left on PLATFORM.
 
-    Choose a cluster, as workers of running loaders look the same.
+    Choose a cluster, because leftover workers cannot be told apart from workers of running loaders.
     """
     if cluster is not None and everything:
         raise OptionError("--cluster and --all exclude each other: give one of them")
@@ -116,7 +116,10 @@ def sweep(platform: str, cluster: str | None, everything: bool, dry_run: bool, a
 
 
 def _remote_workers(launcher: Launcher, cluster: str | None = None) -> dict[str, Ref]:
-    """Return the workers on a platform, of one cluster or of all. Raises OptionError if it cannot list them."""
+    """Return the workers on a platform, of one cluster or of all.
+
+    Raises OptionError if the platform cannot list them.
+    """
     if not launcher.limits.can_list:
         raise OptionError(
             "this platform cannot list workers: `dpflow workers` without it lists those of a cluster; workers that a "
@@ -172,7 +175,7 @@ def _list_cluster_workers(address: str, *, as_json: bool) -> None:
 
 
 def _cost_of(flow: FlowView) -> dict[str, Any]:
-    """Return worker-seconds and cost of a flow, for programs."""
+    """Return a flow's worker-seconds and cost as JSON values."""
     taken, part = flow.workers_s, flow.part
     assert taken is not None
     assert part is not None

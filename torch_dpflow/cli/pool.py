@@ -1,6 +1,6 @@
 """`dpflow pool`: runs a pool server, and shows and changes what the pool caches.
 
-A stored dataset is named by its name, an array by its file; cached ones by their id too.
+Commands take a stored dataset by its name, and an array by its file; if these are cached, also by their id.
 """
 
 from __future__ import annotations
@@ -177,10 +177,10 @@ def serve(
 @_at_pool
 @_opens_dataset
 def preload(stored: StoredDataset | ArraySource, part: bool, as_json: bool, address: PoolAddress) -> None:
-    """Load a dataset, or an array; it stays until it is unloaded.
+    """Load a dataset or an array, which stays until it is unloaded.
 
-    An array is named by its file, .npy or HDF5: a URL, or a path that begins with / or has a dot, as ./FILE. The path
-    of the dataset in an HDF5 file follows after a colon, as in rows.h5:train/x.
+    An array is given by its file, .npy or HDF5: a URL, or a path that begins with / or contains a dot, such as ./FILE.
+    In an HDF5 file the dataset's path follows after a colon, as in rows.h5:train/x.
     """
     with preload_progress(str(stored.ref)) as progress, PoolConnection(address) as connection:
 
@@ -203,7 +203,7 @@ def preload(stored: StoredDataset | ArraySource, part: bool, as_json: bool, addr
 @_at_pool
 @_opens_dataset
 def verify(stored: StoredDataset | ArraySource, as_json: bool, address: PoolAddress) -> None:
-    """Compare what the pool caches of a dataset, or an array, with its storage, which is read again.
+    """Compare the cached part of a dataset or an array with its storage, which is read again.
 
     Prints one line for each sample that differs; the exit status is then 1. With --json, prints one object.
     """
@@ -247,7 +247,7 @@ def list_(as_json: bool, address: PoolAddress) -> None:
 @json_option
 @_at_pool
 def top(interval_s: float, count: int | None, as_json: bool, address: PoolAddress) -> None:
-    """Show repeatedly what the pool caches and how fast it is read.
+    """Show what the pool caches and how fast it is read, updated continuously.
 
     With --json, prints one line for each update, with counts of samples read so far.
     """
@@ -304,9 +304,9 @@ def unload(target: str, as_json: bool, address: PoolAddress) -> None:
 
 
 def _find_cached(connection: PoolConnection, target: str) -> CachedDataset:
-    """Return the cached dataset of this id, name or file; version, variant and the path in the file may be left out.
+    """Return the cached dataset with this id, name or file. Version, variant and the path in the file may be left out.
 
-    Raises OptionError if none or several match.
+    Raises OptionError if no dataset matches, or several do.
     """
     cached = connection.contents().datasets
     file = _array_file(target)
@@ -335,7 +335,7 @@ def _open_target(target: str, url: str | None, storage_options: dict[str, Any]) 
 
 
 def _array_file(target: str) -> tuple[str, str] | None:
-    """Return the file of an array and the path in it; None for the name of a dataset or an id, which have no dot."""
+    """Return (file of an array, path in the file); None for a dataset's name or an id, which contain no dot."""
     scheme, mark, place = target.rpartition("://")
     if not (mark or target.startswith("/") or "." in target.partition(":")[0]):
         return None

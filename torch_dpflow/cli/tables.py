@@ -72,7 +72,7 @@ def print_version(variants: Sequence[StoredDataset], sample: SampleMeta | None) 
 
 
 def _checksums_of(stored: StoredDataset) -> str:
-    """Return in a few words whether the samples have checksums."""
+    """Return a short text about whether the samples have checksums."""
     try:
         counts = checksums_in(stored)
     except (DatasetError, OSError) as error:
@@ -93,7 +93,7 @@ def problem_line(variant: str, problem: Problem, *, as_json: bool = False) -> st
 
 
 def checked_line(stored: StoredDataset, compared: Compared | None, *, as_json: bool) -> str:
-    """Describe a check on one line; with `compared=None` it read only metadata."""
+    """Return one line about a finished check. compared: None if only metadata was read."""
     if as_json:
         counts = {} if compared is None else {"compared": asdict(compared)}
         return to_json({"checked": str(stored.ref), "samples": len(stored), **counts})
@@ -123,7 +123,7 @@ def _summary(compared: Compared) -> str:
 
 @contextmanager
 def import_progress(variant: str, importer: Importer) -> Iterator[Callable[[int], None]]:
-    """Show a bar for an import on stderr, with a total once known."""
+    """Show a progress bar for an import on stderr, with a total once it is known."""
     with _bar() as bar:
         task = bar.add_task(variant, total=None)
         yield lambda samples: bar.update(task, completed=samples, total=importer.total())
@@ -132,7 +132,7 @@ def import_progress(variant: str, importer: Importer) -> Iterator[Callable[[int]
 
 @contextmanager
 def verify_progress(variant: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar for a check on stderr."""
+    """Show a progress bar for a check on stderr."""
     with _bar() as bar:
         task = bar.add_task(variant, total=total)
         yield lambda samples: bar.update(task, completed=samples)
@@ -140,7 +140,7 @@ def verify_progress(variant: str, total: int) -> Iterator[Callable[[int], None]]
 
 @contextmanager
 def preload_progress(name: str) -> Iterator[Callable[[int, int | None], None]]:
-    """Return a bar for what a pool loads, on stderr; its total is set once the pool knows how much fits."""
+    """Show a progress bar for loading into a pool on stderr; the total appears once the pool knows how much fits."""
     with _bar() as bar:
         task = bar.add_task(name, total=None)
         yield lambda samples, total: bar.update(task, completed=samples, total=total)
@@ -148,7 +148,7 @@ def preload_progress(name: str) -> Iterator[Callable[[int, int | None], None]]:
 
 @contextmanager
 def copy_progress() -> Iterator[Callable[[str, int], None]]:
-    """Show a bar for each copied variant on stderr."""
+    """Show a progress bar for each copied variant on stderr."""
     tasks: dict[str, TaskID] = {}
     with _bar() as bar:
 
@@ -177,7 +177,7 @@ def dataset_id(info: CachedDataset) -> str:
 
 
 def dataset_facts(info: CachedDataset) -> dict[str, Any]:
-    """Return a cached dataset as JSON; bytes and samples are counts."""
+    """Return a cached dataset as JSON values, with bytes and samples as numbers."""
     return {
         "id": dataset_id(info),
         "ref": info.ref,
@@ -216,7 +216,7 @@ def servers_table(servers: Sequence[ServerInfo]) -> Table:
 
 @contextmanager
 def updated_table(console: Console) -> Iterator[Callable[[Table], None]]:
-    """Yield a function that replaces the table on a terminal, and else prints it below the last one."""
+    """Yield a function that prints a table: on a terminal in place of the previous table, otherwise below it."""
     if not console.is_terminal:
         yield console.print
         return
@@ -225,7 +225,7 @@ def updated_table(console: Console) -> Iterator[Callable[[Table], None]]:
 
 
 def read_rates(before: CachedDatasetList, now: CachedDatasetList, seconds: float) -> dict[bytes, tuple[float, float]]:
-    """Return samples a second that readers of each dataset read from memory and from storage, between two lists."""
+    """Return, for each dataset's id, the samples per second that were read from (memory, storage) between two lists."""
     earlier = {one.identity: one for one in before.datasets}
     return {
         one.identity: ((one.hits - was.hits) / seconds, (one.misses - was.misses) / seconds)
@@ -235,7 +235,7 @@ def read_rates(before: CachedDatasetList, now: CachedDatasetList, seconds: float
 
 
 def datasets_table(listed: CachedDatasetList, rates: Mapping[bytes, tuple[float, float]] | None = None) -> Table:
-    """Return a table with one line for each dataset, and the free memory; with `rates`, how fast each is read."""
+    """Return a table with one line for each dataset, and the free memory. rates: from `read_rates`, to be shown."""
     free = f"{listed.free:,} of {listed.capacity:,} bytes are free"
     table = Table("id", "dataset", "samples", "in memory", "bytes", "stays", "readers", caption=free)
     for heading in ("from memory/s", "from storage/s", "hit rate") if rates is not None else ():

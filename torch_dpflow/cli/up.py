@@ -189,17 +189,17 @@ def _warn_of_another_address(path: Path) -> None:
 
 
 def _pool_directory(memory: int | None) -> str | None:
-    """Return the directory of the cluster's pool server; None without one."""
+    """Return the directory for the cluster's pool server; None if it runs no pool server."""
     from torch_dpflow.pool.transport.address import find_directory
 
     return None if memory is None else str(find_directory())
 
 
 def go_on_in_background(log: Path) -> Callable[[str], None]:
-    """Fork. The child returns and writes its output to `log`; the parent prints its announcement and exits.
+    """Continue in a forked child, whose output goes to `log`; the parent prints the child's announcement and exits.
 
     Returns:
-        A function that sends the announcement, once.
+        A function by which the child sends its announcement, once.
 
     Raises, in the parent:
         click.ClickException: the child ended without an announcement.
@@ -283,8 +283,8 @@ def node(
 ) -> None:
     """Run shards and workers of a cluster on this host, until Ctrl-C, SIGTERM or the end of the cluster.
 
-    On the first signal it waits up to a minute until jobs have left its shards; on the second it ends at once. It also
-    ends if the cluster does not answer for a minute.
+    On the first signal the node waits up to a minute until jobs have left its shards; on the second signal it ends at
+    once. It also ends if the cluster does not answer for a minute.
     """
     from torch_dpflow.cluster.services.joining_node import JoiningNode
     from torch_dpflow.cluster.services.joining_options import NodeOptions

@@ -1,1 +1,1 @@
-"""Packing and unpacking of the user's code and data for workers beyond this host."""
+"""Packing of the user's code and data for workers beyond this host, and unpacking there."""

@@ -1,8 +1,8 @@
-"""Canonical form of what a pickler sends, as a tree of digests: equal in every process that sends the same.
+"""Canonical form of the objects that a pickler sends: a tree of digests, equal in every process that sends the same.
 
-The reductions are the pickler's own, so what is compared is what is sent. They are walked here, and not pickled to be
-digested: a pickle contains random numbers of classes, memory addresses, line numbers, the order of sets, and which of
-two equal strings are one object. An object that cannot be reduced is unknown, and equal to itself only.
+Objects are reduced by the pickler itself, so exactly the sent values are compared. The digests are of the reductions,
+and not of a pickle: that would contain random numbers of classes, memory addresses, line numbers, the order of sets,
+and the identity of equal strings. An object that cannot be reduced is unknown, and equal only to itself.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Steps: TypeAlias = "Generator[Any, PartNode, PartNode]"
 
 
 class Walk:
-    """One walk over what is sent.
+    """Walk over the objects that are sent, which computes their digests.
 
     Args:
         pickler: decides how objects are reduced.
@@ -103,32 +103,32 @@ class Walk:
         self.paths = RelativePaths()
 
     def add(self, path: str, obj: Any) -> bool:
-        """Have an object compared under this name; return False if another object has it."""
+        """Add an object to be compared under this path; return False if another object has the path."""
         if path not in self._queued:
             self._queued[path] = obj
             self._waiting.append((path, obj))
         return self._queued[path] is obj
 
     def read_from(self, folder: str) -> None:
-        """Digest objects of modules that are imported from this folder; empty: of the dataset and the script."""
+        """Set the folder of the module to which the next objects belong; empty: the dataset or the script."""
         self.folder = folder
         self._known = self._known_from.setdefault(folder, {})
 
     def run(self) -> None:
-        """Digest all that was added, and what it refers to."""
+        """Digest all added objects, and the objects to which they refer."""
         while self._waiting:
             path, obj = self._waiting.popleft()
             self.roots[path] = self._digest(obj, path)
         with_aliases(self.roots, dict(sorted(self._queued.items(), key=lambda one: one[0])))
 
     def digest_apart(self, obj: Any) -> PartNode:
-        """Digest an object; `run` digests the roots that it refers to."""
+        """Digest an object at once; `run` digests the roots to which it refers."""
         part = self._digest(obj, "")
         part.is_known = self._is_known
         return part
 
     def is_same(self, one: Any, other: Any) -> bool:
-        """Return whether two objects have one value; 1 is not 1.0."""
+        """Return whether two objects have the same type and value; 1 is not 1.0."""
         if type(one) is not type(other):
             return False
         if type(one) in ATOMS and (one is other or not self.folder or type(one) is not str):
@@ -140,7 +140,7 @@ class Walk:
 
         Tarjan's algorithm for strongly connected components. A reference back to an object whose component is not
         finished is digested as the distance between the two objects. An object is kept for other references only once
-        its component is finished. So a digest does not depend on which objects were met before.
+        its component is finished. So a digest does not depend on the objects that were digested before.
         """
         open_: dict[int, int] = {}
         members: list[Any] = []
@@ -185,7 +185,7 @@ class Walk:
         return result
 
     def _start(self, obj: Any, path: str, open_: dict[int, int], members: list[Any], frames: list[list[Any]]) -> Any:
-        """Begin with an object; None: its steps begin by None."""
+        """Begin to digest an object. Return None, the value that starts a generator of steps."""
         position = len(members)
         open_[id(obj)] = position
         members.append(obj)
@@ -242,7 +242,10 @@ class Walk:
     # ---- containers
 
     def _plain(self, obj: Any) -> bytes | None:
-        """Return the digest of a container of plain values; small ones of a module may hold the names of its files."""
+        """Return the digest of a container of plain values.
+
+        None for small ones of a module, which may name its files.
+        """
         return None if self.folder and len(obj) <= _MAX_KEYS else self._bulk.of(obj)
 
     def _sequence(self, obj: Any, level: int) -> Steps:
@@ -302,7 +305,7 @@ class Walk:
         return PartNode(digest_of(b"path", type(obj).__qualname__.encode(), (yield str(obj)).digest), f"{obj}")
 
     def _content(self, obj: Any) -> Steps:
-        """Digest what an object holds that pickle refuses."""
+        """Digest the content of an object that pickle refuses."""
         found = yield HIDING[type(obj)](obj)
         return PartNode(digest_of(type(obj).__qualname__.encode(), found.digest), type(obj).__qualname__)
 

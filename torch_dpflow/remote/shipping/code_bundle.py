@@ -1,6 +1,7 @@
-"""Sends the user's own modules to workers: a reproducible archive of what a pickle needs.
+"""Archives of the user's own modules that a pickle needs, sent to workers. The archives are reproducible.
 
-Files and not pickled code: classes keep one identity, so samples return by name, and relative and late imports work.
+They contain files and not pickled code. So classes keep one identity and are pickled by name, and relative and late
+imports work.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _TIME = (1980, 1, 1, 0, 0, 0)
 
 @dataclass(frozen=True)
 class CodeBundle:
-    """The user's own modules."""
+    """Archive of the user's own modules."""
 
     #: SHA-256 of `data`, hexadecimal; the same wherever the files are.
     digest: str
@@ -51,13 +52,13 @@ class CodeBundle:
 
 
 class OwnFiles:
-    """The user's own files that workers need, by their paths in a bundle. Each is read once.
+    """Collection of the user's own files that workers need, by their paths in a bundle. Each file is read once.
 
     Args:
-        paths: files and directories to add too, with what they import.
-        is_sent: whether limits apply.
+        paths: files and directories to add, with the modules that they import.
+        is_sent: whether the files will be sent, so that size limits apply.
 
-    Raises OptionError, also in `add` and `bundle`: they are too large; or a path does not exist.
+    The constructor, `add` and `bundle` raise OptionError if the files are too large or a path does not exist.
     """
 
     def __init__(self, paths: Sequence[str] = (), *, is_sent: bool = True) -> None:
@@ -74,14 +75,14 @@ class OwnFiles:
         self._paths = [*paths]
 
     def add(self, modules: Iterable[str], names: Iterable[str]) -> None:
-        """Add the user's own among these modules and names in code, and what they import."""
+        """Add the user's own modules among `modules` and `names` (names found in code), and their imports."""
         for name in sorted({*modules} | own_names(names)):
             self._need(name)
         while self._paths:
             self._add_path(os.path.abspath(self._paths.pop(0)))
 
     def _need(self, name: str) -> None:
-        """Add the user's own package or module of `name`, and what it imports; nothing for installed ones."""
+        """Add the user's own package or module of `name`, and its imports; do nothing for an installed one."""
         wanted = [name]
         while wanted:
             name = wanted.pop()
@@ -95,7 +96,7 @@ class OwnFiles:
                 wanted.extend(() if module is None else self._add_module(module))
 
     def _add_path(self, path: str) -> None:
-        """Add a file, or a directory with everything in it that is not hidden, and what its modules import."""
+        """Add a file, or a directory without hidden files, and the modules that its modules import."""
         place = _place_of(path)
         found = list(self._below(path, place, all_files=True)) if os.path.isdir(path) else [(place, path)]
         for name in self._add_files(found):
@@ -129,7 +130,7 @@ class OwnFiles:
         return self._add_files([one for path in module.paths for one in self._below(path, place, all_files=False)])
 
     def _add_files(self, found: Sequence[tuple[str, str]]) -> list[str]:
-        """Add files, by place and path; return what they import."""
+        """Add (place, path) pairs of files; return the names that they import."""
         new = [(place, path) for place, path in found if place not in self._files]
         for place, path in new:
             self._sizes[place] = os.stat(path).st_size
@@ -162,7 +163,7 @@ class OwnFiles:
         )
 
     def _below(self, folder: str, place: str, *, all_files: bool) -> Iterator[tuple[str, str]]:
-        """Yield the files in a directory and below it, with their places."""
+        """Yield (place, path) of all files in and below a directory."""
         seen: set[str] = set()
         waiting = [(folder, place)]
         while waiting:
@@ -210,7 +211,7 @@ def _content_of(path: str) -> bytes:
 
 
 def _place_of(path: str) -> str:
-    """Return the place of an added path in a bundle: as it is imported, else relative to its entry of sys.path."""
+    """Return a path's place in a bundle: for a module as it is imported, else relative to its entry of sys.path."""
     inner = path if os.path.isdir(path) else os.path.dirname(path)
     root = inner
     while os.path.exists(os.path.join(root, "__init__.py")):
@@ -224,13 +225,13 @@ def _place_of(path: str) -> str:
 
 
 def install_bundle(data: bytes, directory: str | Path) -> Path:
-    """Unpack a bundle into a new directory inside `directory`, and import from there first.
+    """Unpack a bundle into a new directory inside `directory`, and put that first on sys.path; return it.
 
-    Nothing is written before all of it was checked. A bundle that was unpacked before is used as it is.
+    Nothing is written before the whole bundle was checked. A bundle that was unpacked before is used again.
 
     Raises:
-        MessageError: it is not a bundle, or larger than `OwnFiles` makes.
-        LifetimeError: this process has imported another module of one of its names.
+        MessageError: `data` is not a bundle, or exceeds the limits of `OwnFiles`.
+        LifetimeError: this process has imported another module with the name of a module in the bundle.
         UsageError: other users may write into `directory`.
     """
     directory = Path(directory)
@@ -252,7 +253,7 @@ def install_bundle(data: bytes, directory: str | Path) -> Path:
 
 
 def top_level_names(data: bytes) -> tuple[str, ...]:
-    """Return the names of a bundle's top-level modules, packages and folders; of no bundle: none."""
+    """Return the names of a bundle's top-level modules, packages and folders; empty for empty data."""
     if not data:
         return ()
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -260,7 +261,7 @@ def top_level_names(data: bytes) -> tuple[str, ...]:
 
 
 def _checked(data: bytes) -> dict[str, bytes]:
-    """Check an archive and return its files. Raises ValueError and what zipfile raises."""
+    """Check an archive, and return its files by their paths. Raises ValueError, or errors of zipfile."""
     if len(data) > MAX_ARCHIVE_BYTES:
         raise ValueError(f"{len(data):,} bytes; at most {MAX_ARCHIVE_BYTES:,} are allowed")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -301,14 +302,14 @@ def _check_private(directory: Path) -> None:
 
 
 def _module_of(place: str) -> str:
-    """Return the module that a top-level file makes importable; empty for data or files inside a package."""
+    """Return the name of the module that a top-level file makes importable; empty for data, and inside a package."""
     top, _, inner = place.partition("/")
     is_module = is_importable(top) if not inner else inner.startswith("__init__.") and is_importable(inner)
     return top.partition(".")[0] if is_module else ""
 
 
 def _check_not_installed(top: str, path: str) -> None:
-    """Raise OptionError for a file that would replace a module that workers import before, such as logging."""
+    """Raise OptionError for a file with the name of a module that workers import before, such as logging."""
     file = getattr(sys.modules.get(top), "__file__", None)
     if isinstance(file, str) and not is_own_path(file):
         raise OptionError(
@@ -328,7 +329,7 @@ def _check_not_loaded(tops: set[str], target: Path) -> None:
 
 
 def _unpack(contents: dict[str, bytes], directory: Path, target: Path) -> None:
-    """Write files next to their place, and rename them, so that they appear all at once."""
+    """Write files to a temporary directory, and rename it to `target`, so that all files appear at once."""
     beside = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=directory))
     try:
         for place, content in contents.items():

@@ -1,4 +1,4 @@
-"""Digest of code: without line numbers, file and docstring, and without addresses in generated names."""
+"""Digests of code objects, independent of line numbers, files, docstrings, and addresses in generated names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORD = re.compile(r"[^\W\d]\w*")
 
 
 def code_digest(code: types.CodeType, names: set[str], rename: Callable[[str], str] = str) -> bytes:
-    """Return the digest of code without line numbers, file and docstring; add the names in it to `names`."""
+    """Return the digest of code without line numbers, file and docstring; add the names in the code to `names`."""
     if rename is str or not any(map(ADDRESS.search, (*code.co_names, *code.co_varnames))):
         digest, used = _code(code)
         names |= used
@@ -51,24 +51,24 @@ def _code(code: types.CodeType) -> tuple[bytes, frozenset[str]]:
 
 
 def _is_salt(constant: Any) -> bool:
-    """Return whether generated code, as by attrs, has a constant from a hash of a text, which differs by process."""
+    """Return whether a constant is a hash of a text in generated code, as of attrs: such a hash differs by process."""
     values = constant if type(constant) is tuple else (constant,)
     return any(type(one) is int and one.bit_length() > 32 for one in values)
 
 
 def _reads_first(code: types.CodeType) -> bool:
-    """Return whether code reads its first constant: a docstring that is equal to a value is the same constant."""
+    """Return whether code reads its first constant, which is then a value as well as the docstring."""
     return any(one.opcode in dis.hasconst and one.arg == 0 for one in dis.get_instructions(code))
 
 
 def names_in_code(code: types.CodeType) -> frozenset[str]:
-    """Return the names and texts in code, and in code inside it."""
+    """Return the names and texts in a code object, and in code objects inside it."""
     return _code(code)[1]
 
 
 @functools.lru_cache(maxsize=1 << 10)
 def names_in_texts(code: types.CodeType) -> frozenset[str]:
-    """Return the names in the texts in code, which it can evaluate."""
+    """Return the names within the texts in a code object, because the code can evaluate texts."""
     return frozenset(word for text in names_in_code(code) for word in _WORD.findall(text))
 
 

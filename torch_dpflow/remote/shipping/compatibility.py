@@ -1,4 +1,4 @@
-"""Whether a worker can load what is sent: by versions and modules, before anything is unpickled."""
+"""Checks, before anything is unpickled, that a worker has the versions and modules to load its content."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def unfit(worker: Mapping[str, str], here: Mapping[str, str]) -> str:
 
 
 def warnings_of(worker: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
-    """Return what may make a compatible worker's samples differ from this process's, for display."""
+    """Return texts about version differences that may change the samples of a compatible worker."""
     found = []
     for name in _OF_SAMPLES:
         there, own = worker.get(name), here.get(name)
@@ -77,7 +77,7 @@ def required_modules(pickled: bytes) -> frozenset[str]:
 
 
 def missing_modules(names: Iterable[str]) -> list[str]:
-    """Return which modules cannot be imported here. Imports none of them, and their parents only in doubt."""
+    """Return those of the modules that cannot be imported here. Parents are imported only if necessary."""
     found: set[str] = set()
     for name in names:
         if find_spec(name) is None:
@@ -87,7 +87,7 @@ def missing_modules(names: Iterable[str]) -> list[str]:
 
 @cache
 def distributions_of_modules() -> Mapping[str, list[str]]:
-    """Return the installed distributions of each top-level module, by their names.
+    """Return the names of the installed distributions that contain each top-level module.
 
     The mapping of `importlib.metadata` leaves out distributions without a `top_level.txt`: before Python 3.11
     all of them, such as numpy, and in 3.11 distributions that consist of one extension module.
@@ -127,7 +127,7 @@ def missing_text(names: Iterable[str]) -> str:
 
 
 def _missing(name: str) -> list[str]:
-    """Return the module, unless its package makes it when imported; or what that package lacks itself."""
+    """Return [name] if a module is missing, the import that its package lacks, or [] if nothing is missing."""
     if find_spec(name.partition(".")[0]) is None:
         return [name]
     try:

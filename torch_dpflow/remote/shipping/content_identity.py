@@ -1,4 +1,4 @@
-"""Identity of a flow's content: everything that its workers are sent, in parts that have names."""
+"""Identity of a flow's content: everything that is sent to its workers, as named parts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Members: TypeAlias = dict[str, dict[str, tuple[PartNode, Any]]]
 
 @dataclass(frozen=True)
 class ContentIdentity:
-    """What workers are sent, for comparison with what another job sends, and what the pickler needs to send it."""
+    """Identity of the content that a job sends, to compare it with another job's; and data that the pickler needs."""
 
     parts: dict[str, PartDigest]
     #: Patterns of parts that do not count.
@@ -65,18 +65,18 @@ def identify(
     code: Code = "auto",
     like: ContentIdentity | None = None,
 ) -> ContentIdentity:
-    """Return the identity of what workers are sent.
+    """Return the identity of the content `roots`.
 
-    Takes about as long as pickling it, and at first the time to parse own modules.
+    This takes about the time of pickling the content; the first call also parses the user's own modules.
 
     Args:
-        roots: what is sent, by name.
-        ignore: patterns of parts that do not count. Of `argparse.Namespace`, attributes whose names no code has are
-            neither compared nor sent, unless the list is empty; None: no patterns.
-        code: which own modules are sent, as in `LoaderOptions`.
-        like: an earlier identity, of which files and installed packages are not looked at again.
+        roots: the objects to send, by name.
+        ignore: patterns of the paths of parts to leave out; None: no patterns. Unless this is an empty list, attributes
+            of an `argparse.Namespace` whose names appear nowhere in the code are neither compared nor sent.
+        code: which of the user's own modules are sent, as in `LoaderOptions`.
+        like: an earlier identity, whose files and installed packages are not read again.
 
-    Raises OptionError if own modules are too large.
+    Raises OptionError if the user's own modules are too large.
     """
     with script_by_value(), keys_left_out():
         return _identify(roots, ignore, code, like)
@@ -117,9 +117,9 @@ def _identify(
 
 
 def own_content(roots: Mapping[str, Any], code: Code) -> tuple[bytes, OwnState]:
-    """Return what the workers of a private loader are sent of own modules: an archive, and what files lack.
+    """Return (archive of own modules, state that their files lack) for the workers of a private loader.
 
-    Raises OptionError as `identify`.
+    Raises OptionError if the user's own modules are too large.
     """
     with script_by_value():
         walk = _walk(roots, Bulk(), None)
@@ -133,7 +133,7 @@ def own_content(roots: Mapping[str, Any], code: Code) -> tuple[bytes, OwnState]:
 def _own_modules(
     walk: Walk, code: Code, settled: dict[str, Settled]
 ) -> tuple[CodeBundle | None, OwnCode, frozenset[str], Members]:
-    """Return the user's own modules: files, which of them workers can import, and what they have set."""
+    """Return (archive of own modules, their parsed files, names that workers can import, members that differ)."""
     paths = () if code == "auto" or code is None else code
     files = OwnFiles(paths, is_sent=code is not None)
     while True:
@@ -176,7 +176,7 @@ def _walk(roots: Mapping[str, Any], bulk: Bulk, sent: Collection[str] | None) ->
 
 
 def _directory(walk: Walk, own: OwnCode, reached: frozenset[str], patterns: Sequence[str]) -> dict[str, PartDigest]:
-    """Return the part of the current directory, if what is sent has a path of a file in it."""
+    """Return the part for the current directory, if the content has a relative path of an existing file."""
     for text in sorted(walk.names.union(*(own.sources[name].names for name in reached))):
         if "/" in text or "." in text:  # names of variables are among them
             walk.paths.look(text)
@@ -224,7 +224,7 @@ def _above(path: str) -> Iterable[str]:
 
 
 def _distributions(walk: Walk, own: OwnCode, reached: Iterable[str], sent: Iterable[str]) -> dict[str, PartNode]:
-    """Return the versions of the installed packages that code names. sent: modules that are sent as files."""
+    """Return the versions of installed packages that code names, as parts. sent: modules that are sent as files."""
     owners = distributions_of_modules()
     imported = {name.partition(".")[0] for module in reached for name in own.sources[module].imports}
     tops = {module.partition(".")[0] for module in walk.modules} | imported | owners.keys() & walk.names
@@ -251,7 +251,7 @@ def _canonical(pattern: str) -> str:
 def fingerprint(obj: Any) -> str:
     """Return a digest of an object with the code that it refers to, 32 hexadecimal digits.
 
-    Equal in every process that defines the same; an object that cannot be compared is equal to itself only.
+    The digest is equal in every process that defines the same. An object that cannot be compared equals only itself.
     """
     parts = identify({"object": obj}, ignore=()).parts
     pieces = (f"{path} {part.digest} {part.optional}".encode(errors="replace") for path, part in sorted(parts.items()))

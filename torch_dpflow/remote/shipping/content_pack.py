@@ -1,8 +1,8 @@
-"""Packs what workers on other hosts load: with the script's code, without storage keys, and within a size limit.
+"""Pickles of the content that workers load: with the script's code, without storage keys, within a size limit.
 
 cloudpickle includes the code of a script's, or a notebook's, classes. But a sample is pickled with the names of its
-classes, and pickle looks them up by these names when it writes and when it reads. So a worker puts them where the
-script has them, into `__main__`. A job uses its own classes there, in their present form, as a notebook's cell may have
+classes, and pickle looks up these names when it writes and when it reads. So a worker puts the script's classes into
+its `__main__`. A job looks them up in its own `__main__`, in their present form, because a notebook's cell may have
 been run again.
 """
 
@@ -38,11 +38,11 @@ from torch_dpflow.remote.shipping.reducers import (
 
 
 def pack(obj: Any, *, sent_arguments: Collection[str] | None = None, replaced: Collection[int] = ()) -> bytes:
-    """Pickle `obj`, with the code of the script's classes and functions in it. Raises what pickling raises.
+    """Pickle `obj`, including code of the script's classes and functions. Raises any error of pickling.
 
     Args:
         sent_arguments: names of the attributes of `argparse.Namespace` that are sent; None: all.
-        replaced: ids of functions that are sent by value although they can be found by their names.
+        replaced: ids of functions that are sent by value although workers could import them by their names.
     """
     out = io.BytesIO()
     ScriptPickler(out, sent_arguments=sent_arguments, replaced=replaced).pack(obj)
@@ -70,10 +70,10 @@ class Output(Protocol):
 
 
 class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles by `pack` alone. Collects the script's classes and functions that it pickles, by their names there.
+    """Pickler whose only entry is `pack`. It collects the script's classes and functions that it pickles, by name.
 
-    An object that pickles its own parts with cloudpickle would hide them from this pickler; its class has a
-    `__reduce_by_value__` for it, in place of `__reduce__`.
+    An object whose `__reduce__` calls cloudpickle for its parts would hide these from this pickler. Its class therefore
+    also defines `__reduce_by_value__`, which this pickler calls instead.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 @contextmanager
 def script_by_value() -> Iterator[None]:
-    """Pickle the script's module by value in a process that it spawned, in which the module has another name."""
+    """Pickle the script's module by value during the body, in a spawned process, where the module has another name."""
     main = sys.modules["__main__"]
     if main.__name__ in ("__main__", *cloudpickle.list_registry_pickle_by_value()):
         yield
@@ -135,9 +135,9 @@ def script_by_value() -> Iterator[None]:
 
 
 def _put(value: Any, name: str, own: Mapping[str, Any]) -> None:
-    """Put a class or a function at its name. A class that was sent has its attributes already, and keeps them.
+    """Set a class or function at its dotted name. A class that was sent has its attributes already, and keeps them.
 
-    A getter, a static method, and a method that was replaced have the name of what the class has in their place.
+    The class may have a property, a static method or a replacement at the name of the function.
     """
     holder: Any = sys.modules[value.__module__]
     *outer, last = name.split(".")
@@ -166,7 +166,7 @@ _FRAME_BYTES = 1 << 16
 
 
 class _TooLargeError(Exception):
-    """More bytes than are allowed."""
+    """Exception: a pickle has more bytes than are allowed."""
 
 
 def pack_load_spec(
@@ -176,12 +176,12 @@ def pack_load_spec(
 
     Args:
         limit: maximum bytes.
-        before: what is unpickled first; it is returned with `spec`. None: nothing.
+        before: object that is unpickled before `spec`; None: nothing.
         replaced: as in `pack`.
 
     Raises:
-        NotPicklableError: a part of it cannot be pickled; the message has its place.
-        OptionError: it is larger than `limit`; the message names the large part.
+        NotPicklableError: a part of `spec` cannot be pickled; the message has its path.
+        OptionError: the pickle is larger than `limit`; the message names the large part.
     """
     out = io.BytesIO()
     try:
@@ -213,13 +213,13 @@ def unpack_load_spec(packed: bytes | memoryview) -> Any:
 
 
 def keys_left_out() -> AbstractContextManager[None]:
-    """Leave keys of storages out: they differ between jobs that read the same. Not imported, there are none."""
+    """Leave keys of storages out of pickles during the body: they differ between jobs that read the same data."""
     module = sys.modules.get("torch_dpflow.datasets.storage.credentials")
     return nullcontext() if module is None else module.leave_out_keys()
 
 
 class _Bounded:
-    """File that accepts a limited number of bytes."""
+    """File that accepts only a limited number of bytes."""
 
     def __init__(self, out: IO[bytes] | None, limit: int) -> None:
         self._out = out
@@ -277,7 +277,7 @@ def _dump(obj: Any) -> None:
 
 
 def _size_of(obj: Any) -> int:
-    """Return how many bytes an object, or the part of it that can be pickled, pickles to."""
+    """Return the number of bytes of an object's pickle, or of the part of it that can be pickled."""
     out = _Bounded(None, _MAX_COUNTED_BYTES)
     with suppress(Exception), keys_left_out():
         _CountingPickler(out).pack(obj)
@@ -312,7 +312,7 @@ def _variables() -> Iterator[tuple[str, Any]]:
 
 
 def _largest(parts: Iterable[tuple[str, Any]], most: int) -> tuple[str, Any, int]:
-    """Return the largest part up to `most` bytes, with its name and size; larger parts are left out."""
+    """Return (name, part, size) of the largest part of at most `most` bytes."""
     sized = ((path, obj, _size_of(obj)) for path, obj in parts)
     fitting = (one for one in sized if one[2] <= most + _FRAME_BYTES)
     return max(fitting, key=itemgetter(2), default=("", None, -1))
@@ -324,14 +324,14 @@ _MARK = b"dpflow/1"
 
 
 def join_content(pickled: bytes, code: bytes) -> bytes:
-    """Join a flow's pickle and an archive of modules, which may be empty. Unpickling reads the former only."""
+    """Join a flow's pickle and an archive of modules, which may be empty. Unpickling reads only the pickle."""
     return b"".join((pickled, code, _END.pack(len(code), _MARK)))
 
 
 def code_in(content: IO[bytes]) -> bytes:
-    """Return the archive of modules in the file of a flow's content; empty if it was made without one.
+    """Return the archive of modules in a file with a flow's content; empty if the content has no archive.
 
-    The position in the file stays.
+    The position in the file does not change.
     """
     position, size = content.tell(), content.seek(0, os.SEEK_END)
     try:
@@ -347,9 +347,9 @@ def code_in(content: IO[bytes]) -> bytes:
 
 
 def split_content(content: memoryview) -> tuple[memoryview, memoryview]:
-    """Split a flow's content into pickle and archive.
+    """Split a flow's content into (pickle, archive of modules).
 
-    Raises MessageError for a content that was made for workers of the cluster's host.
+    Raises MessageError if the content was packed for workers on the cluster's own host.
     """
     if content.nbytes >= _END.size:
         length, mark = _END.unpack(content[-_END.size :])

@@ -1,4 +1,4 @@
-"""Finds modules without importing any: the user's own, and the modules that a pickle needs."""
+"""Search for modules without importing them: the user's own modules, and the modules that a pickle needs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _IMPORTS = re.compile(
 
 
 class OwnModule(NamedTuple):
-    """A package of the user's, with all that lies below it, or a module that is in no package but namespaces."""
+    """Own package of the user with everything below it, or own module outside of packages (except namespaces)."""
 
     name: str
     #: Directories of a package, the first first; the file of a module.
@@ -47,12 +47,12 @@ def module_of(definition: Any) -> str:
 
 
 def is_definition(obj: Any) -> bool:
-    """Return whether an object is a class or a function of Python; a proxy of one has only its `__class__`."""
+    """Return whether an object is a class or a Python function, and not a proxy with such a `__class__`."""
     return issubclass(type(obj), type | types.FunctionType)
 
 
 def find_spec(name: str) -> ModuleSpec | None:
-    """Return where a module is imported from; None if there is none. Unlike importlib's, it imports no parent."""
+    """Return a module's spec; None if there is no such module. Unlike importlib's function, this imports no parent."""
     found, places = None, None
     for prefix in _prefixes(name):
         if found is not None and places is None:  # a module that is not a package
@@ -67,10 +67,10 @@ def find_spec(name: str) -> ModuleSpec | None:
 
 
 def own_module(name: str) -> OwnModule | None:
-    """Return the user's own package or module that `name` needs; None if it is installed, or not found.
+    """Return the user's own package or module that contains the module `name`; None if it is installed or not found.
 
-    The user's own modules lie neither in site-packages nor in the standard library: next to the script, below
-    PYTHONPATH, or where an editable install points to.
+    The user's own modules are next to the script, below PYTHONPATH, or where an editable install points; not in
+    site-packages, and not in the standard library.
     """
     for prefix in _prefixes(name):
         spec = find_spec(prefix)
@@ -99,14 +99,14 @@ def is_own_path(file: str) -> bool:
 
 
 def is_own_class(kind: type) -> bool:
-    """Return whether a class is of the script, or of a module of the user's own."""
+    """Return whether the script, or one of the user's own modules, defines a class."""
     module = module_of(kind)
     return module in SCRIPT or _is_own_file(sys.modules.get(module))
 
 
 @lru_cache(maxsize=4096)
 def can_be_imported(name: str, file: str) -> bool:
-    """Return whether this is a module of the user's own that is found by its name."""
+    """Return whether `name` is one of the user's own modules, and importing it by that name finds this file."""
     if not is_own_path(file) or name.partition(".")[0] == _THIS:
         return False
     spec, places = None, None
@@ -119,14 +119,14 @@ def can_be_imported(name: str, file: str) -> bool:
 
 
 def is_importable(file: str) -> bool:
-    """Return whether a file of this name can be imported by it; bytecode alone is not sent."""
+    """Return whether a file's name makes it importable as a source or extension module; bytecode files are not sent."""
     return file.endswith(_SUFFIXES) and file.partition(".")[0].isidentifier()
 
 
 def imports_of(source: bytes, package: str) -> Iterator[str]:
     """Yield the dotted names that a module's source may import, at its top or inside functions.
 
-    package: of the module, dotted.
+    package: dotted name of the module's package.
     """
     for start, names, modules in _IMPORTS.findall(source):
         for module in modules.replace(b"\\", b"").split(b","):
@@ -138,13 +138,13 @@ def imports_of(source: bytes, package: str) -> Iterator[str]:
 
 
 def own_names(names: Iterable[str]) -> set[str]:
-    """Return which of these names, found in code, may be modules of the user's."""
+    """Return those of these names, found in code, that may be the user's own modules."""
     tops = _own_tops()
     return {name for name in names if name.partition(".")[0] in tops}
 
 
 def resolve(name: str, package: str) -> str:
-    """Resolve a name with leading dots inside of a package; empty if it is meaningless."""
+    """Resolve a relative name, with leading dots, inside a package; empty if it leads outside."""
     level = len(name) - len(name.lstrip("."))
     if not level:
         return name
@@ -205,10 +205,10 @@ _PYTHON_3 = 3
 
 
 def modules_in(pickled: bytes) -> frozenset[str]:
-    """Return the modules, dotted, that unpickling imports, without the script's own. Runs no code of the pickles.
+    """Return the dotted names of modules that unpickling imports, without the script. Runs no code of the pickle.
 
-    Pickles are loaded with stand-ins for all classes, functions and objects that they name. This takes a fifth of the
-    time of `pickletools.genops`, which counts because a dataset may hold millions of paths.
+    The pickle is loaded with stand-ins for all classes, functions and objects that it names. This takes a fifth of the
+    time of `pickletools.genops`, which matters for a dataset with millions of paths.
 
     Raises MessageError for invalid pickles.
     """
@@ -216,9 +216,10 @@ def modules_in(pickled: bytes) -> frozenset[str]:
 
 
 def installed_modules_in(pickled: bytes) -> list[str]:
-    """Return the installed modules that unpickling imports, itself or by own modules, in about this order.
+    """Return the installed modules that unpickling imports, directly or through own modules, in about that order.
 
-    An own module imports the modules that its variables are, or that define them. Raises MessageError as `modules_in`.
+    An own module imports those modules that are its variables, or that define them. Raises MessageError for invalid
+    pickles.
     """
     found: dict[str, None] = {}
     seen: set[str] = set()
@@ -240,7 +241,7 @@ def installed_modules_in(pickled: bytes) -> list[str]:
 
 
 def _named_in(pickled: bytes) -> dict[str, None]:
-    """Return the modules of `modules_in`, in the order of the pickle."""
+    """Return the modules that a pickle names, in the order of the pickle."""
     names = _Names(pickled)
     try:
         names.read_all()
@@ -264,10 +265,10 @@ class _Kind(type):
 
 
 class _StandIn(metaclass=_Kind):
-    """Takes the place of every class, function and object that a pickle names or makes.
+    """Stand-in for every class, function and object that a pickle names or makes.
 
-    A class whose objects are the class itself, because a call in a pickle may create a class, as for classes of a
-    script.
+    Calling this class returns the class itself, because a call in a pickle may create a class, such as a script's
+    class.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
@@ -275,7 +276,7 @@ class _StandIn(metaclass=_Kind):
 
 
 class _Names(pickle.Unpickler):
-    """Records modules; cloudpickle names some by calls of its `subimport`."""
+    """Unpickler that records the modules a pickle names, some of them by calls of cloudpickle's `subimport`."""
 
     def __init__(self, pickled: bytes) -> None:
         self._file = io.BytesIO(pickled)

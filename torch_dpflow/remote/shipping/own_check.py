@@ -1,4 +1,4 @@
-"""What a worker does so that its modules have what the script's process has, or raise."""
+"""Checks in a worker that its modules have the same members as in the script's process; differing members are set."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from torch_dpflow.workers.script_settings import ScriptSettings
 
 
 class Beginning:
-    """What is in a pickle before all that needs own modules: unpickled, it checks them.
+    """First part of a pickle, before everything that needs own modules. Unpickling it begins the checks.
 
-    Settings apply first, as modules can compute with them. Then loaded modules get what the script has set in them, and
-    all others get it after their import. Unpickling raises UsageError if a module has another value that was not sent,
-    or was not compared between jobs.
+    Settings are applied first, as modules can compute with them. Then members that the script has set are set in loaded
+    modules at once, and in all others after their import. Unpickling raises UsageError if a module has a different
+    value that was not sent, or that was not compared between jobs.
     """
 
     def __init__(self, settings: ScriptSettings | None, state: OwnState) -> None:
@@ -66,7 +66,7 @@ def _begin(settings: ScriptSettings | None, state: OwnState) -> Beginning:
 
 
 def guard_script(state: OwnState) -> None:
-    """Make code raise UsageError if it reads a script's variable that was not sent, in any way but by its name."""
+    """Make code raise UsageError if it reads an unsent variable of the script in an indirect way, not by its name."""
     set_script_variables(state.script)
     script = sys.modules["__main__"]
     if type(script) in (types.ModuleType, ScriptModule):
@@ -75,7 +75,10 @@ def guard_script(state: OwnState) -> None:
 
 
 class ScriptModule(types.ModuleType):
-    """The script's module in a worker, which has the classes and functions that were sent. All others raise."""
+    """The script's module in a worker.
+
+    It has the classes and functions that were sent; reading others raises UsageError.
+    """
 
     def __getattribute__(self, name: str) -> Any:
         if name == "__dict__":
@@ -125,7 +128,7 @@ def _unsent(name: str) -> UsageError:
 
 
 class _Checked(MetaPathFinder):
-    """Finds own modules, and checks each after its import."""
+    """Finder of own modules, which checks each module after its import."""
 
     def __init__(self, state: OwnState) -> None:
         self._state = state
@@ -136,7 +139,7 @@ class _Checked(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return where an own module is; None for all others."""
+        """Return the spec of an own module, with a loader that checks it; None for all other modules."""
         if fullname in self._state.placed:
             raise UsageError(
                 f"the module {fullname!r} cannot be imported in a worker: the script has put another one, "
@@ -153,7 +156,7 @@ class _Checked(MetaPathFinder):
         return spec
 
     def _run(self, run: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:
-        """Run a module. It is checked after the outermost import, as modules can import each other."""
+        """Execute a module. All are checked after the outermost import, because modules can import each other."""
         self._depth += 1
         try:
             run(module)
@@ -165,7 +168,7 @@ class _Checked(MetaPathFinder):
             self.check(imported)
 
     def check(self, names: Sequence[str]) -> None:
-        """Compare loaded modules with what the script has, and set what differs."""
+        """Compare loaded modules with the script's process, and set members that differ."""
         self._has_other_imports = False
         replaced = {name: self._set(name) for name in names}
         loaded = [name for name in self._state.members if name in sys.modules]
@@ -174,7 +177,7 @@ class _Checked(MetaPathFinder):
         self._share(loaded)
 
     def _set_again(self, loaded: Sequence[str], replaced: dict[str, list[str]]) -> None:
-        """Have imports refer to what has been set, and set what differs then."""
+        """Update imported names in loaded modules to the members that were set, then set members that still differ."""
         for _ in loaded:  # a module can import from one that imports
             if not [name for name in loaded if self._import_again(name)]:
                 break
@@ -182,7 +185,7 @@ class _Checked(MetaPathFinder):
             self._set(name, replaced.setdefault(name, []))
 
     def _share(self, names: Sequence[str]) -> None:
-        """Have members of loaded modules be one object where they are one in the script, and several otherwise."""
+        """Make members of loaded modules share an object exactly where they share one in the script."""
         shared = self._state.shared
         objects: dict[str, Any] = {}
         owners: dict[int, str] = {}
@@ -204,7 +207,7 @@ class _Checked(MetaPathFinder):
                 _replacing(member.put)(value)
 
     def _import_again(self, name: str) -> bool:
-        """Have a module's imports refer to what has been set where they come from; return whether one did not."""
+        """Update a module's imported names to the present members of their modules; return whether any has changed."""
         module: Any = sys.modules[name]
         changed = False
         if not isinstance(module, types.ModuleType):
@@ -221,7 +224,7 @@ class _Checked(MetaPathFinder):
         return changed
 
     def _set(self, name: str, done: Sequence[str] | None = None) -> list[str]:
-        """Set what differs, and return the paths. done: paths that are set already; None: imports can differ still."""
+        """Set a module's differing members; return their paths. done: paths set before; None: skip imported names."""
         state = self._state
         if name in state.others:
             if not is_ignored(name, state.ignore or ()):
@@ -272,12 +275,12 @@ class _Checked(MetaPathFinder):
 
 
 def _has_codes(member: ModuleMember | None, sent: Codes) -> bool:
-    """Return whether a member consists of functions that can get this code."""
+    """Return whether a member consists of functions of the same kind as the sent code."""
     return member is not None and member.kind == "function" and member.value[0] == sent.kind
 
 
 def _putter(members: ModuleMembers, module: types.ModuleType, path: str) -> Callable[[Any], object] | None:
-    """Return what sets a member that a module lacks."""
+    """Return a function that sets a member which the module lacks; None if it cannot be set."""
     outer, _, name = path.rpartition(".")
     if "(" in outer or "[" in path:
         return None
@@ -302,7 +305,7 @@ def _putter(members: ModuleMembers, module: types.ModuleType, path: str) -> Call
 
 
 def _replacing(put: Any) -> Any:
-    """Return what sets a member to another object, and does not fill the present one."""
+    """Return a variant of the setter `put` that replaces the present object, instead of filling it in place."""
     return functools.partial(setattr, *put.args) if getattr(put, "func", None) is set_attribute else put
 
 

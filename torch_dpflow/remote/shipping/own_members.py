@@ -1,6 +1,6 @@
-"""What a module has: variables, and what its functions and classes consist of, with what sets each of them.
+"""Members of modules: variables, and the parts of functions and classes, each with a function that sets it.
 
-Functions that are as their file defines them are settled: they need not be compared again until they change.
+Functions that equal their file's definition are settled: they need not be compared again until they change.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _WRAPPERS = (staticmethod, classmethod, property, functools.cached_property, Lru
 
 
 class Deleted:
-    """Value of a variable that the file defines and the process lacks."""
+    """Marker for a variable that the file defines and the process lacks."""
 
 
 class Codes(NamedTuple):
-    """Code of the functions of a member whose code is not the file's: set by the script, or rewritten as by pytest."""
+    """Code of a member's functions that differs from the file's: set by the script, or rewritten as by pytest."""
 
     #: As in `ModuleMember.value`.
     kind: str
@@ -44,13 +44,13 @@ class Codes(NamedTuple):
 
 
 class Replaced(NamedTuple):
-    """A function that the script has put in the place of the file's, under its name, as by `functools.wraps`."""
+    """Function by which the script has replaced a function of the file, as with `functools.wraps`."""
 
     function: Any
 
 
 class ModuleMember(NamedTuple):
-    """Something that a module has, and what sets it. kind: of a definition, which `value` describes."""
+    """Member of a module, with a function that sets it. kind: kind of a definition, which `value` describes."""
 
     value: Any
     put: Callable[[Any], object] | None
@@ -68,9 +68,9 @@ _NONE: Mapping[str, types.FunctionType] = types.MappingProxyType({})
 def members_of(
     name: str, module: Any, settled: Mapping[str, types.FunctionType] = _NONE
 ) -> Iterator[tuple[str, ModuleMember]]:
-    """Yield what a module has, by path: variables, and what its functions and classes consist of.
+    """Yield (path, member) for a module's variables, and for the parts of its functions and classes.
 
-    settled: functions, by path, that are yielded as one member each.
+    settled: settled functions, by path, each of which is yielded as one member.
     """
     if not isinstance(module, types.ModuleType):  # an object in the place of the module
         yield "", ModuleMember(module, None, "object")
@@ -134,7 +134,7 @@ _SLOTS = types.MemberDescriptorType | types.GetSetDescriptorType
 
 
 def functions_of(value: Any) -> list[Any]:
-    """Return the functions that a function, a method's wrapper or a property consists of; none for other objects."""
+    """Return the functions in a function, a method's wrapper or a property; an empty list for other objects."""
     if type(value) is types.FunctionType:
         # A function of `torch.compile` computes what the original one does, and has parts that differ by process.
         return [getattr(value, "_torchdynamo_orig_callable", value)]
@@ -148,7 +148,7 @@ def functions_of(value: Any) -> list[Any]:
 
 
 def inner_functions(value: Any) -> list[tuple[str, types.FunctionType]]:
-    """Return the functions of `functions_of`, with the end of the path of their attributes."""
+    """Return (end of the path of its attributes, function) for each function in `functions_of(value)`."""
     functions = functions_of(value)
     if isinstance(value, property):
         return [(f".{name}", one) for name in ("fget", "fset", "fdel") if (one := getattr(value, name)) is not None]
@@ -169,7 +169,7 @@ def _is_here(function: types.FunctionType, module: str, path: str) -> bool:
 
 
 def _parts_of_function(path: str, inner: str, function: types.FunctionType) -> Iterator[tuple[str, ModuleMember]]:
-    """Yield defaults, variables of outer functions and attributes. inner: the path of the function in its wrapper."""
+    """Yield a function's defaults, closure variables and attributes. inner: the function's path in its wrapper."""
     if inner.endswith((".fset", ".fdel")):
         path = inner
     code, defaults = function.__code__, function.__defaults__ or ()
@@ -189,7 +189,7 @@ def _parts_of_function(path: str, inner: str, function: types.FunctionType) -> I
 
 
 def set_attribute(holder: Any, name: str, value: Any) -> None:
-    """Set a variable; a container or a plain object is filled in place, as others may refer to it."""
+    """Set an attribute. A container or a plain object is filled in place, because other objects may refer to it."""
     present = vars(holder).get(name)
     if value is Deleted:
         delattr(holder, name)
@@ -238,7 +238,7 @@ _IMMUTABLE = ATOMS - {bytearray}
 
 
 class Settled(NamedTuple):
-    """Functions of one module that are as its file defines them, with everything that this was found from."""
+    """Functions of one module that equal its file's definitions, with everything from which this was determined."""
 
     module: Any
     source: OwnSource
@@ -254,9 +254,9 @@ class Settled(NamedTuple):
         """Return the functions of a module that are settled.
 
         Args:
-            source: what its file defines.
-            members: of the module, as `members_of` has them.
-            others: paths that are not provably as the file defines them.
+            source: definitions in the module's file.
+            members: members of the module, from `members_of`.
+            others: paths of members that do not provably equal the file's definitions.
         """
         # A default or a docstring that differs counts as a part of its function.
         differ = {path[:at] for path in others for at in range(1, len(path) + 1) if path[at : at + 1] in ".(["}
@@ -273,7 +273,7 @@ class Settled(NamedTuple):
         return cls(module, source, functions, _parts_of(module, functions.values()), [*annotations.values()])
 
     def holds(self, module: Any, source: OwnSource) -> bool:
-        """Return whether all that this was found from is the same."""
+        """Return whether everything from which the functions were found to be settled is unchanged."""
         if module is not self.module or source is not self.source:
             return False
         parts = _parts_of(module, self.functions.values())
@@ -285,7 +285,7 @@ class Settled(NamedTuple):
 
 
 def _is_fixed(function: Any) -> bool:
-    """Return whether a function consists of nothing that can change without being replaced."""
+    """Return whether no part of a function can change in place."""
     if type(function) is not types.FunctionType or vars(function) or {*function.__code__.co_freevars} - {"__class__"}:
         return False
     defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()

@@ -1,4 +1,4 @@
-"""What the files of the user's own modules define, read without importing them."""
+"""Definitions in the files of the user's own modules, read without importing them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PASS = ast.Pass(lineno=1, end_lineno=1, col_offset=0, end_col_offset=0)
 
 @dataclass
 class OwnSource:
-    """What the file of one module defines, by paths such as `.Crops.resize` and, for a default, `.read(size)`."""
+    """Definitions in one module's file, by paths such as `.Crops.resize` and, for a default, `.read(size)`."""
 
     part: PartNode = field(default_factory=lambda: PartNode(b"", "code"))
     #: Names and texts in the code.
@@ -54,7 +54,7 @@ class OwnSource:
 
 
 class Annotation(NamedTuple):
-    """An annotation as the file has it."""
+    """Annotation in the source text of a file."""
 
     #: By `ast.dump`.
     text: str
@@ -62,7 +62,7 @@ class Annotation(NamedTuple):
     code: types.CodeType | None
 
     def makes(self, value: Any, module: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
-        """Return whether it provably makes this value. module, inner: variables of its module and of its class."""
+        """Return whether the annotation provably evaluates to `value`. module, inner: variables of module and class."""
         if type(value) is str and _dump_of(value) == self.text:  # as in `from __future__ import annotations`
             return True
         try:
@@ -93,14 +93,14 @@ def _dump_of(text: str) -> str:
 
 
 class OwnCode(NamedTuple):
-    """Own modules, as their files define them."""
+    """Definitions of all own modules."""
 
     #: By module, and by path for other files.
     parts: Mapping[str, PartNode]
     sources: Mapping[str, OwnSource]
 
     def reached(self, modules: Iterable[str], names: Iterable[str]) -> frozenset[str]:
-        """Return the modules that code can import which has these names and reads these modules."""
+        """Return the own modules that code can import if it contains these names and reads these modules."""
         used = set(names)
         waiting = [*modules, *(one for one in self.sources if used.issuperset(one.split(".")))]
         found: set[str] = set()
@@ -117,7 +117,7 @@ class OwnCode(NamedTuple):
 
 
 def own_code(archive: bytes) -> OwnCode:
-    """Return what the modules in the archive of a bundle define."""
+    """Return the definitions of the modules in a bundle's archive."""
     parts: dict[str, PartNode] = {}
     sources: dict[str, OwnSource] = {}
     with zipfile.ZipFile(BytesIO(archive)) as files:
@@ -135,7 +135,7 @@ def own_code(archive: bytes) -> OwnCode:
 
 @functools.lru_cache(maxsize=4096)
 def parsed(content: bytes, package: str) -> OwnSource:
-    """Return what a module's source defines. package: that relative imports start from."""
+    """Return the definitions in a module's source. package: the package from which relative imports start."""
     found = OwnSource(imports=frozenset(imports_of(content, package)))
     try:
         tree = _without_lines(ast.parse(content))
@@ -158,7 +158,7 @@ def _add_codes(code: types.CodeType, prefix: str, found: OwnSource) -> None:
 
 
 def _without_lines(tree: ast.Module) -> ast.Module:
-    """Take docstrings and line numbers out of code."""
+    """Return a module's syntax tree without docstrings and line numbers."""
     for node in ast.walk(tree):
         if isinstance(node, ast.expr | ast.stmt | ast.excepthandler | ast.arg | ast.keyword | ast.alias | ast.pattern):
             node.lineno = node.end_lineno = 1
@@ -173,14 +173,14 @@ def _without_lines(tree: ast.Module) -> ast.Module:
 
 
 class _SourceReader:
-    """Reads the body of a module, and of its classes."""
+    """Reader of the body of a module and of its classes."""
 
     def __init__(self, found: OwnSource, package: str) -> None:
         self._found = found
         self._package = package
 
     def body(self, statements: list[ast.stmt], prefix: str) -> PartNode:
-        """Return the part of a body: definitions and variables by name, all other statements in their order."""
+        """Return the part node of a body: definitions and variables by name, all other statements in their order."""
         found, parts = self._found, dict[str, PartNode]()
         imports, order, defined = list[bytes](), list[bytes](), list[str]()
         for one in chain.from_iterable(map(_split, statements)):
@@ -275,14 +275,14 @@ def _split(statement: ast.stmt) -> Iterable[ast.stmt]:
 
 
 def _mangled(name: str, prefix: str) -> str:
-    """Return a name as the class has it."""
+    """Return a name after the name mangling of its class."""
     if not prefix or not name.startswith("__") or name.endswith("__"):
         return name
     return f"_{prefix.rpartition('.')[2].lstrip('_')}{name}"
 
 
 def _defined(statement: ast.stmt) -> tuple[list[str], ast.expr | None]:
-    """Return the names that a statement defines, and the value of a variable; none for other statements."""
+    """Return (names that a statement defines, expression of the value); no names if it defines nothing."""
     if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return [statement.name], None
     targets: list[ast.expr] = []

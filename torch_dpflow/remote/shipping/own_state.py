@@ -1,8 +1,8 @@
-"""What the user's own modules have in memory, where it is not provably what their files define.
+"""State of the user's own modules in memory, where it does not provably equal their files' definitions.
 
 Workers import the files. A variable, a default or a function that the script has set, or that the file computes, is
-sent by value and counts. A worker compares what it has after an import with what the script has: a value that differs
-is set, and if it was not sent, the worker raises.
+sent by value, and compared between jobs. After an import a worker compares its values with the script's: a different
+value is set, or raises UsageError if the script's value was not sent.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _KINDS = frozenset(["function", "property", "staticmethod", "classmethod", "cach
 
 
 class NotSent:
-    """Value of a variable that is too large, or that cannot be pickled."""
+    """Marker for a value that is too large to be sent, or that cannot be pickled."""
 
 
 class SetMember(NamedTuple):
-    """A member that counts by its value. digest: empty if it cannot be compared."""
+    """Member that is compared by its value. digest: digest of the value; empty if it cannot be compared."""
 
     digest: bytes
     value: Any
@@ -59,7 +59,7 @@ class SetMember(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnState:
-    """What workers are sent of own modules, in addition to their files."""
+    """State of own modules that is sent to workers, in addition to their files."""
 
     #: By module and path.
     members: Mapping[str, Mapping[str, SetMember]] = field(default_factory=dict)
@@ -74,20 +74,20 @@ class OwnState:
     placed: Mapping[str, str] = field(default_factory=dict)
 
     def replaced(self) -> frozenset[int]:
-        """Return the ids of the functions that are sent by value although they can be found by their names."""
+        """Return the ids of functions that are sent by value although workers could import them by their names."""
         return _ids_of_replaced(one.value for of in self.members.values() for one in of.values())
 
     def unknown(self) -> list[str]:
-        """Return the members that cannot be compared: workers have what their import makes."""
+        """Return the members that cannot be compared. In workers they have the values that importing gives."""
         return [f"{name}{path}" for name, of in self.members.items() for path, one in of.items() if not one.digest]
 
 
 def set_members(
     walk: Walk, code: OwnCode, modules: Collection[str], settled: dict[str, Settled]
 ) -> dict[str, dict[str, tuple[PartNode, Any]]]:
-    """Return the members of loaded modules, with their values; without members that certainly are as in the files.
+    """Return the members of loaded modules, with values, that do not provably equal the files' definitions.
 
-    settled: by module, what an earlier call has found; updated.
+    settled: settled functions of each module from an earlier call; this call updates them.
     """
     found, members = {}, dict[str, ModuleMembers]()
     for name in sorted(modules & sys.modules.keys()):
@@ -110,7 +110,7 @@ SAME = "(is)"
 
 
 def shared_members(modules: Mapping[str, ModuleMembers]) -> dict[tuple[str, str], tuple[str, str]]:
-    """Return members that are the same object as an earlier member, by module and path, with that member."""
+    """Return, by module and path, the earlier member that is the same object, for each member that has one."""
     first: dict[int, tuple[str, str]] = {}
     found = {}
     for name, members in modules.items():
@@ -128,7 +128,7 @@ def own_state(
     others: frozenset[str],
     ignore: Sequence[str] | None,
 ) -> OwnState:
-    """Return what workers are sent. own: all modules; others: modules that are not compared."""
+    """Return the state to send. own: all own modules. others: modules that are not compared between jobs."""
     sent = {}
     replaced = _ids_of_replaced(value for of in members.values() for _, value in of.values())
     for name, of in members.items():
@@ -156,7 +156,7 @@ def _ids_of_replaced(values: Iterable[Any]) -> frozenset[int]:
 def members_not_as_file(
     walk: Walk, name: str, module: types.ModuleType, source: OwnSource, members: ModuleMembers
 ) -> dict[str, tuple[PartNode, Any]]:
-    """Return what is not provably as the file defines it. members: of the module, as `members_of` has them."""
+    """Return the members that do not provably equal the file's definitions. members: those from `members_of`."""
     found = {}
     walk.read_from(_folder_of(name, module))
     for path, member in members.items():
@@ -185,7 +185,7 @@ def members_not_as_file(
 
 
 def _is_replaced(path: str, definition: Any, module: types.ModuleType, source: OwnSource) -> bool:
-    """Return whether a function is in the place of one that the file defines without other decorators."""
+    """Return whether a function has replaced a function that the file defines without other decorators."""
     kind = source.kinds.get(path)
     if kind not in _KINDS or path in source.literals or path in source.imported:
         return False
@@ -196,15 +196,15 @@ def _is_replaced(path: str, definition: Any, module: types.ModuleType, source: O
 
 
 def _unnamed(function: types.FunctionType) -> types.FunctionType:
-    """Return a copy of a function, which has its code and what that reads but is not found by its name."""
+    """Return a copy of a function with the same code and variables that cannot be found by its name."""
     code, variables, name = function.__code__, function.__globals__, function.__name__
     return types.FunctionType(code, variables, name, function.__defaults__, function.__closure__)
 
 
 def placed_modules(own: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield the names by which the script has put modules into `sys.modules`, and what they are.
+    """Yield (name, description) of each object that the script has put into `sys.modules` under a different name.
 
-    own: modules that workers have as files.
+    own: own modules, whose files workers have.
     """
     for name, module in [*sys.modules.items()]:
         top, spec = name.partition(".")[0], getattr(module, "__spec__", None)
@@ -218,7 +218,7 @@ def placed_modules(own: Collection[str]) -> Iterator[tuple[str, str]]:
 
 
 def _folder_of(name: str, module: types.ModuleType) -> str:
-    """Return the folder from which a module is imported: it is another one in workers."""
+    """Return the folder from which a module is imported, which differs in workers."""
     folder = os.path.dirname(getattr(module, "__file__", None) or "")
     depth = name.count(".") + hasattr(module, "__path__")
     for _ in range(depth):
@@ -246,7 +246,7 @@ def _is_as_file(walk: Walk, path: str, member: ModuleMember, module: types.Modul
 
 
 def origins(path: str, source: OwnSource) -> list[tuple[str, str]]:
-    """Return the modules and names that a variable is imported from; none if the file also defines it."""
+    """Return (module, name) pairs from which a variable may be imported; none if the file also defines it."""
     if path in source.literals or path in source.kinds or path in source.bases:
         return []
     if path in source.imported:
@@ -255,7 +255,7 @@ def origins(path: str, source: OwnSource) -> list[tuple[str, str]]:
 
 
 def imported(module: str, name: str) -> Any:
-    """Return what an import has; `COMPUTED` if there is no such module or name."""
+    """Return the present value of an imported name; `COMPUTED` if there is no such module or name."""
     loaded = sys.modules.get(module)
     if not name:
         return loaded
@@ -277,7 +277,7 @@ _REGISTERED, _ORDER = "(registered)", "(order)"
 
 
 def _labels_not_as_file(module: Any, members: ModuleMembers, source: OwnSource) -> Iterator[tuple[str, Any]]:
-    """Yield what a module, its functions and its classes have that their file does not define so, by path.
+    """Yield (path, value) of docstrings, names, annotations and orders that differ from the file's definitions.
 
     members: of the module, as `members_of` has them.
     """
@@ -332,7 +332,7 @@ def _texts(
 
 
 def _cleaned(doc: Any) -> Any:
-    """Return a docstring as compilers since Python 3.13 leave it."""
+    """Return a docstring as the compiler stores it since Python 3.13: without indentation."""
     return inspect.cleandoc(doc) if sys.version_info >= (3, 13) and isinstance(doc, str) else doc
 
 
@@ -347,7 +347,7 @@ def _order(path: str, names: list[str], source: OwnSource) -> Iterator[tuple[str
 
 
 def _put_in_order(holder: Any, names: tuple[str, ...]) -> None:
-    """Bring attributes into this order. Raises ValueError if it has others."""
+    """Bring attributes into this order. Raises ValueError if an attribute is missing."""
     if tuple(name for name in vars(holder) if name in names) == names:
         return
     values = [(name, vars(holder)[name]) for name in names if name in vars(holder)]

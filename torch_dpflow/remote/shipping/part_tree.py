@@ -23,7 +23,7 @@ _LOGIN = re.compile(r"://.*[@?]")
 
 
 class PartNode:
-    """Digest of an object, and of its parts by the suffix that names them, as `.lr`."""
+    """Node for one object: its digest, and the nodes of its parts, by the suffix that names each, such as `.lr`."""
 
     __slots__ = ("digest", "is_known", "optional", "own", "parts", "text")
 
@@ -41,7 +41,7 @@ class PartNode:
 
 
 def joined(own: bytes, parts: Mapping[str, PartNode]) -> bytes:
-    """Return the digest of a part with its inner parts, except optional ones, which are compared separately."""
+    """Return the digest of a part with its inner parts, except optional parts, which are compared separately."""
     counted = [(name, part.digest) for name, part in parts.items() if not part.optional]
     if not counted:
         return own
@@ -49,13 +49,13 @@ def joined(own: bytes, parts: Mapping[str, PartNode]) -> bytes:
 
 
 def whole(part: PartNode) -> bytes:
-    """Return the digest of a part with all its parts, also optional ones."""
+    """Return the digest of a part with all its inner parts, including optional parts."""
     inside = {name: PartNode(whole(one)) for name, one in (part.parts or {}).items()}
     return joined(part.own, inside) if inside else part.digest
 
 
 def digest_of(*pieces: bytes | memoryview) -> bytes:
-    """Return the digest of pieces. Pieces that are cut in other places have a different digest."""
+    """Return the digest of a sequence of pieces. The same bytes in different pieces have a different digest."""
     found = hashlib.sha256()
     for piece in pieces:
         found.update(len(piece).to_bytes(8, "little"))
@@ -64,13 +64,13 @@ def digest_of(*pieces: bytes | memoryview) -> bytes:
 
 
 def order_of(names: Iterable[str]) -> dict[str, PartNode]:
-    """Return the part of the order of attributes, which code can follow."""
+    """Return a part for the order of attributes, because code can depend on it; empty for fewer than two."""
     order = repr([*names]).encode(errors="replace")
     return {".(order)": PartNode(digest_of(order), "order of attributes")} if b"," in order else {}
 
 
 def with_aliases(parts: dict[str, PartNode], named: Mapping[str, Any]) -> dict[str, PartNode]:
-    """Return the parts; those whose mutable object has an earlier name in `named` too also record this name."""
+    """Return the parts. If a part's mutable object also has an earlier name in `named`, the part records that name."""
     names = [*named]
     for at, first in repeated(named.values()).items():
         part, name = parts[names[at]], names[first]
@@ -89,7 +89,7 @@ def digests_of(objects: Iterable[Any]) -> Generator[Any, PartNode, list[bytes]]:
 
 
 def parts_of(named: Mapping[str, Any]) -> Generator[Any, PartNode, dict[str, PartNode]]:
-    """Request the part of each object by `yield`; return the parts by their names."""
+    """Generator that yields each object, receives its part by `send`, and returns the parts by name."""
     named = dict(sorted(named.items()))
     found: dict[str, PartNode] = {}
     for name, value in named.items():
@@ -98,7 +98,7 @@ def parts_of(named: Mapping[str, Any]) -> Generator[Any, PartNode, dict[str, Par
 
 
 def shown_text(path: str, part: PartNode) -> str:
-    """Return the text of a part; "value" where it can contain a secret, as others read it and state stores keep it."""
+    """Return a part's text, or "value" if it can contain a secret: others read texts, and state stores keep them."""
     name = _NAMES.split(path)[-1]
     is_value = part.parts is None or part.text[:1] in ("[", "(")
     has_text = "'" in part.text or '"' in part.text
@@ -110,7 +110,7 @@ def shown_text(path: str, part: PartNode) -> str:
 
 
 def text_of(obj: Any) -> str:
-    """Return a short value, or how many entries it has."""
+    """Return a text for messages: a short value itself, or the number of entries."""
     kind = type(obj)
     if kind in ATOMS:
         text = repr(obj) if kind is not str or len(obj) <= _MAX_TEXT else "text"
@@ -135,7 +135,7 @@ _strange: dict[int, tuple[Any, bytes]] = {}
 
 
 def unknown(obj: Any) -> PartNode:
-    """Return the part of an object that cannot be reduced; equal to that of the same object only."""
+    """Return the part of an object that cannot be reduced. It equals only the part of the same object."""
     if len(_strange) >= 1024:
         _strange.clear()
     _, token = _strange.setdefault(id(obj), (obj, secrets.token_bytes(8)))
@@ -145,10 +145,10 @@ def unknown(obj: Any) -> PartNode:
 def flatten(
     roots: Mapping[str, PartNode], limit: int, is_ignored: Callable[[str], bool], max_path: int
 ) -> dict[str, PartNode]:
-    """Return the parts by their paths, at most `limit`, without ignored parts.
+    """Return the parts by their paths, at most `limit` parts, without ignored parts.
 
-    A part whose inner parts are listed too has `parts`, and its digest leaves out ignored parts. The inner parts of all
-    other parts are joined in their digests.
+    If the inner parts of a part are listed too, the part has `parts`, and its digest leaves out ignored parts. The
+    digests of all other parts include their inner parts.
     """
     listed: dict[str, PartNode] = {}
     waiting: deque[tuple[str, PartNode]] = deque()
@@ -176,7 +176,10 @@ def flatten(
 
 
 def merged(part: PartNode, inside: Mapping[str, PartNode]) -> PartNode:
-    """Add parts to a part, by paths such as `.Crops.resize(size)`; return it. If two have one path, both count."""
+    """Return a part with parts added, by paths such as `.Crops.resize(size)`.
+
+    Of two parts with one path, both count.
+    """
     parts = dict(part.parts or {})
     below: dict[str, dict[str, PartNode]] = {}
     for path, one in inside.items():
@@ -191,7 +194,7 @@ def merged(part: PartNode, inside: Mapping[str, PartNode]) -> PartNode:
 
 
 def of_both(one: PartNode, other: PartNode) -> PartNode:
-    """Return a part that differs if either differs, with the text of `other`."""
+    """Return a part that combines two, so that it differs if either differs. Its text is that of `other`."""
     parts, others = one.parts or {}, other.parts or {}
     both = {name: of_both(parts[name], others[name]) for name in parts.keys() & others.keys()}
     own, optional = digest_of(one.own, other.own), one.optional and other.optional

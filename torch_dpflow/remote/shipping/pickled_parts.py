@@ -1,4 +1,4 @@
-"""What the pickler's reductions of classes, functions and objects consist of."""
+"""Parts of the pickler's reductions of classes, functions and objects."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ CLASS_ARGUMENTS = {
 
 
 def is_split(obj: Any, state: Any) -> bool:
-    """Return whether this is the state of an object with slots, which pickle sets by itself."""
+    """Return whether `state` is the state of an object with slots, which pickle sets without a method of the class."""
     if hasattr(type(obj), "__setstate__"):
         return False
     return type(state) is tuple and len(state) == 2 and all(type(one) in (dict, types.NoneType) for one in state)
 
 
 def is_its_dict(value: Any) -> bool:
-    """Return whether an object is pickled as its `__dict__`, and nothing else."""
+    """Return whether an object is pickled only as its `__dict__`."""
     try:
         _, arguments, *state = value.__reduce_ex__(4)[:3]
         return bool(vars(value)) and len(arguments) == 1 and state == [vars(value)] and not isinstance(value, type)
@@ -79,9 +79,9 @@ def slots_of(obj: Any) -> dict[str, Any]:
 
 
 def attributes_of_named(obj: Any, module: str, name: str) -> dict[str, Any] | None:
-    """Return the attributes of an object that is pickled by this name, as functions under cachetools; None of others.
+    """Return the attributes of an object that is pickled by this name, such as a function under cachetools; else None.
 
-    A container has its entries as one attribute more.
+    The entries of a container count as one further attribute.
     """
     kind = type(obj)
     if not reduces_itself(kind) or not isinstance(kind.__reduce__, types.FunctionType):
@@ -123,7 +123,7 @@ def content_of_cell(cell: types.CellType) -> Any:
 
 
 def root_of(obj: Any) -> str | None:
-    """Return the name of a class, or by which the script's module, or another that was loaded, has a function."""
+    """Return the dotted name of a class, or of a function that is found by its name in its module; None for others."""
     module = module_of(obj)
     if not module:
         return None

@@ -1,4 +1,4 @@
-"""How objects of the script are sent that cloudpickle does not send, or not with all that they need."""
+"""Reductions of the script's objects that cloudpickle does not send, or sends without all that they need."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _DISPATCHING = functools.singledispatch(len).__code__  # type: ignore[attr-defin
 
 
 def reduce_by_value(obj: Any, sent_arguments: Collection[str] | None, *, is_replaced: bool = False) -> Any:
-    """Return how an object is sent; NotImplemented for most.
+    """Return the reduction of an object that needs a special one; NotImplemented for all others.
 
     These objects are sent in a different form:
 
@@ -83,10 +83,10 @@ def reduce_by_value(obj: Any, sent_arguments: Collection[str] | None, *, is_repl
 
 
 def with_class_bodies(function: types.FunctionType, reduced: Any) -> Any:
-    """Add variables that cloudpickle leaves out.
+    """Return a function's reduction with the variables that cloudpickle leaves out.
 
-    These are what classes inside a function read where they are defined, and all variables for code that reads them by
-    texts.
+    These are the variables that bodies of classes inside the function read, and all variables if code reads variables
+    by their names as texts.
     """
     names = set(_names_in_class_bodies(function.__code__)) & function.__globals__.keys()
     variables, given = reduced[2][1]["__globals__"], function.__globals__
@@ -104,10 +104,10 @@ def with_class_bodies(function: types.FunctionType, reduced: Any) -> Any:
 
 
 def in_place_of_name(obj: Any, dispatch_table: Mapping[type, Any]) -> Any:
-    """Return how an object reduces itself, and its attributes in place of a name of the script.
+    """Return an object's reduction by its own method, or by its attributes if the method returns a script's name.
 
-    Functions under cachetools, and new types, are objects that are pickled by their names.
-    NotImplemented for objects that do not reduce themselves.
+    Functions under cachetools, and new types, are reduced to their names. Returns NotImplemented for objects without
+    their own method.
     """
     kind = type(obj)
     if not reduces_itself(kind) or kind in dispatch_table:
@@ -119,7 +119,7 @@ def in_place_of_name(obj: Any, dispatch_table: Mapping[type, Any]) -> Any:
 
 
 def _in_place_of_method(obj: Any) -> Any:
-    """Return how an object would be reduced if its class did not define that."""
+    """Return the reduction that an object would have if its class defined no method for it."""
     kind = type(obj)
     copies: Any = copyreg
     slots, state = slots_of(obj), getattr(obj, "__dict__", None) or None
@@ -137,7 +137,7 @@ def _in_place_of_method(obj: Any) -> Any:
 
 
 class ModuleVariables:
-    """The variables of an own module that workers can import, in the place of a copy of them."""
+    """Reference to the variables of an own module that workers can import, sent instead of a copy."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self.module = module
@@ -147,7 +147,7 @@ class ModuleVariables:
 
 
 def in_its_module(function: types.FunctionType, reduced: Any) -> Any:
-    """Have a function, such as a closure, share the variables of its own module; None if that cannot be imported."""
+    """Return a function's reduction that refers to its module's variables; None if workers cannot import the module."""
     name = str(function.__globals__.get("__name__"))
     module = sys.modules.get(name)
     if name in SCRIPT or not isinstance(module, types.ModuleType) or vars(module) is not function.__globals__:
@@ -159,7 +159,7 @@ def in_its_module(function: types.FunctionType, reduced: Any) -> Any:
 
 
 def in_order(kind: type, reduced: Any) -> Any:
-    """Have a class sent with its qualified name, and with attributes in its own order, which cloudpickle would sort."""
+    """Return a class's reduction with its qualified name and its attributes in order, which cloudpickle would sort."""
     attributes, *rest = reduced[2]
     attributes = {name: value for name, value in attributes.items() if not is_derived(kind, name, value)}
     attributes = {"__qualname__": kind.__qualname__, **attributes}
@@ -168,7 +168,7 @@ def in_order(kind: type, reduced: Any) -> Any:
 
 
 def reads_all_variables(code: types.CodeType) -> bool:
-    """Return whether code reads variables by texts, or all of them in their order."""
+    """Return whether code reads variables by their names as texts, or all variables in their order."""
     names = names_in_code(code)
     found = names if _RUNNERS.keys().isdisjoint(names) else names | names_in_texts(code)
     return not _ALL_VARIABLES.isdisjoint(found)
@@ -183,12 +183,12 @@ def _names_in_class_bodies(code: types.CodeType) -> Iterator[str]:
 
 
 def is_arguments(obj: Any) -> bool:
-    """Return whether these are arguments of the script."""
+    """Return whether an object is a namespace with the script's arguments."""
     return type(obj) is argparse.Namespace
 
 
 class SentArguments(argparse.Namespace):
-    """Arguments of the script as workers have them: only attributes whose names the code of the dataset has.
+    """Arguments of the script in workers: only attributes whose names appear in the code of the dataset.
 
     Reading any other attribute, or all of them, raises UsageError: the values were not compared between jobs.
     """
@@ -252,13 +252,13 @@ _script: set[str] = set()
 
 
 def set_script_variables(names: Collection[str]) -> None:
-    """Set which variables the script has. A text that reads one that was not sent raises UsageError."""
+    """Set the names of the script's variables. Evaluating a text that reads an unsent variable raises UsageError."""
     _script.clear()
     _script.update(names)
 
 
 def runner(name: str) -> Callable[..., Any]:
-    """Return `eval` or `exec` for functions of the script."""
+    """Return a replacement of `eval` or `exec` for functions of the script."""
     return functools.partial(_run, getattr(builtins, name))
 
 
@@ -301,7 +301,7 @@ _FUTURES = 0x1FF0000
 
 @functools.lru_cache(maxsize=1 << 10)
 def _read_in(code: types.CodeType) -> frozenset[str]:
-    """Return the variables that code reads and does not set, and that are none of a function's."""
+    """Return the global variables that code reads and does not set."""
     found = {kind: set[str]() for kind in ("LOAD", "STORE")}
     for one in dis.get_instructions(code):
         kind, _, rest = one.opname.partition("_")

@@ -1,4 +1,4 @@
-"""Values in bulk: what large containers, arrays and tensors hold, as bytes that do not depend on the process."""
+"""Values in bulk: contents of large containers, arrays and tensors, as bytes that do not depend on the process."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _PLAIN_KINDS = frozenset("biufcSUmM")
 
 @functools.lru_cache(maxsize=4096)
 def is_harmless(kind: type) -> bool:
-    """Return whether objects of a type count by their type only."""
+    """Return whether objects of a type are compared only by their type."""
     return _is_pythons(kind) and any(one.__qualname__ in _HARMLESS.get(module_of(one), ()) for one in kind.__mro__)
 
 
@@ -77,7 +77,7 @@ _NO_OBJECTS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunction
 
 
 def is_mutable(value: Any) -> bool:
-    """Return whether it matters that two names have one object, and not two equal ones."""
+    """Return whether it matters if two names have the same object, or two equal objects."""
     kind = type(value)  # an object can raise when it is asked for its `__class__` or `__dict__`
     if issubclass(kind, _MUTABLE) or kind is object:
         return True
@@ -87,7 +87,7 @@ def is_mutable(value: Any) -> bool:
 
 
 def repeated(values: Collection[Any]) -> dict[int, int]:
-    """Return the positions of values that are the same mutable object as an earlier one, with its first position."""
+    """Return the position of each mutable object that is repeated, with the position of its first occurrence."""
     if len(set(map(id, values))) == len(values):
         return {}
     if not any(map(is_mutable, {type(one): one for one in values}.values())):
@@ -98,14 +98,14 @@ def repeated(values: Collection[Any]) -> dict[int, int]:
 
 
 def _state_of(obj: types.GeneratorType[Any, Any, Any]) -> Any:
-    """Return what a generator consists of. Raises TypeError if it has begun."""
+    """Return the parts of a generator. Raises TypeError if the generator has begun."""
     if inspect.getgeneratorstate(obj) != inspect.GEN_CREATED:
         raise TypeError("a generator that has begun")
     return obj.gi_code, dict(inspect.getgeneratorlocals(obj))  # since Python 3.13 a view, which pickle refuses
 
 
 def _value_of(obj: contextvars.ContextVar[Any]) -> Any:
-    """Return the name of a variable and its value here, which can be its default."""
+    """Return (name of a context variable, its value here or its default)."""
     try:
         return obj.name, obj.get()
     except LookupError:
@@ -129,13 +129,13 @@ HIDING: dict[type, Callable[[Any], Any]] = {
 
 
 class Bulk:
-    """Digests of large containers of plain values, kept by id for a second walk."""
+    """Digests of large containers of plain values, by id of the container, for a second walk."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Any, bytes | None]] = {}
 
     def of(self, obj: Any) -> bytes | None:
-        """Return the digest of a container of plain values; None if it holds other values, or a container twice."""
+        """Return the digest of a container of plain values; None if it contains other values, or a container twice."""
         if len(obj) < _MIN_BULK:
             return _plain_bytes(obj)
         if id(obj) not in self._kept:
@@ -144,9 +144,10 @@ class Bulk:
 
 
 def _is_plain(obj: Any) -> bool:
-    """Return whether a container holds plain values only, with few levels of containers, none of them twice.
+    """Return whether a container contains only plain values, in few levels of containers, none of which occurs twice.
 
-    Keys of mappings are not looked at: they cannot be changed, and `_PlainPickler` refuses all others.
+    Keys of mappings are not checked, because they cannot be changed, and `_PlainPickler` refuses keys that are not
+    plain.
     """
     level = [*(obj.values() if type(obj) is dict else obj)]
     seen: set[int] = set()
@@ -180,9 +181,9 @@ _REFERENCES = max(map(sys.getrefcount, [*(_one := [[]])]))  # type: ignore[var-a
 
 
 class _PlainPickler(pickle.Pickler):
-    """Pickles plain values without a memo, so that it does not matter which equal values are one object.
+    """Pickler of plain values without a memo, so that the identity of equal values does not matter.
 
-    Raises TypeError for all others. Also for sets, which this protocol reduces to their type and a list.
+    Raises TypeError for all other values, including sets, which this protocol reduces to their type and a list.
     """
 
     def __init__(self, write: Callable[[Any], Any]) -> None:
@@ -196,7 +197,7 @@ class _PlainPickler(pickle.Pickler):
 
 
 def _plain_bytes(obj: Any) -> bytes | None:
-    """Return the digest of a container of plain values; None if it holds other values, or a container twice."""
+    """Return the digest of a container of plain values; None if it contains other values, or a container twice."""
     if (numbers := _numbers(obj)) is not None:
         return digest(numbers)
     if not _is_plain(obj) or (type(obj) is not list and len(obj) > _PIECE):
@@ -215,9 +216,9 @@ def _plain_bytes(obj: Any) -> bytes | None:
 
 
 def _numbers(obj: Any) -> bytes | None:
-    """Return a long list of small integers, or of floats, as bytes; None for others.
+    """Return a long list of small integers, or of floats, as bytes; None for other lists.
 
-    Each takes as many bytes and begins with the mark of its type, so nothing else is in the list.
+    All entries have the same number of bytes and begin with the mark of their type, so nothing else is in the list.
     """
     if type(obj) is not list or len(obj) < _MIN_BULK or not type(obj[0]) is type(obj[-1]) in _MARKS:
         return None
@@ -234,7 +235,7 @@ _MARKS = {int: (b"i", 5), float: (b"g", 9)}
 
 
 def set_bytes(obj: Any) -> bytes | None:
-    """Return a digest of a set of plain values, in an order that follows from them; None if it holds others."""
+    """Return a digest of a set of plain values, sorted by their bytes; None if it contains other values."""
     kinds = set(map(type, obj))
     if kinds == {int}:
         with suppress(OverflowError):
@@ -262,7 +263,7 @@ class Column(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """A long container of objects that are alike, attribute by attribute."""
+    """Long container of objects that are alike, stored attribute by attribute."""
 
     label: bytes
     kind: type | None
@@ -270,9 +271,9 @@ class Columns(NamedTuple):
 
 
 def columns_of(obj: Any, level: int = 0) -> Columns | None:
-    """Return the columns of a long container of tuples, mappings, objects or arrays that are alike; None otherwise.
+    """Return the columns of a long container of tuples, mappings, objects or arrays that are alike; else None.
 
-    Also None for objects whose class defines how to pickle them.
+    Returns None too for objects whose class defines how to pickle them.
     """
     if len(obj) < _MIN_BULK or level == _MAX_LEVELS:
         return None
@@ -311,7 +312,7 @@ def _by_name(label: bytes, kind: type | None, states: Any, level: int) -> Column
 
 @functools.lru_cache(maxsize=4096)
 def _is_simple(kind: type) -> bool:
-    """Return whether objects of a class are pickled as their `__dict__`, and nothing else."""
+    """Return whether objects of a class are pickled only as their `__dict__`."""
     if kind in copyreg.dispatch_table or issubclass(kind, type | types.FunctionType | types.ModuleType):
         return False
     own = ("__reduce__", "__reduce_ex__", "__getstate__", "__getnewargs__", "__getnewargs_ex__", "__reduce_by_value__")
@@ -324,7 +325,7 @@ def _is_simple(kind: type) -> bool:
 
 
 def is_bare(kind: type) -> bool:
-    """Return whether objects of a class consist of their `__dict__`."""
+    """Return whether objects of a class consist only of their `__dict__`."""
     if any(vars(base).get("__slots__") for base in kind.__mro__):
         return False
     return kind.__basicsize__ <= object.__basicsize__ + 2 * 8 and kind.__itemsize__ == 0 and kind.__dictoffset__ != 0
@@ -360,7 +361,7 @@ def _are_alike_and_small(arrays: Any) -> bool:
 
 
 class Memory(NamedTuple):
-    """What an array or a tensor is: its label, its memory or what else it holds, and a text."""
+    """Array or tensor by value: a label, its memory or other content, and a text."""
 
     label: bytes
     values: Any
@@ -368,7 +369,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(obj: Any) -> Memory | None:
-    """Return an array or a tensor by value; None for other objects, and for tensors that only a pickle describes."""
+    """Return an array or a tensor by value; None for other objects, and for tensors that only pickle can describe."""
     kind = type(obj)
     if kind is np.ndarray or kind is np.memmap:
         return _array(obj)

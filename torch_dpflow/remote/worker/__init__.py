@@ -14,7 +14,7 @@ def run(launch_spec: bytes) -> int:
 
 
 def warm() -> None:
-    """Import what takes seconds: for a process that forks its workers."""
+    """Import the modules that take seconds. A process that forks its workers calls this first."""
     import gc
     from contextlib import suppress
     from importlib import import_module

@@ -1,6 +1,6 @@
-"""Run the worker whose launch spec is in a file, the environment or standard input.
+"""Run a worker: its launch spec is in a file, the environment or standard input.
 
-The names of this module are `__main__`'s, where the user's script has its own, so there are few here.
+This module has few names: they are in `__main__`, where a worker puts the classes of the user's script.
 """
 
 import os

@@ -1,6 +1,7 @@
-"""The handler of a function of AWS Lambda whose invocations are workers.
+"""Handler of an AWS Lambda function whose invocations are workers.
 
-An invocation's worker is a fork of the runtime's process, which imports torch once. Its end is the answer.
+Each worker is a fork of the runtime's process, which imports torch once. The invocation's answer tells how the worker
+ended.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _init_s = age_s()
 
 
 def handler(event: Any, context: Any) -> dict[str, Any]:
-    """Run one worker (Lambda's signature). Raises MessageError for an event that no launcher has sent."""
+    """Run one worker, with Lambda's signature. Raises MessageError for an event that no launcher has sent."""
     return answer_of(run, event, context)
 
 
 def answer_of(run: Callable[[bytes], Any], event: Any, context: Any) -> dict[str, Any]:
-    """Run a launch spec in a fork until its end or the invocation's; return how it has ended. Raises as `handler`."""
+    """Run a worker in a fork until it ends or the invocation's time is up; return how it ended."""
     launch_spec = event.get("launch_spec") if isinstance(event, dict) else None
     if not isinstance(launch_spec, str):
         raise MessageError("the event has no launch spec: only a loader or a cluster starts workers")

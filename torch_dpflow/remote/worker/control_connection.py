@@ -1,6 +1,6 @@
-"""Control connection of a remote worker: registration, download of what it loads, heartbeats.
+"""Control connection of a remote worker: registration, download of its content, heartbeats.
 
-It has a separate thread, since the worker's main thread runs the user's code, for any time.
+The connection has a separate thread, because the worker's main thread runs the user's code, for any length of time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ADDRESS_S, GOODBYE_S = 5.0, 2.0
 
 
 class _Download:
-    """A content that arrives in pieces."""
+    """Content that arrives in pieces."""
 
     def __init__(self, digest: str, nbytes: int) -> None:
         self.digest = digest
@@ -72,10 +72,10 @@ class _Download:
 
 
 class ControlConnection(threading.Thread):
-    """Connects to the shard and sends heartbeats. Ends the process if the shard no longer answers.
+    """Thread that connects to the shard and sends heartbeats. It ends the process if the shard no longer answers.
 
     Args:
-        launch_spec: where to connect, with which keys.
+        launch_spec: the worker's launch spec, with addresses and keys.
     """
 
     def __init__(self, launch_spec: LaunchSpec, versions: dict[str, str]) -> None:
@@ -112,12 +112,12 @@ class ControlConnection(threading.Thread):
     # -- for the main thread -----------------------------------------------------------------------------
 
     def contents(self) -> tuple[RemoteWelcome, dict[str, bytes]]:
-        """Return the contents to load, by digest, once they have arrived.
+        """Wait until the contents to load have arrived; return (the shard's welcome, contents by digest).
 
         Raises:
             WorkerRefusedError: the shard has nothing for this worker.
             PeerLostError: the shard does not answer.
-            MessageError: the content has another digest.
+            MessageError: a content does not have its digest.
         """
         result = self._results.get()
         if isinstance(result, Exception):
@@ -134,7 +134,7 @@ class ControlConnection(threading.Thread):
         return self._work
 
     def goodbye(self, report: str, missing: Sequence[str] = ()) -> None:
-        """Report that this worker ends, and why. missing: modules that it lacks."""
+        """Report to the shard that this worker ends, and why. missing: modules that the worker lacks."""
         self._missing = [module[:128] for module in missing[:MAX_NAMES]]
         self._report = report
         if self._connection is not None and self.is_alive():
@@ -216,7 +216,7 @@ class ControlConnection(threading.Thread):
         connection.send([frame])
 
     def _receive(self, connection: Connection, timeout_s: float) -> None:
-        """Handle the messages that arrive within a time."""
+        """Handle the messages that arrive within `timeout_s` seconds."""
         frames = connection.receive(timeout_s)
         while frames is not None:
             self._last_seen = time.monotonic()
@@ -271,7 +271,7 @@ def _where() -> str:
 
 
 class CountedConnection:
-    """A connection that counts messages, so that one lost with a broken connection is noticed.
+    """Connection that counts messages, so that a message that is lost with a broken connection is noticed.
 
     link: measures the network's share of the time.
     """
@@ -290,11 +290,11 @@ class CountedConnection:
         self.wake: Callable[[], None] = inner.wake
 
     def close(self, *, linger_s: float = GOODBYE_S) -> None:
-        """As `Connection.close`, but finished results leave first."""
+        """Close like `Connection.close`, but by default send finished results first."""
         self._inner.close(linger_s=linger_s)
 
     def away_s(self) -> float:
-        """Return the least time that the main thread was idle while the network delayed its results, seconds.
+        """Return the minimum time in which the main thread was idle because the network delayed results, seconds.
 
         One thread may call this; it need not be the main thread.
         """

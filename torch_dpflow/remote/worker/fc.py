@@ -64,11 +64,11 @@ class RuntimeConnection(BaseHTTPRequestHandler):
         return int(self.connection.fileno())
 
     def do_GET(self) -> None:
-        """Handle a hook or a health check (http.server's name)."""
+        """Handle a hook of the platform or a health check (http.server's name)."""
         self._serve(b"")
 
     def do_POST(self) -> None:
-        """Handle a hook or an invocation (http.server's name)."""
+        """Handle a hook of the platform or an invocation (http.server's name)."""
         length = self.headers.get("content-length", "")
         if not length.isascii() or not length.isdecimal() or int(length) > MAX_REQUEST_BYTES:
             self.close_connection = True
@@ -103,11 +103,11 @@ class RuntimeConnection(BaseHTTPRequestHandler):
 
 
 class Instance:
-    """The server of one instance, in the main thread. It runs one invocation at a time.
+    """Server of one instance, in the main thread. It runs one invocation at a time.
 
     Args:
-        module: whose `run(launch_spec)` workers run.
-        port: to listen at, on all interfaces; 0: any.
+        module: name of the module whose `run(launch_spec)` workers run.
+        port: port at which to listen, on all interfaces; 0: any.
     """
 
     def __init__(self, module: ModuleType, port: int) -> None:
@@ -135,7 +135,7 @@ class Instance:
         self._caller, self._fork = caller, Fork(self._run, launch_spec, env=env, close=close)
 
     def stop(self) -> None:
-        """End the worker soon, as the instance ends."""
+        """End the running worker soon, because the instance ends."""
         self._stopping = True
         if self._fork is not None:
             self._fork.kill()

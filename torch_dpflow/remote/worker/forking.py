@@ -1,4 +1,4 @@
-"""A worker in a fork of a process that has imported what takes seconds, for platforms that call a function.
+"""Workers as forks of a process that has imported torch, for platforms that call a function.
 
 A crash of user code therefore does not end the platform's instance. Nothing of a dataset stays in memory, and all
 connections are closed before the call is answered.
@@ -35,7 +35,7 @@ def age_s() -> float:
 
 
 class Fork:
-    """One worker in a child of this process, which must be in its main thread and have no other.
+    """Worker in a child of this process, which must be single-threaded.
 
     Args:
         run: what the child runs with the launch spec; returns the exit code.
@@ -70,18 +70,18 @@ class Fork:
 
     @property
     def descriptors(self) -> list[int]:
-        """Readable if `poll` has something to do; other forks should `close` them."""
+        """Descriptors that are readable when `poll` has something to do; other forks should `close` them."""
         return [] if self._end is not None else [fd for fd in (self._errors, self._pidfd) if fd is not None]
 
     @property
     def timeout_s(self) -> float | None:
-        """After how long to call `poll` though nothing is readable, seconds; None: never."""
+        """Time after which to call `poll` even if nothing is readable, seconds; None: never."""
         return POLL_S if self._pidfd is None else None
 
     def poll(self) -> End | None:
-        """Return how the worker has ended, once none of its processes is left; None while it runs. Does not wait.
+        """Return how the worker has ended, after all of its processes have; None while any runs. Does not wait.
 
-        Its standard error is copied to this process's; the end of it is in the `End`.
+        The worker's standard error is copied to this process's; its last part is in the `End`.
         """
         if self._end is not None:
             return self._end
@@ -111,7 +111,7 @@ class Fork:
         return end
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send it a signal, if it runs."""
+        """Send the worker a signal, if it runs."""
         if self._end is None:
             os.kill(self.pid, number)
 

@@ -29,10 +29,10 @@ def run(launch_spec: bytes) -> int:
     """Run the worker of this launch spec, in the main thread of a process, until its shard ends it.
 
     Returns:
-        The exit code. 0: the shard has ended or rejected it. Otherwise the reason is written to standard error, and
-        sent to the shard if that answers.
+        The exit code. 0: the shard has ended or rejected the worker. Otherwise the reason is written to standard error,
+        and sent to the shard if it answers.
 
-    Raises MessageError: it is not a launch spec.
+    Raises MessageError if `launch_spec` is malformed.
     """
     result = decode_launch_spec(launch_spec)
     control = ControlConnection(result, versions_here())

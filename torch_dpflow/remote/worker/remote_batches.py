@@ -1,4 +1,4 @@
-"""Batches of remote workers, whose content arrives over the network and whose memory the shard cannot read."""
+"""Loading of batches in remote workers, whose content arrives over the network, without shared memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
 
 
 def open_spec(packed: bytes) -> LoadSpec:
-    """Unpickle what to load. Raises whatever unpickling raises."""
+    """Unpickle a load spec. Raises any error of unpickling."""
     spec: Any = unpack_load_spec(packed)
     if isinstance(spec, tuple):
         beginning, spec = spec
@@ -31,7 +31,7 @@ def open_spec(packed: bytes) -> LoadSpec:
 
 
 def work(spec: LoadSpec, number: int, incarnation: int, connection: Connection, *, is_near: bool) -> None:
-    """Load until the shard stops this worker.
+    """Load batches until the shard stops this worker.
 
     is_near: whether the shard is on this host.
 
