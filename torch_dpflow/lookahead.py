@@ -145,7 +145,7 @@ def announce_order(dataset: Any, order: Order, spread: int, extends: bool = Fals
         indices = dataset.indices
         announce_order(dataset.dataset, lambda: np.asarray(indices)[order()], spread, extends)
         return
-    # Of the class: a user's dataset may have a `__getattr__` that runs code, or passes it to a dataset inside.
+    # From the class: a user's dataset may have a `__getattr__` that runs code, or passes it to a dataset inside.
     own = getattr(type(dataset), "announce_order", None)
     if callable(own):
         own(dataset, order, spread, extends)

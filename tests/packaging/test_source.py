@@ -50,7 +50,9 @@ AVOIDED = re.compile(
     r"|\b(in any case|says so|another number of|for ever|with as many (ranks|workers)(?! as))\b|\bsome (?=[0-9])"
     r"|\bas ever\b(?! \w+ed\b)|\b(MOST|LEAST)_[A-Z]"
     r"|\bof (its|their|his|your|our) own(?=\s*[.,;:)]|$)|\bfor people\b|\b(once|times) an epoch\b|\blikewise\b"
-    r"|\b[Aa]s of `|\bfrom (?!now|then|here)[\w*`]{1,20} on(?=[.,;])"
+    r"|\b[Aa]s of\b|\bfrom (?!now|then|here)[\w*`]{1,20} on(?=[.,;])"
+    # What a thing is of, without the thing; a step without its name.
+    r"|#: [Oo]f (?!these\b)|\b([Uu]nless that was|what is) done\b"
 )
 #: Names of other libraries, of variables of the environment, and of examples.
 ELSEWHERE = re.compile(
@@ -209,8 +211,9 @@ def test_docstrings_and_comments_name_what_exists_in_plain_words(source: dict[Pa
 def test_a_name_that_is_gone_and_a_word_that_is_avoided_are_found() -> None:
     text = "Whoever calls `nothing.like_this` is told anew, some 10 times in any case."
     text += " As of `X`: once an epoch, likewise from 9 on, in a thread of its own."
+    text += " #: Of a worker, unless that was done."
     found = ["whoever", "is told", "anew", "some ", "in any case"]
-    found += ["as of `", "once an epoch", "likewise", "from 9 on", "of its own"]
+    found += ["as of", "once an epoch", "likewise", "from 9 on", "of its own", "#: of ", "unless that was done"]
     assert [one[0] for one in AVOIDED.finditer(text.lower())] == found
 
 

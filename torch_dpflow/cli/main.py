@@ -16,7 +16,7 @@ import click
 from torch_dpflow._version import __version__
 from torch_dpflow.errors import DPFlowError
 
-#: Exit status after Control-C, as of shells.
+#: Exit status after Control-C, the same as that of shells.
 INTERRUPTED = 130
 #: name → (module, attribute, description). A command is imported when it runs or prints its help.
 COMMANDS = {

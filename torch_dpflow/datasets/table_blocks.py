@@ -104,7 +104,7 @@ class ArrowBlocks:
 
     def __init__(self, file: SourceFile, path: str) -> None:
         self._file = file
-        #: of a stream, which has no table of its batches
+        #: batches of a stream, which has no table of its batches
         self._batches: list[Any] | None = None
         pyarrow = pyarrow_with_formats()
         with errors_of(file):

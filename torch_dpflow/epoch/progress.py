@@ -223,7 +223,7 @@ class EpochProgress:
         self.await_streams: weakref.WeakMethod[Callable[[], None]] | None = None
         #: The process's generators at the first draw, if they had been used since the opening.
         self.draw_rng: RngState | None = at.draw_rng
-        #: Of a resumed iterable dataset: the process's generators after the opening, and the names of those that stay
+        #: For a resumed iterable dataset: the process's generators after the opening, and the names of those that stay
         #: where reading again leaves them.
         self.opened_rng: RngState | None = None
         self.unchanged: set[str] = set()

@@ -96,7 +96,7 @@ class PrivateShard:
         self._epoch = epoch
         self._streams: list[StreamState | None] = [*streams] or [None] * len(processes)
         self._latest = -1
-        #: Of a message whose results are not delivered yet.
+        #: Times in a message whose results are not delivered yet.
         self._times: StageTimes | None = None
         self._events: deque[Event] = deque()
         #: Whether the training thread waits for an event, and what wakes it then: one entry for each event.

@@ -34,7 +34,7 @@ MAX_EVENTS, MAX_AGE_S = 1000, 1.0
 TRAINING = 0
 
 _END = b"\n]\n"
-#: Of files that may be replaced: an empty one, and traces without and with events.
+#: Beginnings of files that may be replaced: an empty file, and traces without and with events.
 _BEGINNINGS = (b"", b"[\n]", b"[\n{")
 
 

@@ -36,9 +36,9 @@ class Cells:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        #: Of each cell, the jobs that need it. Empty cells stay until the next insertion or deletion.
+        #: The jobs that need each cell. Empty cells stay until the next insertion or deletion.
         self.masks: list[int] = []
-        #: Of each cell, the number of its samples.
+        #: The number of samples of each cell.
         self.sizes: list[int] = []
         self._place: dict[int, int] = {}
         self._samples: list[CompactArray] = []

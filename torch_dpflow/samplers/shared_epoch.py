@@ -101,7 +101,7 @@ class SharedEpoch:
         self._sequence: CompactArray | None = None
         self._pile: Order = order
         if partition.labels is None:
-            #: Of each class, the end of its candidates in the pile, the next candidate, and the samples not read yet.
+            #: For each class: the end of its candidates in the pile, the next candidate, and the samples not read yet.
             self._ends: IndexArray = np.array([len(order)])
             self._next_leads: IndexArray = np.array([start])
             self._unread: IndexArray = np.array([left])

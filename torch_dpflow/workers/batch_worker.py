@@ -104,7 +104,7 @@ def _fillers(dataset: Any, method: str) -> list[Any] | None:
         parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
         found = [_fillers(one, method) for one in parts]
         return None if None in found else [one for own in found for one in own or ()]
-    # Of this very class: a subclass may keep rows.
+    # Only this very class: a subclass may keep rows.
     return [dataset] if method in vars(type(dataset)) else None
 
 
@@ -280,7 +280,7 @@ class BatchWorker(TaskWorker):
         super().__init__(connection, number, incarnation, load_spec.shared_memory or 0, compress)
         self._load_spec = load_spec
         self._source: BatchSource | None = None
-        #: Of the epoch that has begun.
+        #: Generation of the present epoch.
         self._generation = -1
         #: Whether no batch has been loaded yet.
         self._is_first = True

@@ -126,7 +126,7 @@ class _ProcessName(str):
     __slots__ = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Of builtins alone: where modules are found is not known at that point.
+        # With builtins only: where modules are found is not known at that point.
         return eval, (f"__import__('gc').disable() or {str(self)!r}",)
 
 

@@ -25,7 +25,7 @@ from torch_dpflow.ipc.rpc import PendingCall, RpcClient
 
 #: A call to a shard fetches this many samples, of several batches if these are small or divided among many shards.
 FETCHED_TOGETHER = 32
-#: Of small samples a call fetches up to MAX_TOGETHER, in at most TOGETHER_BYTES: a call costs job and shard as much as
+#: A call fetches up to MAX_TOGETHER small samples, in at most TOGETHER_BYTES: a call costs job and shard as much as
 #: 30 small samples.
 MAX_TOGETHER, TOGETHER_BYTES = 128, 1 << 20
 #: It fetches no more batches than come within this time, seconds: the first of them waits for the last.
@@ -141,7 +141,7 @@ class ShardLinks:
         served: Served = answer.body
         groups = split_payloads(served.samples, answer.frames)
         self.router.outages.on_answer()
-        # Of calls that overlap, an earlier one may be answered later.
+        # If calls overlap, an earlier call may be answered later.
         seen = self.tallies.get(fetch.address, (0, 0))
         self.tallies[fetch.address] = max(seen[0], served.served), max(seen[1], served.decodes)
         if served.decodes >= seen[1]:

@@ -274,7 +274,7 @@ class Autoscaler:
             last = before.readings.get(name) if before is not None else None
             if last is None or reading != last or late:
                 job.requested_at = self._requested_at = now
-            # Of one that was not there then, all that it has read: it has just begun.
+            # A job that was not there then counts with all that it has read: it has just begun.
             first = base.readings.get(name, JobCounts(0, 0.0, 0.0))
             taken, stall_s = reading.samples - first.samples, reading.stall_s - first.stall_s
             passed_s = reading.reading_s - first.reading_s
@@ -393,7 +393,7 @@ class Autoscaler:
         load, rate = each * self.target, step.rate
         if self._saturation.tries:
             rate = max(rate, self._saturation.rate)  # there were too many before this step already
-        # Of more workers than a link carries some always wait for it; a storage makes them work for longer.
+        # If a link carries fewer workers, some of them always wait for it; a storage makes them work for longer.
         by = "network" if self._figures.away > AWAY / 2 else "storage"
         self._saturation = _Saturation(load, rate, now + SATURATED_S, tries=True, by=by)
         self.target = self._within(min(self.target, max(step.before, math.ceil(load / rate / HEADROOM))))

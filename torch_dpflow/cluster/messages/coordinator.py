@@ -53,7 +53,7 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
     repeatable: bool = False
     #: None: as many as the rate of its jobs needs.
     shards: Count | None = None
-    #: Of all shards together.
+    #: Number of workers of all shards together.
     workers: Count = 2
     #: Memory for samples of all shards together, bytes.
     memory_bytes: Count = 1 << 30
@@ -200,7 +200,7 @@ class Part(Body):
     """Part of a cluster that a flow gets: at most what its description requests."""
 
     shards: Count
-    #: Of all its shards together, like the memory.
+    #: Number of workers of all the flow's shards together; the memory is a sum too.
     workers: Count
     memory_bytes: Count
 
@@ -219,7 +219,7 @@ class WorkerSeconds(Body):
     #: Includes time of jobs that have left, and time without readers.
     total: Seconds
     by_job: dict[Name, Seconds]
-    #: Of a worker, by the settings of the platform; 0 if not set.
+    #: Price of a worker, by the settings of the platform; 0 if not set.
     price_per_hour: Seconds = 0.0
 
 
@@ -341,5 +341,5 @@ class CoordinatorArguments(msgspec.Struct, frozen=True, array_like=True, forbid_
     metrics: str = ""
     #: As in `WorkerSeconds`.
     price_per_hour: float = 0.0
-    #: Of nodes that a platform runs; None: it runs none.
+    #: Limits of nodes that a platform runs; None: it runs none.
     nodes: NodeLimits | None = None

@@ -135,7 +135,7 @@ class JobHeartbeat(Body):
 class JobHeartbeatReply(Body):
     """The answer to `JobHeartbeat`."""
 
-    #: Of the routing table.
+    #: Generation of the routing table.
     generation: Count
     #: As in `FlowView`.
     limited_by: Text = ""
@@ -192,7 +192,7 @@ class NameHolder(Body):
 class Joined(Body):
     """The answer to `Join`."""
 
-    #: Of the process's `JobId` from now on.
+    #: Generation of the process's `JobId` until it joins again.
     generation: Count
     #: Samples of an epoch; for a rank, of its part.
     length: Count

@@ -131,7 +131,7 @@ class FlowRow(msgspec.Struct, frozen=True, kw_only=True):
     flow: str
     state: str
     jobs: int
-    #: Of its routing table; 0 while its router does not run.
+    #: Generation of the flow's routing table; 0 while its router does not run.
     generation: int
     shards: int
     figures: ShardFigures

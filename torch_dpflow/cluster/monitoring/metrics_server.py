@@ -25,7 +25,7 @@ from torch_dpflow.log import SERVICE
 #: The flows and processes of a cluster.
 Views = tuple[list[FlowView], list[ProcessView]]
 
-#: Of each shard: name, whether it is a counter, field, and help text.
+#: Metrics of each shard: name, whether it is a counter, field, and help text.
 _SHARD_METRICS = (
     ("keys", False, "keys", "Keys that the shard owns."),
     ("workers", False, "workers", "Workers of the shard that run."),

@@ -135,7 +135,7 @@ class PagePlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     host: str
     port: int
-    #: Of its token, by `digest_of`; empty without a token.
+    #: Digest of the page's token, by `digest_of`; empty without a token.
     digest: bytes = b""
 
     @property

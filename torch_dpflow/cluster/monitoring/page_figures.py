@@ -90,7 +90,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Totals of all flows and jobs, measured over the last seconds. None: not known."""
 
     samples_per_s: float | None
-    #: Of all jobs that read.
+    #: Stall share of all jobs that read.
     stall: float | None
     hit_rate: float | None
     decodes: float | None

@@ -150,7 +150,7 @@ class PageHistory:
 
     def _summary(self, seen: Observation, jobs: list[JobLine]) -> Summary:
         earliest = self._seen[0][2]
-        # Of flows that were known then: the counts of others are older.
+        # Only flows that were known then: the counts of others are older.
         shared = [(row.figures, earliest[row.flow].figures) for row in seen.flows if row.flow in earliest and row.jobs]
         hits, wants, decodes, served = (
             sum(getattr(now, name) - getattr(was, name) for now, was in shared)

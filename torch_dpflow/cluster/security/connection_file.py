@@ -152,7 +152,7 @@ def _is_closed(status: os.stat_result) -> bool:
     if not mode & 0o077:
         return status.st_uid in (os.getuid(), 0)
     # Kubernetes mounts a secret for a container that is not root as root's file, readable by the group of the pod and
-    # not writable. Mode 0440 of a user's own file may be an accident, such as of a umask; this file only root can have
+    # not writable. Mode 0440 of a user's own file may be an accident, such as by a umask; this file only root can have
     # created or changed, and root chose the members of the group. A file that a group can write to is refused: its
     # writers could make this process trust their own cluster, whose answers are unpickled.
     groups = {os.getegid(), *os.getgroups()}

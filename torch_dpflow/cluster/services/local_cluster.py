@@ -266,7 +266,7 @@ class LocalCluster:
             self.node.stop()
 
     def _end(self) -> None:
-        """Have the coordinator end the cluster; if it does not, stop the node."""
+        """End the cluster through the coordinator; if that fails, stop the node."""
         with suppress(DPFlowError):
             with find_cluster(self._path).connect(timeout_s=END_NOTICE_S) as coordinator:
                 coordinator.call("stop")

@@ -32,7 +32,7 @@ class Reader:
 
     job: str
     rank: int
-    #: Of its last heartbeat; None before the first.
+    #: Figures in the reader's last heartbeat; None before the first.
     figures: JobFigures | None = None
     #: Whether it is between two epochs.
     rests: bool = False

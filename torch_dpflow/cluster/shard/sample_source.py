@@ -74,7 +74,7 @@ class SampleAssignment:
     #: Whether images travel pixel by pixel, as they were decoded, and are not sorted into planes: the job that started
     #: the flow collates by `collate_channels_last`. Others get the same batches, at more processor time.
     keeps_layout: bool = False
-    #: Of the script that started the flow.
+    #: Settings of the script that started the flow.
     settings: ScriptSettings = field(default_factory=ScriptSettings)
     #: What the script has set in the user's own modules.
     own_state: OwnState = field(default_factory=OwnState)

@@ -110,7 +110,7 @@ class SampleShard:
         self._late_s, self._counted_at = 0.0, clock()
         self._listener = WorkerDemultiplexer(listener, token, self._on_worker)
         self.server = RpcServer(self._listener, options=ServerOptions(shared_bytes=1 << 29))
-        #: For how long samples were in transit to jobs, as of the latest status, seconds.
+        #: For how long samples were in transit to jobs, at the latest status, seconds.
         self._link, self._link_s = LinkTime.of(self.server.address), 0.0
         self.server.register("want", self._on_want, body_type=Ask)
         self.server.register("fetch", self._on_fetch, body_type=Ask)

@@ -43,7 +43,7 @@ class PackedShard(NamedTuple):
     #: bytes of the file; None: not in the index
     size: int | None
     samples: int
-    #: of the whole file
+    #: compression of the whole file
     compression: str | None
     #: whether each sample is compressed by itself, with zstd
     has_compressed_samples: bool = False

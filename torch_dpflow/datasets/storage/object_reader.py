@@ -236,7 +236,7 @@ class _ReadBatch:
         self._options = options
         self._views = False
         self._results: list[bytes | memoryview | DPFlowError] = [b""] * len(spans)
-        #: Of the ranges that have not been found yet, by position.
+        #: Places of the ranges that have not been found yet, by position.
         self._places: dict[int, _ObjectPlace] = {}
         #: Under which they are kept in the disk cache.
         self._keys: dict[int, str] = {}

@@ -187,7 +187,7 @@ class _ObjectStore(ABC):
         self._options = options
         self._is_anonymous = _switch(options, "anon", False)
         self._variables = variables
-        #: of the client; "" if it is not known
+        #: region of the client; "" if it is not known
         self._region = ""
         #: regions of buckets, from the responses of servers in other regions
         self._regions: dict[str, str] = {}

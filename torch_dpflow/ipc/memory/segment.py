@@ -149,7 +149,7 @@ class Forks:
         self._count += 1
 
 
-#: Of this process; a child goes on counting from where its parent was.
+#: The counter of this process; a child continues from its parent's count.
 FORKS = Forks()
 
 

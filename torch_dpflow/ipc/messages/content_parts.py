@@ -23,9 +23,9 @@ RANDOM_STATE = "state of a generator"
 class PartDigest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """Digest of one part, such as the variable `train.args.lr`."""
 
-    #: Of the part with all that it contains; 16 hexadecimal digits.
+    #: Digest of the part with everything inside it; 16 hexadecimal digits.
     digest: Annotated[str, msgspec.Meta(max_length=64)]
-    #: Of the part without the parts that are listed by themselves; empty if there are none.
+    #: Digest of the part without inner parts that have an entry; empty if there are none.
     own: Annotated[str, msgspec.Meta(max_length=64)] = ""
     #: For messages: the value, if it is short, or its kind.
     text: Annotated[str, msgspec.Meta(max_length=MAX_SHOWN)] = ""

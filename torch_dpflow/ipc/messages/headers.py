@@ -247,7 +247,7 @@ class WorkerHandshake(Body, tag=30):
     #: Counts the processes that have had this number.
     incarnation: Count
     pid: Count
-    #: Of the worker's shared memory; None without any.
+    #: Probe of the worker's shared memory; None without any.
     probe: ProbeRef | None
     #: Where the worker writes which task it runs (`RunningTask`); None if it does not.
     running: BlockRef | None = None

@@ -161,7 +161,7 @@ class WorkerHeartbeat(Body, tag=44):
     sent: Count
     #: Messages that it has received there; None while its main thread is busy, as it may not have read all.
     received: Count | None = None
-    #: Of the worker, seconds: round trip of an earlier heartbeat, and how long it has waited for its link.
+    #: The worker's round trip of an earlier heartbeat, and how long it has waited for its link, seconds.
     round_trip_s: Seconds = 0.0
     away_s: Seconds = 0.0
 

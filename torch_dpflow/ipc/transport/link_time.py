@@ -8,7 +8,7 @@ import stat
 import struct
 from contextlib import suppress
 
-#: Of `struct tcp_info`: segments that were not acknowledged; bytes that were not sent; and, microseconds, the time with
+#: Fields of `struct tcp_info`: unacknowledged segments; bytes that were not sent; and, microseconds, the time with
 #: data under way, and of that those while the receiver, or the sender, had no buffer left.
 _COUNT, _SEGMENTS_AT, _UNSENT_AT = struct.Struct("@I"), 24, 144
 _TIMES, _TIMES_AT = struct.Struct("@QQQ"), 168

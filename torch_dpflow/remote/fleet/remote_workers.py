@@ -129,7 +129,7 @@ class RemoteWorkers:
         self._look_at = self._ask_at = 0.0
         self._has_events, self._losses = True, 0
         self._leaving = False
-        self.time = WorkerTime()  # as of the latest look
+        self.time = WorkerTime()  # at the latest look
 
     def __len__(self) -> int:
         return self._count

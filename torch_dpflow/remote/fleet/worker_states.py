@@ -87,7 +87,7 @@ class FleetWorker:
     #: When it connected, and when it left, as far as is known.
     since: float | None = None
     until: float | None = None
-    #: Of its connections: as in `RemoteHandshake`; a nonce drawn by its process, so that two with one launch spec are
+    #: Its connections: place as in `RemoteHandshake`; nonce drawn by its process, so that two with one launch spec are
     #: distinguished; when its latest message arrived, and when the platform was last queried about it.
     where: str = ""
     nonce: bytes = b""

@@ -242,7 +242,7 @@ def _failure(what: str, error: Any, *, was_known: bool) -> PlatformError:
     if status == 429:
         return ThrottledError(text, seconds_of((error.headers or {}).get("Retry-After")))
     text += next((f"; {advice}" for said, advice in _ADVICE.items() if said in message), "")
-    # 409 is a conflict of two changes of the same object, as of a quota.
+    # 409 is a conflict of two changes of the same object, such as a quota.
     return (UnavailableError if status >= 500 or status == 409 else RejectedError)(text)
 
 

@@ -51,7 +51,7 @@ def _code(code: types.CodeType) -> tuple[bytes, frozenset[str]]:
 
 
 def _is_salt(constant: Any) -> bool:
-    """Return whether a constant is a hash of a text in generated code, as of attrs: such a hash differs by process."""
+    """Return whether a constant is a hash of a text in generated code, as attrs makes it: it differs by process."""
     values = constant if type(constant) is tuple else (constant,)
     return any(type(one) is int and one.bit_length() > 32 for one in values)
 

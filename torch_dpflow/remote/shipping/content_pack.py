@@ -97,7 +97,7 @@ class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
         is_defined = is_definition(obj)
         if is_defined and module_of(obj) in SCRIPT:
             name = obj.__qualname__
-            # Of two with one name, the present one: a cell was run again.
+            # If two have one name, the present one: a cell was run again.
             if name not in self.own or vars(sys.modules[module_of(obj)]).get(name) is obj:
                 self.own[name] = obj
         is_replaced = id(obj) in self._replaced

@@ -279,7 +279,7 @@ _REGISTERED, _ORDER = "(registered)", "(order)"
 def _labels_not_as_file(module: Any, members: ModuleMembers, source: OwnSource) -> Iterator[tuple[str, Any]]:
     """Yield (path, value) of docstrings, names, annotations and orders that differ from the file's definitions.
 
-    members: of the module, as `members_of` has them.
+    members: members of the module, from `members_of`.
     """
     if not isinstance(module, types.ModuleType):
         return

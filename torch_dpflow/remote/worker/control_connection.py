@@ -104,7 +104,7 @@ class ControlConnection(threading.Thread):
         self._missing: list[str] = []
         #: Removed if the process ends at once.
         self.directory: PrivateDirectory | None = None
-        #: Of the latest heartbeats: the shortest counts, since threads of two processes may be late.
+        #: Round trips of the latest heartbeats: the shortest counts, since threads of two processes may be late.
         self._round_trips_s: deque[float] = deque([0.0], maxlen=8)
         #: The other connection; it counts its messages.
         self._work: CountedConnection | None = None
@@ -284,7 +284,7 @@ class CountedConnection:
         #: it did before, seconds.
         self.waits = False
         self._since = self._waited_s = 0.0
-        #: How long there was nothing to do while results were under way; as of the latest look, and idle time.
+        #: How long there was nothing to do while results were under way; at the latest look, and idle time.
         self._away_s = self._idle_s = 0.0
         self._looked_at = time.monotonic()
         self.wake: Callable[[], None] = inner.wake
