@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 import msgspec.inspect
 
-from torch_dpflow._core.checks import MAX_DEPTH, check_msgpack
+from torch_dpflow._core.checks import MAX_DEPTH, TOO_DEEP, check_msgpack
 from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._core.stage_times import StageTimes
 from torch_dpflow.errors import ErrorKind, MessageError, OptionError
@@ -414,15 +414,19 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: msgspec.Raw | bytes | byt
     if size > MAX_HEADER_BYTES:
         raise MessageError(f"a header of {size} bytes: {MAX_HEADER_BYTES} are allowed")
     try:
-        if size > MAX_DEPTH and _takes_any(decoder):  # one level takes a byte at least
+        value = decoder.decode(data)
+        types: tuple[Any, ...] = type(value), decoder.type  # this may be a union, of which few types take any value
+        if size > MAX_DEPTH and all(map(_takes_any, types)):  # one level takes a byte at least
             check_msgpack(memoryview(data))
-        return decoder.decode(data)
-    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
+        return value
+    except RecursionError:
+        raise MessageError(f"not a valid message: {TOO_DEEP}") from None
+    except (msgspec.MsgspecError, ValueError, OverflowError) as error:
         raise MessageError(f"not a valid message: {error}") from error
 
 
 @functools.cache
-def _takes_any(decoder: msgspec.msgpack.Decoder[Any]) -> bool:
-    """Return whether the decoder accepts values of any type: only these can be nested to any depth."""
-    types = repr(msgspec.inspect.type_info(decoder.type))
+def _takes_any(type_: Any) -> bool:
+    """Return whether a type accepts values of any type: only these can be nested to any depth."""
+    types = repr(msgspec.inspect.type_info(type_))
     return "AnyType" in types or "RawType" in types
