@@ -7,6 +7,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -112,8 +113,12 @@ class Preloaded:
         return self._process.pid, self._control.fileno()
 
     def fork(self, request: dict[str, Any], descriptors: Sequence[int], numbers: Sequence[int] = range(3)) -> int:
-        """Fork an interpreter, which is a child of this process and has `descriptors` as these numbers: its pid."""
-        message = json.dumps(request | {"numbers": [*numbers]}).encode()
+        """Fork an interpreter, which is a child of this process and has `descriptors` as these numbers: its pid.
+
+        It blocks the signals that this thread blocks.
+        """
+        blocked = [int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
+        message = json.dumps(request | {"numbers": [*numbers], "blocked": blocked}).encode()
         begins, begin = os.pipe()
         try:
             with self._lock:

@@ -64,6 +64,7 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
             while os.getppid() == between:
                 time.sleep(0.0005)
             place(request["numbers"], given)
+            signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
             return request
         os.close(there)
         for number in descriptors:
@@ -185,6 +186,7 @@ def _become_fork_server(there: socket.socket) -> None:
 
 
 if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # it may have been started by a thread that blocked some for a start
     for name in MODULES:
         import_module(name)
     for finalizer in [*weakref.finalize._registry]:  # type: ignore[attr-defined]  # of operators that torch has defined
