@@ -206,11 +206,11 @@ class QuotaError(PlatformError):
 
 
 class DeniedError(PlatformError, PermissionError):
-    """The platform rejects the credentials, or they lack a permission; others are needed."""
+    """The platform rejects the credentials, or they lack a permission: other credentials are needed."""
 
 
 class ExpiredError(DeniedError):
-    """The credentials have expired. They are looked up again until they are renewed."""
+    """The credentials have expired. The library looks them up again until they are renewed."""
 
 
 class RejectedError(PlatformError, ValueError):

@@ -102,7 +102,7 @@ class Lookahead:
 
     @property
     def complete(self) -> bool:
-        """Whether `certain` is the whole rest of the epoch, so that nothing is likely or unknown."""
+        """Whether `certain` contains all remaining samples of the epoch, so that none is likely or unknown."""
         return self.position + len(self.certain) == self.length
 
 

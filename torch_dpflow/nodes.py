@@ -40,8 +40,8 @@ _END: Any = object()
 class DPFlowNode(BaseNode[T]):  # type: ignore[misc]
     """A `DPFlowDataLoader` as a source: each `reset()` begins an iteration of the loader.
 
-    The state is the loader's, at the latest batch that `next()` returned. A state that was taken at the end of an epoch
-    restores that end; the `reset()` after it begins the following epoch.
+    The state is the loader's state after the latest batch that `next()` returned. A state that was taken at the end of
+    an epoch restores that end; the `reset()` after it begins the following epoch.
 
     `next()`, `reset()` and `get_state()` exclude each other, as a `Prefetcher` calls them from a separate thread.
 
@@ -94,7 +94,7 @@ class DPFlowNode(BaseNode[T]):  # type: ignore[misc]
                 raise
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state after the latest batch. Raises StateError as the loader's `state_dict`."""
+        """Return the state after the latest batch. Raises StateError as the loader's `state_dict` does."""
         with self._lock:
             return {"loader": self.loader.state_dict(), "ended": self._ended}
 

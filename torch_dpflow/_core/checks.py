@@ -123,7 +123,7 @@ def check_path(name: str, value: str) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address, `tcp://HOST:PORT` or a URL, is on this host and unreachable from others."""
+    """Return whether an address, `tcp://HOST:PORT` or a URL, can be reached from this host only."""
     return is_loopback_host(urlsplit(address).hostname or "")
 
 
@@ -177,7 +177,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE | re.ASCII
 
 
 def parse_bytes(name: str, text: str, allowed: str = BYTES_ALLOWED) -> int:
-    """Parse a number of bytes, at least one, with its unit. Raises OptionError; `allowed` says what to give."""
+    """Parse a number of bytes, at least one, with its unit. Raises OptionError, whose text contains `allowed`."""
     match = _SIZE.fullmatch(text)
     unit = _BYTE_UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:

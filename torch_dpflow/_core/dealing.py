@@ -131,7 +131,7 @@ def as_lists(places: Places) -> list[list[int]]:
 
 
 def from_lists(lists: Any, length: int) -> Places:
-    """Undo `as_lists`. Raises StateError unless they are distinct places of an epoch of `length` samples."""
+    """Undo `as_lists`. Raises StateError unless the places are distinct, and belong to an epoch of `length` samples."""
     try:
         places = tuple(range(start, stop, step) for start, stop, step in lists)
         if any(p and not (p.step > 0 <= p.start and p[-1] < length) for p in places):

@@ -45,7 +45,7 @@ class LazyHeap(dict[T, tuple[float, int, Any]]):
         return True
 
     def first(self) -> T:
-        """Return the item of the lowest rank without removing it. There must be one."""
+        """Return the item of the lowest rank without removing it; the heap must not be empty."""
         heap = self._heap
         while True:
             item: T = heap[0][2]

@@ -22,8 +22,8 @@ _MAX_ENDED = 8
 class NeedCounts:
     """Counts for the keys 0 to `size` - 1.
 
-    A job that reads all keys is counted as one number for all of them, and for a key that it has read, 1 is subtracted.
-    Once an epoch has ended, its keys are corrected a piece at a time; `of` corrects the others in its result.
+    A job that reads all keys adds 1 to a number that counts for every key; each key that it has read gets a correction
+    of -1. After the epoch, the corrections are removed a piece at a time. `of` computes without the remaining ones.
     """
 
     def __init__(self, size: int) -> None:

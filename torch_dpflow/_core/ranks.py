@@ -96,7 +96,7 @@ _MAX_NESTED = 16
 
 
 def ranks_of(*samplers: Any, dataset: Any = None) -> Ranks | None:
-    """Return the ranks among which samplers divide an epoch; None if none of them names any.
+    """Return the ranks among which samplers divide an epoch; None if no sampler names ranks.
 
     Of nested samplers, one that divides among several ranks counts before one that has a single rank.
 

@@ -26,7 +26,7 @@ def sparse_zeros(length: int, dtype: DTypeLike) -> NDArray[Any]:
 
 
 def clear_before(array: NDArray[Any], end: int) -> None:
-    """Set the elements of `sparse_zeros` before `end` to zero, and give back the memory of whole pages of them."""
+    """Set the elements before `end` of an array from `sparse_zeros` to zero; whole pages no longer take memory."""
     memory = getattr(array.base, "obj", None)
     whole = end * array.itemsize // mmap.PAGESIZE * mmap.PAGESIZE if isinstance(memory, mmap.mmap) else 0
     if isinstance(memory, mmap.mmap) and whole:

@@ -29,7 +29,7 @@ _marked = _Marked()
 
 
 class stage:
-    """Context manager that marks a stage. A stage within another one does not count for the outer one.
+    """Context manager that marks a stage. Time in an inner stage does not count for the outer stage.
 
     Use an object in one thread only. A class, because `contextmanager` takes three times as long.
     """

@@ -131,7 +131,7 @@ class CoarseOrder:
         self._changed()
 
     def restart(self, keys: Keys) -> None:
-        """Replace all entries by one for each of `keys`, whose ranks are unknown."""
+        """Replace all entries by `keys`, whose ranks are unknown."""
         self._stack = [_Bucket(complex(np.inf, 0.0), keys)] if len(keys) else []
         self.size = len(keys)
         self._changed()

@@ -117,7 +117,7 @@ class KeyedPolicy(Policy):
         """Return the key to evict next; at least one is resident."""
 
     def _evict_for(self, size: int) -> list[int] | None:
-        """Evict until one more key of `size` fits; returns the evicted keys. None: the policy refuses the key."""
+        """Evict until a key of this size fits; returns the evicted keys, or None if the policy refuses the key."""
         gone: list[int] = []
         while not self._fits(size):
             key = self._next_victim()

@@ -102,7 +102,7 @@ class Policy(ABC):
 
     @abstractmethod
     def admit(self, key: int, size: int = 1) -> Sequence[int]:
-        """Offer a loaded key of `size` bytes; returns the keys to drop, among them `key` itself if it is not kept.
+        """Offer a loaded key of `size` bytes; returns the keys to drop, including `key` if the policy does not keep it.
 
         A resident key gets the new size.
         """

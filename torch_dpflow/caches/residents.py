@@ -60,14 +60,14 @@ class Ranking(ABC):
 
 
 class Residents:
-    """A set of keys, with `pop` for the one of the greatest distance.
+    """A set of keys. `pop` removes the key of the greatest distance.
 
-    A key's distance may only shrink until the next `add` or `renew` of that key; when it grows, call `raise_bounds`
-    or `rebuild`. A key may have several entries: at least one bounds its distance from above, the others are dropped
-    when they reach the top.
+    A key's distance may only shrink until the next `add` or `renew` of that key; when it grows, call `raise_bounds` or
+    `rebuild`. A key may have several entries: at least one entry bounds its distance from above; other entries are
+    dropped when they reach the top.
 
     Args:
-        front: how many keys are kept in fine order.
+        front: number of keys that are kept in fine order.
     """
 
     def __init__(self, ranking: Ranking, front: int) -> None:
@@ -236,7 +236,7 @@ class Residents:
         return np.concatenate(gone) if gone else _NO_KEYS
 
     def _sift_front(self) -> Ranks:
-        """Remove keys from the front that are not resident or not above the floor; return the ranks of the others."""
+        """Keep only keys in the front that are resident and above the floor; return their ranks."""
         ranks = self._ranks(self._front)
         resident = ranks.imag < 0
         high = (ranks > self._coarse.floor) & resident

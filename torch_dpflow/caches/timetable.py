@@ -121,7 +121,7 @@ class _Plane:
 
 
 class Timetable:
-    """A cell for each key and job: the position at which the job reads the key, or one of the above values.
+    """A cell for each key and job: the position at which the job reads the key, or ABSENT, READ, LIKELY or UNKNOWN.
 
     Positions count from the start of the job's epoch; those from its length on are in the next epoch. Besides
     its cells, each key has two bits for each job, the code, which distinguish kinds of cells.
@@ -187,7 +187,7 @@ class Timetable:
         plane.used += 1
 
     def _free(self, progress: JobProgress) -> None:
-        """Free the codes of a job's epoch, if it has begun one."""
+        """Free the codes of a job's epoch, if the job has begun one."""
         if progress.plane >= 0:
             plane = self.planes[progress.plane]
             plane.used -= 1
@@ -321,7 +321,7 @@ class Timetable:
         self._encode(progress, keys, self._code_of[-value])
 
     def _store_order(self, progress: JobProgress, keys: Keys, positions: npt.NDArray[np.integer[Any]]) -> None:
-        """Set the cells of keys to positions, which ascend; a repeated key has its first one."""
+        """Set the cells of keys to ascending positions; a repeated key gets its first position."""
         progress.cells[keys[::-1]] = positions[::-1] ^ progress.outsiders
         self._encode(progress, keys, self._code_of[0])
 

@@ -111,9 +111,9 @@ def _has_times(kind: np.dtype[Any]) -> bool:
 
 
 def _times(values: np.ndarray[Any, Any]) -> Any:
-    """Convert times or durations of numpy to those of Python, or to ISO 8601 text if Python has no equal ones.
+    """Convert numpy's times or durations to Python's, or to ISO 8601 text if Python cannot represent them.
 
-    Raises ValueError for NaT, and for durations without an equal in both.
+    Raises ValueError for NaT, and for durations that neither can represent.
     """
     if np.isnat(values).any():
         raise ValueError("NaT is no time; give a time or None, or leave it out")

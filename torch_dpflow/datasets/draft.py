@@ -147,7 +147,7 @@ class Draft:
             )
 
     def publish(self) -> Dataset:
-        """Make the version readable, with the variants that were added to it here and those of the parent. Atomic.
+        """Make the version readable, with the variants that were added to this draft and the parent's. Atomic.
 
         Raises:
             PublishedError: another process has published it.

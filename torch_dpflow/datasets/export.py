@@ -258,7 +258,7 @@ class ExportTarget:
             raise OptionError(f"{url} has {min(present - {*names})} next to the export; remove it")
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file. If the first one fails, nothing of the export stays."""
+        """Write a file. If writing the first file fails, no file of the export stays."""
         if self._is_begun:
             self._files.write(name, content)
             return
@@ -316,6 +316,6 @@ class _Samples:
 
 
 def _ending_of(meta: SampleMeta) -> str:
-    """Return the extension of the path of an object that is one sample; "" if there is none."""
+    """Return the path's extension if the sample is a whole object; "" if it is not, or has no extension."""
     name = meta.path.rpartition("/")[2]
     return name.rpartition(".")[2].lower() if meta.offset is None and "." in name else ""

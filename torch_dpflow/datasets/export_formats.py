@@ -61,7 +61,7 @@ def ending_of(data: bytes) -> str | None:
 
 
 def main_ending(sample: ExportSample) -> str:
-    """Return the extension of a sample's bytes: that of its path, or one found by the first bytes, else "bin"."""
+    """Return the extension for a sample's bytes: the path's, else one found by the first bytes, else "bin"."""
     ending = next(iter(sample.members))
     if sample.key is None and not _OF_PATHS.fullmatch(ending):
         return ending_of(sample.data) or "bin"
@@ -212,7 +212,7 @@ class FieldType:
         self.low, self.high = min(self.low, value), max(self.high, value)
 
     def count(self) -> int:
-        """Return the number of fields below this one, and itself."""
+        """Return the number of fields in this one, itself included."""
         inner = 0 if self.inner is None else self.inner.count()
         return 1 + inner + sum(field.count() for field in self.fields.values())
 

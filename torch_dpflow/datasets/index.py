@@ -257,7 +257,7 @@ class Rows:
         self._kept = functools.lru_cache(_KEPT_OBJECTS)(functools.partial(_object, data, root, given_urls))
 
     def places(self, numbers: Sequence[int], *, is_checked: bool = True) -> list[Place | DPFlowError]:
-        """Return range and annotations of each sample, or its error. is_checked: whether with checksums and states."""
+        """Return range and annotations of each sample, or its error. is_checked: with checksums and states."""
         found = [*map(self._place, numbers, repeat(is_checked))]
         if None not in found:
             return found  # type: ignore[return-value]

@@ -289,7 +289,7 @@ def _shown(importer: Any, progress: ProgressCallback | None) -> Iterator[Progres
 
 
 def _remove_unused(folder: str) -> None:
-    """Remove the files of a local directory of indexes that were not opened for long, and those of earlier releases."""
+    """Remove files of a local directory of indexes that were not opened for long, or that earlier releases wrote."""
     used: set[str] = set()
     for kind in ("joined", "copies/joined", "stored"):
         for path in _files(f"{folder}/{kind}"):

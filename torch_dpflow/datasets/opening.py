@@ -124,7 +124,7 @@ def open_dataset(
 
 
 def _check_arguments(reading: Mapping[str, Any]) -> None:
-    """Raise OptionTypeError for arguments that `open_dataset` does not have, with advice for those of loaders."""
+    """Raise OptionTypeError for unknown arguments of `open_dataset`, with advice for arguments of loaders."""
     unknown = [name for name in reading if name not in _READING]
     if not unknown:
         return
@@ -163,7 +163,7 @@ def found_format(files: SourceFiles) -> str:
 
 
 def _check_endings(files: SourceFiles, formats: Sequence[re.Pattern[str]]) -> None:
-    """Raise OptionError if a list or pattern names files with a format's extension, and others, such as backups."""
+    """Raise OptionError if a list or pattern names files with a format's extension and other files, such as backups."""
     named = {name: any(one.fullmatch(name) for one in formats) for name in files.names}
     known = next((name for name, is_known in named.items() if is_known and "." in name), None)
     other = next((name for name, is_known in named.items() if not is_known), None)

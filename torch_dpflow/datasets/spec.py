@@ -190,7 +190,7 @@ class DatasetShardMeta(SpecStruct, frozen=True, kw_only=True, tag_field="kind", 
 
 
 def shard_format(samples: Sequence[SampleMeta]) -> Literal[1, 2, 3]:
-    """Return the lowest format of a shard with these samples, which most releases can read."""
+    """Return the lowest format that fits a shard with these samples: more releases can read a lower one."""
     revisions = {sample.revision for sample in samples if sample.revision is not None}
     if not revisions:
         return 1
@@ -297,7 +297,7 @@ def shard_path(version: str, variant: str, number: int) -> str:
 
 
 def data_url(dataset_url: str, root: str, path: str) -> str:
-    """Return the URL of a sample's object: `path` under the data's `root`, under the dataset's directory.
+    """Return the URL of a sample's object: `path` below the data's `root`, which is below the dataset's directory.
 
     `root` and `path` may be URLs; a URL replaces everything before it.
 

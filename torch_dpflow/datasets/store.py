@@ -122,7 +122,7 @@ class DatasetStore:
         return sorted(found - set(self.versions(dataset_id)), key=version_order)
 
     def load(self, dataset_id: str, version: str | None = None) -> Dataset:
-        """Return the description of a version; None: the last one, which costs a listing.
+        """Return the description of a version; None: the last version, for which the versions are listed.
 
         Raises:
             DatasetNotFoundError: no such dataset or version is published.
@@ -146,7 +146,7 @@ class DatasetStore:
         return dataset
 
     def open(self, ref: DatasetRef | str) -> StoredDataset:
-        """Open a variant to read, such as "core/mscoco:v1:train2017"; without a version the last one.
+        """Open a variant to read, such as "core/mscoco:v1:train2017"; without a version, the last version's.
 
         Raises:
             DatasetNotFoundError: there is no such variant; or the version has several variants and none is named.
@@ -160,7 +160,7 @@ class DatasetStore:
         return StoredDataset(files=self.files.at(ref.id), dataset=dataset, variant_name=name)
 
     def not_found(self, ref: DatasetRef) -> DatasetNotFoundError:
-        """Return the error for a version that is not published; it names those that are."""
+        """Return the error for a version that is not published; the error names the published versions."""
         versions, drafts = self.versions(ref.id), self.drafts(ref.id)
         if ref.version in drafts or (ref.version is None and drafts):
             which = ref.version or drafts[-1]

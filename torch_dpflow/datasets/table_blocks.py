@@ -221,7 +221,7 @@ class RemoteArrowBlocks:
 
 
 def arrow_span(file: SourceFile, tail: bytes) -> tuple[int, int]:
-    """Return where in a file with this end its Arrow file lies: all of it, or the rows of a LitData chunk."""
+    """Return the range of the Arrow data in a file that ends with `tail`: all of it, or the rows of a LitData chunk."""
     if not file.url.endswith(".bin"):
         return 0, file.size
     span = rows_in_chunk(tail, file.size)

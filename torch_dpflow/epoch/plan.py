@@ -359,7 +359,7 @@ def _after(samples: int, sampler: Any) -> tuple[_Iterated, int | None]:
 
 
 def _check_same(state: LoaderState, checksum: int | None, sampler: Any) -> None:
-    """Raise StateError if the indices that were drawn again are not those before the state."""
+    """Raise StateError if the indices that were drawn again differ from the indices before the state was saved."""
     was = state.made_of.get(READ)
     if None not in (was, checksum) and was != checksum:
         raise StateError(
@@ -426,7 +426,7 @@ def sampler_generators(index_sampler: Any, sampler: Any, generator: torch.Genera
 def return_generators(
     states: Sequence[str], index_sampler: Any, sampler: Any, generator: torch.Generator | None
 ) -> None:
-    """Restore the generators of stateless samplers. Raises StateError if there are more or fewer of them."""
+    """Restore the generators of stateless samplers. Raises StateError if their number has changed."""
     held = sampler_generators(index_sampler, sampler, generator)
     if len(held) < len(states):
         with preserved_rng():  # some samplers make their generator when they are first iterated

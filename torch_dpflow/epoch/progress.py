@@ -46,7 +46,7 @@ OPENING_AGAIN: tuple[OpeningStep, ...] = ("order",)
 
 
 class LoaderShape:
-    """The properties that a loader must share with the one whose state it resumes.
+    """The properties of a loader that must equal those of the loader whose state it resumes.
 
     Lengths are computed only when a state is made: torch computes none while it iterates, and `__len__` may fail or be
     slow. The indices of a `Subset` are read for the first state.
@@ -142,13 +142,13 @@ SIZES = ("batch_size", "num_replicas")
 
 
 def epoch_of(*samplers: Any) -> int | None:
-    """Return the epoch of the first of these samplers, or those within, that has `set_epoch`; None if none has."""
+    """Return the epoch of the first sampler with `set_epoch`, nested ones included; None if there is none."""
     part = epoch_setter(*samplers)
     return None if part is None else int(part.epoch)
 
 
 def epoch_setter(*samplers: Any) -> Any:
-    """Return the first of these samplers, or those within, that has an epoch and `set_epoch`; None if none has."""
+    """Return the first sampler with an epoch and `set_epoch`, nested ones included; None if there is none."""
     for part in nested_samplers(*samplers):
         if callable(working(part, "set_epoch")) and type(working(part, "epoch")) is int:
             return part

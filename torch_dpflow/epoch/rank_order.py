@@ -57,7 +57,7 @@ class RankOrder:
         return self._at.end(self._sampler.num_replicas, drop_last=self._sampler.drop_last) - self._at.position
 
     def begun(self, index_sampler: Any) -> Iterator[Any]:
-        """Iterate over the batches of a whole epoch: the one that the sampler is set to at the first draw."""
+        """Iterate over the batches of a whole epoch. The sampler's epoch at the first draw counts."""
         self._epoch, self._at = self._sampler.epoch, RankPosition.beginning(len(self._sampler.dataset))
         yield from regrouped(index_sampler, self.rest())
 
@@ -69,7 +69,7 @@ class RankOrder:
         return self._identity() | {"epoch": self._epoch} | at.as_dict(self._sampler.rank, self._sampler.num_replicas)
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Restore a position from the state of one rank, or those of all. Raises StateError if it does not fit."""
+        """Restore a position from the state of one rank, or a list of all ranks' states. Raises StateError."""
         states = state if isinstance(state, list) else [state]
         for one in states:
             self._check(one)

@@ -51,7 +51,10 @@ def _seed(key: bytes, person: bytes) -> None:
 
 
 def has_drawn_since(seed: Callable[[], None]) -> bool:
-    """Return whether something drew from the three generators since `seed`, which seeds them. They stay as they are."""
+    """Return whether something has drawn from the three generators since `seed` was called; they stay unchanged.
+
+    seed: seeds the generators.
+    """
     states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
     seed()
     fresh = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
@@ -79,13 +82,13 @@ def begin_epoch_of_worker(epoch: int) -> None:
 
 
 def is_own_generator(value: Any) -> bool:
-    """Return whether the value is a generator with a state, other than those of the process from numpy and Python."""
+    """Return whether the value is a generator with a separate state: not a global one of numpy or Python."""
     of_process = value is getattr(random, "_inst", None) or value is getattr(np.random.mtrand, "_rand", None)
     return isinstance(value, Generator) and not (of_process or isinstance(value, random.SystemRandom))
 
 
 def encode_generator(generator: Generator) -> str:
-    """Return the state of a generator as text: of torch's as base64 (about 7 kB), of others as JSON."""
+    """Return the state of a generator as text: base64 for torch's (about 7 kB), JSON for others."""
     if isinstance(generator, torch.Generator):
         return _text(generator.get_state().numpy().tobytes())
     if isinstance(generator, random.Random):

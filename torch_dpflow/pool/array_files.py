@@ -249,7 +249,7 @@ class ArrayReader:
 
 
 def _place_of(url: str | os.PathLike[str]) -> str:
-    """Return a URL unchanged, and a path as an absolute one."""
+    """Return a URL unchanged, or a path as an absolute path."""
     place = os.fspath(url)
     return place if "://" in place else os.path.abspath(place)
 
@@ -273,7 +273,7 @@ def _npy_header(name: str, head: bytes) -> tuple[tuple[int, ...], np.dtype[Any],
 
 
 def _stamp(url: str, options: dict[str, Any]) -> tuple[int, str]:
-    """Return the size of a file, and its size and state as one text. Raises StorageError."""
+    """Return the size of a file, and a text that contains size and state. Raises StorageError."""
     with ObjectReader(options) as objects:
         (found,) = objects.look_each([ByteRange(url)])
     if isinstance(found, DPFlowError):

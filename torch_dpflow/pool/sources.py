@@ -50,7 +50,7 @@ _SOURCES: msgspec.msgpack.Decoder[AnySource] = msgpack_decoder(AnySource)
 
 
 class RecordReader(Protocol):
-    """Reads records of a dataset; those of arrays are blocks of rows."""
+    """Reads records of a dataset. A record of an array is a block of rows."""
 
     def read_each(self, indices: Sequence[int]) -> Sequence[Sample | DPFlowError]:
         """Return each record, or its error."""
@@ -68,7 +68,7 @@ class StripePart(NamedTuple):
 
 
 class OpenedSource(NamedTuple):
-    """An opened source: layout and reader, as a server needs them."""
+    """An opened source: the layout and the reader that a server needs."""
 
     url: str
     records: SampleLayout

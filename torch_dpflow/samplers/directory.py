@@ -79,7 +79,7 @@ class Directory:
         return absent
 
     def finished(self, samples: CompactArray) -> None:
-        """Record those of these distinct samples, just read, that are resident and needed by no job."""
+        """Record which of these distinct samples, just read, are resident and needed by no job."""
         done = samples[(self.needed.of(samples) == 0) & self._held[samples]]
         if len(done):
             self._finished.append(done)

@@ -57,7 +57,7 @@ class Member:
     drew: int = 0
 
     def measure(self, n: int, now: float) -> None:
-        """Measure the job's speed: it draws `n` samples at `now`, and has consumed those drawn before."""
+        """Measure the job's speed: it draws `n` samples at `now`, and has consumed all samples drawn before."""
         if self.drew_at is None or now > self.drew_at:
             if self.drew_at is not None:
                 latest = self.drew / (now - self.drew_at)
@@ -212,10 +212,10 @@ class SamplingGroup(ABC):
         del self._members[job]
 
     def start_epoch(self, job: str, epoch: int, *, done: Indices | None = None) -> None:
-        """Begin the job's epoch, dropping what was left of the one that it was in.
+        """Begin the job's epoch; the unread rest of its earlier epoch is dropped.
 
         Args:
-            epoch: its number, which with the job's seed determines the private permutation.
+            epoch: number of the epoch, which with the job's seed determines the private permutation.
             done: samples that the job has read in this epoch already (a resume); they are not drawn again.
 
         Raises:

@@ -59,7 +59,7 @@ def _is_tensor(indices: object) -> TypeGuard[torch.Tensor]:
 
 
 def has_flags(values: Iterable[Any]) -> bool:
-    """Return whether a bool is among the values. It belongs to a mask, and NumPy would make sample 0 or 1 of it."""
+    """Return whether a bool is among the values: an element of a mask, which NumPy would read as sample 0 or 1."""
     return not {bool, np.bool_}.isdisjoint(map(type, values))
 
 

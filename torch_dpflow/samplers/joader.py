@@ -40,7 +40,7 @@ class JoaderGroup(BufferedGroup):
 
 
 def sample_round(cells: Cells, jobs: Sequence[int], rng: np.random.Generator) -> dict[int, int]:
-    """Draw one round: for each of these jobs, all of which need something, the sample that it reads now.
+    """Draw one round: the sample that each of these jobs reads now. Each job must need at least one sample.
 
     O(jobs * cells), for any number of samples.
     """

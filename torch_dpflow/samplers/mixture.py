@@ -104,7 +104,7 @@ class MixtureSampler(EpochSampler[int]):
         return self._left()
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Return the sampler's position as plain data; no side effect, and no larger deep in a run.
+        """Return the sampler's position as plain data, of the same size at any point of a run; no side effect.
 
         Args:
             consumed: how many of the epoch's samples this rank has used, for a loader that draws ahead of
@@ -244,7 +244,7 @@ def _fraction(weight: Any) -> Fraction:
 
 
 def _rounded(shares: Sequence[Fraction]) -> tuple[int, ...]:
-    """Round to `MAX_PARTS` in all, those with the largest remainders up."""
+    """Round shares to whole numbers whose sum is `MAX_PARTS`; shares with the largest remainders are rounded up."""
     parts = [int(share * MAX_PARTS) for share in shares]
     by_remainder = sorted(range(len(parts)), key=lambda source: (parts[source] - shares[source] * MAX_PARTS, source))
     for source in by_remainder[: MAX_PARTS - sum(parts)]:

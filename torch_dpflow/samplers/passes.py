@@ -169,7 +169,10 @@ class SharedPass:
 
 
 def _checked(state: dict[str, Any] | None, size: int, rank: int) -> tuple[int, IndexArray, IndexArray, IndexArray]:
-    """Check a shared pass's state; return number of samples drawn, these samples, the first ones, those left."""
+    """Check a shared pass's state, and return its values.
+
+    Returns the number of samples drawn, these samples, the first ones of the epoch, and the ones left to yield.
+    """
     if state is None:
         return 0, _NOTHING, _NOTHING, _NOTHING
     try:

@@ -37,7 +37,7 @@ class Partition:
         return True
 
     def unregister(self, members: bytes | None) -> None:
-        """Count one reader less. The classes change with the next new set only."""
+        """Count one reader less. The classes change only when a new set is registered."""
         if members is not None:
             self._readers[members] -= 1
 
@@ -95,7 +95,7 @@ class SharedEpoch:
         self._split(order, partition, start, left)
 
     def _split(self, order: Order, partition: Partition, start: int, left: int) -> None:
-        """Divide an order into classes, of which only needed samples from place `start` on are read."""
+        """Divide an order into classes; only its needed samples from place `start` to the end are read."""
         #: Positions that were drawn since `order` was split into classes.
         self._drawn = 0
         self._sequence: CompactArray | None = None

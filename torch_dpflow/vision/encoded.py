@@ -249,7 +249,7 @@ class JpegFrame(NamedTuple):
     unevenness: int = 1
 
     def rows_to_decode(self, rows: int) -> int:
-        """Return the height to write into the file so that its first `rows` are decoded as in the whole image.
+        """Return the height to write into the file so that its first `rows` rows are decoded as in the whole image.
 
         It is at least one row more: with subsampled colours, a row takes part of them from the next.
         """

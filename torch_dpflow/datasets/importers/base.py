@@ -141,7 +141,7 @@ class Importer(Protocol):
 
 
 class BaseImporter:
-    """Base of importers whose samples do not depend on those before them. See `Importer`."""
+    """Base of importers whose samples do not depend on earlier samples. See `Importer`."""
 
     def extend(self, info: Mapping[str, Any]) -> None: ...
 

@@ -58,7 +58,7 @@ class IterableImporter(BaseImporter):
 
     @classmethod
     def from_text(cls, source: str, **settings: Any) -> IterableImporter:
-        """Make an importer of "package.module:name": an iterable, or a function without arguments that returns one.
+        """Make an importer of "package.module:name", the name of an iterable or of a function that returns an iterable.
 
         Raises:
             OptionError: there is no such module or name, or calling it failed.

@@ -75,7 +75,7 @@ class ForwardReader:
         return data[start - first * self._block : stop - first * self._block]
 
     def _advance(self, first: int) -> None:
-        """Drop the blocks before `first` that are not held, and read ahead if it is the next one."""
+        """Drop the blocks before `first` that are not held. Read ahead if `first` follows the latest block."""
         oldest = first
         if self.held_from is not None:
             oldest = min(first, max(self.held_from // self._block, first - _MAX_HELD))
@@ -156,7 +156,7 @@ class ShardImporter(BaseImporter):
 
     @staticmethod
     def begins(head: bytes) -> bool:
-        """Return whether the first KiB of an object is one of this format."""
+        """Return whether an object with this first KiB is of this format."""
         return False
 
     @property

@@ -77,7 +77,7 @@ class SourceFiles:
     def only(self, names: re.Pattern[str]) -> SourceFiles:
         """Return the objects of a directory whose names match; all objects if the source is a list, file or pattern.
 
-        Raises SourceError if one whose name matches is a link to nothing, a pipe, a socket or a device.
+        Raises SourceError if a matching name is a link to nothing, a pipe, a socket or a device.
         """
         if not self.is_directory:
             return self

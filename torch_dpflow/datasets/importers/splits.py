@@ -101,7 +101,7 @@ def _above(url: str) -> Iterator[tuple[str, str]]:
 
 
 def splits_among(folders: Iterable[str]) -> list[str]:
-    """Return the directories that are named after different splits, such as "train2017" and "val2017"; [] if none."""
+    """Return directories named after different splits, such as "train2017" and "val2017"; [] if there are none."""
     by_rest: dict[tuple[str, ...], dict[str, str | None]] = {}
     for folder in folders:
         words = _words(folder)

@@ -98,7 +98,7 @@ class ByteRange(msgspec.Struct, frozen=True):
 
     @property
     def length(self) -> int | None:
-        """Bytes of the range; None if they depend on the size of the object."""
+        """Length of the range, bytes; None if it depends on the size of the object."""
         return None if self.stop is None else self.stop - self.start
 
     def check_size(self, found: int | None) -> None:
@@ -339,7 +339,7 @@ def conditions(state: str) -> dict[str, str]:
 
 
 def is_local(state: str) -> bool:
-    """Return whether a state is one of a local file."""
+    """Return whether a state describes a local file."""
     return re.fullmatch(_LOCAL, state) is not None
 
 

@@ -94,7 +94,7 @@ def _reads_of_object(
 
 
 def _joined(one: ByteRange, other: ByteRange, merge_gap: int, max_merged: int) -> ByteRange | None:
-    """Return both ranges as one if they are close. `other` does not begin before `one`."""
+    """Return one range that covers both if they are close, else None. `other` does not begin before `one`."""
     assert one.stop is not None
     assert other.stop is not None
     stop = max(one.stop, other.stop)

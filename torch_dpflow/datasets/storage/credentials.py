@@ -247,7 +247,7 @@ def left_out_hint() -> str:
 
 @dataclass(frozen=True)
 class _Rest:
-    """Storage options without keys. Unpickling returns them, and records the names of the missing ones."""
+    """Storage options without keys. Unpickling returns the options, and records the names of the missing keys."""
 
     options: Any
     names: Sequence[str]

@@ -237,7 +237,7 @@ def endpoint_of(scheme: str, options: Mapping[str, Any]) -> Any:
 
 
 def fsspec_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn options, whose names are the same for every vendor, into those of fsspec's package for `scheme`.
+    """Convert options, whose names are the same for every vendor, to options of fsspec's package for `scheme`.
 
     Raises:
         OptionError: S3 or OSS has no such option.
@@ -279,7 +279,7 @@ def _web_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _oss_keys(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's access key if `options` have none: ossfs, unlike s3fs, does not look one up."""
+    """Return the user's access key as options if `options` contain none: ossfs, unlike s3fs, does not look for keys."""
     if options.get("anon") or options.get("key"):
         return {}
     keys = find_oss_credentials(options)
@@ -340,7 +340,7 @@ def is_thread_safe(file_system: Any) -> bool:
 
 
 def _locks(file_system: Any) -> list[threading.Lock]:
-    """Return the locks of file systems that are not thread-safe: this one and the ones it wraps, inner ones first.
+    """Return the locks of this file system and the ones that it wraps, inner ones first; thread-safe ones have none.
 
     All callers take the locks in this order. A call that hangs keeps only the locks of the file systems it uses.
     """

@@ -229,7 +229,7 @@ class Response:
 
     @property
     def is_end_ambiguous(self) -> bool:
-        """Whether the body that has been read may be the beginning of a longer one.
+        """Whether the body that has been read may be only the beginning of the sent body.
 
         This is the case if the body ended with the connection, and either TLS was cut (RFC 9112, 9.8), or the head
         announces that the connection is kept.
@@ -325,7 +325,7 @@ class Connections:
         weakref.finalize(self, _close_all, self._idle)
 
     def take(self, origin: Origin) -> KeepAliveConnection:
-        """Return an open connection that was used recently, or one that is opened by its first request.
+        """Return a recently used connection, or a new one, which its first request opens.
 
         Raises OptionError.
         """

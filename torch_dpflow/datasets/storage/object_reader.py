@@ -136,7 +136,7 @@ class ObjectReader:
         return self._opened.get().cache is not None
 
     def keep(self, span: ByteRange, data: bytes) -> None:
-        """Put the bytes of a range into the disk cache, after they were read as a part of another one."""
+        """Put the bytes of a range into the disk cache, after they were read as a part of a larger range."""
         opened = self._opened.get()
         key = opened.place(span.url).cache_key(span)
         if key is not None:

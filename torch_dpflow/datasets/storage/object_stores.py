@@ -237,7 +237,7 @@ class _ObjectStore(ABC):
 
 
 class S3Service(_ObjectStore):
-    """S3 and compatible servers. `options` are those in S3_OPTIONS.
+    """S3 and compatible servers. options: some of `S3_OPTIONS`.
 
     With an `endpoint` the bucket is in the path, which every such server supports, unless `addressing_style` is
     "virtual". At AWS itself it is in the host's name if possible. Raises OptionError for settings, also of the
@@ -294,7 +294,7 @@ class S3Service(_ObjectStore):
 
 
 class OSSService(_ObjectStore):
-    """Alibaba Cloud OSS. `options` are those in OSS_OPTIONS.
+    """Alibaba Cloud OSS. options: some of `OSS_OPTIONS`.
 
     Requests are signed with version 4 if the region is known (`region`, OSS_REGION), else with version 1. With `cname`
     the endpoint is a domain that is bound to the bucket.

@@ -116,7 +116,7 @@ _UNBOUNDED = 1 << 30
 
 
 class StorageRequest(msgspec.Struct, frozen=True):
-    """Read these samples in one request, then call `arrived` with the number of each load."""
+    """Instruction: read these samples in one request, then call `arrived` with the number of each load."""
 
     loads: list[Load]
 
@@ -125,7 +125,7 @@ ReadAheadInstruction: TypeAlias = StorageRequest | Serve | Cancel
 
 
 class ReadAhead:
-    """Decides what to fetch ahead, for readers that announce what they read. One thread owns it.
+    """Decides which samples to fetch ahead, for readers that announce their orders. One thread owns it.
 
     Args:
         capacity_bytes: limit of samples that are held or in transit, shared equally by the readers; a reader that waits

@@ -46,10 +46,12 @@ class FixedWindow:
         self.bytes_out = self.records_out = 0
 
     def grant(self, lengths: Sequence[int], now: float) -> int:
-        """Return how many of the next records, of these lengths, to request now; at least one if none is outstanding.
+        """Return the number of records to request now; at least one if no record is outstanding.
 
         Call `requested` for each granted record. Call `grant` after each arrival, with no lengths once no record is
         left.
+
+        lengths: lengths of the next records, bytes.
         """
         return self._fitting(lengths, self._size)
 

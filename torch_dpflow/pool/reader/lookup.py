@@ -113,7 +113,7 @@ class PoolLookup:
         return self._address.at(server.listen) if server.listen and has_keys else None
 
     def connect(self, directory: Path) -> PoolConnection:
-        """Return the connection to a server on this host, an open one if there is one. Raises PeerLostError."""
+        """Return a connection to a server on this host; the open one if possible. Raises PeerLostError."""
         if (connection := self.connection) is not None and self.contacted.directory == directory:
             return connection
         return PoolConnection(directory, silence_s=self._silence_s)

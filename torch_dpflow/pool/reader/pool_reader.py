@@ -113,7 +113,7 @@ class PoolReader:
         return found
 
     def places(self, records: npt.NDArray[np.int64]) -> dict[PoolSegment, npt.NDArray[np.int64]]:
-        """Return segments in which some of these records are mapped, and the offset of each there; -1: not there."""
+        """Return the segments in which these records are mapped, and the records' offsets; -1 if not in the segment."""
         found: dict[PoolSegment, npt.NDArray[np.int64]] = {}
         with self._lock:
             if not self._is_closed:
@@ -218,7 +218,7 @@ class PoolReader:
             self._forget()
 
     def _look(self, records: Sequence[int]) -> None:
-        """Look up records, and wait for those that are being read into memory."""
+        """Look up records, and wait for records that a server is reading into memory."""
         self._check_retired()
         if self._table is None:
             self._ask_pool()

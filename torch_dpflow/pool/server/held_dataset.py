@@ -82,7 +82,7 @@ class HeldDataset:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Number of records in memory, and of failed ones."""
+        """Numbers of records in memory and of failed records."""
         return self._loaded, self._failed
 
     def placed_in(self, stripes: Iterable[int]) -> int:
@@ -134,7 +134,7 @@ class HeldDataset:
             self.shares = its | {older.records.identity: stripes}
 
     def push(self, stripe: int, fds: Sequence[int]) -> RecordStates:
-        """Copy a stripe from sealed memory; one that is loaded already stays as it is.
+        """Copy a stripe from sealed memory. A stripe that is already loaded stays unchanged.
 
         Raises UsageError if the stripe has no place, or the memory has another size.
         """
@@ -302,7 +302,7 @@ class HeldDataset:
             self._read(wanted)
 
     def _read(self, records: Iterable[int]) -> None:
-        """Read those of the given records that no other thread reads or has read."""
+        """Read the given records, except records that another thread reads or has read."""
         with self._changed:
             own = [one for one in dict.fromkeys(records) if self._states[one] == PENDING and not self._taken[one]]
             for one in own:

@@ -66,7 +66,7 @@ def purpose_of(content: bytes) -> int:
 
 
 class RecordRequest(NamedTuple):
-    """A reader's request for records of one dataset, or for parts of them, as many as its request window allows."""
+    """A reader's request for records, or parts of records, of one dataset. The request window limits their number."""
 
     identity: bytes
     parts: Sequence[RecordPart]

@@ -120,7 +120,7 @@ class DataReader:
                     self._lose(batch, owner, error)
 
     def _take(self, busy: _Connections, batch: _RecordBatch) -> None:
-        """Receive one answer from each connection that has one; close those that were silent for too long."""
+        """Receive an answer from each connection that has received bytes; close connections silent for too long."""
         for owner, connection in self._having(busy, batch):
             try:
                 taken = connection.take(copy=batch.copy)
