@@ -54,7 +54,7 @@ class DPFlowNode(BaseNode[T]):  # type: ignore[misc]
     def __init__(self, loader: DPFlowDataLoader[Any]) -> None:
         super().__init__()
         check_type("loader", loader, DPFlowDataLoader, "a torch_dpflow.DPFlowDataLoader")
-        #: The loader; its `stats()` and `explain()` return what limits the run.
+        #: The loader, whose `explain()` names the limit of the run.
         self.loader = loader
         self._lock = threading.RLock()
         self._iterator: Iterator[Any] | None = None

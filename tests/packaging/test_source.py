@@ -53,6 +53,8 @@ AVOIDED = re.compile(
     r"|\b[Aa]s of\b|\bfrom (?!now|then|here)[\w*`]{1,20} on(?=[.,;])"
     # What a thing is of, without the thing; a step without its name.
     r"|#: [Oo]f (?!these\b)|\b([Uu]nless that was|what is) done\b"
+    # A clause where a noun says which value or which errors; a causative in place of an imperative.
+    r"|\b[Rr]eturn what\b|\b[Rr]aises as `|^[Hh]ave (?!been\b)"
 )
 #: Names of other libraries, of variables of the environment, and of examples.
 ELSEWHERE = re.compile(
@@ -209,10 +211,11 @@ def test_docstrings_and_comments_name_what_exists_in_plain_words(source: dict[Pa
 
 
 def test_a_name_that_is_gone_and_a_word_that_is_avoided_are_found() -> None:
-    text = "Whoever calls `nothing.like_this` is told anew, some 10 times in any case."
+    text = "Have it return what it got. Raises as `f`. "
+    text += "Whoever calls `nothing.like_this` is told anew, some 10 times in any case."
     text += " As of `X`: once an epoch, likewise from 9 on, in a thread of its own."
     text += " #: Of a worker, unless that was done."
-    found = ["whoever", "is told", "anew", "some ", "in any case"]
+    found = ["have ", "return what", "raises as `", "whoever", "is told", "anew", "some ", "in any case"]
     found += ["as of", "once an epoch", "likewise", "from 9 on", "of its own", "#: of ", "unless that was done"]
     assert [one[0] for one in AVOIDED.finditer(text.lower())] == found
 
