@@ -30,7 +30,7 @@ from tests.shared_cluster import wait
 from tests.worker_cases import has_ended
 from torch_dpflow.errors import DescriptorLimitError, LaunchError
 from torch_dpflow.workers import fork_server as fork_servers
-from torch_dpflow.workers.fork_server import GUARD, ForkServerPlatform, _are_found_anew, local_platform
+from torch_dpflow.workers.fork_server import GUARD, ForkServerPlatform, _new_interpreter_agrees, local_platform
 from torch_dpflow.workers.local_platform import LocalPlatform
 from torch_dpflow.workers.platform import Platform, ProcessSpec
 
@@ -130,11 +130,11 @@ def test_a_fork_server_that_would_find_another_package_imports_nothing_more(monk
     monkeypatch.setattr(state, "_preload_modules", ["colorsys"])
     context = multiprocessing.get_context("forkserver")
     monkeypatch.setattr(torch_dpflow, "__spec__", ModuleSpec("torch_dpflow", None, origin="/elsewhere/__init__.py"))
-    _are_found_anew.cache_clear()
+    _new_interpreter_agrees.cache_clear()
     local_platform(context, preload=["decimal"]).close()
     assert state._preload_modules == ["colorsys"]
     monkeypatch.undo()
-    _are_found_anew.cache_clear()
+    _new_interpreter_agrees.cache_clear()
     monkeypatch.setattr(state, "_preload_modules", ["colorsys"])
     local_platform(context, preload=["decimal"]).close()
     assert state._preload_modules == [GUARD, "colorsys", "decimal"]
