@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,3 +87,30 @@ def test_the_script_for_functions_runs(
         for name, value in double.env.items():
             monkeypatch.setenv(name, value)
         assert run("on_functions.py", directory=tmp_path) == "20 batches\n"
+
+
+def test_the_unit_for_systemd_is_valid(tmp_path: Path) -> None:
+    """And systemd creates the directory of the state: a new user has no `~/.local/state`."""
+    (unit,) = blocks(HOWTO / "operate.md", "ini")
+    assert "--state %S/dpflow/" in unit
+    assert "StateDirectory=dpflow\n" in unit
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd-analyze is missing: apt-get install systemd")
+    path = tmp_path / "dpflow.service"
+    path.write_text(unit.replace("/srv/env/bin/dpflow", sys.executable), "utf-8")
+    found = subprocess.run(
+        [analyze, "verify", "--user", path],
+        env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_the_script_for_slurm_is_valid(tmp_path: Path) -> None:
+    """As many tasks as hosts: without `--ntasks`, srun takes the job's, and starts two nodes on one host."""
+    (script,) = blocks(HOWTO / "operate.md", "bash")
+    assert "--nodes=4 --ntasks-per-node=1" in script
+    assert "srun --overlap --nodes=3 --ntasks=3 --exclude=$(hostname) dpflow node" in script
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
