@@ -100,7 +100,7 @@ class StageTimes(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
             counts[bucket] = counts.get(bucket, 0) + count
 
     def since(self, before: StageTimes) -> StageTimes:
-        """Return the times that were added after this earlier record; nothing is less than 0."""
+        """Return the times that were added after an earlier record; a difference below 0 becomes 0."""
         passed = {name: max(0.0, getattr(self, name) - getattr(before, name)) for name in _STAGES}
         counts = {bucket: count - before.counts.get(bucket, 0) for bucket, count in self.counts.items()}
         return StageTimes(**passed, counts={bucket: count for bucket, count in counts.items() if count > 0})
@@ -142,7 +142,7 @@ def _time(seconds: float) -> str:
 
 
 def bucket_of(seconds: float) -> int:
-    """Return the bucket of a sample that took this long."""
+    """Return the bucket of the histogram for a sample that took this long."""
     if _MIN_S < seconds < _MAX_S:
         return int(math.log2(seconds) * PER_DOUBLING + _OFFSET)
     return 0 if seconds <= _MIN_S else BUCKETS - 1

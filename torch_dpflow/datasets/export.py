@@ -217,7 +217,7 @@ class ExportTarget:
     Args:
         variant: the beginning of the files' names.
         made_from: everything on which the bytes of the files depend.
-        resumes: whether there may be files of an earlier run.
+        resumes: whether files of an earlier run are allowed, and kept.
 
     Raises OptionError if there are files of another export.
     """

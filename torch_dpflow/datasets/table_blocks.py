@@ -209,7 +209,7 @@ class RemoteArrowBlocks:
             return table if columns is None else table.select(columns)
 
     def close(self) -> None:
-        """Do nothing: the connections are the reader's."""
+        """Do nothing: the reader owns the connections."""
 
     def _read(self, *spans: tuple[int, int]) -> list[bytes]:
         at = self._start

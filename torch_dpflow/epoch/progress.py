@@ -156,7 +156,7 @@ def epoch_setter(*samplers: Any) -> Any:
 
 
 class GeneratorStates(msgspec.Struct, frozen=True):
-    """The states of the generators before an epoch's order is drawn from them."""
+    """The states of the generators just before an epoch's order is drawn."""
 
     #: The three generators of the process.
     process: RngState

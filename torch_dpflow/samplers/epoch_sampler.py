@@ -298,9 +298,11 @@ class EpochSampler(Sampler[T]):
         restored_number("epoch", state.get("epoch"), maximum=self._max_epoch)
 
     def _checked_rest(self, states: Sequence[dict[str, Any]], at: RankPosition) -> Any:
-        """Check the values of states other than the position, which `at` has from them. Raises StateError.
+        """Check the values of states in addition to the position, which was restored already. Raises StateError.
 
-        Returns the value of `Start.shared`.
+        at: the restored position.
+
+        Returns the value for `Start.shared`.
         """
         for state in states:
             began_with = restored_number("began_with", state.get("began_with"), minimum=1, maximum=dealing.MAX_RANKS)

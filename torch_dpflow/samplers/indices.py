@@ -92,5 +92,5 @@ def mark(marks: NDArray[np.uint8], samples: CompactArray) -> None:
 
 
 def compact(size: int) -> type[np.signedinteger[Any]]:
-    """Return the narrowest type that holds the sample numbers below `size`; below four bytes torch gains nothing."""
+    """Return int32 if it can hold the sample numbers below `size`, else int64; narrower types gain nothing."""
     return np.int32 if size <= np.iinfo(np.int32).max else np.int64

@@ -95,7 +95,7 @@ class SharedEpoch:
         self._split(order, partition, start, left)
 
     def _split(self, order: Order, partition: Partition, start: int, left: int) -> None:
-        """Divide an order into classes; only its needed samples from place `start` to the end are read."""
+        """Divide an order into classes. start: only needed samples at this place or later will be read."""
         #: Positions that were drawn since `order` was split into classes.
         self._drawn = 0
         self._sequence: CompactArray | None = None

@@ -116,7 +116,7 @@ def _are_alike(one: str, path: str) -> bool:
 
 
 def check_names(names: Collection[str], table: str) -> None:
-    """Raise SourceError for a column name that occurs twice in the table, which errors call `table`."""
+    """Raise SourceError for a column name that occurs twice in a table. table: name of the table in errors."""
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise SourceError(f"{table} has several columns of the name {twice}; give each a different name")

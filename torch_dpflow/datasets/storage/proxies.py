@@ -21,7 +21,7 @@ class Origin(NamedTuple):
 
     @property
     def address(self) -> str:
-        """Host and port, as in a request for a tunnel."""
+        """Host and port, in the form of a request for a tunnel."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property

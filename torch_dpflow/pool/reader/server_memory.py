@@ -240,7 +240,7 @@ Receive: TypeAlias = Callable[[int, Sequence[AheadRecord]], dict[int, bytes]]
 
 
 def receive_ahead(data_reader: DataReader, server: str, number: int, there: Sequence[AheadRecord]) -> dict[int, bytes]:
-    """Return the requested records that have arrived from the memory with this number in a server."""
+    """Return the requested records that have arrived. number: of the server's memory that contains them."""
     filled = [one for one in there if one[2]]
     name, servers = memory_name(number), [server] * len(filled)
     contents = data_reader.read(name, servers, [WantedRecord(one[1], one[2]) for one in filled])
@@ -271,7 +271,9 @@ class AheadReader:
     ) -> None:
         """Announce the order in which records are read. Raises the errors of `PoolConnection.request`.
 
-        extends: append to the plan. Does not wait for the server, because a training loop draws the order meanwhile.
+        Does not wait for the server if `extends`, because a training loop draws the order meanwhile.
+
+        extends: whether to append to the plan of this name.
         """
         numbers = keys.astype("<i4")
         for first in range(0, max(len(numbers), not extends), MAX_ANNOUNCED):

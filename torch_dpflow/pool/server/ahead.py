@@ -169,7 +169,7 @@ class AheadReading:
     def _places(
         self, connection: str, plan: AccessPlan, requested: list[tuple[int, int]], awaited: set[int]
     ) -> AheadPlaces:
-        """Return the answer, which allows the connection to copy from places; consume records that cannot be read."""
+        """Return the places that the connection may copy from now; consume requested records that cannot be read."""
         lent = self._lent.setdefault(connection, {})
         places: list[tuple[int, int]] = []
         for record, position in requested:
