@@ -21,7 +21,6 @@ from tests.loader_cases import WORKERS, Stream, Uneven, assert_same, epochs
     [
         (None, False, False),
         (None, False, True),
-        (1, False, False),
         (1, True, True),
         (3, False, True),
         (3, True, False),

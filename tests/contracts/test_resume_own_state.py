@@ -224,8 +224,7 @@ def touchy(of: type, touchy: type, error: type[Exception]) -> Any:
     return type(f"{touchy.__name__}{of.__name__}", (touchy, of), {"error": error})
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("error", [KeyError, RuntimeError, NotImplementedError])
+@pytest.mark.parametrize(("error", "num_workers"), [(KeyError, 1), (RuntimeError, 0), (NotImplementedError, 0)])
 @pytest.mark.parametrize("how", [ByProperty, ByLookup])
 @pytest.mark.parametrize("part", ["dataset", "iterable", "sampler", "batch_sampler"])
 def test_attributes_that_fail_are_as_if_they_were_not_there(

@@ -40,7 +40,7 @@ SIZES = [7, 0, 5, 11, 3, 1, 8]
 EVERYTHING = Counter(range(sum(SIZES)))
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, 2), (1, 3), (3, 1), (2, 0), (3, 3)])
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (1, 3), (3, 1), (2, 0), (2, 2)])
 def test_at_every_batch_with_another_number_of_workers(before: int, after: int) -> None:
     first = loader_of(Shards(SIZES), before)
     read: list[int] = []
@@ -52,7 +52,7 @@ def test_at_every_batch_with_another_number_of_workers(before: int, after: int) 
         second = loader_of(Shards(SIZES), after)
         second.load_state_dict(state)
         assert Counter(begun + numbers(second)) == EVERYTHING
-        assert Counter(numbers(second)) == EVERYTHING  # the epoch after it
+    assert Counter(numbers(second)) == EVERYTHING  # the epoch after it
     at_end = loader_of(Shards(SIZES), after)
     at_end.load_state_dict(states[-1][0])
     assert Counter(numbers(at_end)) in (Counter(), EVERYTHING)
