@@ -37,7 +37,7 @@ def _mapped() -> list[str]:
     return [line for line in lines if "memfd:torch_dpflow" in line]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_bytes_cross_between_processes(method: str) -> None:
     with writer(method) as remote:
         reader = ArenaReader(remote.pid)

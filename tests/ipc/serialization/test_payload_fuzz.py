@@ -28,7 +28,7 @@ WELL_FORMED = {name: seed for name, seed in SEEDS.items() if not name.startswith
 MALFORMED = {name: seed for name, seed in SEEDS.items() if name.startswith("bad-")}
 
 _table = msgspec.msgpack.Decoder(PayloadTable)
-_fuzz = settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+_fuzz = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 numbers = st.one_of(
     st.integers(-2, 8),

@@ -19,7 +19,7 @@ from torch_dpflow.ipc.messages.headers import PayloadTable
 from torch_dpflow.ipc.serialization.codec import LARGE_BYTES, decode, encode
 
 _settings = settings(
-    max_examples=150,
+    max_examples=80,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
