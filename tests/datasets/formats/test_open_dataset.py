@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from tests.datasets.formats.tars import members_of, samples_of, write_shards, write_tar
 from tests.later import Later
-from torch_dpflow.datasets import DatasetStore, Draft, open_dataset
+from torch_dpflow.datasets import DatasetStore, Draft, index_builder, open_dataset
+from torch_dpflow.datasets.importers import shards
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.shards import ForwardReader
 from torch_dpflow.datasets.importers.sources import SourceFile, expand_braces, find_sources
@@ -30,6 +31,13 @@ from torch_dpflow.datasets.index_builder import _Builder
 from torch_dpflow.errors import DamagedStoreError, OptionError, OptionTypeError, SourceError
 
 PIL = Later("PIL.Image")
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the samples that are scanned and indexed at once: a shard of seventy takes several batches."""
+    monkeypatch.setattr(shards, "_BATCH", shards._BATCH // 10)
+    monkeypatch.setattr(index_builder, "_BATCH", index_builder._BATCH // 10)
 
 
 @pytest.fixture
@@ -165,13 +173,13 @@ def test_a_shard_that_grows_while_it_is_indexed_is_an_error(tmp_path: Path, monk
 
 
 def test_a_build_that_was_killed_is_continued(tmp_path: Path, scans: Path, index_dir: Path) -> None:
-    samples = write_shards(tmp_path / "data", 12, 250)
+    samples = write_shards(tmp_path / "data", 12, 25)
 
     class Killed(BaseException):
         pass
 
     def kill(count: int) -> None:
-        if count >= 2000:
+        if count >= 200:
             raise Killed
 
     with pytest.raises(Killed):
@@ -183,14 +191,14 @@ def test_a_build_that_was_killed_is_continued(tmp_path: Path, scans: Path, index
     assert len(scans.read_text().split()) == 4
     after = {path.name: path.stat().st_ino for path in index_dir.rglob("parts/*/*")}
     assert built.items() < after.items()
-    assert dataset.__getitems__(list(range(0, 3000, 99))) == samples[::99]
+    assert dataset.__getitems__(list(range(0, 300, 9))) == samples[::9]
 
 
-@pytest.mark.parametrize("stop", [500, 1000, 1500, 2000])
+@pytest.mark.parametrize("stop", [50, 100, 150, 200])
 def test_a_shard_that_is_named_twice_is_counted_twice_after_a_kill_too(
     tmp_path: Path, stop: int, local_store: DatasetStore
 ) -> None:
-    samples = write_shards(tmp_path / "data", 1, 800)
+    samples = write_shards(tmp_path / "data", 1, 80)
     source = [tmp_path / "data" / "train-000.tar"] * 3
 
     class Killed(BaseException):
@@ -203,12 +211,12 @@ def test_a_shard_that_is_named_twice_is_counted_twice_after_a_kill_too(
     with suppress(Killed):
         open_dataset(source, progress=kill)
     dataset = open_dataset(source)
-    assert len(dataset) == 2400
-    assert dataset.__getitems__(list(range(0, 2400, 67))) == (samples * 3)[::67]
+    assert len(dataset) == 240
+    assert dataset.__getitems__(list(range(0, 240, 7))) == (samples * 3)[::7]
     draft = Draft(local_store, "core/x", "v1")
     with pytest.raises(Killed):
-        draft.add("train", WebDatasetImporter(source), progress=kill)
-    assert draft.add("train", WebDatasetImporter(source)).samples == 2400
+        draft.add("train", WebDatasetImporter(source), shard_size=100, progress=kill)
+    assert draft.add("train", WebDatasetImporter(source), shard_size=100).samples == 240
 
 
 def _open(folder: Path, found: Any) -> None:
@@ -237,8 +245,8 @@ def _scanned(scans: Path) -> list[str]:
 
 def test_one_more_shard_reads_one_shard(tmp_path: Path, scans: Path, index_dir: Path) -> None:
     """At the end, in the middle, in place of another, and by another pattern."""
-    samples = [write_shards(tmp_path / f"{number}", 1, 700, seed=number) for number in range(7)]
-    shards = {number: (tmp_path / f"{number}" / "train-000.tar").read_bytes() for number in range(7)}
+    samples = [write_shards(tmp_path / f"{number}", 1, 70, seed=number) for number in range(7)]
+    tars = {number: (tmp_path / f"{number}" / "train-000.tar").read_bytes() for number in range(7)}
     data = tmp_path / "data"
     data.mkdir()
 
@@ -247,18 +255,18 @@ def test_one_more_shard_reads_one_shard(tmp_path: Path, scans: Path, index_dir: 
         assert _scanned(scans) == names
         expected = [one for number in contents for one in samples[number]]
         assert len(dataset) == len(expected)
-        assert dataset.__getitems__(list(range(0, len(expected), 97))) == expected[::97]
+        assert dataset.__getitems__(list(range(0, len(expected), 9))) == expected[::9]
 
     for number in range(3):
-        (data / f"{number}.tar").write_bytes(shards[number])
+        (data / f"{number}.tar").write_bytes(tars[number])
     check(["0.tar", "1.tar", "2.tar"], 0, 1, 2)
-    (data / "3.tar").write_bytes(shards[3])
+    (data / "3.tar").write_bytes(tars[3])
     check(["3.tar"], 0, 1, 2, 3)
-    (data / "15.tar").write_bytes(shards[4])
+    (data / "15.tar").write_bytes(tars[4])
     check(["15.tar"], 0, 1, 4, 2, 3)
     check([], 2, 0, source=[data / "2.tar", data / "0.tar"])
     check([], 0, 1, 2, 3, source=f"{data}/?.tar")
-    (data / "1.tar").write_bytes(shards[5])
+    (data / "1.tar").write_bytes(tars[5])
     check(["1.tar"], 0, 5, 4, 2, 3)
     for name in ("15.tar", "1.tar", "3.tar"):
         (data / name).unlink()
@@ -270,19 +278,19 @@ def test_one_more_shard_reads_one_shard(tmp_path: Path, scans: Path, index_dir: 
 
 def test_the_index_of_a_source_that_grows_does(tmp_path: Path, index_dir: Path) -> None:
     """The index grows by the new samples only; each state once stored a whole index."""
-    (shard,) = [write_tar(tmp_path / "a.tar", members_of(samples_of(0, 1000))).read_bytes()]
+    (shard,) = [write_tar(tmp_path / "a.tar", members_of(samples_of(0, 100))).read_bytes()]
     sizes = []
     for number in range(8):
         (tmp_path / "data").mkdir(exist_ok=True)
         (tmp_path / "data" / f"{number}.tar").write_bytes(shard)
-        assert len(open_dataset(tmp_path / "data")) == 1000 * (number + 1)
+        assert len(open_dataset(tmp_path / "data")) == 100 * (number + 1)
         sizes.append(sum(path.stat().st_size for path in index_dir.rglob("parts/*/*")))
     assert sizes[-1] < 2.5 * 8 * sizes[0]
 
 
 def test_an_index_that_was_not_opened_for_long_is_removed(tmp_path: Path, scans: Path, index_dir: Path) -> None:
     """With parts that no other index has, and indexes of earlier releases."""
-    samples = write_shards(tmp_path / "data", 3, 700)
+    samples = write_shards(tmp_path / "data", 3, 70)
     (index_dir / "parts" / "of-another-process").mkdir(parents=True)
     other = open_dataset(f"{tmp_path}/data/train-000.tar")
     whole = open_dataset(tmp_path / "data")
@@ -303,15 +311,15 @@ def test_an_index_that_was_not_opened_for_long_is_removed(tmp_path: Path, scans:
     assert kept.stored.name in names
     assert len([*index_dir.glob("parts/*/*")]) == 4
     assert [path.name for path in index_dir.glob("webdataset/*")] == ["recent"]
-    assert whole.__getitems__(list(range(1400))) == samples[:1400]
+    assert whole.__getitems__(list(range(140))) == samples[:140]
     for path in index_dir.rglob("*"):
         os.utime(path, (0, 0))
     open_dataset(f"{tmp_path}/data/train-001.tar")
     assert len([*index_dir.glob("joined/*")]) == len([*index_dir.glob("parts/*/*")]) == 1
     scans.write_text("")
-    assert len(open_dataset(tmp_path / "data")) == 2100
+    assert len(open_dataset(tmp_path / "data")) == 210
     assert _scanned(scans) == ["train-000.tar", "train-002.tar"]
-    assert whole.__getitems__(list(range(1400))) == samples[:1400]  # stays mapped
+    assert whole.__getitems__(list(range(140))) == samples[:140]  # stays mapped
 
 
 @pytest.mark.parametrize("moment", ["build", "_write_parts", "_write_part", "_put", "_join"])
@@ -319,7 +327,7 @@ def test_processes_build_one_index_on_an_object_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """Another one builds the same index at any moment of a build."""
-    samples = write_shards(tmp_path / "data", 3, 700)
+    samples = write_shards(tmp_path / "data", 3, 70)
     url = f"memory://{tmp_path.name}-{moment}"
     owner: Any = _Builder
     own = getattr(owner, moment)
@@ -329,13 +337,13 @@ def test_processes_build_one_index_on_an_object_store(
         runs.append(moment)
         if len(runs) == 1:
             monkeypatch.setattr(owner, moment, own)
-            assert len(open_dataset(tmp_path / "data", index_dir=url)) == 2100
+            assert len(open_dataset(tmp_path / "data", index_dir=url)) == 210
             monkeypatch.setattr(owner, moment, disturbed)
         return own(*arguments)
 
     monkeypatch.setattr(owner, moment, disturbed)
     try:
-        assert open_dataset(tmp_path / "data", index_dir=url).__getitems__(list(range(2100))) == samples
+        assert open_dataset(tmp_path / "data", index_dir=url).__getitems__(list(range(210))) == samples
         assert runs
     finally:
         fsspec.filesystem("memory").rm(url, recursive=True)
