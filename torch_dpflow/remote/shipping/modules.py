@@ -93,9 +93,19 @@ def is_namespace(name: str) -> bool:
 
 def is_own_path(file: str) -> bool:
     """Return whether a file is the user's own."""
-    real = os.path.realpath(file)
-    installed = _INSTALLED.intersection(real.split(os.sep)) or _INSTALLED.intersection(file.split(os.sep))
-    return not installed and not real.startswith(_standard_library())
+    if not _INSTALLED.isdisjoint(file.split(os.sep)):
+        return False
+    folder, name = os.path.split(file if os.path.isabs(file) else os.path.join(os.getcwd(), file))
+    real = os.path.join(_resolved(folder), name)
+    if os.path.islink(real):
+        real = os.path.realpath(real)
+    return _INSTALLED.isdisjoint(real.split(os.sep)) and not real.startswith(_standard_library())
+
+
+@lru_cache(maxsize=4096)
+def _resolved(folder: str) -> str:
+    """Return the path of a folder without links. Links are followed once: each part of a path takes a system call."""
+    return os.path.realpath(folder)
 
 
 def is_own_class(kind: type) -> bool:
