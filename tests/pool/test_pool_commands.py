@@ -229,7 +229,7 @@ def test_commands_at_a_pool_that_is_not_there(files: Path, words: tuple[str, ...
 
 @pytest.mark.parametrize(
     ("ends", "code", "says"),
-    [("server", 1, "Error: the server of the pool does not answer"), ("command", 0, "")],
+    [("server", 1, "Error: the server of the pool does not answer at"), ("command", 0, "")],
 )
 def test_top_ends_with_its_server_and_by_ctrl_c(tmp_path: Path, ends: str, code: int, says: str) -> None:
     command = [sys.executable, "-m", "torch_dpflow.cli", "pool", "top", "--interval-s", "0.1"]

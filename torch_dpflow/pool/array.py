@@ -34,6 +34,8 @@ Rows: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
 _Numbers: TypeAlias = npt.NDArray[np.int64]
 #: Lends memory of this many bytes; None if it has none.
 Lend: TypeAlias = Callable[[int], "npt.NDArray[np.uint8] | None"]
+#: Why a server does not have rows that were pushed.
+_NOT_THERE = "its server was lost, it was unloaded, or its push has not finished; push it (again)"
 
 
 class PooledArray(Dataset[Rows]):
@@ -172,10 +174,12 @@ class PooledArray(Dataset[Rows]):
 
     def _load(self, numbers: _Numbers, missing: _Numbers, out: npt.NDArray[Any]) -> None:
         if self.source.is_pushed:
+            failure = self._reading.get().failure
             self.close()  # so that the next read looks for a server at once
+            why = f"{failure}. Then push the array again" if failure else _NOT_THERE
             raise PeerLostError(
-                f"{len(missing)} of these rows of {self.source.ref} are in no server's memory: the array was pushed, "
-                "and its server was lost, it was unloaded, or its push has not finished; push it (again)"
+                f"{len(missing)} of these rows of {self.source.ref} are in no server's memory, and in no storage, as "
+                f"the array was pushed: {why}"
             )
         spans = [(number, number + 1) for number in numbers[missing].tolist()]
         for at, content in zip(missing.tolist(), self._storage.get().read_rows(spans)):

@@ -60,6 +60,8 @@ class PoolReader:
         self._is_stale = False
         #: Whether it was unloaded by a command: this process does not load it, but reads what others load.
         self._is_unloaded = False
+        #: Why no server was found at the last lookup; None: one was.
+        self.failure: DPFlowError | None = None
         #: When the pool may be looked up again.
         self._ask_at, self._backoff = 0.0, pauses()
         #: Samples read from memory, and others.
@@ -250,6 +252,7 @@ class PoolReader:
                 return
             self._is_unloaded = False
             table = self._lookup.table()
+            self.failure = None
             self._backoff.reset()
             is_settled = table is not None and self._lookup.is_placed
             self._ask_at = time.monotonic() + (_TABLE_S if is_settled else _PLANNING_S)
@@ -262,6 +265,7 @@ class PoolReader:
         try:
             yield
         except DPFlowError as error:
+            self.failure = error.with_traceback(None)  # which refers to frames with records
             self._lookup.close()
             self._ask_at = time.monotonic() + self._backoff.pause_s()
             log_fallback(f"{self._ref} is read from storage for now", error)

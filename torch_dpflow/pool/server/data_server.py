@@ -15,6 +15,7 @@ from functools import partial
 
 from torch_dpflow._core.checks import check_int, check_seconds, check_type, is_loopback
 from torch_dpflow._core.decoding import msgpack_decoder
+from torch_dpflow._version import __version__
 from torch_dpflow.cluster.services.service import HeartbeatSender, ServiceSpec
 from torch_dpflow.errors import DPFlowError, MessageError, OptionError, PeerLostError, PoolFullError, UsageError
 from torch_dpflow.ipc.memory.headroom import check_memory
@@ -206,6 +207,10 @@ class DataServer:
         except (OSError, MessageError, OptionError, PeerLostError) as error:
             if isinstance(error, MessageError | OptionError):
                 SERVICE.warning("a client of the pool was disconnected: %s", error)
+            if isinstance(error, MessageError):
+                refusal = UsageError(f"{error}; clients need this server's release, {__version__}")
+                with contextlib.suppress(OSError):
+                    channel.send(PoolRefusal.of(refusal))
         finally:
             self._leave(client)
             self._connections.discard(connection)

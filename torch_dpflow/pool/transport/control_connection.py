@@ -20,6 +20,7 @@ import msgspec
 
 from torch_dpflow._core.checks import check_msgpack
 from torch_dpflow._core.decoding import msgpack_decoder
+from torch_dpflow._version import __version__
 from torch_dpflow.errors import MessageError, OptionError, PeerLostError, UsageError
 from torch_dpflow.log import DATASETS
 from torch_dpflow.pool.messages import (
@@ -163,6 +164,8 @@ class PoolConnection:
 
     def __init__(self, address: AddressLike = "auto", *, silence_s: float = _SILENCE_S) -> None:
         found = find_address(address)
+        #: For messages.
+        self._address, self._silence_s = str(found), silence_s
         self._lock = threading.Lock()
         #: Whether an answer is outstanding.
         self._is_pending = False
@@ -211,8 +214,7 @@ class PoolConnection:
         try:
             self._channel.send(request, fds)
         except OSError as error:
-            self._channel.close()
-            raise PeerLostError(f"the server of the pool does not answer: {error.strerror or error}") from error
+            raise self._lost(error) from error
 
     def receive(self) -> tuple[PoolAnswer, list[int]]:
         """Receive the answer to `send`. Raises the errors of `request`."""
@@ -298,9 +300,18 @@ class PoolConnection:
         try:
             return self._channel.receive(ANSWERS, segments)
         except (OSError, MessageError, PeerLostError) as error:
-            # A late answer would be taken for the answer to the next request.
-            self._channel.close()
-            raise PeerLostError(f"the server of the pool does not answer: {error}") from error
+            raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> PeerLostError:
+        """Close the connection, as a late answer would be taken for the next one; return the error with what to do."""
+        self._channel.close()
+        if isinstance(error, MessageError):
+            why = f"{error}; have servers and clients use one release, and this side has {__version__}"
+        elif isinstance(error, TimeoutError):
+            why = f"nothing came within {self._silence_s:g} s; it is busy or suspended: try again"
+        else:
+            why = f"{error}; it has ended, or its log says why: start it again by `dpflow pool serve`, or try again"
+        return PeerLostError(f"the server of the pool does not answer at {self._address}: {why}")
 
     def __enter__(self) -> PoolConnection:
         return self
