@@ -131,7 +131,8 @@ class Mapper(DPFlowNode[T]):
             lambdas and functions of a notebook too.
         num_workers: processes that call `fn`; 0 calls it in this process.
         platform: where workers run, if not on this host: "processes", or a platform of `torch_dpflow.remote`.
-        in_order: return results in the order of the source; else as they arrive.
+        in_order: return results in the order of the source; else as they arrive. A node above that reads items again
+            after a resume, such as torchdata's Unbatcher, loses and repeats items unless they are in order.
         prefetch_factor: items in flight per worker. None: 2, or more if items are quick: as many as are read and mapped
             in 0.06 s, at most 128 per worker, and 64 MiB together. Quick items are sent in groups.
         snapshot_frequency: items between two states that are requested from the source, for a source whose state is
