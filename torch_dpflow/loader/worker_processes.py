@@ -15,6 +15,7 @@ from torch_dpflow.epoch.own_state import has_state
 from torch_dpflow.errors import NotPicklableError, PoisonTaskError, WorkerStartError
 from torch_dpflow.ipc.memory.headroom import machine_total
 from torch_dpflow.ipc.transport import Listener, listen
+from torch_dpflow.loader.dataset_changes import PlainState
 from torch_dpflow.log import LOADER
 from torch_dpflow.metrics import LoaderMeter
 from torch_dpflow.options import LoaderOptions
@@ -109,6 +110,8 @@ class WorkerProcesses:
         descriptors.require(workers * WORKER_DESCRIPTORS + OWN_DESCRIPTORS, f"a loader with {workers} workers")
         self._platform = platform
         self._load_spec = DeferredPickle(spec)
+        #: The dataset, which workers copy when they start, and its state when the first ones did.
+        self._dataset, self._begun_with = spec.dataset, PlainState(spec.dataset)
         #: For the socket and exit reports.
         self.directory = PrivateDirectory()
         self.listener = listen(f"ipc://{self.directory.path}/shard")
@@ -171,11 +174,21 @@ class WorkerProcesses:
     def replace(self, worker: int, dead: Handle) -> str:
         """Start another process in place of `dead`, unless it was replaced before; return how `dead` ended.
 
-        Raises DescriptorLimitError: too many files are open; the call can be repeated.
+        The call can be repeated after an error.
+
+        Raises:
+            WorkerStartError: the dataset has changed since the other workers copied it.
+            DescriptorLimitError: too many files are open.
         """
         end = "has ended"
         handle = self._handles.get(worker)
         if handle is None or handle is dead:
+            if changed := self._begun_with.changed(self._dataset):
+                raise WorkerStartError(
+                    f"worker {worker} cannot be replaced, as the dataset has changed since the workers started: "
+                    f"{changed}. The replacement would load other samples than they do. Change it between epochs (with "
+                    "persistent_workers=True make another loader then), and begin the epoch again, or resume it"
+                )
             end = self.reap(worker)
             self._incarnations[worker] += 1
             descriptors.require(WORKER_DESCRIPTORS + OWN_DESCRIPTORS, f"another process for worker {worker}")
