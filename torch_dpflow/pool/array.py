@@ -176,7 +176,9 @@ class PooledArray(Dataset[Rows]):
         if self.source.is_pushed:
             failure = self._reading.get().failure
             self.close()  # so that the next read looks for a server at once
-            why = f"{failure}. Then push the array again" if failure else _NOT_THERE
+            why = str(failure or _NOT_THERE)
+            if isinstance(failure, PeerLostError):
+                why += ". Then push the array again"
             raise PeerLostError(
                 f"{len(missing)} of these rows of {self.source.ref} are in no server's memory, and in no storage, as "
                 f"the array was pushed: {why}"
