@@ -72,7 +72,7 @@ class StructuredFormatter(logging.Formatter):
     are quoted where needed, so that a peer's text cannot start a line or field.
 
     Args:
-        fields: of the process, for all of its lines: some of `SUBJECTS`, and others.
+        fields: fields for all lines of the process: any of `SUBJECTS`, and others.
     """
 
     def __init__(self, options: LogOptions, fields: Mapping[str, object]) -> None:

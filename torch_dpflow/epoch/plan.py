@@ -79,7 +79,8 @@ class Plan:
         position: the batches that were drawn before this plan began.
         ended_at: the epoch's length, if the sampler is known to have ended.
         end: the position at the end of a resumed epoch, if known.
-        checksum: of the indices before this plan began; None if the order needs none, or the indices are not integers.
+        checksum: checksum of the indices before this plan began; None if the order needs none, or the indices are not
+            integers.
     """
 
     def __init__(

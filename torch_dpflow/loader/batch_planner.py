@@ -33,7 +33,7 @@ def interrupted_draw() -> WorkerError:
 def next_undelivered(plan: Plan, progress: EpochProgress) -> tuple[int, Any]:
     """Return (position, indices) of the next undelivered batch, without drawing it.
 
-    StopIteration at the epoch's end.
+    Raises StopIteration at the epoch's end.
     """
     plan.forget(progress.position)
     position, index = plan.peek()

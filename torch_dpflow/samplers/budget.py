@@ -33,7 +33,7 @@ class BudgetBatchSampler(EpochSampler[list[int]]):
     Without ranks every iteration is a new epoch; with ranks only `set_epoch` begins another.
 
     Args:
-        lengths: of all samples, in any unit: numbers above 0, in a sequence, array or tensor.
+        lengths: lengths of all samples, in any unit: numbers above 0, in a sequence, array or tensor.
         budget: highest cost of a batch, in the same unit.
         spread: by how much lengths of one batch may differ, as a share of the shortest. A smaller value means less
             padding, and less random batches.

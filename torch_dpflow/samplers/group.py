@@ -140,7 +140,7 @@ class SamplingGroup(ABC):
         size: number of samples that the jobs choose from; at least 1.
         capacity: number of samples that the caches together may hold, at least 1; None: a tenth of them. Only
             strategies with a directory use it.
-        seed: of the group's own random numbers.
+        seed: seed of the group's own random numbers.
     """
 
     #: Its name in `STRATEGIES`.

@@ -346,7 +346,7 @@ class DecodedImages(Dataset[tuple[Any, Any]]):
     Args:
         samples: (path, target) of each image; encoded images instead of paths are allowed.
         decode: decodes one image. If it has a method `batch`, like `DecodeRandomResizedCrop`, that decodes several.
-        transform, target_transform: of an image, and of a target, as in ImageFolder.
+        transform, target_transform: functions of an image and of a target, as in ImageFolder.
 
     Raises:
         OptionTypeError: an argument is not allowed.

@@ -238,7 +238,7 @@ class _Saved:
     def read_in_step(self) -> Marks:
         """Return the samples that all ranks had read if they were in step, without `earlier`.
 
-        StateError if not known.
+        Raises StateError if they are not known.
         """
         if self.replicas == 1:
             return self.done

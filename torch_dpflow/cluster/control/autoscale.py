@@ -360,7 +360,7 @@ class Autoscaler:
         self.target = self._within(max(self.target, min(need, step.most)))
 
     def _settle(self, counts: FlowCounts, need: int, now: float) -> None:
-        """Finish the latest step up once its workers are ready, by how much they have increased the rate."""
+        """End the latest step up once its workers are measured; detect saturation if the rate has hardly risen."""
         step = self._step
         if step is None:
             return

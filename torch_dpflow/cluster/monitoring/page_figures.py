@@ -55,7 +55,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FlowLine(FlowRow, frozen=True, kw_only=True):
-    """A flow on the page: its row, its state in words, and rates from earlier rows. None: not known yet."""
+    """A flow on the page: its row, its state in words, and rates from earlier rows, which are None while unknown."""
 
     #: Since its shards started, and over the last seconds.
     hit_rate: float | None
@@ -72,7 +72,7 @@ class FlowLine(FlowRow, frozen=True, kw_only=True):
 
 
 class JobLine(JobRow, frozen=True, kw_only=True):
-    """A job on the page: its row, and rates from earlier rows. None: it has read nothing in the last seconds."""
+    """A job on the page: its row, and rates from earlier rows, which are None if it has read nothing lately."""
 
     #: Since it started, and over the last seconds.
     stall: float
@@ -87,7 +87,7 @@ class JobLine(JobRow, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Totals of all flows and jobs, measured over the last seconds. None: not known."""
+    """Totals of all flows and jobs, measured over the last seconds; None where unknown."""
 
     samples_per_s: float | None
     #: Stall share of all jobs that read.

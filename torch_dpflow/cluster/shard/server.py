@@ -248,7 +248,7 @@ class SampleShard:
     def _fetch(self, call: IncomingCall, tickets: list[int]) -> None:
         """Answer a call with the samples of these tickets once they are loaded.
 
-        UsageError if its job did not request them.
+        Raises UsageError if its job did not request them.
         """
         ask: Ask = call.body
         request = next(self._requests)

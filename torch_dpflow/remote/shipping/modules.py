@@ -86,7 +86,7 @@ def own_module(name: str) -> OwnModule | None:
 
 
 def is_namespace(name: str) -> bool:
-    """Return whether this is a package without code, whose parts may lie in many places."""
+    """Return whether `name` is a namespace package: without code, and with parts in several folders."""
     spec = find_spec(name)
     return spec is not None and not spec.has_location and spec.submodule_search_locations is not None
 

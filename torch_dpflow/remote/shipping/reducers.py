@@ -53,7 +53,7 @@ def reduce_by_value(obj: Any, sent_arguments: Collection[str] | None, *, is_repl
 
     These objects are sent in a different form:
 
-    - a `functools.lru_cache` of the script, or in the place of another function: empty
+    - a `functools.lru_cache` of the script, or one that replaces another function: empty
     - a `functools.cached_property`: without its lock
     - a `functools.singledispatch` of the script: without its cache
     - a `threading.local`: with the values of this thread
