@@ -27,6 +27,8 @@ Code: TypeAlias = Literal["auto"] | Sequence[str] | None
 class LoaderOptions:
     """Options of `DPFlowDataLoader` beyond torch's. The defaults change no result.
 
+    With `flow=`, only `code` and `watch` apply, and a loader that is given another option raises OptionError.
+
     Args:
         read_threads: threads inside each worker that read the samples of one batch at the same time. More than one
             hides the latency of storage. Requires a thread-safe `__getitem__`; random draws in it then have no fixed

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: The fields of `LoaderOptions` that apply to remote workers only.
 _REMOTE_OPTIONS = ("listen", "min_workers", "code")
+#: The fields of `LoaderOptions` that apply to a loader of a flow.
+_FLOW_OPTIONS = ("code", "watch")
 #: Digits of the highest version of a flow.
 MAX_VERSION_DIGITS = 9
 _FLOW = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._/-]{0,99})(:v(?P<version>[1-9][0-9]*))?")
@@ -105,17 +107,21 @@ def _is_of_accelerate(part: Any) -> bool:
 
 
 def check_options(options: LoaderOptions, flow: str | None = None) -> None:
-    """Raise OptionError for options that have no effect without a platform; `code` is allowed with a flow."""
+    """Raise OptionError for options that would have no effect in a loader without a platform."""
     usual = LoaderOptions()
-    given = [
-        f"{name}={getattr(options, name)!r}"
-        for name in _REMOTE_OPTIONS
-        if getattr(options, name) != getattr(usual, name) and not (name == "code" and flow is not None)
-    ]
-    if given:
+    given = {name: f"{name}={value!r}" for name, value in vars(options).items() if value != getattr(usual, name)}
+    remote = [text for name, text in given.items() if name in _REMOTE_OPTIONS]
+    private = [text for name, text in given.items() if name not in _FLOW_OPTIONS]
+    if flow is None and remote:
         raise OptionError(
-            f"{', '.join(given)} without a platform: these options apply to remote workers; give platform='ray' or "
+            f"{', '.join(remote)} without a platform: these options apply to remote workers; give platform='ray' or "
             "'processes', or leave them out"
+        )
+    if flow is not None and private:
+        raise OptionError(
+            f"{', '.join(private)} with flow={flow!r}: the cluster's workers load the samples, so these options would "
+            f"be ignored, and only {' and '.join(_FLOW_OPTIONS)} apply; leave them out, or give job=JobOptions(...), "
+            "which has task_timeout_s for a flow"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def loader(**arguments: Any) -> DPFlowDataLoader[Any]:
         ({"listen": "tcp://127.0.0.1:0"}, "listen='tcp://127.0.0.1:0' without a platform"),
         ({"min_workers": 2}, "min_workers=2 without a platform"),
         ({"code": None}, "code=None without a platform"),
-        ({"code": [], "min_workers": 3}, r"min_workers=3, code=\[\] without a platform"),
+        ({"code": [], "min_workers": 3}, r"code=\[\], min_workers=3 without a platform"),
     ],
 )
 @pytest.mark.parametrize("arguments", [{}, {"num_workers": 0}])
@@ -36,10 +37,26 @@ def test_options_of_platforms_are_refused_without_one(
         loader(options=LoaderOptions(**options), **arguments)
 
 
-def test_of_a_platforms_options_code_is_one_of_flows_too() -> None:
-    assert loader(options=LoaderOptions(code=None), flow="a/b").options == LoaderOptions(code=None)
-    with pytest.raises(OptionError, match="min_workers=3 without a platform"):
-        loader(options=LoaderOptions(code=None, min_workers=3), flow="a/b")
+def test_a_loader_of_a_flow_refuses_options_that_it_would_ignore() -> None:
+    used: dict[str, Any] = {"code": None, "watch": None}
+    assert loader(options=LoaderOptions(**used), flow="a/b").options == LoaderOptions(**used)
+    ignored: dict[str, Any] = {
+        "read_threads": 2,
+        "seeding": "worker",
+        "prefetch_growth": 1.0,
+        "restart_limit": 1,
+        "poison_limit": 1,
+        "task_timeout_s": 1.0,
+        "shared_memory": 0,
+        "listen": "tcp://127.0.0.1:0",
+        "min_workers": 3,
+    }
+    assert used.keys() | ignored.keys() == {field.name for field in fields(LoaderOptions)}
+    for name, value in ignored.items():
+        with pytest.raises(OptionError, match=f"^{name}={value!r} with flow='a/b': .* leave them out"):
+            loader(options=LoaderOptions(code=None, **{name: value}), flow="a/b")
+    with pytest.raises(OptionError, match=r"^poison_limit=1, listen='tcp://.*' with flow='a/b'"):
+        loader(options=LoaderOptions(listen="tcp://127.0.0.1:0", poison_limit=1), flow="a/b", num_workers=0)
 
 
 @pytest.mark.parametrize(
