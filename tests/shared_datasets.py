@@ -7,7 +7,9 @@ import ctypes
 import os
 import random
 import signal
+import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +103,20 @@ class HeldUp(SlowNumbers):
             os.unlink(self.file)
             time.sleep(10**6)
         return super().__getitem__(index)
+
+
+def imported(folder: str, module: str) -> Any:
+    sys.path.insert(0, folder)
+    import_module(module)
+    return Importing(folder, module)
+
+
+class Importing(Numbers):
+    """Workers import a module of a folder, which this process does not import."""
+
+    def __init__(self, folder: str, module: str) -> None:
+        super().__init__(8)
+        self.where = folder, module
+
+    def __reduce__(self) -> Any:
+        return imported, self.where

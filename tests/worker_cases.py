@@ -7,6 +7,8 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
+
 
 def worker_pids() -> list[int]:
     """Process ids of the workers that this process has started and that have not ended."""
@@ -16,6 +18,16 @@ def worker_pids() -> list[int]:
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
     """Send a signal; SIGKILL by default."""
     os.kill(pid, number)
+
+
+def stop_descendants(pid: int) -> list[int]:
+    """Send SIGSTOP to all processes that a process has started, but multiprocessing's resource tracker; their pids."""
+    stopped = []
+    for one in psutil.Process(pid).children(recursive=True):
+        if "multiprocessing.resource_tracker" not in " ".join(one.cmdline()):
+            one.suspend()
+            stopped.append(one.pid)
+    return stopped
 
 
 def has_ended(pid: int) -> bool:

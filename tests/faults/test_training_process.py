@@ -16,7 +16,7 @@ import pytest
 
 from tests.loader_cases import Indices
 from tests.new_process import in_fork, interpreter, run_interpreter
-from tests.worker_cases import has_ended, worker_pids
+from tests.worker_cases import has_ended, stop_descendants, worker_pids
 from torch_dpflow._core.processes import sweep
 from torch_dpflow.errors import LifetimeError
 
@@ -113,6 +113,37 @@ def test_not_even_workers_that_keep_the_interpreters_lock(OurLoader: Any, eventu
         training.kill()
         training.wait()
         eventually(lambda: all(map(has_ended, workers)), what="the end of the workers")
+
+
+IN_A_THREAD = """
+import multiprocessing, sys, threading
+import tests.loader_cases as cases
+from torch_dpflow import DPFlowDataLoader
+
+def read():
+    iterator = iter(DPFlowDataLoader(cases.Indices(1000), num_workers=2, multiprocessing_context=sys.argv[1]))
+    next(iterator)
+    print("read", flush=True)
+    threading.Event().wait()
+
+if __name__ == "__main__":
+    threading.Thread(target=read).start()
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_processes_that_are_stopped_end_with_a_killed_training_process(
+    OurLoader: Any, eventually: Any, place: Path, method: str
+) -> None:
+    """Also those that another thread than the main one has started, which the kernel does not kill."""
+    with interpreter(IN_A_THREAD, method, env={"TMPDIR": str(place)}) as training:
+        assert training.stdout is not None
+        assert training.stdout.readline() == "read\n"
+        pids = stop_descendants(training.pid)
+        assert len(pids) >= 2
+        training.kill()
+        training.wait()
+        eventually(lambda: all(map(has_ended, pids)), what="the end of the stopped processes")
 
 
 def left_in(directory: Path) -> list[str]:

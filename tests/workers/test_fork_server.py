@@ -38,13 +38,21 @@ def started(folder: Path, module: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    ("module", "code"), [("raise ValueError('no GPU')", 1), ("import os; os._exit(3)", 3), ("raise SystemExit(4)", 4)]
+    ("module", "how"),
+    [
+        ("raise ValueError('no GPU')", "exited with code 1"),
+        ("import os; os._exit(3)", "exited with code 3"),
+        ("raise SystemExit(0)", "exited with code 0"),
+        ("import os; os.abort()", "was ended by SIGABRT"),
+        ("import os; os.kill(os.getpid(), 11)", "was ended by SIGSEGV"),
+        ("import os; os.kill(os.getpid(), 9)", "was ended by SIGKILL"),
+    ],
 )
-def test_a_module_that_ends_the_fork_server_is_named(tmp_path: Path, module: str, code: int) -> None:
+def test_a_module_that_ends_the_fork_server_is_named(tmp_path: Path, module: str, how: str) -> None:
     process = started(tmp_path, module)
     _, printed = process.communicate(timeout=60.0)
     assert process.returncode == 1
-    assert f"importing preloaded ended it with code {code};" in printed
+    assert f"the import of preloaded has ended it: it {how}" in printed
     assert ("ValueError: no GPU" in printed) is ("no GPU" in module)
 
 

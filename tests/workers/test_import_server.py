@@ -15,7 +15,7 @@ from tests.worker_cases import has_ended
 
 #: Starts two processes for each of several groups, and prints what they have found.
 PROGRAM = """
-import json, os, sys, time
+import json, math, os, sys, time
 from multiprocessing import forkserver
 from pathlib import Path
 from torch_dpflow.workers.fork_server import ForkServerPlatform, end_fork_server
@@ -66,6 +66,14 @@ if __name__ == "__main__":
                 time.sleep(0.01)
             servers[0]._handle.process.join()
             out["code"] = servers[0]._handle.process.exitcode
+    if "raises" in sys.argv:
+        out["lasting"] = sorted(one.group for one, at in platform._not_before.items() if at == math.inf)
+        (folder / "raises.py").write_text("")
+        for number in range(2):
+            (folder / f"raises-{number}").unlink()
+        for imports in platform._not_before:
+            platform._not_before[imports] = 0.0  # the pause is over
+        _, out["repaired"] = found(folder, platform, "raises", "raises")
     out["fork server"] = forkserver._forkserver._forkserver_pid
     usual = forkserver.ForkServer.connect_to_new_process
     def changed(self, fds):
@@ -117,6 +125,9 @@ def test_a_group_imports_once_and_processes_start_without_imports_that_fail(tmp_
     assert len(parents["a"] | parents["b"] | {out["fork server"]}) == 3
     assert out["code"] == 0, "it ends with its group"
     assert all(parents[name] == {out["fork server"]} for name in MODULES if name != "good")
+    assert out["lasting"] == ["asks", "starts"]
+    assert [one["has_module"] for one in out["repaired"]] == [True, True], "it is tried again after a pause"
+    assert out["fork server"] not in {one["parent"] for one in out["repaired"]}
 
 
 def test_an_import_that_hangs_ends_with_a_killed_starter(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from torch_dpflow.ipc.serialization.fast_path import encode_sample
 from torch_dpflow.ipc.transport import Connection, Frame, connect
 from torch_dpflow.workers.batch_pieces import Lender, generation_of
 from torch_dpflow.workers.batches import BatchSource, EpochSpec, LoadedBatch, LoadSpec, unpicklable_failure
+from torch_dpflow.workers.exit_report import exit_report
 from torch_dpflow.workers.process_control import use_sched_batch
 from torch_dpflow.workers.task_worker import Compress, TaskWorker
 
@@ -242,23 +243,14 @@ def main(load_spec: DeferredPickle, spec: WorkerSpec) -> None:
     # was inherited would not be installed again.
     faulthandler.disable()
     set_worker_signal_handlers()
-    with open(exit_report_path(spec), "w") as report:
-        faulthandler.enable(file=report)
+    with exit_report(exit_report_path(spec)):
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the platform may have blocked it
             opened = load_spec.open()
             connection = connect(spec.address, identity=f"{spec.worker}/{spec.incarnation}".encode())
             BatchWorker(opened, spec.worker, spec.incarnation, connection).work()
-        except BaseException as error:
-            report.write(_exit_report(error))
-            if not isinstance(error, KeyboardInterrupt):  # the owner gets that too, and decides
-                raise
-        finally:
-            faulthandler.disable()
-
-
-def _exit_report(error: BaseException) -> str:
-    return ExceptionWrapper((type(error), error, error.__traceback__), "").exc_msg
+        except KeyboardInterrupt:  # the owner gets it too, and decides
+            pass
 
 
 class BatchWorker(TaskWorker):

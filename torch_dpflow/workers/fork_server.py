@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import multiprocessing
 import os
 import signal
@@ -24,7 +25,7 @@ from torch_dpflow.errors import LaunchError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.workers.import_server import ImportServer, StillImportingError
 from torch_dpflow.workers.local_platform import LocalHandle, LocalPlatform
-from torch_dpflow.workers.platform import Imports, ProcessSpec
+from torch_dpflow.workers.platform import End, Imports, ProcessSpec
 from torch_dpflow.workers.process_control import FORK_SERVER_NAME, FORK_SERVER_UP
 
 #: Lets a fork server survive invalid requests, and show what it imports.
@@ -35,6 +36,10 @@ POLL_S, NOTICE_S = 0.25, 10.0
 MAX_DOUBLINGS = 4
 #: How long to wait for the end of a killed fork server, seconds. One that waits for a network disk does not end.
 KILLED_S = 1.0
+
+
+class ModuleEndedError(LaunchError):
+    """A preloaded module ends the fork server at its import: another start would end in the same way."""
 
 
 class ForkServerPlatform(LocalPlatform):
@@ -74,10 +79,12 @@ class ForkServerPlatform(LocalPlatform):
         self._known: int | None = None
         #: How many starts of the fork server in a row have failed.
         self._failures = 0
+        #: The fork server that was killed last as it made no progress; the module that another one was killed at.
+        self._killed, self._suspected = 0, ""
         self._waits, self._interrupted = False, StopSignal()
-        #: By what they import; and what has failed to be imported together. For threads that hold the lock.
+        #: By what they import; and until when that is not tried after it failed. For threads that hold the lock.
         self._import_servers: dict[Imports, ImportServer] = {}
-        self._not_imported: set[Imports] = set()
+        self._not_before: dict[Imports, float] = {}
         self._lock = threading.Lock()
 
     def begin(self) -> None:
@@ -140,7 +147,8 @@ class ForkServerPlatform(LocalPlatform):
             self._import_servers.popitem()[1].close(kill=True)
 
     def _start(self, process: BaseProcess, imports: Imports | None = None) -> None:
-        if imports is not None and self._timeouts_s is not None and imports not in self._not_imported:
+        may_share = imports is not None and time.monotonic() >= self._not_before.get(imports, 0.0)
+        if imports is not None and may_share and self._timeouts_s is not None:
             fork_s, begin_s = self._timeouts_s
             try:
                 if imports not in self._import_servers:
@@ -152,10 +160,13 @@ class ForkServerPlatform(LocalPlatform):
             except StillImportingError:
                 raise
             except Exception as error:  # also those of another Python, whose multiprocessing may differ inside
-                SERVICE.info("modules of %s are imported by each of its processes (%r)", imports.group, error)
-                self._not_imported.add(imports)
-                if (server := self._import_servers.pop(imports, None)) is not None:
+                server, why, pause_s = self._import_servers.pop(imports, None), repr(error), begin_s
+                if server is not None:
+                    why, pause_s = server.failure()
                     server.close(kill=True)
+                self._not_before[imports] = time.monotonic() + pause_s
+                until = "until the flow changes" if pause_s == math.inf else f"for {pause_s:.0f} s"
+                SERVICE.info("modules of %s are imported by each of its processes %s: %s", imports.group, until, why)
         try:
             self._fork(process)
             return
@@ -183,7 +194,7 @@ class ForkServerPlatform(LocalPlatform):
         finally:
             self._waits = False
             made.set()
-        self._known, self._failures = _fork_server(), 0
+        self._known, self._failures, self._suspected = _fork_server(), 0, ""
         if self._outlived:
             # Each start polls all of multiprocessing's children. If another thread looked at one then, one of both
             # would get its exit code and the other the end of the pipe, which counts as code 255.
@@ -191,14 +202,25 @@ class ForkServerPlatform(LocalPlatform):
             children.discard(started)
 
     def _check_imports(self) -> None:
-        """Raise LaunchError if an import has made the fork server exit."""
+        """Raise ModuleEndedError if a module has ended the fork server, and not this process by its time limit.
+
+        After a first SIGKILL it is started once more, as others send that signal too.
+        """
         pid = _fork_server()
-        end = None if pid is None else _end_of(pid)
-        if end is not None and end.si_code == os.CLD_EXITED and (module := self._imported(pid)):
-            raise LaunchError(
-                f"importing {module} ended it with code {end.si_status}; if the module raised, its traceback is on "
-                "stderr: repair the module, or leave it out of --preload"
-            )
+        end = None if pid is None or pid == self._killed else _end_of(pid)
+        if end is None or not (module := self._imported(pid)):
+            return
+        is_killed = end.si_code != os.CLD_EXITED and end.si_status == signal.SIGKILL
+        if is_killed and self._suspected != module:
+            self._suspected = module
+            return
+        self._suspected = ""
+        exited = end.si_code == os.CLD_EXITED
+        how = End(code=end.si_status) if exited else End(signal=end.si_status)
+        raise ModuleEndedError(
+            f"the import of {module} has ended it: it {how}. If the module raised, its traceback is on stderr: repair "
+            "the module, or leave it out of --preload"
+        )
 
     def _watch(self, made: threading.Event) -> None:
         """Kill the fork server once it has made no progress for too long, and log what it waits for."""
@@ -215,6 +237,7 @@ class ForkServerPlatform(LocalPlatform):
                 progress, since = seen, now
             if now - since >= limit_s:
                 self._failures += not known
+                self._killed = pid or 0
                 _kill_fork_server(f"has made no progress for {limit_s:g} s: it {self._activity(pid)}")
                 return
             if now - began >= noticed_s:

@@ -8,7 +8,8 @@ terminal, would print a traceback.
 Python's fork server has no hook between imports, but skips modules that are not found. So the list of modules contains
 marks between them: names that no module has. Each mark becomes the name of the process, for `top` and for
 `ForkServerPlatform`. Between the first and the last mark the kernel kills the process when its parent ends, because a
-process in a hanging import cannot detect that.
+process in a hanging import cannot detect that. Otherwise the process exits when its parent has ended: Python's fork
+server also waits for the end of all its processes, of which some may be stopped.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from socket import socket
 from types import SimpleNamespace
 from typing import Any
 
-from torch_dpflow.workers.process_control import FORK_SERVER_NAME, FORK_SERVER_UP, end_with_parent
+from torch_dpflow.workers.process_control import FORK_SERVER_NAME, FORK_SERVER_UP, at_parents_end, exit_without_thread
 
 #: The timeout of a request, seconds; requests are served one at a time.
 REQUEST_S = 5.0
@@ -52,11 +53,12 @@ class Marks:
     @staticmethod
     def find_spec(name: str, *_: object) -> None:
         if name.startswith(FORK_SERVER_NAME):
-            end_with_parent(0 if name == FORK_SERVER_UP else signal.SIGKILL)
+            at_parents_end(signal.SIGCONT if name == FORK_SERVER_UP else signal.SIGKILL)
             with suppress(OSError), open("/proc/self/comm", "w") as file:
                 file.write(name)
 
 
+exit_without_thread(os.getppid())
 sys.meta_path.insert(0, Marks)
 
 _server: Any = forkserver

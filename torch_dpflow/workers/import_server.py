@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import sys
@@ -23,7 +24,17 @@ from typing import Any
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.workers.local_platform import LocalHandle
 from torch_dpflow.workers.platform import Imports, ProcessSpec
-from torch_dpflow.workers.process_control import end_with_parent
+from torch_dpflow.workers.process_control import at_parents_end, exit_without_thread
+
+#: Exit codes of an import server whose imports cannot be shared, with the reasons.
+NEEDS_OWN, HAS_THREADS, HAS_CUDA = 81, 82, 83
+LASTING = {
+    NEEDS_OWN: "an import looks for the user's own modules",
+    HAS_THREADS: "an import starts a thread, of which a fork has no copy",
+    HAS_CUDA: "an import initializes CUDA, which a fork cannot use",
+}
+#: After imports that failed for another reason, the next ones begin after this many times the seconds that they took.
+PAUSE_FACTOR = 10.0
 
 
 class StillImportingError(DPFlowError):
@@ -33,8 +44,8 @@ class StillImportingError(DPFlowError):
 class ImportServer:
     """Second-level fork server for one group of processes, itself forked by this process's fork server.
 
-    It imports the group's modules, then forks the group's processes. It ends when this process and the group have
-    ended. It ends before any fork if an import does one of the following:
+    It imports the group's modules, then forks the group's processes. It ends when this process has ended, and
+    when the group has. It ends before any fork if an import does one of the following:
 
     - it raises
     - it starts a thread, which a fork does not copy
@@ -52,7 +63,7 @@ class ImportServer:
     def __init__(
         self, imports: Imports, context: Any, fork: Callable[[BaseProcess], None], *, begin_s: float, fork_s: float
     ) -> None:
-        self._fork_s, self._deadline = fork_s, time.monotonic() + begin_s
+        self._fork_s, self._begin_s, self._began = fork_s, begin_s, time.monotonic()
         #: Whether it has forked a process.
         self.has_forked = False
         self._address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
@@ -61,7 +72,7 @@ class ImportServer:
             with socket(AF_UNIX) as listener:
                 listener.bind(self._address)
                 os.chmod(self._address, 0o600)
-                arguments = imports, _Inherited(listener.fileno()), _Inherited(alive_r)
+                arguments = imports, _Inherited(listener.fileno()), _Inherited(alive_r), os.getpid()
                 process = context.Process(target=_serve, args=arguments, name="dpflow-imports", daemon=True)
                 fork(process)
             self._handle = LocalHandle(process, ProcessSpec(name=imports.group, incarnation=0, target=_serve))
@@ -90,22 +101,31 @@ class ImportServer:
         """
         unstarted: Any = process
         unstarted._Popen = self._start
-        watch = threading.Timer(self._fork_s, self.kill)
+        watch = threading.Timer(self._fork_s, self.kill, [f"it forked no process within {self._fork_s:g} s"])
         watch.daemon = True
         watch.start()
         try:
             process.start()
             self.has_forked = True
         except ConnectionRefusedError as error:
-            if self._handle.describe() is None and time.monotonic() < self._deadline:
+            if self._handle.describe() is None and time.monotonic() < self._began + self._begin_s:
                 raise StillImportingError("its group's modules are being imported") from error
             raise
         finally:
             watch.cancel()
 
-    def kill(self) -> None:
+    def kill(self, why: str = "") -> None:
         """Kill the server. The processes that it forked continue."""
-        self._handle.kill()
+        self._handle.kill(why)
+
+    def failure(self) -> tuple[str, float]:
+        """Return why its processes import by themselves after `start` has raised, and for how long they do, seconds."""
+        end = self._handle.describe()
+        if end is not None and end.code in LASTING:
+            return LASTING[end.code], math.inf
+        took_s = 0.0 if self.has_forked else time.monotonic() - self._began
+        why = f"their imports are not over after {took_s:.0f} s" if end is None else f"what imports them, {end}"
+        return why, max(self._begin_s, PAUSE_FACTOR * took_s)
 
     def close(self, *, kill: bool = False) -> None:
         """End the server after the processes that it forked have ended; with `kill`, at once."""
@@ -137,13 +157,16 @@ def _detached(inherited: Any) -> Any:
     return inherited.detach()
 
 
-def _serve(imports: Imports, listener: int, alive: int) -> None:
-    """Import the modules, then serve as Python's fork server does. No process can connect before that."""
+def _serve(imports: Imports, listener: int, alive: int, owner: int) -> None:
+    """Import the modules, then serve as Python's fork server does. No process can connect before that.
+
+    Exits with a key of `LASTING` instead if its processes cannot share the imports.
+    """
     # An import that hangs would not notice that `alive` is closed. The fork server above ends with its starter unless
     # another process, such as this one, has its descriptor.
     main: Any = forkserver
     os.close(main._forkserver._forkserver_alive_fd)
-    end_with_parent(signal.SIGKILL)
+    at_parents_end(signal.SIGKILL)
     gc.freeze()  # else collections copy the pages of all that was inherited
     threads = _count_threads()
     # Imported here: the process that starts this one may not need torch.
@@ -158,13 +181,18 @@ def _serve(imports: Imports, listener: int, alive: int) -> None:
         try:
             import_module(module)
         except Exception:  # the processes that need it raise the same error where users see it
-            return
+            sys.exit(1)
     sys.meta_path.remove(own)
-    if own.were_needed or _count_threads() > threads or torch.cuda.is_initialized():
-        return
+    for is_so, code in (
+        (own.were_needed, NEEDS_OWN),
+        (_count_threads() > threads, HAS_THREADS),
+        (torch.cuda.is_initialized(), HAS_CUDA),
+    ):
+        if is_so:
+            sys.exit(code)
     gc.collect()
     gc.freeze()
-    end_with_parent(0)
+    exit_without_thread(owner)
     with socket(AF_UNIX, fileno=listener) as served:
         served.listen()
         served.detach()

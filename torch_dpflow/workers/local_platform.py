@@ -12,12 +12,13 @@ import time
 from contextlib import suppress
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from torch_dpflow._core import descriptors
 from torch_dpflow.errors import LaunchError, NotPicklableError
-from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Imports, ProcessSpec
-from torch_dpflow.workers.process_control import exit_with
+from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Imports, ProcessSpec, shortened
+from torch_dpflow.workers.process_control import at_parents_end, exit_with, oom_kills
 
 #: The timeout for the exit code of an ended process, which a fork server has to send, seconds.
 REAP_S = 1.0
@@ -33,8 +34,7 @@ class LocalPlatform:
     With start method "fork", the only thread of the child is a copy of the thread that called `launch`.
     """
 
-    #: Whether the kernel may kill a process with its parent. It takes the end of the starting thread for the end of
-    #: the parent, so `launch` uses it from the main thread only.
+    #: Whether the kernel may kill a process with its parent: see `at_parents_end`.
     _may_be_killed_by_kernel = True
 
     def __init__(self, context: Any) -> None:
@@ -139,7 +139,9 @@ def _run(spec: ProcessSpec, owner: int, by_kernel: bool, is_fork: bool) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     else:
         gc.enable()
-    exit_with(owner, spec.directory, by_kernel=by_kernel)
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)
+    at_parents_end(signal.SIGKILL if by_kernel else signal.SIGCONT)  # the directory is then left to the next sweep
+    exit_with(owner, spec.directory)
     spec.target(*spec.arguments)
 
 
@@ -155,7 +157,7 @@ class LocalHandle:
         self.pid = process.pid or 0
         #: multiprocessing's object. Never closed: users of torch's loader may read its exit code later.
         self.process = process
-        self._report_file = spec.report_file
+        self._report_file, self._oom_kills = spec.report_file, oom_kills()
         self._killed_for = ""
         self._end: End | None = None
         #: Prevents a signal by a descriptor that another thread is closing.
@@ -181,6 +183,7 @@ class LocalHandle:
             self._end = End(
                 code=None if code is None or code < 0 else code,
                 signal=-code if code is not None and code < 0 else None,
+                is_short_of_memory=code == -signal.SIGKILL and oom_kills() > self._oom_kills,
                 killed_for=self._killed_for,
                 report=self._exit_report(),
                 place=f"pid {self.process.pid}",
@@ -213,8 +216,11 @@ class LocalHandle:
     def _exit_report(self) -> str:
         if not self._report_file:
             return ""
-        with suppress(OSError), open(self._report_file, errors="replace") as file:
-            return file.read(MAX_REPORT_CHARS).strip()
+        with suppress(OSError):
+            file = Path(self._report_file)
+            text = file.read_text(errors="replace")
+            file.unlink()
+            return shortened(text.strip(), MAX_REPORT_CHARS)
         return ""
 
 

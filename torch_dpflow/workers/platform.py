@@ -84,12 +84,17 @@ class ProcessSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How a process ended, as far as known. `str` returns the text for messages."""
+    """How a process ended, as far as known: the one record of all platforms.
+
+    `str` returns the text for messages; its first line is complete without the exit report.
+    """
 
     #: Its exit code; None if a signal ended it, or the code is unknown.
     code: int | None = None
     #: The number of the signal that ended it, or None.
     signal: int | None = None
+    #: Whether the kernel has killed processes of its host or container for lack of memory while it ran.
+    is_short_of_memory: bool = False
     #: The reason given to `Handle.kill`, or empty.
     killed_for: str = ""
     #: What it wrote to its report file, at most `MAX_REPORT_CHARS` characters.
@@ -100,7 +105,7 @@ class End:
     ran_s: float | None = None
 
     def __str__(self) -> str:
-        report = f"; its exit report:\n{self.report}" if self.report else ""
+        report = f"\nits exit report:\n{self.report}" if self.report else ""
         return f"{self.place} {self._how()}".strip() + report
 
     def _how(self) -> str:
@@ -112,8 +117,22 @@ class End:
             name = signal.Signals(self.signal).name
         except ValueError:
             name = f"signal {self.signal}"
-        hint = " (the kernel's out-of-memory killer sends it too)" if name == "SIGKILL" else ""
+        hint = ""
+        if self.is_short_of_memory:
+            hint = ": memory ran out, and the kernel killed processes; use fewer workers or smaller batches"
+        elif name == "SIGKILL":
+            hint = " (the kernel's out-of-memory killer sends it too)"
         return f"was ended by {name}{hint}"
+
+
+def shortened(text: str, limit: int) -> str:
+    """Return the beginning and the end of a text, at most `limit` characters.
+
+    Stacks of a fatal signal begin with the latest call, and tracebacks end with it.
+    """
+    mark = "\n[...]\n"
+    half = (limit - len(mark)) // 2
+    return text if len(text) <= limit else f"{text[:half]}{mark}{text[-half:]}"
 
 
 class Handle(Protocol):

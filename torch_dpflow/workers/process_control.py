@@ -6,6 +6,7 @@ Imports the standard library only, as it is also used by processes that do not i
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 import select
@@ -15,57 +16,80 @@ import struct
 import sys
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 #: A fork server's name in the process table, before the number of the module that it imports; and after all imports.
 FORK_SERVER_NAME, FORK_SERVER_UP = "dpflow-fork-", "dpflow-fork-up"
 _PR_SET_PDEATHSIG = 1
+#: How long a process whose parent has ended waits for the end of its owner, which the kernel reports later, seconds.
+OWNER_S = 1.0
 #: How often to look up a pid where the kernel has no pidfds, seconds.
 POLL_S = 1.0
 
 
-def exit_with(pid: int, directory: str = "", *, by_kernel: bool = False) -> None:
+def exit_with(pid: int, directory: str = "") -> None:
     """Make this process exit when process `pid` of this host does, after removing `directory`, if any.
 
     A thread waits for the end of `pid`, so a worker that hangs in user code exits too.
-
-    Args:
-        by_kernel: let the kernel kill this process as well, even if user code never releases the interpreter's lock;
-            `directory` is then left to the next sweep. Only if `pid` is the parent and its main thread has started this
-            process: the kernel takes the end of the starting thread for the end of the parent.
     """
-    if by_kernel:
-        end_with_parent(signal.SIGKILL)
     threading.Thread(target=_watch, args=(pid, directory), name="dpflow-orphan", daemon=True).start()
 
 
-def end_with_parent(number: int) -> None:
-    """Make the kernel send signal `number` to this process when the thread that started it ends; 0: no signal."""
+def at_parents_end(number: int) -> None:
+    """Have the kernel send this process a signal when the thread that has started it ends, or its process does.
+
+    SIGKILL ends it even if it is stopped, or never releases the interpreter's lock. It is only for a process that the
+    main thread of its parent has started, as the kernel does not distinguish the ends of thread and process. SIGCONT
+    is for all others: a process that is stopped continues, so that what watches the owner can end it.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
+def exit_without_thread(owner: int) -> None:
+    """Make this process exit when its parent and process `owner` have ended, also if it is stopped at that moment.
+
+    Main thread only. No thread is started: a fork server forks. Forked children inherit a handler that does nothing.
+    """
+    own, parent = os.getpid(), os.getppid()
+
+    def look(*_: object) -> None:
+        if os.getpid() == own and os.getppid() != parent and _has_ended(owner, OWNER_S):
+            os._exit(1)
+
+    signal.signal(signal.SIGCONT, look)
+    at_parents_end(signal.SIGCONT)
+
+
 def _watch(pid: int, directory: str) -> None:
-    _wait_for_end(pid)
+    _has_ended(pid, None)
     if directory:
         shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)
 
 
-def _wait_for_end(pid: int) -> None:
+def _has_ended(pid: int, timeout_s: float | None) -> bool:
+    """Wait until a process has ended, at most for `timeout_s` seconds; return whether it has."""
     if hasattr(os, "pidfd_open"):
         try:
             descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
-            return
+            return True
         except OSError:
             pass  # an old kernel, or a sandbox that forbids the call
         else:
             poller = select.poll()
             poller.register(descriptor, select.POLLIN)
-            poller.poll()
-            return
-    while _is_alive(pid):
+            ended = bool(poller.poll(None if timeout_s is None else 1000 * timeout_s))
+            os.close(descriptor)
+            return ended
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    while is_alive := _is_alive(pid):
+        if time.monotonic() >= deadline:
+            break
         time.sleep(POLL_S)
+    return not is_alive
 
 
 def _is_alive(pid: int) -> bool:
@@ -76,6 +100,23 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         pass
     return True
+
+
+def oom_kills(root: Path = Path("/")) -> int:
+    """Return how many processes the kernel has killed for lack of memory: of this control group, or else of the host.
+
+    root: replaces "/" in tests. Returns 0 if the kernel does not count them.
+    """
+    groups = dict[str, str]()
+    with suppress(OSError):
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        groups = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
+    mounted, vmstat = root / "sys/fs/cgroup", root / "proc/vmstat"
+    own = [(mounted, "memory.events", groups.get("")), (mounted / "memory", "memory.oom_control", groups.get("memory"))]
+    for file in (*(top / group.strip("/") / name for top, name, group in own if group is not None), vmstat):
+        with suppress(OSError, ValueError, StopIteration):
+            return int(next(line.split()[1] for line in file.read_text().splitlines() if line.startswith("oom_kill ")))
+    return 0
 
 
 #: The time slice of a loading process, seconds: the longest that Linux allows.

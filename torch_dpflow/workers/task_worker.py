@@ -32,6 +32,7 @@ from torch_dpflow.ipc.messages.headers import (
 )
 from torch_dpflow.ipc.messages.payload_groups import frames_of_tasks, group_payloads
 from torch_dpflow.ipc.transport import Connection
+from torch_dpflow.workers.exit_report import has_started
 
 #: Compresses the frames of a message; returns the size of each before, or 0, and no sizes if it changed none.
 Compress = Callable[[Sequence[Frame]], tuple[list[Frame], list[int]]]
@@ -105,6 +106,8 @@ class TaskWorker:
         return received
 
     def _send_handshake(self, *, is_ready: bool = False) -> None:
+        if is_ready:
+            has_started()
         probe = self._arena.probe_ref() if self._arena is not None else None
         self._running = RunningTask(self._arena)  # a new one: a reference to shared memory can be opened once
         handshake = WorkerHandshake(
@@ -113,6 +116,7 @@ class TaskWorker:
         self._connection.send([encode(handshake)])
 
     def _send_ready(self) -> None:
+        has_started()
         self._connection.send([encode(WorkerReady())])
 
     def _handle(self, header: Any, frames: list[memoryview]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,6 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 from examples.cluster import processes, started
+from tests.new_process import ROOT
 from torch_dpflow import DPFlowDataLoader, JobOptions
 from torch_dpflow.cluster.services.local_cluster import ClusterOptions
 from torch_dpflow.errors import OptionError
@@ -85,3 +88,29 @@ def test_workers_of_a_flow_are_forked_from_one_process_with_its_modules() -> Non
 def test_what_is_not_installed_is_refused(module: str) -> None:
     with pytest.raises(OptionError, match="no such module is installed"):
         ClusterOptions(preload=[module])
+
+
+UNFIT = """
+import sys
+from torch_dpflow.cluster.services.local_cluster import ClusterOptions, LocalCluster
+from torch_dpflow.errors import LaunchError
+
+if __name__ == "__main__":
+    try:
+        LocalCluster(ClusterOptions(connection_file=sys.argv[1], preload=["unfit"])).serve()
+    except LaunchError as error:
+        sys.exit(str(error))
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "how"), [("sys.exit(0)", "exited with code 0"), ("os.abort()", "was ended by SIGABRT")]
+)
+def test_a_cluster_whose_preloaded_module_ends_it_says_so(tmp_path: Path, what: str, how: str) -> None:
+    (tmp_path / "unfit.py").write_text(f"import os, sys\n{what}\n")
+    (tmp_path / "program.py").write_text(UNFIT)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "connection")]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert f"the import of unfit has ended it: it {how}" in ended.stderr.splitlines()[-1]

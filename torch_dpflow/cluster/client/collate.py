@@ -208,7 +208,8 @@ def build_batch(
 ) -> None:
     """Set `ready.outcome` to the collated batch, or `ready.error` to the first error among the samples.
 
-    came: the received samples. how_workers_ended: returns a text for the error of a sample that killed its workers.
+    came: the received samples. how_workers_ended: returns a text for the error of a sample that killed its workers
+    or has none.
     """
     keeps_layout = collate is collate_channels_last
     if keeps_layout or collate is collate_samples:
@@ -257,12 +258,13 @@ def _opened(came: tuple[PayloadTable, Sequence[Frame]]) -> Any:
 
 
 def _error_of(key: int, value: Any, how_workers_ended: Callable[[], str]) -> BaseException | ExceptionWrapper:
-    if isinstance(value, PoisonTaskError):
+    if isinstance(value, WorkerError):
+        is_poisoned = isinstance(value, PoisonTaskError)
+        what = f"sample {key}: {value}" if is_poisoned else f"no worker for sample {key}: {value}"
+        todo = "; leave it out of the job's samples, or repair it" if is_poisoned else ""
         how = how_workers_ended()
-        ends = f"; the last that ended: {how}" if how else ""
-        return PoisonTaskError(f"sample {key}: {value}{ends}; leave it out of the job's samples, or repair it")
-    if isinstance(value, WorkerStartError):
-        return WorkerStartError(f"no worker for sample {key}: {value}")
+        ends = f". The workers that ended last: {how}" if how else ""
+        return type(value)(f"{what}{todo}{ends}")
     wrapper: ExceptionWrapper = value
     return wrapper
 

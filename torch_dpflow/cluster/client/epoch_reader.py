@@ -150,11 +150,11 @@ class EpochReader:
         if ready is None or ready.is_last:
             self.close()
             raise self._end(ready)
-        if ready.number >= self._counted:
-            self._meter.delivered(len(ready.keys), ready.nbytes)
-            self._counted = ready.number + 1
         error = ready.error
         if error is None:
+            if ready.number >= self._counted:
+                self._meter.delivered(len(ready.keys), ready.nbytes)
+                self._counted = ready.number + 1
             return ready
         ready.outcome = TAKEN
         if isinstance(error, BaseException):

@@ -52,5 +52,6 @@ class FlowInquiries:
             views = coordinator.call("processes", reply_type=list[ProcessView], timeout_s=ENDS_CALL_S).body
         except (DeadlineError, PeerLostError, RemoteCallError):
             return ""
-        ends = [view.ended for view in views if view.role == "worker" and view.id.startswith(mine)]
-        return "; ".join(dict.fromkeys([*filter(None, ends)][:MAX_ENDS]))
+        ends = [view.ended for view in views if view.role == "worker" and view.id.startswith(mine) and view.ended]
+        reports = [report for end in ends if (report := end.partition("\n")[2])]
+        return "\n".join([end.partition("\n")[0] for end in ends[:MAX_ENDS]] + reports[:1])

@@ -19,7 +19,7 @@ import msgspec
 
 from torch_dpflow._core import clocks
 from torch_dpflow.cluster.messages.node import Launch, ProcessView
-from torch_dpflow.workers.platform import RETRY_S
+from torch_dpflow.workers.platform import RETRY_S, shortened
 
 #: A process without a heartbeat for this long is killed and restarted, seconds.
 LEASE_S = 2 * clocks.LEASE_S
@@ -39,7 +39,7 @@ START_PACE_S = 10.0
 LATE_HEARTBEAT_S, MAX_LEASE_FACTOR = 2 * clocks.HEARTBEAT_S, 6.0
 WORKER = "worker"
 #: Maximum number of characters of the description of how a process ended.
-MAX_ENDED = 300
+MAX_ENDED = 1500
 #: Key in the status of a worker that has started.
 UP = "up"
 
@@ -190,7 +190,7 @@ class Supervisor:
         process = self._processes.get(id)
         if process is None or process.incarnation != incarnation:
             return []
-        process.runs, process.pid, process.ended = False, 0, how[:MAX_ENDED]
+        process.runs, process.pid, process.ended = False, 0, shortened(how, MAX_ENDED)
         process.starting = process.launching = False
         self.revision += 1
         if not process.desired:

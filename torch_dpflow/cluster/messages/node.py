@@ -108,7 +108,7 @@ class ProcessView(Body):
     status: dict[Name, Any]
     restarts: Count = 0
     runs: bool = True
-    #: How the process before it ended, for display; empty for the first.
+    #: How the process before it ended, as `str(End)` says, with the report behind the first line; empty for the first.
     ended: Text = ""
     #: The joined node that runs it; empty: the cluster's own.
     node: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""

@@ -172,7 +172,7 @@ def _rows_of(view: ProcessView) -> Iterator[ProcessRow]:
         state=DOWN if has_run and not view.runs else RUNNING if is_up else STARTING,
         where=f"pid {view.pid}{' of node ' + view.node if view.node else ''}" if view.pid else "",
         restarts=view.restarts,
-        ended=view.ended,
+        ended=view.ended.partition("\n")[0],
     )
     for worker in _remote_workers_of(view.status):
         yield ProcessRow(id=worker.name, flow=flow, role="worker", state=worker.state, where=worker.where)

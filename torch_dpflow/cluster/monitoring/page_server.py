@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 import threading
@@ -30,7 +31,7 @@ from torch_dpflow._core.decoding import json_decoder
 from torch_dpflow.cluster.monitoring.page_access import PageAuthenticator, PagePlace
 from torch_dpflow.cluster.monitoring.page_figures import Observation
 from torch_dpflow.cluster.monitoring.page_history import PageHistory
-from torch_dpflow.workers.process_control import exit_with
+from torch_dpflow.workers.process_control import at_parents_end, exit_with
 
 #: Maximum simultaneous connections, and streams of updates.
 MAX_CONNECTIONS, MAX_STREAMS = 128, 32
@@ -255,6 +256,7 @@ class _BoundedProtocol(H11Protocol):
 
 def main() -> None:
     """Serve the page until the parent ends, or closes the pipe to standard input."""
+    at_parents_end(signal.SIGCONT)
     exit_with(os.getppid())
     number, title = sys.argv[1:]
     place = json_decoder(PagePlace).decode(sys.stdin.buffer.readline())

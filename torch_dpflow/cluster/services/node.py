@@ -51,7 +51,7 @@ from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer, 
 from torch_dpflow.ipc.transport import listen
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.launchers.contract import PlatformSpec
-from torch_dpflow.workers.fork_server import progress_of
+from torch_dpflow.workers.fork_server import ModuleEndedError, progress_of
 from torch_dpflow.workers.import_server import StillImportingError
 from torch_dpflow.workers.platform import Handle, Imports, Platform, ProcessSpec
 
@@ -135,8 +135,12 @@ class Node:
     def serve(self, ready: Callable[[], None] | None = None) -> None:
         """Keep everything running until `stop` is called, here or by a client.
 
-        ready: called once, in this thread, when the coordinator serves. Raises StateError if the first coordinator
-        cannot use the state store; a restarted coordinator waits for the store. Raises DPFlowErrors of `ready`.
+        ready: called once, in this thread, when the coordinator serves.
+
+        Raises:
+            StateError: the first coordinator cannot use the state store; a restarted one waits for it.
+            LaunchError: a preloaded module ends the fork server before the first coordinator serves.
+            DPFlowError: of `ready`.
         """
         self._ready = ready or (lambda: None)
         try:
@@ -211,8 +215,7 @@ class Node:
                 SERVICE.warning(text, id, end, extra=subjects_of(id))
             else:
                 SERVICE.info("process %s ended", id, extra=subjects_of(id))
-            how = str(end or "").partition("\n")[0]
-            self._apply(self._supervisor.on_ended(id, incarnation, now, how))
+            self._apply(self._supervisor.on_ended(id, incarnation, now, str(end or "")))
         self._supervisor.note_progress(progress_of, now)
         self._apply(self._supervisor.tick(now))
         self._log_refused()
@@ -252,6 +255,7 @@ class Node:
             incarnation=service.incarnation,
             target=main,
             arguments=(service,),
+            report_file=service.report_file,
             directory=self._place.directory,
         )
         self._launching.add((service.id, service.incarnation))
@@ -263,6 +267,9 @@ class Node:
         if isinstance(outcome, Exception):
             trace = None if isinstance(outcome, DPFlowError) else outcome
             SERVICE.warning("process %s not started: %s", id, outcome, exc_info=trace, extra=subjects_of(id))
+            if id == COORDINATOR and self._ready is not None and isinstance(outcome.__cause__, ModuleEndedError):
+                self._failure, self._stopped = outcome, True  # type: ignore[assignment]
+                return
             how = f"could not be started: {outcome}"
             self._apply(self._supervisor.on_ended(id, incarnation, self._clock(), how))
             return

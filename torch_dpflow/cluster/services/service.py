@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -29,6 +30,7 @@ from torch_dpflow.ipc.rpc import Answer, ClientOptions, RpcClient, RpcServer
 from torch_dpflow.ipc.transport import Listener, TransportOptions, listen
 from torch_dpflow.log import SERVICE, LogOptions, write_lines
 from torch_dpflow.remote.launchers.contract import PlatformSpec
+from torch_dpflow.workers.exit_report import exit_report
 
 T = TypeVar("T")
 #: Ids of the processes that a node runs by itself. Optional: the provisioner (a platform runs the workers, or nodes),
@@ -145,6 +147,11 @@ class ServiceSpec:
     place: ClusterPlace
     #: The platform that runs workers; for the provisioner only.
     platform: PlatformSpec | None = None
+
+    @property
+    def report_file(self) -> str:
+        """Path of its exit report; empty for services, whose log has their errors."""
+        return f"{self.place.directory}/exit-report-{self.incarnation}" if self.role == "worker" else ""
 
     def listen(self, address: str = "") -> Listener:
         """Listen at the address of the previous process of this id, else at `address`, else at a default address.
@@ -379,4 +386,5 @@ def main(service: ServiceSpec) -> None:
     run: Callable[[ServiceSpec], None] = getattr(import_module(module), name)
     # Modules are never collected: skipping them saves time, and keeps the pages shared with the fork server.
     gc.freeze()
-    run(service)
+    with exit_report(service.report_file) if service.report_file else nullcontext():
+        run(service)

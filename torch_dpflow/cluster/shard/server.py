@@ -402,8 +402,9 @@ class SampleShard:
         groups, parts = group_payloads(
             [(ticket, one.kind, one.table, one.frames) for ticket, one in samples[:count]], PayloadGroup
         )
-        self._served += count
-        self._served_bytes += nbytes
+        received = [payload for _, payload in samples[:count] if payload.is_sample]  # the others are errors
+        self._served += len(received)
+        self._served_bytes += sum([payload.nbytes for payload in received])
         # In each answer, so that a job that ends before its first heartbeat also has them.
         call.answer(Served(groups, self._served, self.workers.decodes, self.workers.times), parts)
 

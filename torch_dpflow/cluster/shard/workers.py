@@ -115,9 +115,10 @@ class ShardWorkers:
         self._workers: dict[int, _FlowWorker] = {}
         self._arrived: list[tuple[int, DetachedPayload]] = []
         self._tables: dict[PayloadTable, PayloadTable] = {}
-        #: Loads that run only the per-draw stage, and how many have finished: they decode nothing.
+        #: Loads that run only the per-draw stage; and how many of these, or without a sample, have finished: they
+        #: decode nothing.
         self._draws: set[int] = set()
-        self._draws_done = 0
+        self._without_decode = 0
         #: How many workers have ended before they were ready, since the last one that was, and how the latest ended.
         self._false_starts = 0
         self._last_false_start = ""
@@ -246,7 +247,7 @@ class ShardWorkers:
     def decodes(self) -> int:
         """Number of samples that were decoded; further draws of cached samples do not count."""
         counters = self._scheduler.counters
-        return counters.delivered + counters.duplicates - self._draws_done
+        return counters.delivered + counters.duplicates - self._without_decode
 
     def figures(self) -> dict[str, float]:
         counters = self._scheduler.counters
@@ -312,7 +313,7 @@ class ShardWorkers:
         elif self._false_starts >= self.expected + FALSE_STARTS:
             text = (
                 f"{self._false_starts} workers ended, or were killed after task_timeout_s, before they could load "
-                "anything: while they unpickled the dataset or ran worker_init_fn; the cluster's log has more"
+                "anything: while they unpickled the dataset, which imports its modules, or ran worker_init_fn"
             )
             self._false_starts = 0
             if self._remote is not None:
@@ -386,9 +387,8 @@ class ShardWorkers:
             return detach(FAILED, own_table, [memoryview(frame) for frame in own], None)
 
     def delivered(self, task: int, worker: int, finished: Finished, opened: DetachedPayload) -> None:
-        if task in self._draws:
-            self._draws.discard(task)
-            self._draws_done += 1
+        self._without_decode += task in self._draws or not opened.is_sample
+        self._draws.discard(task)
         self._arrived.append((task, opened))
         known = self._workers.get(worker)
         if known is not None:
@@ -402,8 +402,7 @@ class ShardWorkers:
             text += f", {late} of them by taking longer than task_timeout_s={self._task_timeout_s:g} s"
         if self._last_end:
             text += f"; the last worker that ended {self._last_end}"
-        # Only the node learns how its own workers ended, and logs it.
-        self._arrived.append((task, text_payload(POISONED, f"{text}; the cluster's log says how each ended")))
+        self._arrived.append((task, text_payload(POISONED, text)))  # the job gets from the node how its workers ended
 
     def starved(self) -> None:
         """Do nothing: jobs request samples."""

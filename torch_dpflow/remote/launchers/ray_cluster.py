@@ -33,7 +33,7 @@ from torch_dpflow.errors import (
 from torch_dpflow.remote.launchers.contract import require
 from torch_dpflow.remote.launchers.processes import take_launch_spec
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS
-from torch_dpflow.workers.process_control import exit_with
+from torch_dpflow.workers.process_control import at_parents_end, exit_with
 
 _CLIENT = "ray://"
 _NO_CLIENT = (
@@ -337,7 +337,8 @@ def _current_actor() -> Any:
 
 def main(module: str, parent: int) -> Any:
     """Run the worker whose launch spec is on standard input; return the result of `module.run`."""
-    exit_with(parent, by_kernel=True)
+    at_parents_end(signal.SIGKILL)
+    exit_with(parent)
     return import_module(module).run(take_launch_spec())
 
 

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End
-from torch_dpflow.workers.process_control import exit_with
+from torch_dpflow.workers.process_control import at_parents_end, exit_with, oom_kills
 
 #: How often to poll if the kernel does not report the end, seconds.
 POLL_S = 0.1
@@ -56,7 +56,7 @@ class Fork:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        self._begun = time.monotonic()
+        self._begun, self._oom_kills = time.monotonic(), oom_kills()
         self.pid = os.fork()
         if self.pid == 0:
             _become(run, launch_spec, dict(env or {}), theirs, [*close, ours], parent)
@@ -99,6 +99,7 @@ class Fork:
         self._end = End(
             code=done.si_status if exited else None,
             signal=None if exited else done.si_status,
+            is_short_of_memory=not exited and oom_kills() > self._oom_kills,
             report=bytes(self._report).decode(errors="replace").strip(),
             place=f"pid {self.pid}",
             ran_s=time.monotonic() - self._begun,
@@ -148,7 +149,8 @@ def _become(
         sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
-        exit_with(parent, by_kernel=True)
+        at_parents_end(signal.SIGKILL)
+        exit_with(parent)
         os.environ.update(env)
         # The user's script has its names there, and this process's are of no use to it.
         sys.modules["__main__"] = ModuleType("__main__")

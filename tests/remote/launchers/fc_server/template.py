@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 
 from torch_dpflow.remote.worker import fc
-from torch_dpflow.workers.process_control import exit_with
+from torch_dpflow.workers.process_control import at_parents_end, exit_with
 
 
 def main(name: str) -> None:
@@ -24,7 +24,8 @@ def main(name: str) -> None:
         pid = os.fork()
         if pid == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            exit_with(parent, by_kernel=True)
+            at_parents_end(signal.SIGKILL)
+            exit_with(parent)
             os.setsid()
             os.dup2(os.open(os.devnull, os.O_RDWR), 0)
             os.dup2(2, 1)

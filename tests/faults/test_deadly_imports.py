@@ -1,0 +1,39 @@
+"""A module of the user that ends every worker of a private loader at its import: the error names it, and the ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.shared_datasets import Importing
+from torch_dpflow.errors import WorkerStartError
+from torch_dpflow.options import LoaderOptions
+
+HERE, REMOTE = {"multiprocessing_context": "forkserver"}, {"platform": "processes"}
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "how"),
+    [
+        (HERE, "sys.exit(0)", "exited with code 0"),
+        (HERE, "os._exit(5)", "exited with code 5"),
+        (HERE, "os.abort()", "was ended by SIGABRT"),
+        (HERE, "os.kill(os.getpid(), 9)", "was ended by SIGKILL"),
+        (REMOTE, "sys.exit(3)", "SystemExit: 3"),
+        (REMOTE, "os._exit(5)", "exited with code 5"),
+        (REMOTE, "os.abort()", "was ended by SIGABRT"),
+    ],
+)
+def test_the_error_names_the_module_and_how_the_workers_ended(
+    OurLoader: Any, tmp_path: Path, where: dict[str, Any], what: str, how: str
+) -> None:
+    (tmp_path / "unfit.py").write_text(f"import os, sys\n{what}\n")
+    dataset = Importing(str(tmp_path), "unfit")
+    loader = OurLoader(dataset, num_workers=1, options=LoaderOptions(restart_limit=0), **where)
+    with pytest.raises(WorkerStartError) as raised:
+        next(iter(loader))
+    said = str(raised.value)
+    assert how in said
+    assert "unfit" in said

@@ -1,0 +1,107 @@
+"""Exit report of a worker: the file in which it leaves how the code that it runs ended it."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import IO, Any, NoReturn
+
+#: While a worker starts, its stacks are written this often, seconds: an import that hangs is killed from outside.
+STACKS_S = 5.0
+
+#: The report of this process while its worker starts; None before and afterwards.
+_starting: _Start | None = None
+
+
+@contextmanager
+def exit_report(path: str) -> Iterator[None]:
+    """Write to the file `path` how the body ends this process.
+
+    The report has the traceback of an error, the stacks of a fatal signal, or the caller of `os._exit`. Until
+    `has_started` is called, it also has the module that is being imported, and the stacks of a start that takes long.
+    """
+    with open(path, "w", buffering=1) as report:
+        faulthandler.enable(file=report)
+        _begin(report)
+        try:
+            with reported_exits(report):
+                yield
+        except BaseException as error:
+            has_started()
+            report.write("".join(traceback.format_exception(error)))
+            raise
+        finally:
+            has_started()
+            faulthandler.disable()
+
+
+@contextmanager
+def reported_exits(report: IO[str]) -> Iterator[None]:
+    """Have `os._exit`, which raises nothing, write to `report` where it is called."""
+    leave, owner = os._exit, os.getpid()
+
+    def _exit(status: int) -> NoReturn:
+        if os.getpid() == owner:  # and not a process that it has forked
+            with suppress(Exception):
+                stack = "".join(traceback.format_stack(sys._getframe(1)))
+                report.write(f"os._exit({status}) was called (most recent call last):\n{stack}")
+                report.flush()
+        leave(status)
+
+    os._exit = _exit
+    try:
+        yield
+    finally:
+        os._exit = leave
+
+
+def has_started() -> None:
+    """Clear the report: this process's worker has started, and what it imports later is no reason for its end."""
+    global _starting
+    if _starting is not None:
+        started, _starting = _starting, None
+        started.end()
+
+
+def _begin(report: IO[str]) -> None:
+    global _starting
+    _starting = _Start(report)
+
+
+class _Start:
+    """Finder of modules that finds none, and writes to the report which module is looked for, and for which others."""
+
+    def __init__(self, report: IO[str]) -> None:
+        self._report, self._owner = report, os.getpid()
+        sys.meta_path.insert(0, self)
+        faulthandler.dump_traceback_later(STACKS_S, repeat=True, file=report)
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if os.getpid() == self._owner:
+            with suppress(OSError, ValueError):
+                self._clear()
+                self._report.write(f"it was importing {' for '.join([name, *_importers()])}\n")
+
+    def end(self) -> None:
+        with suppress(ValueError):  # code of the user has removed it
+            sys.meta_path.remove(self)
+        if os.getpid() == self._owner:
+            faulthandler.cancel_dump_traceback_later()
+            self._clear()
+
+    def _clear(self) -> None:
+        self._report.seek(0)
+        self._report.truncate()
+
+
+def _importers() -> Iterator[str]:
+    """Return the names of the modules whose bodies run, the innermost first."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "<module>":
+            yield str(frame.f_globals.get("__name__"))
+        frame = frame.f_back
