@@ -208,26 +208,11 @@ _PASSED = pytest.StashKey[bool]()
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that passes leaves no thread, descriptor, process, shared memory or temporary file behind."""
-    stash = request.session.stash
-    before = stash.get(_HELD, None) or Holdings.now()
-    stash[_HELD] = None
+    before = Holdings.now()
     yield
     if not request.node.stash.get(_PASSED, False):
         return  # the traceback of a failed test keeps its loaders alive
-    stash[_HELD] = _check_released(before)
-
-
-#: What is held after a test is what is held before the next, unless fixtures that they share come or go in between.
-_HELD = pytest.StashKey[Holdings | None]()
-
-
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
-    pytest_fixture_post_finalizer(fixturedef, request)
-
-
-def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
-    if fixturedef.scope != "function":
-        request.session.stash[_HELD] = None
+    _check_released(before)
 
 
 @pytest.fixture(autouse=True)
@@ -249,19 +234,15 @@ def no_leaks_of_module() -> Iterator[None]:
     _check_released(before)
 
 
-def _check_released(before: Holdings) -> Holdings:
-    """Fail if something is held beyond `before`; return what is held now."""
-    now = Holdings.now()
-    leaked = now.beyond(before)
+def _check_released(before: Holdings) -> None:
+    leaked = Holdings.now().beyond(before)
     deadline = time.monotonic() + GRACE_S
     while leaked and time.monotonic() < deadline:
         gc.collect()
         multiprocessing.active_children()  # reaps those that have ended
         threading.Event().wait(0.02)
-        now = Holdings.now()
-        leaked = now.beyond(before)
+        leaked = Holdings.now().beyond(before)
     assert not leaked, "left behind by the test:\n  " + "\n  ".join(leaked)
-    return now
 
 
 @pytest.fixture(scope="session")
