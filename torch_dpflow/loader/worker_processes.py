@@ -15,7 +15,7 @@ from torch_dpflow.epoch.own_state import has_state
 from torch_dpflow.errors import NotPicklableError, PoisonTaskError, WorkerStartError
 from torch_dpflow.ipc.memory.headroom import machine_total
 from torch_dpflow.ipc.transport import Listener, listen
-from torch_dpflow.loader.dataset_changes import PlainState
+from torch_dpflow.loader.first_state import FirstState
 from torch_dpflow.log import LOADER
 from torch_dpflow.metrics import LoaderMeter
 from torch_dpflow.options import LoaderOptions
@@ -110,8 +110,8 @@ class WorkerProcesses:
         descriptors.require(workers * WORKER_DESCRIPTORS + OWN_DESCRIPTORS, f"a loader with {workers} workers")
         self._platform = platform
         self._load_spec = DeferredPickle(spec)
-        #: The dataset, which workers copy when they start, and its state when the first ones did.
-        self._dataset, self._begun_with = spec.dataset, PlainState(spec.dataset)
+        #: Replacements copy the dataset as the first workers did, or an epoch would mix two states of it.
+        self._first_state = FirstState(spec.dataset)
         #: For the socket and exit reports.
         self.directory = PrivateDirectory()
         self.listener = listen(f"ipc://{self.directory.path}/shard")
@@ -174,25 +174,16 @@ class WorkerProcesses:
     def replace(self, worker: int, dead: Handle) -> str:
         """Start another process in place of `dead`, unless it was replaced before; return how `dead` ended.
 
-        The call can be repeated after an error.
-
-        Raises:
-            WorkerStartError: the dataset has changed since the other workers copied it.
-            DescriptorLimitError: too many files are open.
+        Raises DescriptorLimitError: too many files are open; the call can be repeated.
         """
         end = "has ended"
         handle = self._handles.get(worker)
         if handle is None or handle is dead:
-            if changed := self._begun_with.changed(self._dataset):
-                raise WorkerStartError(
-                    f"worker {worker} cannot be replaced, as the dataset has changed since the workers started: "
-                    f"{changed}. The replacement would load other samples than they do. Change it between epochs (with "
-                    "persistent_workers=True make another loader then), and begin the epoch again, or resume it"
-                )
             end = self.reap(worker)
             self._incarnations[worker] += 1
             descriptors.require(WORKER_DESCRIPTORS + OWN_DESCRIPTORS, f"another process for worker {worker}")
-            self.start(worker)
+            with self._first_state.restored():
+                self.start(worker)
         return end
 
     def reap(self, worker: int) -> str:

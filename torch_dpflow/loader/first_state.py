@@ -1,0 +1,84 @@
+"""State of a dataset when its first workers started, for replacements that start after the script has changed it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FunctionType, ModuleType
+from typing import Any
+
+#: How deep attributes are followed, and how many objects are looked at.
+MAX_DEPTH, MAX_OBJECTS = 5, 2000
+#: Length of the longest list or dict whose elements are kept.
+MAX_ELEMENTS = 32
+
+
+class FirstState:
+    """The attributes of a dataset, of its parts and of their transforms, as they were when the first workers started.
+
+    Values are kept by reference, so an array that is changed in place is not restored, nor an element of a long list.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._kept = [(holder, holder.copy()) for holder in _holders(dataset)]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put the first values back within the block, in which a replacement copies the dataset.
+
+        Only what has changed is touched: another thread may be reading the dataset.
+        """
+        changed = [(holder, first, holder.copy()) for holder, first in self._kept if not _are_same(holder, first)]
+        try:
+            for holder, first, _ in changed:
+                _assign(holder, first)
+            yield
+        finally:
+            for holder, _, latest in changed:
+                _assign(holder, latest)
+
+
+def _holders(dataset: Any) -> Iterator[dict[Any, Any] | list[Any]]:
+    """Return the attribute dicts, short lists and short dicts of a dataset and of the objects in it."""
+    waiting, seen = deque([(dataset, 0)]), set[int]()
+    while waiting and len(seen) < MAX_OBJECTS:
+        value, depth = waiting.popleft()
+        if id(value) in seen or isinstance(value, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(value))
+        parts: Any = ()
+        if type(value) in (list, dict, tuple):
+            parts = value if len(value) <= MAX_ELEMENTS else ()
+        elif (attributes := _attributes(value)) is not None:
+            value = parts = attributes
+        if parts and type(value) is not tuple:
+            yield value
+        if depth < MAX_DEPTH:
+            waiting += [(part, depth + 1) for part in (parts.values() if isinstance(parts, dict) else parts)]
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """Return the object's own attributes; None without any. Runs no code of its class."""
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return attributes if type(attributes) is dict else None
+
+
+def _are_same(now: Any, first: Any) -> bool:
+    if len(now) != len(first):
+        return False
+    if isinstance(now, dict):
+        return all(key in now and now[key] is value for key, value in first.items())
+    return all(one is other for one, other in zip(now, first, strict=True))
+
+
+def _assign(holder: Any, values: Any) -> None:
+    if isinstance(holder, list):
+        holder[:] = values
+        return
+    holder.update(values)
+    for key in holder.keys() - values.keys():
+        del holder[key]
