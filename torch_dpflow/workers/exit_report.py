@@ -41,10 +41,10 @@ def exit_report(path: str) -> Iterator[None]:
 
 @contextmanager
 def reported_exits(report: IO[str]) -> Iterator[None]:
-    """Have `os._exit`, which raises nothing, write to `report` where it is called."""
+    """Make `os._exit`, which raises nothing, write its caller's stack to `report` within the block."""
     leave, owner = os._exit, os.getpid()
 
-    def _exit(status: int) -> NoReturn:
+    def report_and_leave(status: int) -> NoReturn:
         if os.getpid() == owner:  # and not a process that it has forked
             with suppress(Exception):
                 stack = "".join(traceback.format_stack(sys._getframe(1)))
@@ -52,7 +52,7 @@ def reported_exits(report: IO[str]) -> Iterator[None]:
                 report.flush()
         leave(status)
 
-    os._exit = _exit
+    os._exit = report_and_leave
     try:
         yield
     finally:

@@ -37,7 +37,7 @@ def exit_with(pid: int, directory: str = "") -> None:
 
 
 def at_parents_end(number: int) -> None:
-    """Have the kernel send this process a signal when the thread that has started it ends, or its process does.
+    """Make the kernel send this process a signal when the thread that started it ends, or the process of that thread.
 
     SIGKILL ends it even if it is stopped, or never releases the interpreter's lock. It is only for a process that the
     main thread of its parent has started, as the kernel does not distinguish the ends of thread and process. SIGCONT

@@ -140,7 +140,7 @@ class Node:
         Raises:
             StateError: the first coordinator cannot use the state store; a restarted one waits for it.
             LaunchError: a preloaded module ends the fork server before the first coordinator serves.
-            DPFlowError: of `ready`.
+            DPFlowError: an error that `ready` raised.
         """
         self._ready = ready or (lambda: None)
         try:
