@@ -92,6 +92,9 @@ class NeedCounts:
 
 
 def _to_correct(states: States, whole: bool) -> NDArray[np.bool_]:
-    """Return the keys of an ended epoch whose counts must be corrected, as a mask."""
+    """Return a mask over `states`: the keys of an ended epoch whose counts must be corrected.
+
+    whole: whether the job was to read all keys. The keys that it has read are then corrected, otherwise all others.
+    """
     found: NDArray[np.bool_] = states == READ if whole else states != READ
     return found

@@ -74,9 +74,9 @@ class Permutation:
                 targets = targets[done:]
 
     def _targets(self, left: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Draw the places with which the next places are exchanged.
+        """Draw, for each of the next places, the place with which it is exchanged: itself or a later one.
 
-        left: for each of the next places, the number of places from it to the end.
+        left: for each of the next places, the number of places from it to the end, itself included.
         """
         raw = self._bits.random_raw(len(left))
         if len(self) >= MAX_TORCH:

@@ -99,7 +99,7 @@ class NextUseRanking(Ranking):
         self._combined[progress.plane] = self._combined_of[progress.plane] = None
 
     def _cells(self, keys: Keys) -> npt.NDArray[np.int32]:
-        """Return the cells of all jobs, shape (jobs, keys)."""
+        """Return each job's timetable cells of these keys, as an array of shape (jobs, keys)."""
         cells = np.empty((len(self._rows), len(keys)), np.int32)
         for row, progress in zip(cells, self.timetable):
             progress.cells.take(keys, out=row, mode="clip")  # the others copy the row
@@ -179,10 +179,12 @@ class EarliestUse(NextUseRanking):
 class WeightedMean(NextUseRanking):
     """Ranking by the weighted sum over jobs of the thesis's distances (eq. 3-5).
 
-    In the thesis the weights sum to one; here they need not, which changes no comparison.
+    The distance of a key for one job is the number of reads until the job reads the key. If the job has read the key in
+    this epoch, or does not read it, the distance is the epoch's length. If the position is not certain, the distance is
+    an estimate. In the thesis the weights sum to one; here they need not, which changes no comparison.
 
-    A key that a job has read, or never reads, is N away for that job. The anchor is the weighted sum of certain
-    positions. From each, the job's own position k has to be subtracted: that is part of the job's value.
+    For a key whose position in the job's order is certain, the distance is this position minus the job's own position.
+    The first is part of the key's anchor, the second of the job's value (see `NextUseRanking`).
     """
 
     codes = (1, 0, 0, 2, 3)

@@ -180,7 +180,10 @@ class RankedPolicy(Policy):
     def _sort_out(
         self, keys: Keys, sizes: Sizes | None
     ) -> tuple[npt.NDArray[np.int64], Sizes | None, npt.NDArray[np.int64]]:
-        """Return the keys to add, each once, their sizes, and the keys to drop at once."""
+        """Return (keys to add, each once; their sizes; keys to drop at once, because they are too large).
+
+        Keys that are resident already are not added again; their sizes are updated.
+        """
         if len(keys) > 1:
             keys, sizes = _once(keys, sizes)
         gone: list[int] = []

@@ -113,7 +113,10 @@ class RefCnt(RankedPolicy):
                 claim.states[before:] = NEEDED if claim.is_whole else READ
 
     def _ready(self, job: Job) -> tuple[_Claim, States]:
-        """Return the claim of a job that reads now; begins an epoch if the job has read all keys of the last one."""
+        """Return (claim of a job that reads now, states of the keys in it).
+
+        Begins an epoch first if the job has none, or has read all keys of its last one.
+        """
         claim = self._claim(job)
         if claim.states is None or claim.position >= claim.length > 0:
             self._begin(claim, None)

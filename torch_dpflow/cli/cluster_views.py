@@ -190,7 +190,7 @@ def print_remote_workers(workers: Mapping[str, Sequence[RemoteWorkerView]]) -> N
 
 
 def print_costs(flows: Sequence[FlowView]) -> None:
-    """Print one row for each running flow: worker-hours, cost, and its limit."""
+    """Print one row for each running flow: jobs, workers, worker-hours, cost, and what limits it."""
     table = _table("flows", "flow", "jobs", "workers", "worker-hours", "cost", "limited by")
     for flow in flows:
         if flow.part is not None and flow.workers_s is not None:

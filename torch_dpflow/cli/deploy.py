@@ -177,7 +177,7 @@ _PLAIN = re.compile(r"v1|[A-Za-z/-][\w.:/()$-]{2,}", re.ASCII)
 
 @click.group()
 def manifest() -> None:
-    """Print the objects of a cluster on a platform, with the settings of dpflow.toml."""
+    """Print the YAML manifest of a cluster on a platform, with the settings of dpflow.toml."""
 
 
 _options = with_options(

@@ -92,13 +92,11 @@ def routed_order(loader: Any) -> RoutedOrder | None:
 
     The router may replace the sampler of `shuffle=True`, a SubsetRandomSampler without a separate generator, a
     DistributedSampler and a DynaGCSSampler, but no subclass of them. If there are several ranks, they must have a
-    common
-    name: that of `JobOptions`, or one drawn through torch.distributed.
+    common name: that of `JobOptions`, or one drawn through torch.distributed.
 
     The router may not replace the sampler in two cases. First, torch.distributed has more processes than the sampler
-    has
-    replicas: some processes then read the same batches by the sampler's seed, as tensor-parallel and context-parallel
-    peers do. Second, the user has fixed the order by a generator in the sampler.
+    has replicas: some processes then read the same batches by the sampler's seed, as tensor-parallel and
+    context-parallel peers do. Second, the user has fixed the order by a generator in the sampler.
     """
     size, sampler, batches = len(loader.dataset), loader.sampler, loader.batch_sampler
     kind: Any = type(sampler)

@@ -130,7 +130,7 @@ class Directory:
         self._victims, self._chosen_as = samples[order], numbers[order]
 
     def _oldest(self) -> tuple[CompactArray, IndexArray]:
-        """Return residents and the numbers of their loads: all, or at least `_SEARCHED` of the oldest loads."""
+        """Return (residents, the numbers of their loads), oldest load first: all, or at least `_SEARCHED` of them."""
         self._end_piece()
         end = found = 0
         while end < len(self._log) and found < _SEARCHED:
@@ -166,7 +166,10 @@ class Directory:
             del self._log[self._swept]
 
     def _current(self, samples: CompactArray, numbers: IndexArray) -> tuple[CompactArray, IndexArray]:
-        """Return the loads whose samples have stayed resident since."""
+        """Return those of these loads whose samples have stayed resident since the load: (samples, load numbers).
+
+        samples, numbers: the samples, and the number of the load of each.
+        """
         held = self._held[samples] & (self._loaded[samples] == numbers)
         return (samples, numbers) if held.all() else (samples[held], numbers[held])
 

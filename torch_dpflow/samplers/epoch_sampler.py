@@ -238,7 +238,10 @@ class EpochSampler(Sampler[T]):
         return self._end(at) - at.position
 
     def _described(self, consumed: int | None) -> Iteration | None:
-        """Return the iteration that a state describes; None for the next one."""
+        """Return the iteration that `_state(consumed)` saves; None if it saves the beginning of the next iteration.
+
+        consumed: the number of items that were delivered; None: all that were yielded.
+        """
         latest = self._latest
         if latest is None or self.named_epoch is None:
             return latest
@@ -251,6 +254,7 @@ class EpochSampler(Sampler[T]):
         return self._resume is not None and self._resume.at.position >= self._end(self._resume.at)
 
     def _end(self, at: RankPosition) -> int:
+        """Return the number of items of this rank at the end of an epoch that continues at `at`."""
         return at.end(self.num_replicas, drop_last=self.drop_last)
 
     def _next_start(self) -> Start:

@@ -212,7 +212,12 @@ class SharedEpoch:
         return current
 
     def _latest(self, quota: IndexArray, directory: Directory, partition: Partition) -> tuple[int, CompactArray]:
-        """Return a start in the backlog, and enough of the residents after it to choose from, in load order."""
+        """Return (index in the backlog, needed residents listed at this index and after it, in load order).
+
+        There are enough residents to choose from, if the whole backlog has that many.
+
+        quota: how many samples of each class of `partition` are to be chosen.
+        """
         span = _CHOICE * int(quota.sum())
         start, found = self._backlog_length, 0
         short = quota.copy()

@@ -108,7 +108,10 @@ class EpochCursor:
         }
 
     def _done(self) -> dict[str, Any]:
-        """Return `done`, or its digest if the flow is large and the order follows from seed and epoch."""
+        """Return the entries "done" and "digest" of a state: the marks of the samples that were read, or their digest.
+
+        The digest is enough if the flow is large and the order follows from seed and epoch. "done" is then None.
+        """
         job = self._job
         is_prefix = self.position <= self.in_order and job.rank is None and job.indices is None
         if not is_prefix or self.earlier is not None or job.size <= MAX_MARKED:

@@ -284,7 +284,10 @@ class Autoscaler:
             self._requested_at = now
 
     def _demand(self, now: float, hold_s: float) -> float:
-        """Return the demand of all jobs, samples per second; a paused job counts with its last demand."""
+        """Return the demand of all jobs at time `now`, samples per second.
+
+        A job that has requested nothing for less than `hold_s` seconds counts with its last demand, others with 0.
+        """
         return sum(job.demand for job in self._jobs.values() if now - job.requested_at < hold_s)
 
     def _within(self, workers: int) -> int:

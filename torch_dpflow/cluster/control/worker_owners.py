@@ -88,9 +88,10 @@ class WorkerOwners:
         return True
 
     def start(self, shard: str, name: str) -> bool:
-        """Record a start request; return whether to start the worker.
+        """Record a shard's request for a worker; return whether the caller must start the worker.
 
-        If not, it was started before, or an outcome has the reason.
+        False: the worker was started before, or the request is refused. `news(shard, ...)` then returns a `Refused`
+        outcome with the reason.
         """
         if name in self._members:
             if isinstance(self._members[name], float):
@@ -112,9 +113,11 @@ class WorkerOwners:
         return True
 
     def has(self, shard: str, name: str) -> bool:
+        """Return whether a shard owns the worker of this name."""
         return self._members.get(name) == shard
 
     def note(self, outcome: Outcome) -> None:
+        """Record an outcome for the shard that owns the worker. `Refused` and `Ended` remove the worker."""
         shard = self._members.get(outcome.name)
         if isinstance(outcome, Refused | Ended):
             self._members.pop(outcome.name, None)
@@ -122,7 +125,11 @@ class WorkerOwners:
             self._owners[shard].news.append(outcome)
 
     def news(self, shard: str, seen: int) -> tuple[int, list[Outcome]]:
-        """Return (number of all outcomes of a shard, its outcomes after the first `seen` ones)."""
+        """Forget the outcomes that a shard has received, and return (count, the next ones, at most `MAX_EVENTS`).
+
+        seen: the number of outcomes that the shard has received. The count is this number once it has received the
+        returned ones too.
+        """
         owner = self._owners[shard]
         had = min(max(0, seen - owner.seen), len(owner.news))
         del owner.news[:had]
@@ -153,6 +160,7 @@ class WorkerOwners:
         return [name for name in found if name.startswith(self._prefix) and name not in self._members]
 
     def _doom(self, shard: str, end_at: float) -> list[str]:
+        """Take all workers from a shard, to be ended at `end_at`; return their names."""
         mine = [name for name, owner in self._members.items() if owner == shard]
         self._members |= dict.fromkeys(mine, float(end_at))
         return mine

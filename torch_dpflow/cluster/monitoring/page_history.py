@@ -241,7 +241,10 @@ def _of_flows(before: Observation, seen: Observation) -> Iterator[_Found]:
 
 
 def _combined(found: list[_Found]) -> Iterable[tuple[str, str, str]]:
-    """Combine many similar events into one; otherwise a flow with hundreds of workers would fill the log."""
+    """Yield (kind, subject, text) of each event; similar ones as one event if there are more than `MAX_ALONE`.
+
+    Otherwise a flow with hundreds of workers would fill the log.
+    """
     counts = Counter((kind, like) for kind, _, _, like in found if like)
     listed: set[tuple[str, str]] = set()
     for kind, subject, text, like in found:
@@ -282,7 +285,10 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _recent(now: StageTimes, before: StageTimes | None) -> tuple[str, str]:
-    """Return the loading times of the last seconds for display; if nothing was loaded, the times since the start."""
+    """Return the two texts of `StageTimes.shown` for the time between `before` and `now`.
+
+    If nothing was loaded in this time, they are for the time since the start.
+    """
     recent = now if before is None else now.since(before)
     return (recent if recent.counts else now).shown()
 

@@ -197,7 +197,7 @@ class JoinedNodes:
         return hmac.compare_digest(token.encode(), self._place.token.encode())
 
     def _addresses(self) -> dict[str, str]:
-        """Return, by id, the addresses of the processes to which joined nodes' processes connect."""
+        """Return the addresses of coordinator and routers by process id. Processes of joined nodes connect to them."""
         called = (view for view in self._coordinator.observed if view.role in (COORDINATOR, "router"))
         return {view.id: view.address for view in called if view.address}
 

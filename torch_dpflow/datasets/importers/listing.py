@@ -118,7 +118,7 @@ class ListingImporter(BaseImporter):
 
     @property
     def _used(self) -> dict[str, str]:
-        """Return the column of each field of an Item."""
+        """Name of the column for each field of an `Item`, without fields that have no column."""
         return {field: column for field, column in self._columns.items() if column is not None}
 
     def _item(self, row: dict[str, Any], used: Mapping[str, str], number: int) -> Item:

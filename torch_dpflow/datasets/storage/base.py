@@ -259,7 +259,10 @@ def is_state_of_file(state: str, found: os.stat_result) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _numbers(state: str) -> tuple[int, int, int]:
-    """Return the numbers in the state of a local file. Cached, as all reads of a file compare the same state."""
+    """Return (modification time, attribute-change time, inode or 0) in the state of a local file; times in ns.
+
+    Cached, as all reads of a file compare the same state.
+    """
     if not is_local(state):
         return -1, -1, -1
     written, changed, inode = map(int, state.split())
@@ -339,17 +342,20 @@ def conditions(state: str) -> dict[str, str]:
 
 
 def is_local(state: str) -> bool:
-    """Return whether a state describes a local file."""
+    """Return whether an object's recorded state describes a local file."""
     return re.fullmatch(_LOCAL, state) is not None
 
 
 def is_tag(state: str) -> bool:
-    """Return whether a state is a strong ETag, which no other object of this URL and size has, on any server."""
+    """Return whether an object's recorded state is a strong ETag.
+
+    A strong ETag identifies the content of the URL, together with the size, whichever server answers.
+    """
     return _parts(state)[0][:1] == '"'
 
 
 def is_settled(state: str) -> bool:
-    """Return whether every later state of the object will be a different text.
+    """Return whether a later write to the object will certainly change its state, given the recorded state.
 
     A time of change has a resolution of a second, so an object that is written twice within a second keeps it.
     """

@@ -298,7 +298,10 @@ class PoolReader:
                 return  # the servers' storage does not answer; this reader's may
 
     def _send(self, records: Sequence[int]) -> list[tuple[LocalServer, Sequence[int]]]:
-        """Request the states of records from their servers, where they are not known here."""
+        """Request the states of the records that are not known here from their servers on this host.
+
+        Returns the servers to which a request was sent, each with the records that were requested.
+        """
         by_server = dict[LocalServer, list[int]]()
         for record in records:
             server = self._server_of(record)

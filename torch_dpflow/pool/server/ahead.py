@@ -291,7 +291,11 @@ class AheadReading:
         return plan
 
     def _open(self, plan: AccessPlan, records: Sequence[int]) -> dict[int, int]:
-        """Return the position of each record that was not consumed; drop positions too far behind."""
+        """Return the plan's position of each record that it has not consumed, by record.
+
+        Positions that are more than the plan's spread behind the last one of these are skipped for good, and not
+        returned.
+        """
         found: dict[int, int] = {}
         for record in records:
             where = (one for one in plan.order.positions(record) if self._machine.is_open(plan.name, one))

@@ -185,7 +185,10 @@ class Walk:
         return result
 
     def _start(self, obj: Any, path: str, open_: dict[int, int], members: list[Any], frames: list[list[Any]]) -> Any:
-        """Begin to digest an object. Return None, the value that starts a generator of steps."""
+        """Begin to digest an object: add it to `open_` and `members`, and a frame with its steps to `frames`.
+
+        Returns None, which the caller sends into the new generator of steps.
+        """
         position = len(members)
         open_[id(obj)] = position
         members.append(obj)
