@@ -17,6 +17,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -243,14 +244,11 @@ def main(load_spec: DeferredPickle, spec: WorkerSpec) -> None:
     # was inherited would not be installed again.
     faulthandler.disable()
     set_worker_signal_handlers()
-    with exit_report(exit_report_path(spec)):
-        try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the platform may have blocked it
-            opened = load_spec.open()
-            connection = connect(spec.address, identity=f"{spec.worker}/{spec.incarnation}".encode())
-            BatchWorker(opened, spec.worker, spec.incarnation, connection).work()
-        except KeyboardInterrupt:  # the owner gets it too, and decides
-            pass
+    with suppress(KeyboardInterrupt), exit_report(exit_report_path(spec)):  # the owner gets it too, and decides
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the platform may have blocked it
+        opened = load_spec.open()
+        connection = connect(spec.address, identity=f"{spec.worker}/{spec.incarnation}".encode())
+        BatchWorker(opened, spec.worker, spec.incarnation, connection).work()
 
 
 class BatchWorker(TaskWorker):

@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 #: While a worker starts, its stacks are written this often, seconds: an import that hangs is killed from outside.
 STACKS_S = 5.0
@@ -21,15 +21,14 @@ _starting: _Start | None = None
 def exit_report(path: str) -> Iterator[None]:
     """Write to the file `path` how the body ends this process.
 
-    The report has the traceback of an error, the stacks of a fatal signal, or the caller of `os._exit`. Until
+    The report has the traceback of an error, or the stacks of a fatal signal. Until
     `has_started` is called, it also has the module that is being imported, and the stacks of a start that takes long.
     """
     with open(path, "w", buffering=1) as report:
         faulthandler.enable(file=report)
         _begin(report)
         try:
-            with reported_exits(report):
-                yield
+            yield
         except BaseException as error:
             has_started()
             report.write("".join(traceback.format_exception(error)))
@@ -37,26 +36,6 @@ def exit_report(path: str) -> Iterator[None]:
         finally:
             has_started()
             faulthandler.disable()
-
-
-@contextmanager
-def reported_exits(report: IO[str]) -> Iterator[None]:
-    """Make `os._exit`, which raises nothing, write its caller's stack to `report` within the block."""
-    leave, owner = os._exit, os.getpid()
-
-    def report_and_leave(status: int) -> NoReturn:
-        if os.getpid() == owner:  # and not a process that it has forked
-            with suppress(Exception):
-                stack = "".join(traceback.format_stack(sys._getframe(1)))
-                report.write(f"os._exit({status}) was called (most recent call last):\n{stack}")
-                report.flush()
-        leave(status)
-
-    os._exit = report_and_leave
-    try:
-        yield
-    finally:
-        os._exit = leave
 
 
 def has_started() -> None:

@@ -160,7 +160,7 @@ def test_an_error_of_a_sample_is_raised_in_its_place_with_the_workers_traceback(
 def test_a_sample_that_takes_down_its_workers_fails_alone(join: Join, flow: str) -> None:
     job = join(flow, Failing(30, kills=13), batch_size=10)
     reading = job.read([[11, 12, 13], [14, 15]], 0)
-    how = r"sample 13: loading it took down 3 workers .* the last that ended: pid \d+ (was|has) ended"
+    how = r"sample 13: loading it took down 3 workers .* The workers that ended last: pid \d+ (was|has) ended"
     with pytest.raises(PoisonTaskError, match=how):
         next(reading)
     assert keys(reading) == [14, 15]

@@ -14,7 +14,6 @@ from torch_dpflow.ipc.messages.remote_worker import LaunchSpec, decode_launch_sp
 from torch_dpflow.remote.shipping.code_bundle import install_bundle
 from torch_dpflow.remote.shipping.compatibility import missing_modules, required_modules, versions_here
 from torch_dpflow.remote.worker.control_connection import ControlConnection
-from torch_dpflow.workers.exit_report import reported_exits
 
 #: The module that loads single samples: named and not imported, since flows lie above the workers of any loader.
 SAMPLES = "torch_dpflow.cluster.shard.sample_worker"
@@ -39,8 +38,7 @@ def run(launch_spec: bytes) -> int:
     control = ControlConnection(result, versions_here())
     control.start()
     try:
-        with reported_exits(sys.stderr):
-            _work(result, control)
+        _work(result, control)
     except WorkerRefusedError as error:
         if str(error):
             print(f"{result.name} is not wanted: {error}", file=sys.stderr)
