@@ -58,8 +58,9 @@ T = TypeVar("T", covariant=True)
 class DPFlowDataLoader(DataLoader[T]):
     """A drop-in replacement for `torch.utils.data.DataLoader`.
 
-    It takes torch's arguments with torch's meaning, yields the same batches in the same order for the same seed, and
-    raises the same errors. In addition:
+    It takes torch's arguments with torch's meaning, yields the samples in the same order for the same seed, and raises
+    the same errors. Random augmentation in workers equals torch's only with `LoaderOptions(seeding="worker")`. In
+    addition:
 
     - A worker that dies is replaced and its batches are loaded again; the training loop continues.
     - Idle workers take over tasks of busy ones, so one slow sample does not delay the others.
