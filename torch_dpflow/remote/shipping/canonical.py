@@ -185,10 +185,7 @@ class Walk:
         return result
 
     def _start(self, obj: Any, path: str, open_: dict[int, int], members: list[Any], frames: list[list[Any]]) -> Any:
-        """Begin to digest an object: add it to `open_` and `members`, and a frame with its steps to `frames`.
-
-        Returns None, which the caller sends into the new generator of steps.
-        """
+        """Add an object to `open_` and `members`, and its steps to `frames`; return None, which starts the steps."""
         position = len(members)
         open_[id(obj)] = position
         members.append(obj)
@@ -245,10 +242,7 @@ class Walk:
     # ---- containers
 
     def _plain(self, obj: Any) -> bytes | None:
-        """Return the digest of a container of plain values.
-
-        None for small ones of a module, which may name its files.
-        """
+        """Return the digest of a container of plain values; None for a small one of a module: it may name files."""
         return None if self.folder and len(obj) <= _MAX_KEYS else self._bulk.of(obj)
 
     def _sequence(self, obj: Any, level: int) -> Steps:
