@@ -57,6 +57,21 @@ def test_a_long_sentence_is_found() -> None:
     ]
 
 
+def broken_rows(text: str) -> list[str]:
+    """The rows of a page's tables that go on in another line, where Markdown begins another row."""
+    text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"^ *\|.*[^|\s] *$", text, re.MULTILINE)
+
+
+def test_every_row_of_a_table_is_one_line() -> None:
+    assert [(named(page), row) for page in PAGES for row in broken_rows(page.read_text("utf-8"))] == []
+
+
+def test_a_broken_row_is_found() -> None:
+    text = "| a | b |\n| --- | --- |\n| 1 | one \ntwo |\n| 3 | 4 |\n\n```\n| code\n```\n"
+    assert broken_rows(text) == ["| 1 | one "]
+
+
 def test_a_how_to_page_has_the_shape_of_all() -> None:
     for page in HOWTO.glob("*.md"):
         headings = re.findall(r"^## (.+)$", page.read_text("utf-8"), re.MULTILINE)

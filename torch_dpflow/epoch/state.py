@@ -47,9 +47,10 @@ def is_plain(value: Any) -> bool:
 
 
 def packed(value: Any, objects: list[Any]) -> Any:
-    """Return the own state of a dataset or sampler as plain data; None stays None.
+    """Return `value`, the state that a dataset or sampler reported, as plain data; None stays None.
 
-    Tensors and other values that `torch.load` accepts with `weights_only` become text; anything else joins `objects`.
+    Tensors and other values that `torch.load` accepts with `weights_only` become text. Any other value is appended to
+    `objects`, and the result holds its index there.
     """
     if value is None:
         return None

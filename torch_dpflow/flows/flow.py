@@ -230,7 +230,7 @@ class DataLoadFlowReader(Protocol[Read_co]):
     """Reader that builds flows, so that they can be read in this process or elsewhere."""
 
     def read(self, flow: DataLoadFlow) -> Read_co:
-        """Build the present state of `flow`; later changes of the flow do not affect the result."""
+        """Build `flow` as it is now, and return an object that reads it; later changes have no effect on it."""
 
 
 _HARD = "\N{NO-BREAK SPACE}"

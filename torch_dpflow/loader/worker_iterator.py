@@ -418,7 +418,7 @@ class WorkerIterator(DeliveringIterator):
             raise
 
     def _count(self) -> None:
-        """Add the growth of the shard's counters since the last call to the meter."""
+        """Add to the meter what the shard's counters have grown by since the last call of this method."""
         assert self._shard is not None
         totals, before = self._shard.totals(), self._counted
         counts = totals.duplicates, totals.steals

@@ -320,7 +320,12 @@ class BatchSource:
 
 
 def _opened(epoch: EpochSpec, *, lives_on: bool) -> EpochSpec:
-    """Unpickle the dataset's state in `epoch`; drop a state that the dataset is in already, or that was not saved."""
+    """Return `epoch` with the dataset's state unpickled; without it, if the dataset is not to load a state.
+
+    The dataset loads none if its `state_dict` failed, or if it is in this state already.
+
+    lives_on: whether the dataset continues from the epoch before, in the same worker.
+    """
     if epoch.stream is None:
         return epoch
     kept = epoch.stream.dataset

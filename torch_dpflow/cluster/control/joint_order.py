@@ -327,7 +327,7 @@ class _JointEpoch:
         return drawn[drawn > 0] - 1
 
     def first_of(self, rank: int) -> int:
-        """Return the first place that this rank can draw."""
+        """Return the rank's first position that can be drawn: earlier samples were reported as read, or are cleared."""
         return max(self._held[rank].position, self._kept_from)
 
     def agrees(self, rank: int, held: Held) -> bool:

@@ -36,7 +36,7 @@ class _Owner:
 
 
 class WorkerOwners:
-    """The remote workers of all shards. Not thread-safe. All times are seconds.
+    """Record of which shard owns each remote worker, within the limit of workers. Not thread-safe. Times are seconds.
 
     Args:
         prefix: prefix of the names of all remote workers of the cluster.

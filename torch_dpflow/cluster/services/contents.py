@@ -238,7 +238,10 @@ def open_content(place: ClusterPlace, digest: str, on_progress: Callable[[], Non
 
 @contextmanager
 def _locked(path: Path, on_progress: Callable[[], None]) -> Iterator[None]:
-    """Hold a lock file during the body, and remove it afterwards."""
+    """Hold the lock file `path` during the body, and remove it afterwards.
+
+    on_progress: called repeatedly while another process holds the lock.
+    """
     while True:
         with open(path, "ab") as lock:
             try:

@@ -242,7 +242,7 @@ class Walk:
     # ---- containers
 
     def _plain(self, obj: Any) -> bytes | None:
-        """Return the digest of a container of plain values; None for a small one of a module: it may name files."""
+        """Return the digest of a container of plain values; None for a module's small one: it may contain paths."""
         return None if self.folder and len(obj) <= _MAX_KEYS else self._bulk.of(obj)
 
     def _sequence(self, obj: Any, level: int) -> Steps:
