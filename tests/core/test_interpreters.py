@@ -12,7 +12,7 @@ BLOCKED = "import signal; print([int(one) for one in signal.pthread_sigmask(sign
 
 
 def test_an_interpreter_blocks_the_signals_that_its_starter_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those that the first starter blocks, with which the process begins that the others are forked from."""
+    """The process from which interpreters are forked was begun by another starter, which blocks other signals."""
     preloaded = new_process.Preloaded()
     monkeypatch.setattr(new_process, "PRELOADED", preloaded)
     for blocked in ([signal.SIGINT], []):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch.utils.data import Subset
@@ -49,8 +49,8 @@ class Holder:
     """Attributes of many kinds."""
 
     def __init__(self) -> None:
-        self.level, self._opened, self.own = 1, None, self
-        self.parts, self.settings, self.pair = [1.5, "a"], {"size": 3}, ([1], 2)
+        self.level, self._opened, self.own = 1, cast(Any, None), self
+        self.parts, self.settings, self.pair = [1.5, "a"], {"size": 3, "rate": 2}, ([1], 2)
         self.names = ["x"] * 1000
 
 
@@ -68,6 +68,7 @@ CHANGES: list[Callable[[Holder], object]] = [
     lambda one: vars(one).update(added=5),
     lambda one: vars(one).pop("level"),
     lambda one: vars(one).update(names=["y"]),
+    lambda one: one.settings.update(size=one.settings.pop("size")),
     _append,
     _change_inside,
 ]
@@ -85,6 +86,17 @@ def test_attributes_are_as_they_were_within_the_block_and_as_they_are_behind_it(
     with state.restored():
         assert repr(_shown(one)) == before
     assert repr(_shown(one)) == after
+
+
+def test_a_value_that_the_block_replaces_is_kept() -> None:
+    one = Holder()
+    state = FirstState(one)
+    one.level, one._opened, one.names = 2, object(), ["y"]
+    one.parts.append("b")
+    with state.restored():
+        one._opened, one.level = "closed", 5  # as a `__getstate__` may
+        one.parts.append("c")
+    assert (one.level, one._opened, one.names, one.parts) == (5, "closed", ["y"], [1.5, "a", "c"])
 
 
 def _shown(one: Holder) -> dict[str, Any]:

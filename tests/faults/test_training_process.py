@@ -135,7 +135,7 @@ if __name__ == "__main__":
 def test_processes_that_are_stopped_end_with_a_killed_training_process(
     OurLoader: Any, eventually: Any, place: Path, method: str
 ) -> None:
-    """Also those that another thread than the main one has started, which the kernel does not kill."""
+    """So do processes that a thread other than the main one started: the kernel does not kill those."""
     with interpreter(IN_A_THREAD, method, env={"TMPDIR": str(place)}) as training:
         assert training.stdout is not None
         assert training.stdout.readline() == "read\n"

@@ -13,6 +13,8 @@ MAX_DEPTH, MAX_OBJECTS = 5, 2000
 #: Length of the longest list or dict whose elements are kept.
 MAX_ELEMENTS = 32
 
+_ABSENT = object()
+
 
 class FirstState:
     """The attributes of a dataset, of its parts and of their transforms, as they were when the first workers started.
@@ -27,16 +29,17 @@ class FirstState:
     def restored(self) -> Iterator[None]:
         """Put the first values back within the block, in which a replacement copies the dataset.
 
-        Only what has changed is touched: another thread may be reading the dataset.
+        Only changed values are touched, as another thread may be reading the dataset. A value that the block itself
+        replaces, such as a file that `__getstate__` closes, is kept.
         """
         changed = [(holder, first, holder.copy()) for holder, first in self._kept if not _are_same(holder, first)]
         try:
-            for holder, first, _ in changed:
-                _assign(holder, first)
+            for holder, first, latest in changed:
+                _exchange(holder, latest, first)
             yield
         finally:
-            for holder, _, latest in changed:
-                _assign(holder, latest)
+            for holder, first, latest in changed:
+                _exchange(holder, first, latest)
 
 
 def _holders(dataset: Any) -> Iterator[dict[Any, Any] | list[Any]]:
@@ -68,17 +71,26 @@ def _attributes(value: Any) -> dict[str, Any] | None:
 
 
 def _are_same(now: Any, first: Any) -> bool:
-    if len(now) != len(first):
+    if [*now] != [*first] if isinstance(now, dict) else len(now) != len(first):
         return False
-    if isinstance(now, dict):
-        return all(key in now and now[key] is value for key, value in first.items())
-    return all(one is other for one, other in zip(now, first, strict=True))
+    pairs = zip(now.values(), first.values(), strict=True) if isinstance(now, dict) else zip(now, first, strict=True)
+    return all(one is other for one, other in pairs)
 
 
-def _assign(holder: Any, values: Any) -> None:
+def _exchange(holder: Any, old: Any, new: Any) -> None:
+    """Put the values of `new` in place of those of `old`, where the holder still has them."""
     if isinstance(holder, list):
-        holder[:] = values
+        if _are_same(holder, old):
+            holder[:] = new
         return
-    holder.update(values)
-    for key in holder.keys() - values.keys():
-        del holder[key]
+    for key in {**old, **new}:
+        before, after = old.get(key, _ABSENT), new.get(key, _ABSENT)
+        if before is after or holder.get(key, _ABSENT) is not before:
+            continue
+        if after is _ABSENT:
+            del holder[key]
+        else:
+            holder[key] = after
+    if holder.keys() == new.keys() and [*holder] != [*new]:  # a dataset may count on the order
+        for key in new:
+            holder[key] = holder.pop(key)
