@@ -184,7 +184,7 @@ class Run:
     @contextmanager
     def _source(self) -> Iterator[Source]:
         if self.kind == "dpflow":
-            with started(preload=["torch_dpflow.vision" if self.is_fast else "torchvision"]) as address:
+            with started() as address:
                 yield ClusterSource(address)
         elif self.side == TENSORSOCKET:
             kept = self.scenario.kept

@@ -179,7 +179,7 @@ def run(rows: Sequence[Case], *, seeds: int, as_json: bool) -> None:
     """Measure all rows on a cluster of their own, and print each as it comes, or one table at the end."""
     table = Table("jobs", "strategy", "policy", "cache", "cluster", "simulator", "difference")
     progress = Console(stderr=True)
-    with started(preload=["torch"]) as address:
+    with started() as address:
         for case in rows:
             real = [100 * case.measured(address, seed) for seed in range(seeds)]
             model = [100 * case.simulated(seed) for seed in range(seeds)]

@@ -4,7 +4,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,29 +17,27 @@ ANSWER_S, START_S = 20.0, 60.0
 
 
 @contextmanager
-def found_or_started(address: str, *, preload: Sequence[str] = ()) -> Iterator[str]:
+def found_or_started(address: str) -> Iterator[str]:
     """Yield `address`, or for "auto" without a running cluster the address of a new one."""
     if address != "auto" or _answers(address):
         yield address
     else:
-        with started(preload=preload) as own:
+        with started() as own:
             yield own
 
 
 @contextmanager
-def started(
-    *, preload: Sequence[str] = (), platform: str = "", worker_listen: str = "", listen: str = ""
-) -> Iterator[str]:
+def started(*, platform: str = "", worker_listen: str = "", listen: str = "") -> Iterator[str]:
     """Run a cluster, and yield the path of its connection file.
 
-    preload: modules that it imports once for all its workers. platform: what runs these; empty: this host.
-    worker_listen: where they connect to; empty: where the platform suggests.
+    platform: what runs its workers; empty: this host. worker_listen: where they connect to; empty: where the platform
+        suggests.
     listen: where other hosts connect; empty: none can.
     """
     with tempfile.TemporaryDirectory(prefix="torch_dpflow-") as folder:
         path = Path(folder, "connection")
         command = [sys.executable, "-m", "torch_dpflow.cli", "up", f"--address={path}"]
-        command += ["--log-level=warning", *(f"--preload={module}" for module in preload)]
+        command += ["--log-level=warning"]
         command += [f"--platform={platform}"] if platform else []
         command += [f"--worker-listen={worker_listen}"] if worker_listen else []
         command += [f"--listen={listen}"] if listen else []

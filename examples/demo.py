@@ -135,7 +135,7 @@ class Demonstration:
         given = (self._options.data, self._options.epochs)
         sides = [partials(trial, *given, number, "") for number in range(TRIALS)]
         torchs = play([one[TORCH] for one in sides])
-        with started(preload=["torchvision", "examples.train_classifier"]) as address:
+        with started() as address:
             around = [view.pid for view in processes(address) if view.pid and view.role == "node"]
             sides = [partials(trial, *given, number, address) for number in range(TRIALS)]
             ours = play([one[OURS] for one in sides], around=around)

@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.loader == "torch":
             outcomes, decodes = search(options, "")
         else:
-            with found_or_started(options.address, preload=["torchvision"]) as address:
+            with found_or_started(options.address) as address:
                 outcomes, decodes = search(options, address)
     except KeyboardInterrupt:
         console.print("interrupted")

@@ -25,14 +25,13 @@ class StartedNode:
         *,
         prefix: Sequence[str] = (),
         folder: Path | None = None,
-        arguments: Sequence[str] = (),
     ) -> None:
-        """prefix: runs a command on another host. arguments: more. folder: for temporary files, if it is this one."""
+        """prefix: runs a command on another host. folder: for temporary files, if it is this one."""
         self.name, self.log = name, log
         own = {"TMPDIR": str(folder)} if folder is not None else {}
         with open(log, "ab") as out:
             self.process = Interpreter(
-                [*prefix, *_command(cluster), "--name", name, *arguments],
+                [*prefix, *_command(cluster), "--name", name],
                 preloaded=not prefix,
                 fork_server=True,
                 env={**os.environ, "PYTHONPATH": str(ROOT), **own},

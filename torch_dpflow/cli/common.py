@@ -39,12 +39,6 @@ log_options = with_options(
     click.option("--log-format", type=click.Choice(FORMATS), default="text", envvar="DPFLOW_LOG_FORMAT"),
     click.option("--log-level", type=click.Choice(LEVELS), default="info", envvar="DPFLOW_LOG_LEVEL"),
 )
-preload_option = click.option(
-    "--preload",
-    metavar="MODULE",
-    multiple=True,
-    help="A module to import once for all workers, as torchvision: they start at once and share it.",
-)
 
 
 def name_value_pairs(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[str, str]:

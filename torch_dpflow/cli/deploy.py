@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from torch_dpflow._core.lazy import imported
-from torch_dpflow.cli.common import json_option, preload_option, size_of, to_json, with_options
+from torch_dpflow.cli.common import json_option, size_of, to_json, with_options
 from torch_dpflow.errors import OptionError
 from torch_dpflow.remote.launchers.registry import resolve, warn_experimental
 
@@ -227,7 +227,6 @@ _options = with_options(
         help="Serve metrics at port 9400 to the pods of this namespace, where Prometheus runs.",
     ),
     click.option("--page", is_flag=True, help="Serve the live page at port 8265 of the pod, for kubectl port-forward."),
-    preload_option,
     click.option("--keys", help="File of `dpflow keygen`. Without it, new keys are generated."),
     click.option("--without-secrets", is_flag=True, help="Print no keys, as their secrets exist already."),
 )
@@ -246,7 +245,6 @@ def kubernetes(
     nodes: int,
     node_cpu: str,
     node_memory: str,
-    preload: tuple[str, ...],
     **given: Any,
 ) -> None:
     """Print a cluster with workers in pods as YAML for `kubectl apply -f -`, by settings in [platform.kubernetes].
@@ -275,7 +273,7 @@ def kubernetes(
     if scale is not None:
         scaling = ("--autoscale", f"{scale.least}:{scale.most}")
         given["hold_s"] = scale.hold_s
-    given["nodes"] = NodePods(count=nodes, cpu=node_cpu, memory=node_memory, preload=preload)
+    given["nodes"] = NodePods(count=nodes, cpu=node_cpu, memory=node_memory)
     head = ClusterManifest(workers=settings, scaling=scaling, memory_bytes=memory, **given)
     click.echo(_written(head, keys, without_secrets), nl=False)
 

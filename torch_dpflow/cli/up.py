@@ -15,7 +15,7 @@ import click
 
 from torch_dpflow._core.checks import counted
 from torch_dpflow._core.descriptors import soft_limit
-from torch_dpflow.cli.common import json_option, log_options, preload_option, size_of, to_json, with_options
+from torch_dpflow.cli.common import json_option, log_options, size_of, to_json, with_options
 from torch_dpflow.cluster.security.connection_file import ADDRESS_VARIABLE
 from torch_dpflow.log import LogOptions
 
@@ -76,7 +76,6 @@ _up_options = with_options(
         callback=size_of,
         help="Also run a pool server, which caches datasets in this much memory of this host, such as 2GiB.",
     ),
-    preload_option,
     click.option(
         "--platform",
         help="Platform that runs the workers of flows: ray, kubernetes, fc, lambda. Without it, this host.",
@@ -269,14 +268,12 @@ def _is_readable(pipe: BinaryIO, within_s: float) -> bool:
     metavar="ADDRESS",
     help="IP address of this host by which jobs reach it; by default the one by which it reaches the cluster.",
 )
-@preload_option
 @log_options
 @json_option
 def node(
     join: str,
     name: str | None,
     listen: str | None,
-    preload: tuple[str, ...],
     log_format: str,
     log_level: str,
     as_json: bool,
@@ -297,7 +294,6 @@ def node(
             join=join,
             name=name,
             listen=listen,
-            preload=preload,
             log=LogOptions(format=log_format, level=log_level),
         )
     )

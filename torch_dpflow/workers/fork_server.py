@@ -219,7 +219,7 @@ class ForkServerPlatform(LocalPlatform):
         how = End(code=end.si_status) if exited else End(signal=end.si_status)
         raise ModuleEndedError(
             f"the import of {module} has ended it: it {how}. If the module raised, its traceback is on stderr: repair "
-            "the module, or leave it out of --preload"
+            "or reinstall the module"
         )
 
     def _watch(self, made: threading.Event) -> None:

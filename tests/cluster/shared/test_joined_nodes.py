@@ -97,11 +97,13 @@ def test_shards_run_on_a_node_until_that_leaves(cluster: TestCluster, flow: str,
         assert "has expired" not in cluster.log.read_text()
 
 
-def test_a_node_joins_once_its_fork_server_has_imported(cluster: TestCluster, tmp_path: Path) -> None:
+def test_a_node_joins_once_its_fork_server_has_started(cluster: TestCluster, tmp_path: Path) -> None:
     begun, may_end = tmp_path / "begun", tmp_path / "may_end"
-    (tmp_path / "long_import.py").write_text(
-        f"import os, time\nopen({str(begun)!r}, 'w').close()\n"
-        f"while not os.path.exists({str(may_end)!r}): time.sleep(0.02)\n"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\n"
+        "if 'forkserver' in open('/proc/self/cmdline').read():\n"
+        f"    open({str(begun)!r}, 'w').close()\n"
+        f"    while not os.path.exists({str(may_end)!r}): time.sleep(0.02)\n"
     )
     node = StartedNode(
         cluster,
@@ -109,7 +111,6 @@ def test_a_node_joins_once_its_fork_server_has_imported(cluster: TestCluster, tm
         tmp_path / "late",
         prefix=["env", f"PYTHONPATH={tmp_path}:{ROOT}"],
         folder=tmp_path,
-        arguments=["--preload", "long_import"],
     )
     with started(node):
         wait(begun.exists, what="the import")
@@ -247,7 +248,6 @@ def test_files_with_which_nobody_can_join(changes: dict[str, Any], text: str, tm
     [
         ({"name": "a/b"}, "--name 'a/b': give --name of at most 63"),
         ({"name": ""}, "give --name"),
-        ({"preload": ["no_such_module"]}, "no such module is installed"),
     ],
 )
 def test_options_of_a_node(given: dict[str, Any], text: str) -> None:

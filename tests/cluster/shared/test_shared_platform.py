@@ -315,7 +315,6 @@ def test_members_end_with_their_flow(cluster: CommandedCluster, join: Join, flow
             {"platform": "processes", "worker_listen": "tcp://192.0.2.1:7000-7005"},
             "--worker-listen 'tcp://192.0.2.1:7000-7005': Cannot assign requested address; give an address of this",
         ),
-        ({"platform": "processes", "preload": ["json"]}, "--preload 'json' with --platform"),
         ({"nodes": "2"}, "--nodes '2' without --platform: give a platform that runs nodes: ray; or leave it out"),
         ({"platform": "processes", "nodes": "2"}, "which runs single workers; give a platform that runs nodes: ray"),
         *(

@@ -80,7 +80,7 @@ def of(objects: list[dict[str, Any]], kind: str, name: str = "") -> dict[str, An
         ("--state", "redis://redis.default.svc:6379/0", "--name", "n" * 52, "--worker-ports", "7700"),
         ("--state-secret", "redis", "--namespace", "1e3", "--memory", "1GiB", "--cpu", "1500m"),
         ("--metrics-to", "monitoring", "--page"),
-        ("--metrics-to", "monitoring", "--nodes", "2", "--preload", "torchvision.io"),
+        ("--metrics-to", "monitoring", "--nodes", "2"),
     ],
 )
 def test_kubernetes_takes_what_is_printed(arguments: tuple[str, ...]) -> None:
@@ -218,8 +218,6 @@ def test_a_value_is_written_as_it_is_read(value: Any) -> None:
         ([*NEEDED, "--metrics-to", "a b"], "namespace='a b'"),
         ([*NEEDED, "--metrics-to", "m", "--port", "9400"], "port 9400 is that of metrics"),
         ([*NEEDED, "--page", "--worker-ports", "8000-9000"], "port 8265 is that of the page"),
-        ([*NEEDED, "--preload", "torchvision"], "give --nodes N too"),
-        ([*NEEDED, "--nodes", "1", "--preload", "a;b"], "--preload 'a;b': give the name of a module"),
         ([*NEEDED, "--keys", "/nowhere"], "No such file.*dpflow keygen"),
     ],
 )
@@ -247,14 +245,6 @@ def test_only_the_given_namespace_reaches_the_metrics_and_nothing_the_page() -> 
     plain = printed(*NEEDED)
     assert "9400" not in json.dumps(plain)
     assert "8265" not in json.dumps(plain)
-
-
-def test_modules_are_imported_once_for_the_workers_of_a_node() -> None:
-    objects = printed(*NEEDED, "--nodes", "1", "--preload", "torchvision.io", "--preload", "PIL")
-    (node,) = of(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
-    assert node["args"][-4:] == ["--preload", "torchvision.io", "--preload", "PIL"]
-    (head,) = of(objects, "StatefulSet")["spec"]["template"]["spec"]["containers"]
-    assert "--preload" not in head["args"]
 
 
 def test_fewer_workers_than_are_asked_for_are_refused(no_settings: Path) -> None:

@@ -283,7 +283,7 @@ class JoiningNode:
         self._log = options.log
         raise_limit(WISHED_DESCRIPTORS)
         joining = Joining(self.cluster, keys, self.name, self.address, options.node_processors)
-        self._platform = fork_platform(options.preload)
+        self._platform = fork_platform()
         self._directory = private_directory()
         keep_fork_server_in(self._directory.path)
         try:
@@ -339,14 +339,13 @@ class NodeLaunchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: With the cluster's address and its server key.
     keys: ConnectionFile
     processors: int
-    preload: list[str]
     log: LogOptions
 
 
 def run(launch_spec: bytes) -> int:
     """Run a node until it has left or the cluster ends, and return its exit code. Runs in a separate process."""
     spec = msgpack_decoder(NodeLaunchSpec).decode(launch_spec)
-    given = {name: getattr(spec, name) for name in ("name", "processors", "preload", "log")}
+    given = {name: getattr(spec, name) for name in ("name", "processors", "log")}
     try:
         node = JoiningNode(NodeOptions(join=spec.keys, **given))
         with stopped_by_signals(node.stop):

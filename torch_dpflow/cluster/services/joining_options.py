@@ -6,7 +6,6 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -14,7 +13,6 @@ from torch_dpflow._core.checks import is_loopback
 from torch_dpflow.cluster.messages.node import NODE_NAME
 from torch_dpflow.cluster.monitoring.page_access import listen_at
 from torch_dpflow.cluster.security.connection_file import ConnectionFile, read_connection_file
-from torch_dpflow.cluster.services.node_host import check_installed
 from torch_dpflow.errors import OptionError
 from torch_dpflow.log import LogOptions
 
@@ -30,17 +28,15 @@ class NodeOptions:
             writes, or a key file with the cluster's address added.
         name: name of the node, unique in the cluster; None: the name of this host.
         listen: the IP address at which jobs reach this host; None: the address from which it connects to the cluster.
-        preload: modules to import once, as in `ClusterOptions`.
         processors: number of processors that the node may use, for display; None: the number that this process may use.
         log: log settings of its processes.
 
-    Raises OptionError: a file, name, address or module is not usable.
+    Raises OptionError: a file, name or address is not usable.
     """
 
     join: str | ConnectionFile
     name: str | None = None
     listen: str | None = None
-    preload: Sequence[str] = ()
     processors: int | None = None
     log: LogOptions = field(default_factory=LogOptions)
 
@@ -51,8 +47,6 @@ class NodeOptions:
                 f"{given} {self.node_name!r:.80}: give --name of at most 63 letters, digits, dots, hyphens and "
                 "underscores, beginning with a letter or digit"
             )
-        for module in self.preload:
-            check_installed(module)
 
     @property
     def node_name(self) -> str:

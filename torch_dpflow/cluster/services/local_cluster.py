@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,7 +36,6 @@ from torch_dpflow.cluster.security.connection_file import (
 from torch_dpflow.cluster.services.node import Node
 from torch_dpflow.cluster.services.node_host import (
     WISHED_DESCRIPTORS,
-    check_installed,
     fork_platform,
     keep_fork_server_in,
     max_workers,
@@ -75,9 +74,6 @@ class ClusterOptions:
         web: HOST:PORT of the live page; None: no page.
         web_token_file: path of a file with the page's token, required if other machines can reach HOST; None: no token.
         pool_memory: memory of a pool server, which holds datasets for this user on this host, bytes; None: no server.
-        preload: modules to import once for the workers of all flows, such as "torchvision". They are not derived from
-            flows, because a client must not choose what the fork server imports. The modules must not start threads
-            when they are imported.
         platform: name of a platform that runs the workers, such as "ray"; None: processes of this host.
         autoscale: MIN:MAX, between which the workers of all flows together follow the demand of jobs. None: the limits
             in the settings, or else the number that flows request. MAX must equal the number of workers in `limits`, if
@@ -88,8 +84,7 @@ class ClusterOptions:
             free one, or tcp://HOST:FIRST-LAST with one port for each shard. None: the default of the platform.
 
     Raises:
-        OptionError: `listen`, `metrics` or `web` is invalid or cannot be used; a module of `preload` is not installed;
-            or an option would have no effect.
+        OptionError: `listen`, `metrics` or `web` is invalid or cannot be used, or an option would have no effect.
         MissingExtraError: a package for `metrics` or `web` is not installed.
     """
 
@@ -104,7 +99,6 @@ class ClusterOptions:
     web_token_file: str | None = None
     pool_memory: int | None = None
     log: LogOptions = field(default_factory=LogOptions)
-    preload: Sequence[str] = ()
     platform: str | None = None
     nodes: str | None = None
     worker_listen: str | None = None
@@ -125,8 +119,6 @@ class ClusterOptions:
         if self.web_token_file is not None and self.web is None:
             raise OptionError("--web-token-file without --web: give --web HOST:PORT too, or leave it out")
         self.page_place()
-        for module in self.preload:
-            check_installed(module)
         object.__setattr__(self, "limits", scaled_limits(self.limits, self.autoscale))
         self._check_platform()
 
@@ -142,11 +134,6 @@ class ClusterOptions:
                 )
             check_ports("--worker-listen", self.worker_listen)
         if self.platform is not None:
-            if self.preload:
-                raise OptionError(
-                    f"--preload {self.preload[0]!r} with --platform {self.platform!r}: it is for workers that this "
-                    "host starts; leave it out"
-                )
             platform = resolve(self.platform)
             platform.check_workers(self.limits.workers or MAX_WORKERS)
             platform.check_installed()
@@ -303,7 +290,7 @@ class LocalCluster:
         )
         own = [Launch(COORDINATOR, COORDINATOR, msgspec.msgpack.encode(arguments))]
         if nodes is not None:
-            own.append(Launch(PROVISIONER, "node-fleet", msgspec.msgpack.encode([*options.preload])))
+            own.append(Launch(PROVISIONER, "node-fleet"))
         elif platform is not None:
             own.append(Launch(PROVISIONER, PROVISIONER))
         page = options.page_place(vacant=False)
@@ -311,7 +298,7 @@ class LocalCluster:
             own.append(Launch(PAGE, PAGE, msgspec.msgpack.encode(page)))
         if options.pool_memory is not None:
             own.append(Launch(POOL, POOL, msgspec.msgpack.encode(options.pool_memory)))
-        return Node(place, own, fork_platform(options.preload), worker_platform=platform)
+        return Node(place, own, fork_platform(), worker_platform=platform)
 
     def _begin(self, ready: Callable[[], None] | None) -> None:
         """Write the connection file, so that jobs can connect, and call `ready`."""

@@ -16,7 +16,6 @@ from typing import Any, cast
 import msgspec
 
 from torch_dpflow._core.clocks import HEARTBEAT_S
-from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow.cluster.messages.node import FleetTarget, NodeFleet
 from torch_dpflow.cluster.services import joining_node
@@ -57,7 +56,6 @@ class PlatformNodes:
         self._place, self._spec = service.place, spec
         assert service.place.keys is not None
         self._keys = msgspec.structs.replace(service.place.keys, certificates=None, version=1)
-        self._preload = msgpack_decoder(list[str]).decode(service.arguments)
         self._platform = spec.open_nodes(joining_node.__name__)
         self._prefix = prefix_of(service.place.cluster)
         # Not the group of an earlier provisioner, whose nodes may not have ended yet.
@@ -149,7 +147,7 @@ class PlatformNodes:
 
     def _launch_spec(self, name: str) -> bytes:
         keys = msgspec.structs.replace(self._keys, address=self._coordinator.address)
-        spec = NodeLaunchSpec(name, keys, self._spec.workers_each, self._preload, self._place.log)
+        spec = NodeLaunchSpec(name, keys, self._spec.workers_each, self._place.log)
         return msgspec.msgpack.encode(spec)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch_dpflow._core.checks import check_fields, check_int
-from torch_dpflow.errors import OptionError
 from torch_dpflow.remote.launchers.kubernetes import Kubernetes
 from torch_dpflow.remote.launchers.kubernetes_specs import (
     HOME,
@@ -31,7 +30,6 @@ class NodePods:
     Args:
         count: number of pods; 0: no nodes, and each worker is a pod.
         cpu, memory: resources that each pod requests, as quantities, for all its workers and the samples of its shards.
-        preload: modules that each pod imports once for all its workers.
 
     Raises OptionError: a value is not possible.
     """
@@ -39,17 +37,11 @@ class NodePods:
     count: int = 0
     cpu: str = "4"
     memory: str = "16Gi"
-    preload: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, check_int, "count", minimum=0, maximum=_MAX_NODES)
         check_quantity("--node-cpu", self.cpu)
         check_quantity("--node-memory", self.memory)
-        for module in self.preload:
-            if not all(part.isidentifier() for part in module.split(".")):
-                raise OptionError(f"--preload {module!r:.80}: give the name of a module, such as torchvision.io")
-        if self.preload and not self.count:
-            raise OptionError("--preload: workers that are pods have no common process; give --nodes N too")
 
     def deployment(
         self,
@@ -101,7 +93,6 @@ class NodePods:
                 *("--join", f"{folder}/{file}"),
                 *("--name", "$(POD_NAME)"),
                 *("--listen", "$(POD_IP)"),
-                *(part for module in self.preload for part in ("--preload", module)),
             ],
             "env": [field_env("POD_IP", "status.podIP"), field_env("POD_NAME", "metadata.name"), *HOME],
             "resources": resources_of(self.cpu, self.memory),
