@@ -19,9 +19,10 @@ from torch_dpflow.cluster.cache.objects import CacheEntry, LoadQueue, RequestTab
 from torch_dpflow.cluster.cache.sample_cache import SampleCache
 from torch_dpflow.cluster.control.flow_registry import FlowRegistry, FlowState
 from torch_dpflow.cluster.control.joint_order import MAX_EPOCHS, JointOrder
-from torch_dpflow.cluster.control.placement import NodeTable
+from torch_dpflow.cluster.control.node_table import NodeTable
+from torch_dpflow.cluster.control.reader_names import ReaderNames
 from torch_dpflow.cluster.control.worker_owners import WorkerOwners
-from torch_dpflow.ipc.rpc.leases import MAX_REMEMBERED, Expiry, Leases, NameLeases
+from torch_dpflow.ipc.rpc.leases import MAX_REMEMBERED, Expiry, Leases
 from torch_dpflow.pool.planning.allocator import StripeAllocator
 from torch_dpflow.pool.planning.free_space import FreeSpace
 from torch_dpflow.pool.planning.read_ahead import ReadAhead
@@ -185,9 +186,9 @@ def _leases(leases: Leases) -> None:
 
 
 @validate.register
-def _name_leases(leases: NameLeases) -> None:
-    validate(leases._leases)
-    assert leases._holders.keys() == leases._leases.members.keys()
+def _reader_names(names: ReaderNames) -> None:
+    _leases(names)
+    assert names._holders.keys() == names.members.keys()
 
 
 @validate.register

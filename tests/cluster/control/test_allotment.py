@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.cluster.control.placement import flow_parts, max_min, spread
+from torch_dpflow.cluster.control.flow_processes import flow_parts, max_min, spread
 from torch_dpflow.cluster.messages.coordinator import MIN_MEMORY, ClusterLimits, FlowSpec, Part
 from torch_dpflow.errors import OptionError
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from torch_dpflow.cluster.control.flow_processes import flow_parts, launches_of
 from torch_dpflow.cluster.control.flow_registry import EndedJobs
 from torch_dpflow.cluster.control.flow_scaling import LINGER_S, FlowScaling
-from torch_dpflow.cluster.control.placement import flow_parts, launches_of
 from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits, ClusterLimits, FlowSpec, Part
 from torch_dpflow.cluster.messages.node import ProcessView
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.cluster.control.placement import NodeScaling
+from torch_dpflow.cluster.control.node_table import NodeScaling
 from torch_dpflow.cluster.messages.coordinator import NodeLimits
 
 LIMITS = NodeLimits(1, 8, 4, hold_s=10.0)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.invariants import validate
-from torch_dpflow.cluster.control.placement import NodeTable
+from torch_dpflow.cluster.control.node_table import NodeTable
 from torch_dpflow.cluster.messages.node import MAX_NODES, NodeRecord, ProcessView
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import OverloadedError

@@ -13,8 +13,9 @@ import msgspec
 import pytest
 
 from tests.new_process import in_fork
+from torch_dpflow.cluster.control.flow_processes import launches_of
 from torch_dpflow.cluster.control.flow_registry import UNREAD_S
-from torch_dpflow.cluster.control.placement import NodeTable, launches_of
+from torch_dpflow.cluster.control.node_table import NodeTable
 from torch_dpflow.cluster.messages.coordinator import Access, ClusterLimits, FlowSpec, FlowView, Scale
 from torch_dpflow.cluster.messages.node import Launch, ProcessView
 from torch_dpflow.cluster.services import coordinator as services

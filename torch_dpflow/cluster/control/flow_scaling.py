@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from torch_dpflow.cluster.control.autoscale import Autoscaler, FlowCounts, JobCounts
+from torch_dpflow.cluster.control.flow_processes import flow_parts, spread
 from torch_dpflow.cluster.control.flow_registry import EndedJobs
-from torch_dpflow.cluster.control.placement import flow_parts, spread
 from torch_dpflow.cluster.control.shard_scaling import ShardCounts, Shards, ShardScaler
 from torch_dpflow.cluster.messages.coordinator import (
     MAX_SHARDS,

@@ -17,9 +17,10 @@ from typing import Any
 import msgspec
 
 from torch_dpflow._core.decoding import msgpack_decoder
+from torch_dpflow.cluster.control.flow_processes import launches_of
 from torch_dpflow.cluster.control.flow_registry import EndedJobs, Flow, FlowRegistry
 from torch_dpflow.cluster.control.flow_scaling import FlowScaling
-from torch_dpflow.cluster.control.placement import NodeTable, launches_of
+from torch_dpflow.cluster.control.node_table import NodeTable
 from torch_dpflow.cluster.messages.coordinator import (
     Access,
     ClusterLimits,

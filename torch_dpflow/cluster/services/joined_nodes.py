@@ -12,7 +12,7 @@ from torch_dpflow._core.clocks import LEASE_S
 from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow._version import __version__
-from torch_dpflow.cluster.control.placement import NodeScaling, NodeTable
+from torch_dpflow.cluster.control.node_table import NodeScaling, NodeTable
 from torch_dpflow.cluster.messages.coordinator import NodeLimits
 from torch_dpflow.cluster.messages.node import (
     Desire,

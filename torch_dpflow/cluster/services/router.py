@@ -16,6 +16,7 @@ from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow.cluster.control.joint_order import Held
 from torch_dpflow.cluster.control.lookaheads import HORIZON, MAX_WHOLE, KnownEpoch, joint_order
+from torch_dpflow.cluster.control.reader_names import ReaderNames
 from torch_dpflow.cluster.control.routing import Routing
 from torch_dpflow.cluster.messages.coordinator import FlowSpec
 from torch_dpflow.cluster.messages.router import (
@@ -45,7 +46,6 @@ from torch_dpflow.cluster.services.service import ServiceSpec, serve
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import MisdirectedError, Name, StaleShardError
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer
-from torch_dpflow.ipc.rpc.leases import NameLeases
 from torch_dpflow.log import SERVICE
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers import sampling_group
@@ -90,7 +90,7 @@ class Router:
         self._group = sampling_group(spec.strategy, spec.size, capacity=spec.cache_samples or None, seed=spec.seed)
         self._shards, self._limited_by = settings.shards, settings.limited_by
         self._routing = Routing(size=spec.size, expected=settings.shards, lease_s=SHARD_LEASE_S, first=first)
-        self._name_leases = NameLeases(lease_s=JOB_LEASE_S)
+        self._names = ReaderNames(lease_s=JOB_LEASE_S)
         #: By reader name, and by job name.
         self._readers: dict[str, Reader] = {}
         self._jobs: dict[str, FlowJob] = {}
@@ -133,7 +133,7 @@ class Router:
         for shard in self._routing.tick(now):
             text = "shard lease expired; its keys were reassigned"
             SERVICE.warning(text, extra={"shard": shard.rpartition("/")[2]})
-        for name in () if self._restoring.is_running else self._name_leases.tick(now):
+        for name in () if self._restoring.is_running else self._names.expire(now):
             SERVICE.info("job lease expired; its place in the sampling group was dropped", extra={"job": name})
             self._remove_reader(name)
         self._answer_waiting(now)
@@ -251,10 +251,10 @@ class Router:
         if len(self._readers) >= MAX_JOBS and name not in self._readers:
             raise UsageError(f"flow {self._spec.name!r} has {MAX_JOBS} readers, the maximum")
         self._remove_ended(join.rank.job if join.rank else name, join.replaces, now)
-        generation = self._name_leases.generation_of(name)
-        if generation <= join.after or self._name_leases.holder(name)[0] != join.holder:
+        generation = self._names.generation_of(name) or 0
+        if generation <= join.after or self._names.holder(name)[0] != join.holder:
             generation = next(self._generations)
-        if self._name_leases.admit(name, generation, join.holder, now, process=join.process):
+        if self._names.admit(name, generation, join.holder, now, process=join.process):
             self._remove_reader(name)
         if name in self._readers:
             return self._joined(call, generation)
@@ -275,7 +275,7 @@ class Router:
         return passes and self._spec.size > MAX_WHOLE
 
     def _on_holders(self, call: IncomingCall) -> Result:
-        return Result([NameHolder(*self._name_leases.holder(name)) for name in self._readers_of(call.body)])
+        return Result([NameHolder(*self._names.holder(name)) for name in self._readers_of(call.body)])
 
     def _readers_of(self, job: str) -> list[str]:
         return [name for name, reader in self._readers.items() if reader.job == job]
@@ -283,8 +283,8 @@ class Router:
     def _remove_ended(self, job: str, ended: list[int], now: float) -> None:
         """Remove the readers of a job whose processes are known to have ended."""
         for name in self._readers_of(job) if ended else ():
-            generation = self._name_leases.generation_of(name)
-            if self._name_leases.holder(name)[0] in ended and self._name_leases.leave(name, generation, now):
+            generation = self._names.generation_of(name) or 0
+            if self._names.holder(name)[0] in ended and self._names.leave(name, generation, now):
                 self._remove_reader(name)
 
     def _describe(self, call: IncomingCall, generation: int, indices: IndexArray | None) -> Finish:
@@ -308,14 +308,14 @@ class Router:
             if isinstance(job, UsageError):
                 raise job
             if rank.job in self._jobs:
-                renewed = max(map(self._name_leases.renewed_at, self._readers_of(rank.job)))
+                renewed = max(map(self._names.renewed_at, self._readers_of(rank.job)))
                 job.check(join, rank, members, renewed=renewed, now=now)
             else:
                 self._jobs[rank.job], self._jobs_seen = job, self._jobs_seen + 1
         except UsageError:
-            self._name_leases.leave(join.reader, generation, now)
+            self._names.leave(join.reader, generation, now)
             raise
-        self._name_leases.renew(join.reader, generation, now)
+        self._names.keep(join.reader, generation, now)
         self._readers[join.reader] = Reader(rank.job, rank.rank)
         return self._joined(call, generation)
 
@@ -392,13 +392,13 @@ class Router:
     def _on_leave(self, call: IncomingCall) -> None:
         job: JobId = call.body
         self._check_flow(job.flow)
-        if self._name_leases.leave(job.name, job.generation, self._clock()):
+        if self._names.leave(job.name, job.generation, self._clock()):
             self._remove_reader(job.name)
 
     def _renew_lease(self, job: JobId) -> Reader:
         """Renew the lease of a reader and return the reader. Raises StaleJobError if the reader has no lease."""
         self._check_flow(job.flow)
-        self._name_leases.renew(job.name, job.generation, self._clock())
+        self._names.keep(job.name, job.generation, self._clock())
         return self._readers[job.name]
 
     def _check_flow(self, flow: str) -> None:

@@ -12,13 +12,13 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from torch_dpflow.cluster.control.joint_order import JointOrder
+from torch_dpflow.cluster.control.reader_names import Rivals
 from torch_dpflow.cluster.messages.router import JobFigures, JobRank, Join
 from torch_dpflow.cluster.services.service import run_apart
 from torch_dpflow.errors import UsageError
-from torch_dpflow.ipc.messages.fields import UNNAMED, NameBusyError, OverloadedError
+from torch_dpflow.ipc.messages.fields import UNNAMED, OverloadedError
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result
 from torch_dpflow.ipc.rpc.call_service import Handler
-from torch_dpflow.ipc.rpc.leases import LEAVING_S
 from torch_dpflow.samplers.group import SamplingGroup
 from torch_dpflow.samplers.indices import IndexArray
 from torch_dpflow.samplers.passes import RankShares
@@ -54,14 +54,14 @@ class FlowJob:
     #: State of the current version of its lookahead.
     known: tuple[Any, ...] = ()
     version: int = 0
-    #: When processes first described the job differently, by their random numbers.
-    rivals: dict[int, float] = field(default_factory=dict)
+    #: Processes that described the job differently.
+    rivals: Rivals = field(default_factory=Rivals)
 
     def check(self, join: Join, rank: JobRank, members: bytes, *, renewed: float, now: float) -> None:
         """Check that a joining rank describes the job as the other ranks do.
 
         The other ranks may belong to an earlier run, which was killed and is now continued with a different number of
-        ranks. Such ranks renew no lease later than `LEAVING_S` after the first request.
+        ranks. Such ranks renew no lease later than `reader_names.LEAVING_S` after the first request.
 
         Args:
             join: the request. rank, members: the rank's part and the digest of its samples.
@@ -74,13 +74,11 @@ class FlowJob:
         problem = next(self._differences(join, rank, members), None)
         if problem is None:
             return
-        if renewed > self.rivals.setdefault(join.holder, now) + LEAVING_S:
-            del self.rivals[join.holder]
-            raise UsageError(problem)
-        raise NameBusyError(
+        busy = (
             f"{problem}. The other ranks last renewed a lease {now - renewed:.1f} s ago; if they have ended, the name "
             "is free once their leases have expired"
         )
+        self.rivals.refuse(join.holder, renewed, now, busy=busy, final=problem)
 
     def _differences(self, join: Join, rank: JobRank, members: bytes) -> Iterator[str]:
         mine = (self.shares.replicas, self.shares.drop_last, self.seed)

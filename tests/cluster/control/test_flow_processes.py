@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.cluster.control.placement import launches_of
+from torch_dpflow.cluster.control.flow_processes import launches_of
 from torch_dpflow.cluster.messages.coordinator import FlowSpec, Part
 from torch_dpflow.cluster.messages.node import Launch, ProcessView, instance_of
 from torch_dpflow.cluster.messages.router import RouterSettings
