@@ -267,7 +267,7 @@ def test_a_loader_is_told_of_limits_and_addresses_when_it_is_made(monkeypatch: p
     with pytest.raises(OptionError, match=r"bills each worker: .*DPFLOW_PLATFORM_LAMBDA_MAX_WORKERS"):
         loader()
     monkeypatch.setenv("DPFLOW_PLATFORM_LAMBDA_MAX_WORKERS", "1")
-    with pytest.raises(OptionError, match="2 workers on Lambda are more than max_workers=1: give at most 1"):
+    with pytest.raises(OptionError, match="2 workers on platform='lambda' are more than max_workers=1: give at most 1"):
         loader()
     monkeypatch.setenv("DPFLOW_PLATFORM_LAMBDA_MAX_WORKERS", "1000")
     with pytest.raises(OptionError, match="calls that a process can hold: give at most 256"):

@@ -11,21 +11,11 @@ import io
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from typing import Any
 
-from torch_dpflow._core.checks import (
-    check_fields,
-    check_int,
-    check_number,
-    check_type,
-    format_duration,
-    is_loopback,
-    load_json,
-    parse_bytes,
-    parse_duration,
-)
+from torch_dpflow._core.checks import check_type, format_duration, load_json, parse_bytes
 from torch_dpflow.errors import AnswerLostError, OptionError, OptionTypeError, PlatformError, QuotaError
 from torch_dpflow.remote.launchers.aws_client import REQUIRED, AwsClient
 from torch_dpflow.remote.launchers.contract import (
@@ -34,9 +24,9 @@ from torch_dpflow.remote.launchers.contract import (
     Finding,
     Launcher,
     Ref,
-    check_tcp,
     require,
 )
+from torch_dpflow.remote.launchers.function_settings import FunctionSettings, answer_in
 from torch_dpflow.remote.launchers.processes import LOOK_S
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
@@ -51,15 +41,10 @@ REFUSED_S = 1.0
 #: Bytes of a unit of Lambda's memory, and minimum and maximum units.
 _MIB, _MIN_MIB, _MAX_MIB = 2**20, 128, 10_240
 _PLACE = "its invocation"
-_LISTEN = (
-    "functions cannot reach it: give the address of this host in the function's VPC, as "
-    "LoaderOptions(listen='tcp://10.0.0.5:7700') or listen in [network] of dpflow.toml, whose port this host's "
-    "security group lets in"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lambda:
+class Lambda(FunctionSettings):
     """`platform="lambda"`: workers as invocations of a function of AWS Lambda, which `dpflow deploy lambda` creates.
 
     Credentials are those of AWS's own chain: variables, `~/.aws`, SSO, roles. Functions have to reach this host, so
@@ -80,47 +65,24 @@ class Lambda:
         OptionTypeError: a value is of another type.
     """
 
-    function: str = "dpflow-worker"
-    region: str = ""
-    lifetime: float | str = "14m"
-    max_workers: int = 0
     memory: str = "2GiB"
-    role: str = ""
-    vpc: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    price_per_hour: float = 0.0
 
     name = "lambda"
-    sends_code = True
+    max_run_s, margin_s, max_held = MAX_INVOCATION_S, MARGIN_S, MAX_HELD
 
     def __post_init__(self) -> None:
-        for text in ("function", "region", "memory", "role"):
-            check_type(text, getattr(self, text), str, "text")
-        if not self.function:
-            raise OptionError("function='' is no name; give that of a function, as dpflow-worker")
-        check_int("max_workers", self.max_workers, minimum=0)
-        check_fields(self, check_number, "price_per_hour")
-        parse_duration("lifetime", self.lifetime, maximum=MAX_INVOCATION_S - MARGIN_S)
+        super().__post_init__()
+        check_type("memory", self.memory, str, "text")
         mib, rest = divmod(parse_bytes("memory", self.memory), _MIB)
         if rest or not _MIN_MIB <= mib <= _MAX_MIB:
             raise OptionError(
                 f"memory={self.memory!r}: Lambda has whole MiB, from {_MIN_MIB} to {_MAX_MIB}; give as many, as 2GiB"
             )
-        check_type("vpc", self.vpc, Mapping, "a dict")
         for key, ids in self.vpc.items():
             if key not in ("subnets", "security_groups"):
                 raise OptionError(f"vpc has {key!r}; it takes 'subnets' and 'security_groups', lists of their ids")
             if isinstance(ids, str) or not all(isinstance(one, str) for one in ids):
                 raise OptionTypeError(f"vpc[{key!r}]={ids!r:.80}: give a list of ids")
-
-    @property
-    def lifetime_s(self) -> float:
-        """`lifetime` in seconds."""
-        return parse_duration("lifetime", self.lifetime)
-
-    @property
-    def timeout_s(self) -> int:
-        """Time limit of the function, in seconds; longer than `lifetime`, after which workers exit."""
-        return int(self.lifetime_s + MARGIN_S)
 
     @property
     def memory_mib(self) -> int:
@@ -130,17 +92,6 @@ class Lambda:
     def check_installed(self) -> None:
         require("boto3", *REQUIRED)
 
-    def check_workers(self, workers: int) -> None:
-        if not self.max_workers:
-            raise OptionError(
-                "platform='lambda' bills each worker: say how many there may be at most, by max_workers in "
-                "[platform.lambda], DPFLOW_PLATFORM_LAMBDA_MAX_WORKERS, or Lambda(max_workers=...)"
-            )
-        most = min(self.max_workers, MAX_HELD)
-        if workers > most:
-            what = f"max_workers={self.max_workers}" if most < MAX_HELD else "the calls that a process can hold"
-            raise OptionError(f"{workers} workers on Lambda are more than {what}: give at most {most}")
-
     def launcher(self) -> Launcher:
         return LambdaLauncher(self)
 
@@ -148,17 +99,7 @@ class Lambda:
         self.check_workers(0)
         return ThreadedPlatform(self.launcher(), sweep_s=LOOK_S)
 
-    def listen_at(self) -> str:
-        if not self._is_near():
-            raise OptionError(f"where this process is to listen is not given, and by default {_LISTEN}")
-        return "tcp://127.0.0.1:0"
-
-    def check_listen(self, address: str) -> None:
-        check_tcp(address)
-        check_tcp(address, loopback=not is_loopback(address) or self._is_near(), advice=_LISTEN)
-
-    def _is_near(self) -> bool:
-        """Return whether the functions run in an emulator on this host."""
+    def is_near(self) -> bool:
         with closing(_client(self)) as client:
             return client.is_near
 
@@ -314,20 +255,11 @@ def _findings_of(result: Mapping[str, Any], settings: Lambda, region: str) -> li
 
 def _end_of(body: bytes, *, is_failure: bool) -> End:
     """Return how a worker has ended, from the body of the invocation's answer."""
-    try:
-        result = load_json(body)
-        if is_failure:  # of the runtime: the handler itself answers for every end of its worker
+    if is_failure:  # of the runtime: the handler itself answers for every end of its worker
+        with suppress(ValueError, AttributeError):
+            result = load_json(body)
             report = f"{result.get('errorType', 'error')}: {result.get('errorMessage', '')}"
             return End(report=report[-MAX_REPORT_CHARS:], place=_PLACE)
-        report = str(result["report"])[-MAX_REPORT_CHARS:]
-        code, signal = (None if result[key] is None else int(result[key]) for key in ("code", "signal"))
-        ran_s = result.get("ran_s")
-        return End(
-            code=code,
-            signal=signal,
-            report=report,
-            place=str(result["place"])[:120],
-            ran_s=max(0.0, float(ran_s)) if isinstance(ran_s, int | float) else None,
-        )
-    except (ValueError, TypeError, LookupError, AttributeError):
-        return End(report="its answer is none of torch_dpflow: is the function's image one of it?", place=_PLACE)
+    elif (answer := answer_in(body)) is not None:
+        return answer.end(_PLACE)
+    return End(report="its answer is none of torch_dpflow: is the function's image one of it?", place=_PLACE)

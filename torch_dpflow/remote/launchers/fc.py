@@ -5,23 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Annotated, Any
-
-import msgspec
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch_dpflow._core.checks import (
     BYTES_ALLOWED,
     check_fields,
     check_int,
-    check_json,
     check_number,
     check_type,
     is_loopback,
     parse_bytes,
-    parse_duration,
 )
-from torch_dpflow._core.decoding import json_decoder
 from torch_dpflow.errors import OptionError, PlatformError
 from torch_dpflow.remote.launchers.alibaba_client import ANSWER_S, AlibabaClient, ConflictError, MissingError
 from torch_dpflow.remote.launchers.contract import (
@@ -30,9 +25,9 @@ from torch_dpflow.remote.launchers.contract import (
     Finding,
     Launcher,
     Ref,
-    check_tcp,
     require,
 )
+from torch_dpflow.remote.launchers.function_settings import FunctionSettings, answer_in
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
@@ -147,8 +142,6 @@ class FunctionControl(AlibabaClient):
         return self.call(what, call, self.function, *arguments, answer_s=answer_s)
 
 
-#: How long an invocation may run, and how much later than the workers' the function's own limit is, seconds.
-MAX_RUN_S, MARGIN_S = 86400.0, 60.0
 #: How long a worker may take from its start to its handshake, minimum and maximum, seconds.
 START_S = (30.0, 300.0)
 #: How often to check all workers, seconds: each is a call.
@@ -158,15 +151,10 @@ MANY = 8
 #: States of a task that has not ended, in their order.
 _LIVE = ("Enqueued", "Dequeued", "Running", "Retrying", "Stopping")
 _VPC = ("id", "vswitches", "security_group")
-_LISTEN = (
-    "functions cannot reach it: give an address of this host in the function's VPC, as "
-    "LoaderOptions(listen='tcp://10.0.0.5:7700') or listen in [network] of dpflow.toml, whose port its security group "
-    "lets in"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FunctionCompute:
+class FunctionCompute(FunctionSettings):
     """`platform="fc"`: workers as invocations of a function, which `dpflow deploy fc` creates. They are billed.
 
     Credentials are found as by the vendor's client: in ALIBABA_CLOUD_ACCESS_KEY_ID and related variables, in the
@@ -188,36 +176,26 @@ class FunctionCompute:
         OptionTypeError: a value is of another type.
     """
 
-    max_workers: int = 0
     region: str = "cn-hangzhou"
-    function: str = "dpflow-worker"
     cpu: float = 1.0
     memory: int | str = "2GiB"
     lifetime: float | str = "1h"
-    role: str = ""
-    vpc: Mapping[str, Any] = field(default_factory=dict)
     endpoint: str = ""
-    price_per_hour: float = 0.0
 
     name = "fc"
-    sends_code = True
+    max_run_s, margin_s = 86400.0, 60.0
 
     def __post_init__(self) -> None:
-        check_fields(self, check_int, "max_workers", minimum=0)
+        super().__post_init__()
         check_fields(self, check_number, "cpu", minimum=0.05, maximum=16, unit="a number of CPUs")
-        check_fields(self, check_number, "price_per_hour")
-        for text in ("region", "function", "role", "endpoint"):
-            check_type(text, getattr(self, text), str, "text")
-        for text in ("region", "function"):
-            if not getattr(self, text):
-                raise OptionError(f"{text} is empty; give one, as {getattr(FunctionCompute, text)!r}")
-        _ = self.memory_mib, self.lifetime_s
-        check_type("vpc", self.vpc, Mapping, "a dict")
+        check_type("endpoint", self.endpoint, str, "text")
+        if not self.region:
+            raise OptionError("region is empty; give one, as 'cn-hangzhou'")
+        _ = self.memory_mib
         if self.vpc and {*self.vpc} != {*_VPC}:
             raise OptionError(f"vpc has {sorted(self.vpc)}; give all of {list(_VPC)}, or none")
-        if not (
-            self.endpoint == "" or self.endpoint.startswith("https://") or is_loopback(self.endpoint)
-        ):  # launch specs have keys
+        # Launch specs have keys.
+        if not (self.endpoint == "" or self.endpoint.startswith("https://") or self.is_near()):
             raise OptionError(f"endpoint={self.endpoint!r}: give https://HOST, or leave it out for the region's")
 
     @property
@@ -230,29 +208,11 @@ class FunctionCompute:
             raise OptionError(f"memory={self.memory!r} is {mib} MiB; give a multiple of 64 MiB")
         return mib
 
-    @property
-    def lifetime_s(self) -> float:
-        """`lifetime` in seconds."""
-        return parse_duration("lifetime", self.lifetime, maximum=MAX_RUN_S - MARGIN_S)
-
-    @property
-    def timeout_s(self) -> int:
-        """Time limit of the function, in seconds; longer than `lifetime`, after which workers exit."""
-        return int(self.lifetime_s + MARGIN_S)
+    def is_near(self) -> bool:
+        return is_loopback(self.endpoint)
 
     def check_installed(self) -> None:
         require(*REQUIRED)
-
-    def check_workers(self, workers: int) -> None:
-        if self.max_workers == 0:
-            raise OptionError(
-                "platform='fc' is billed, and may start no worker without a limit: give max_workers, as in "
-                "[platform.fc] of dpflow.toml or DPFLOW_PLATFORM_FC_MAX_WORKERS=100"
-            )
-        if workers > self.max_workers:
-            raise OptionError(
-                f"{workers} workers on platform='fc' with max_workers={self.max_workers}: give fewer, or raise that"
-            )
 
     def control(self) -> FunctionControl:
         """Return a client of the function. Raises MissingExtraError if the vendor's client is not installed."""
@@ -264,14 +224,6 @@ class FunctionCompute:
     def open(self, *, outlived: bool = False) -> AdoptingPlatform:
         self.check_workers(0)
         return ThreadedPlatform(self.launcher(), sweep_s=SWEEP_S)
-
-    def listen_at(self) -> str:
-        if not is_loopback(self.endpoint):
-            raise OptionError(f"where this process is to listen is not given, and by default {_LISTEN}")
-        return "tcp://127.0.0.1:0"
-
-    def check_listen(self, address: str) -> None:
-        check_tcp(address, loopback=is_loopback(self.endpoint), advice=_LISTEN)
 
 
 class FunctionComputeLauncher:
@@ -358,15 +310,6 @@ class FunctionComputeLauncher:
 _DEPLOY = "`dpflow deploy fc` sets that right"
 
 
-class WorkerAnswer(msgspec.Struct):
-    """Answer to an invocation: how its worker has ended."""
-
-    code: int | None
-    signal: int | None
-    report: str
-    ran_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
-
-
 def _fate_of(task: Any) -> Fate:
     if task.status in _LIVE:
         return Fate()
@@ -375,12 +318,9 @@ def _fate_of(task: Any) -> Fate:
     billed_s = None if task.duration_ms is None else task.duration_ms / 1000
     if task.status in ("Succeeded", "Failed"):
         for text in (task.return_payload, task.task_error_message):
-            with suppress(msgspec.DecodeError, RecursionError):
-                check_json((text or "").encode())
-                result = json_decoder(WorkerAnswer).decode(text or "")
-                report = result.report[-MAX_REPORT_CHARS:]
-                ran_s = result.ran_s if billed_s is None else billed_s
-                return Fate(end=End(code=result.code, signal=result.signal, report=report, place=place, ran_s=ran_s))
+            if (answer := answer_in(text or "")) is not None:
+                end = answer.end()
+                return Fate(end=replace(end, place=place, ran_s=end.ran_s if billed_s is None else billed_s))
     code = 0 if task.status == "Succeeded" else None
     report = f"{task.status}: {task.task_error_message or _WHY.get(task.status, 'no reason given')}"
     return Fate(

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import select
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
+from msgspec.structs import asdict
+
 from torch_dpflow.errors import MessageError
+from torch_dpflow.remote.launchers.function_settings import WorkerAnswer
 from torch_dpflow.remote.worker import remote_batches  # noqa: F401  (torch, before the first fork)
 from torch_dpflow.remote.worker.forking import Fork, age_s
 from torch_dpflow.remote.worker.program import SAMPLES, run
@@ -54,5 +57,5 @@ def answer_of(run: Callable[[bytes], Any], event: Any, context: Any) -> dict[str
 def _answer(end: End, why: str, init_s: float, request: str) -> dict[str, Any]:
     report = f"{end.report}\n{why}".strip()
     ran_s = init_s + (end.ran_s or 0.0)
-    result = asdict(replace(end, report=report, place=f"{end.place} of invocation {request}", ran_s=ran_s))
-    return {key: result[key] for key in ("code", "signal", "report", "place", "ran_s")}
+    place = f"{end.place} of invocation {request}"
+    return asdict(WorkerAnswer.of(replace(end, report=report, place=place, ran_s=ran_s)))

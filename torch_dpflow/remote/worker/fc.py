@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from torch_dpflow.remote.launchers.fc import WorkerAnswer
+from torch_dpflow.remote.launchers.function_settings import WorkerAnswer
 from torch_dpflow.remote.launchers.processes import MODULE
 from torch_dpflow.remote.worker.forking import Fork
 from torch_dpflow.workers.platform import End
@@ -179,7 +179,7 @@ class Instance:
     def _answer(self, end: End) -> None:
         caller, self._fork, self._caller = self._caller, None, None
         if caller is not None:
-            body = msgspec.json.encode(WorkerAnswer(end.code, end.signal, end.report, end.ran_s))
+            body = msgspec.json.encode(WorkerAnswer.of(end))
             caller.answer(200 if end.code == 0 else 500, body)
 
 
