@@ -9,14 +9,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.new_process import ROOT
+from tests.new_process import ROOT, Interpreter
 from tests.started_processes import MARK, end_after, started_by
 
 #: Each hangs somewhere else; every second test passes.
 TESTS = """
 import signal, subprocess, threading, time
 import pytest
-from tests.shared_cluster import TestCluster
 
 def time_out():
     "Let this test's time end soon: how long a machine takes for what comes before does not matter."
@@ -59,10 +58,9 @@ def hangs_at_its_end():
     yield
     hang()
 
-def test_in_the_call(tmp_path, kept):
-    cluster = TestCluster.start(tmp_path)
+def test_in_the_call(kept):
+    subprocess.Popen(["sh", "-c", "sleep 1000 & setsid sleep 1000 & trap '' TERM; wait"])
     subprocess.Popen(["setsid", "-f", "sleep", "1000"])
-    print("started", cluster.pid)
     hang()
 
 def test_1(kept):
@@ -109,15 +107,16 @@ def test_a_time_out_fails_one_test(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", str(ROOT / "setup.cfg"), "-n", "1"]
     options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestUnraisableExceptionWarning", "--tb", "line"]
     env = {**os.environ, "COLUMNS": "300"}
-    done = subprocess.run([*command, *options, str(tmp_path)], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert "skipped here:\n" in done.stdout
-    assert "INTERNALERROR" not in done.stdout + done.stderr
-    said = re.findall(r"^(FAILED|ERROR) \S+::test_(\S+) - (?:tests.time_outs.)?(\w+)", done.stdout, re.MULTILINE)
+    with Interpreter([*command, *options, str(tmp_path)], cwd=ROOT, env=env) as process:
+        out, errors = process.communicate()
+    assert "skipped here:\n" in out
+    assert "INTERNALERROR" not in out + errors
+    said = re.findall(r"^(FAILED|ERROR) \S+::test_(\S+) - (?:tests.time_outs.)?(\w+)", out, re.MULTILINE)
     outcomes: dict[str, str] = {}
     for outcome, test, error in sorted(said, reverse=True):
         outcomes[test] = ", ".join(filter(None, [outcomes.get(test), f"{outcome}: {error}"]))
-    assert outcomes == OUTCOMES, done.stdout
-    assert re.search(r"\b4 failed, 5 passed, 3 errors\b", done.stdout), done.stdout
+    assert outcomes == OUTCOMES, out
+    assert re.search(r"\b4 failed, 5 passed, 3 errors\b", out), out
     assert not started_by(os.environ[MARK].split()[-1]), "processes of the tests still run"
 
 

@@ -64,7 +64,6 @@ def test_ranks_read_what_torchs_loader_gives_them(OurLoader: Any) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(RANKS),
-        "OMP_NUM_THREADS": "1",
     }
     with interpreter(TRAINING, str(SIZE), env=group) as process:
         out, err = process.communicate(timeout=250)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import builtins
-import io
+import gc
 import re
-import tokenize
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,38 +62,59 @@ ELSEWHERE = re.compile(
     r"DPFLOW_\w+|a/0001.*|mydata.*|ps|R|x\.conj|save_to_disk|sched_setattr|authkey|key_filename|AsyncTask|Batcher|"
     r"Feature|Function|Loader|PinMemory|Prefetcher|RandomResizedCrop|(torch|functools|pickletools)\..*"
 )
-#: Tokens with the text of strings. From Python 3.12 on, an f-string has tokens for its parts.
-STRINGS = (tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
+#: A string without its prefix, or a comment. `tokenize` takes seconds for all modules.
+STRING_OR_COMMENT = re.compile(
+    r'"""(?:\\.|[^\\])*?"""|\'\'\'(?:\\.|[^\\])*?\'\'\'|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|#[^\n]*', re.DOTALL
+)
 
 
-#: The nodes of a module's tree, itself first.
-Nodes = list[ast.AST]
+#: The nodes of a module's tree, by their types.
+Nodes = dict[type[ast.AST], list[Any]]
 
 
 def nodes_of(program: str) -> Nodes:
-    return [*ast.walk(ast.parse(program))]
+    """Return the nodes of a program, without those that have no fields, such as operators."""
+    found: Nodes = defaultdict(list)
+    nodes: list[ast.AST] = [ast.parse(program)]
+    for node in nodes:
+        found[type(node)].append(node)
+        for value in vars(node).values():
+            if type(value) is list:
+                nodes.extend(one for one in value if isinstance(one, ast.AST))
+            elif isinstance(value, ast.AST) and value._fields:
+                nodes.append(value)
+    return found
+
+
+def of(nodes: Nodes, *types: type[ast.AST]) -> Iterator[Any]:
+    return (node for kind in types for node in nodes.get(kind, ()))
 
 
 @pytest.fixture(scope="module")
-def source() -> dict[Path, Nodes]:
+def source() -> Iterator[dict[Path, Nodes]]:
     """Every module of the package."""
-    return {path: nodes_of(path.read_text("utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+    gc.disable()  # a million objects, all of which stay
+    found = {path: nodes_of(path.read_text("utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+    gc.freeze()
+    gc.enable()
+    yield found
+    gc.unfreeze()
 
 
 def test_no_two_classes_of_the_package_have_one_name(source: dict[Path, Nodes]) -> None:
     """A search for it leads to one place."""
     places: dict[str, list[str]] = defaultdict(list)
     for path, nodes in source.items():
-        for node in nodes:
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+        for node in of(nodes, ast.ClassDef):
+            places[node.name].append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
     assert len(places) > 400
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 def test_no_module_imports_itself_through_others_not_even_for_types(source: dict[Path, Nodes]) -> None:
     known = modules(ROOT)
-    assert cycles({name: imports(source[path], known) - {name} for name, path in known.items()}) == []
+    named = {name: imports(of(source[path], ast.Import, ast.ImportFrom), known) for name, path in known.items()}
+    assert cycles({name: others - {name} for name, others in named.items()}) == []
 
 
 @pytest.mark.parametrize(
@@ -126,27 +148,23 @@ def test_every_private_attribute_that_is_not_ours_is_one_that_is_checked(source:
     for path, nodes in source.items():
         if path == FENCE:
             continue
-        for node in nodes:
-            if isinstance(node, ast.Attribute) and _is_private(node.attr):
+        for node in of(nodes, ast.Attribute):
+            if _is_private(node.attr):
                 if isinstance(node.ctx, ast.Store):
                     ours.add(node.attr)
                 else:
                     used[node.attr].append(f"{path.name}:{node.lineno}")
-            else:
-                ours |= _defined(node)
+        ours |= _defined(nodes)
     strange = {name: where for name, where in used.items() if name not in ours}
     assert OF_OTHERS.keys() <= strange.keys()
     assert strange.keys() - OF_OTHERS.keys() <= {*ITERATOR_ATTRIBUTES, *LOADER_ATTRIBUTES}, strange
 
 
-def _defined(node: ast.AST) -> set[str]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return {node.name}
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-        return {node.id}
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):  # __slots__, and what setattr is given
-        return {node.value}
-    return set()
+def _defined(nodes: Nodes) -> set[str]:
+    names = {node.name for node in of(nodes, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)}
+    names |= {node.id for node in of(nodes, ast.Name) if isinstance(node.ctx, ast.Store)}
+    # __slots__, and what setattr is given
+    return names | {node.value for node in of(nodes, ast.Constant) if isinstance(node.value, str)}
 
 
 def _is_private(name: str) -> bool:
@@ -157,39 +175,49 @@ def _private_names(nodes: Nodes) -> list[str]:
     """What it imports of torch's private names, and what it reaches from torch's modules."""
     found: list[str] = []
     torchs: set[str] = set()
-    for node in nodes:
+    for node in of(nodes, ast.Import, ast.ImportFrom):
         if isinstance(node, ast.Import):
             names = [(alias.name, alias.asname or alias.name.split(".")[0]) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
+        elif not node.level:
             names = [(f"{node.module}.{alias.name}", alias.asname or alias.name) for alias in node.names]
         else:
             continue
         of_torch = [(name, local) for name, local in names if name.split(".")[0] == "torch"]
         torchs.update(local for _, local in of_torch)
         found += [name for name, _ in of_torch if _is_private(name)]
-    for node in nodes:
-        if isinstance(node, ast.Attribute) and _is_private(node.attr):
-            root = ast.unparse(node).split(".")[0]
-            if root in torchs:
-                found.append(ast.unparse(node))
-    return found
+    private = (node for node in of(nodes, ast.Attribute) if _is_private(node.attr))
+    return found + [ast.unparse(node) for node in private if _begins_with(node) in torchs]
+
+
+def _begins_with(node: Any) -> str:
+    """Return the name that an expression such as `torch.f()._x[0]` begins with; empty if it begins with another."""
+    while not isinstance(node, ast.Name):
+        node = getattr(node, "func", None) or getattr(node, "value", None)
+        if not isinstance(node, ast.AST):
+            return ""
+    return node.id
 
 
 def written(path: Path, nodes: Nodes) -> tuple[list[tuple[int, str]], set[str]]:
     """Return the docstrings and comments of a module with their lines, and the names that its code has."""
-    source, texts, names = path.read_text("utf-8"), [], {*path.with_suffix("").parts, *path.parts}
-    for node in nodes:
-        has_docstring = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if has_docstring and (text := ast.get_docstring(node, clean=False)) is not None:
-            texts.append((node.body[0].lineno, text))
+    source, code = path.read_text("utf-8"), []
+    texts = [
+        (node.body[0].lineno, text)
+        for node in of(nodes, ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        if (text := ast.get_docstring(node, clean=False)) is not None
+    ]
     docstrings = {line for line, _ in texts}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            texts.append((token.start[0], token.string))
-        elif token.type == tokenize.NAME:
-            names.add(token.string)
-        elif token.type in STRINGS and token.start[0] not in docstrings:
-            names.update(re.findall(r"\w+", token.string))
+    line, at = 1, 0
+    for found in STRING_OR_COMMENT.finditer(source):
+        line += source.count("\n", at, found.start())
+        code.append(source[at : found.start()])
+        if found[0].startswith("#"):
+            texts.append((line, found[0]))
+        elif line not in docstrings:
+            code.append(found[0])
+        line, at = line + found[0].count("\n"), found.end()
+    code.append(source[at:])
+    names = {*path.with_suffix("").parts, *path.parts, *re.findall(r"\w+", " ".join(code))}
     return texts, names
 
 

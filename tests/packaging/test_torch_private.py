@@ -58,7 +58,7 @@ from torch_dpflow import DPFlowDataLoader
 
 
 def test_what_is_missing_is_named_with_the_torch_that_lacks_it_where_the_loader_is_imported() -> None:
-    done = run_interpreter(WITHOUT, json.dumps(MISSING), fresh=True)
+    done = run_interpreter(WITHOUT, json.dumps(MISSING))
     for (place, name), (kind, is_import_error, text) in zip(MISSING, json.loads(done.stdout), strict=True):
         assert (kind, is_import_error) == ("UnsupportedTorchError", True), (place, name, text)
         assert name in text

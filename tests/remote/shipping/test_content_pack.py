@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import io
-import os
 import pickle
-import subprocess
 import sys
 import threading
 import types
@@ -20,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Subset, default_collate
 
-from tests.new_process import ROOT, in_fork
+from tests.new_process import Interpreter, in_fork, run_interpreter
 from torch_dpflow._core.stage_clock import StageClock
 from torch_dpflow._core.torch_private import DatasetKind
 from torch_dpflow.datasets.files import Files
@@ -359,15 +356,13 @@ def test_ordinary_classes_of_a_script_are_the_same_in_a_worker(tmp_path: Path) -
     """Descriptors, nested classes, decorated methods, and methods that replace others."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT_OF_ORDINARY_CLASSES)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = functools.partial(subprocess.run, capture_output=True, text=True, env=environment)
-    job = run([sys.executable, str(script)])
-    assert job.returncode == 0, job.stderr
-    packed, here = job.stdout.split()
-    worker = run([sys.executable, "-c", WORKER, packed])
+    with Interpreter([sys.executable, str(script)]) as job:
+        out, errors = job.communicate()
+    assert job.returncode == 0, errors
+    packed, here = out.split()
+    worker = run_interpreter(WORKER, packed)
     assert worker.returncode == 0, worker.stderr
-    there = worker.stdout
-    assert pickle.loads(bytes.fromhex(there)) == pickle.loads(bytes.fromhex(here))
+    assert pickle.loads(bytes.fromhex(worker.stdout)) == pickle.loads(bytes.fromhex(here))
 
 
 def test_a_static_method_alone_does_not_need_its_class() -> None:
