@@ -6,24 +6,23 @@ are too large, and has bulk methods.
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
+from torch_dpflow._core.lazy_heap import LazyHeap
 from torch_dpflow.caches.policy import Job, Policy, check_key, check_size, check_weight
 from torch_dpflow.lookahead import Lookahead
 
 
 class KeyedPolicy(Policy):
-    """A policy over a dict of sizes; a subclass keeps the order. Each of its methods is O(1).
-
-    A subclass that evicts the first key needs an OrderedDict, like `LRU`: to find the first key of a dict, Python skips
-    the places of all removed keys.
-    """
+    """A policy over a dict of sizes; a subclass decides the order. Each method of this class is O(1)."""
 
     def __init__(self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None) -> None:
         super().__init__(max_items=max_items, max_bytes=max_bytes, keys=keys)
-        self._sizes: dict[int, int] = {}
+        # Not a dict: to find its first key, Python skips the places of all removed keys.
+        self._sizes: OrderedDict[int, int] = OrderedDict()
         self._bytes = 0
         self._jobs: dict[Job, float] = {}
 
@@ -100,15 +99,12 @@ class KeyedPolicy(Policy):
     def __iter__(self) -> Iterator[int]:
         return iter(self._sizes)
 
-    @abstractmethod
     def _entered(self, key: int) -> None:
         """Record that `key` has become resident."""
 
-    @abstractmethod
     def _used(self, key: int) -> None:
         """Record a read of a resident key."""
 
-    @abstractmethod
     def _left(self, key: int) -> None:
         """Record that `key` is no longer resident."""
 
@@ -155,45 +151,11 @@ class LRU(KeyedPolicy):
 
     name = "lru"
 
-    def __init__(self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None) -> None:
-        super().__init__(max_items=max_items, max_bytes=max_bytes, keys=keys)
-        # One mapping holds sizes and order of use.
-        self._order: OrderedDict[int, int] = OrderedDict()
-        self._sizes = self._order
-
-    def _entered(self, key: int) -> None: ...
-
     def _used(self, key: int) -> None:
-        self._order.move_to_end(key)
-
-    def _left(self, key: int) -> None: ...
+        self._sizes.move_to_end(key)
 
     def _next_victim(self) -> int:
-        return next(iter(self._order))
-
-
-class _Frequency:
-    """The keys read `count` times, in the order of their latest reads; linked to the next lower and higher counts."""
-
-    __slots__ = ("count", "higher", "keys", "lower")
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        # Not a dict: finding its first key skips all entries that were deleted before it.
-        self.keys: OrderedDict[int, None] = OrderedDict()
-        self.lower = self
-        self.higher = self
-
-    def insert_above(self, count: int) -> _Frequency:
-        frequency = _Frequency(count)
-        frequency.lower, frequency.higher = self, self.higher
-        self.higher.lower = frequency
-        self.higher = frequency
-        return frequency
-
-    def remove(self) -> None:
-        self.lower.higher = self.higher
-        self.higher.lower = self.lower
+        return next(iter(self._sizes))
 
 
 class LFU(KeyedPolicy):
@@ -203,36 +165,21 @@ class LFU(KeyedPolicy):
 
     def __init__(self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None) -> None:
         super().__init__(max_items=max_items, max_bytes=max_bytes, keys=keys)
-        #: The start of the ring, without keys; its `higher` is the lowest count in use.
-        self._start = _Frequency(0)
-        self._frequency_of: dict[int, _Frequency] = {}
+        #: Keys by how often they were read; among equals by the number of the latest read.
+        self._by_reads: LazyHeap[int] = LazyHeap()
+        self._numbers = itertools.count()
 
     def _entered(self, key: int) -> None:
-        self._put(key, self._start)
+        self._by_reads.push(key, 1, next(self._numbers))
 
     def _used(self, key: int) -> None:
-        frequency = self._frequency_of[key]
-        self._put(key, frequency)
-        self._take(key, frequency)
+        self._by_reads.push(key, self._by_reads[key][0] + 1, next(self._numbers))
 
     def _left(self, key: int) -> None:
-        self._take(key, self._frequency_of.pop(key))
+        self._by_reads.discard(key)
 
     def _next_victim(self) -> int:
-        return next(iter(self._start.higher.keys))
-
-    def _put(self, key: int, below: _Frequency) -> None:
-        """Put `key` one count above `below`."""
-        frequency = below.higher
-        if frequency.count != below.count + 1:
-            frequency = below.insert_above(below.count + 1)
-        frequency.keys[key] = None
-        self._frequency_of[key] = frequency
-
-    def _take(self, key: int, frequency: _Frequency) -> None:
-        del frequency.keys[key]
-        if not frequency.keys:
-            frequency.remove()
+        return self._by_reads.first()
 
 
 class MinIO(KeyedPolicy):
@@ -242,12 +189,6 @@ class MinIO(KeyedPolicy):
     """
 
     name = "minio"
-
-    def _entered(self, key: int) -> None: ...
-
-    def _used(self, key: int) -> None: ...
-
-    def _left(self, key: int) -> None: ...
 
     def _next_victim(self) -> int:
         return next(reversed(self._sizes))
