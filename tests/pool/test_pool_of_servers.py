@@ -243,7 +243,7 @@ def test_a_follower_that_comes_back_with_another_part_gives_it_up(stored: Stored
         connection.request(DatasetPart(source=source, identity=identity, is_explicit=True, cut=7, stripes=[0]))
         (leader,) = connection.servers()
         connection.request(JoinPool(msgspec.structs.replace(leader, directory=str(tmp_path / "s1"))))
-        orders, _ = connection.request(FollowerHeartbeat(applied=0, states=[], wait_s=0.0))
+        orders, _ = connection.request(FollowerHeartbeat(states=[], wait_s=0.0))
         assert isinstance(orders, Instructions)
         assert [one.identity for one in orders.instructions if isinstance(one, DropDataset)] == [identity]
 
@@ -338,7 +338,7 @@ def test_who_is_no_leader_takes_no_followers(tmp_path: Path) -> None:
         ):
             connection.request(JoinPool(connection.servers()[0]))
         with PoolConnection(tmp_path / "s0") as connection, pytest.raises(UsageError, match="join before"):
-            connection.request(FollowerHeartbeat(applied=0, states=[], wait_s=0.0))
+            connection.request(FollowerHeartbeat(states=[], wait_s=0.0))
         with pytest.raises(OptionError, match="this server itself"):
             DataServer(1 << 20, tmp_path / "s2", join=tmp_path / "s2")
         with pytest.raises(OptionError, match="runs at"):

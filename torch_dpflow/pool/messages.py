@@ -362,10 +362,9 @@ class DatasetState(msgspec.Struct, frozen=True, kw_only=True):
 class FollowerHeartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Request: renew a follower's lease. Answered by Instructions after at most `wait_s` seconds.
 
-    applied: the number of the last instruction that `states` reflect; only changed states are sent.
+    Only changed states are sent. They reflect all instructions of earlier answers.
     """
 
-    applied: int
     states: list[DatasetState]
     wait_s: float
 
@@ -378,10 +377,9 @@ class DropDataset(msgspec.Struct, frozen=True, tag=True):
 
 
 class Instructions(msgspec.Struct, frozen=True, tag=True):
-    """Instructions for a follower, in order, and the number of the last one."""
+    """Instructions for a follower, in order."""
 
     instructions: list[DatasetPart | DropDataset]
-    last: int
 
 
 class GetStripeTable(msgspec.Struct, frozen=True, tag=True):

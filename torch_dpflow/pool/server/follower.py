@@ -179,20 +179,19 @@ class PoolFollower:
         connection.request(JoinPool(self._server))
 
     def _serve(self, connection: PoolConnection) -> None:
-        reported, applied = dict[bytes, DatasetState](), 0
+        reported = dict[bytes, DatasetState]()
         while not self._stop.is_set():
             states = self._holdings.states()
             left = reported.keys() - {one.identity for one in states}
             states += [self._holdings.state(identity) for identity in left]
             changed = [one for one in states if reported.get(one.identity) != one][:_MAX_STATES]
             wait_s = _CALM_S if all(one.is_placed for one in states) and not changed else _BUSY_S
-            answer = connection.get(FollowerHeartbeat(applied=applied, states=changed, wait_s=wait_s), Instructions)
+            answer = connection.get(FollowerHeartbeat(states=changed, wait_s=wait_s), Instructions)
             reported |= {one.identity: one for one in changed}
             reported = {identity: one for identity, one in reported.items() if identity not in left}
             for instruction in answer.instructions:
                 self._holdings.apply(instruction)
                 reported.pop(instruction.identity, None)
-            applied = answer.last
 
     def _own(self, request: PreloadDataset) -> CachedDataset | None:
         """Return a dataset that is held here, as this server knows it."""

@@ -45,26 +45,20 @@ _FILE = "followers"
 class FollowerRecord:
     info: ServerInfo
     generation: int
-    #: Instructions that were not sent yet, and their total number so far.
+    #: Instructions that were not sent yet.
     instructions: deque[DatasetPart | DropDataset] = field(default_factory=deque)
-    issued: int = 0
-    #: For each dataset the number of the last instruction, and the last state that reflects it.
-    last_instruction: dict[bytes, int] = field(default_factory=dict)
+    #: The last state of each dataset that reflects all its instructions.
     states: dict[bytes, DatasetState] = field(default_factory=dict)
 
     def instruct(self, instruction: DatasetPart | DropDataset) -> None:
-        parts = [instruction] if isinstance(instruction, DropDataset) else instruction.split()
-        self.instructions.extend(parts)
-        self.issued += len(parts)
-        self.last_instruction[instruction.identity] = self.issued
+        self.instructions.extend([instruction] if isinstance(instruction, DropDataset) else instruction.split())
         self.states.pop(instruction.identity, None)
-        if isinstance(instruction, DropDataset):
-            del self.last_instruction[instruction.identity]
 
     def take(self, heartbeat: FollowerHeartbeat) -> Iterator[DatasetState]:
-        """Accept the states of datasets whose instructions were all applied."""
+        """Accept the states of datasets whose instructions were all sent before, and so are applied."""
+        waiting = {one.identity for one in self.instructions}
         for state in heartbeat.states:
-            if self.last_instruction.get(state.identity, 0) <= heartbeat.applied:
+            if state.identity not in waiting:
                 self.states[state.identity] = state
                 yield state
 
@@ -76,7 +70,7 @@ class FollowerRecord:
             if room < 0 and instructions:
                 break
             instructions.append(self.instructions.popleft())
-        return Instructions(instructions, self.issued - len(self.instructions))
+        return Instructions(instructions)
 
 
 class Followers(dict[str, FollowerRecord]):
