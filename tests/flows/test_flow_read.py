@@ -64,6 +64,7 @@ def test_subsets_are_lists_of_places(indices: list[int], data: st.DataObject) ->
 def test_subsets_leave_the_rest_alone() -> None:
     read = _read(Numbers(6))
     assert (len(read.subset(np.arange(2))), len(read.subset(iter([5]))), len(read)) == (2, 1, 6)
+    assert [len(read.subset(nothing)) for nothing in ([], np.array([]), torch.tensor([]))] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -73,14 +74,15 @@ def test_subsets_leave_the_rest_alone() -> None:
         ([-7], OptionError, "-7 is out of range"),
         ([2**64 - 1], OptionError, "18446744073709551615 is out of range"),
         ([0, 2**80], OptionError, "1208925819614629174706176 is out of range"),
-        (5, OptionTypeError, "no whole numbers"),
-        (None, OptionTypeError, "no whole numbers"),
-        ([1, [2]], OptionTypeError, "no whole numbers"),
-        ([1.0], OptionTypeError, "no whole numbers"),
-        (["a"], OptionTypeError, "no whole numbers"),
-        ([[1]], OptionTypeError, "no whole numbers"),
-        ([True], OptionTypeError, "no whole numbers"),
-        ([2, True], OptionTypeError, "no whole numbers"),
+        (5, OptionTypeError, "indices=5 is of type int"),
+        (None, OptionTypeError, "indices=None is of type NoneType"),
+        ([1, [2]], OptionTypeError, "one dimension of whole numbers"),
+        ([1.0], OptionTypeError, "one dimension of whole numbers"),
+        (["a"], OptionTypeError, "one dimension of whole numbers"),
+        ([[1]], OptionTypeError, "one dimension of whole numbers"),
+        ([True], OptionTypeError, "indices has a bool"),
+        ([2, True], OptionTypeError, "indices has a bool"),
+        (torch.tensor([True, False]), OptionTypeError, "one dimension of whole numbers"),
     ],
 )
 def test_wrong_subsets_are_told(indices: Any, error: type[Exception], told: str) -> None:

@@ -74,9 +74,11 @@ def test_numbers_of_samples_and_rows(stored: StoredDataset, client: DataClient, 
                 dataset[number]  # type: ignore[index]
     many = np.random.default_rng(1).integers(-COUNT, COUNT, 1_000_000)
     assert np.array_equal(np.asarray(client.read_batch(rows, many)), many % COUNT)
-    for wrong in (np.array([[1, 2]]), np.array(1), np.array([1.0]), np.array([True])):
-        with pytest.raises(TypeError, match="give whole numbers in a row"):
+    for wrong in (np.array([[1, 2]]), np.array(1), np.array([1.0]), np.array([True]), torch.tensor([True, False])):
+        with pytest.raises(OptionTypeError, match="one dimension of whole numbers"):
             client.read_batch(rows, wrong)  # type: ignore[call-overload]
+    with pytest.raises(OptionTypeError, match="has a bool"):  # a mask, which would be rows 1 and 0
+        client.read_batch(rows, [True, False])
 
 
 def test_what_is_no_dataset(stored: StoredDataset, client: DataClient) -> None:

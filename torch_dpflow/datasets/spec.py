@@ -18,10 +18,11 @@ written by a later release therefore causes an error that names it.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -47,10 +48,6 @@ ID_PATTERN = f"^{NAME}/{NAME}{END}"
 LABEL_PATTERN = f"^{LABEL}{END}"
 _REFERENCE = re.compile(f"(?P<id>{NAME}/{NAME})(:(?P<version>{LABEL})(:(?P<variant>{LABEL}))?)?")
 
-
-#: The format that this release writes and the newest that it reads; for metadata shards the newest.
-FORMAT = 1
-SHARD_FORMAT = 3
 
 _REVISION_OF_FORMAT_2 = '"[!#-~]+"|[A-Z][a-z]{2}, .* GMT'
 
@@ -325,11 +322,11 @@ class _FileHeader(msgspec.Struct):
     format: int
 
 
-_Kind = TypeVar("_Kind", bound=SpecStruct)
+_Kind = TypeVar("_Kind", bound=msgspec.Struct)
 
 
 def decode_file(data: bytes, kind: type[_Kind], name: str) -> _Kind:
-    """Decode a file of the store; `name` names it in errors.
+    """Decode a file of the store, or of a flow; `name` names it in errors.
 
     Raises:
         NewerFormatError: a later release of the library wrote it.
@@ -339,7 +336,7 @@ def decode_file(data: bytes, kind: type[_Kind], name: str) -> _Kind:
         if kind is not DatasetShardMeta:  # whose samples are decoded one by one
             check_json(data)
         header = json_decoder(_FileHeader).decode(data)
-        newest = SHARD_FORMAT if kind is DatasetShardMeta else FORMAT
+        newest = _newest_format(kind)
         if header.format > newest:
             raise NewerFormatError(
                 f"{name} has format {header.format}; this release reads up to {newest}: update torch_dpflow"
@@ -348,6 +345,11 @@ def decode_file(data: bytes, kind: type[_Kind], name: str) -> _Kind:
         return found
     except _UNREADABLE as error:
         raise DamagedStoreError(f"{name} is no {kind.__struct_config__.tag} file: {error}") from error
+
+
+@functools.cache
+def _newest_format(kind: type[msgspec.Struct]) -> int:
+    return max(get_args(get_type_hints(kind)["format"]))
 
 
 def encode_file(record: SpecStruct) -> bytes:

@@ -16,15 +16,14 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args
 import cloudpickle
 import msgspec
 
-from torch_dpflow._core.checks import check_int, check_json, check_type, working
-from torch_dpflow._core.decoding import json_decoder
+from torch_dpflow._core.checks import check_int, check_type, working
 from torch_dpflow._version import __version__
 from torch_dpflow.datasets.files import Files
-from torch_dpflow.datasets.spec import DatasetRef
+from torch_dpflow.datasets.spec import DatasetRef, decode_file
 from torch_dpflow.datasets.storage.base import sha256_of
 from torch_dpflow.datasets.storage.credentials import refuse_keys
 from torch_dpflow.datasets.storage.urls import without_login
-from torch_dpflow.errors import DamagedStoreError, NewerFormatError, OptionError, OptionTypeError, UsageError
+from torch_dpflow.errors import DamagedStoreError, OptionError, OptionTypeError, UsageError
 from torch_dpflow.flows.stage import (
     CacheControl,
     DataTransform,
@@ -254,9 +253,6 @@ def _mermaid(text: str) -> str:
     return f'"{escaped}"'
 
 
-_FORMAT = 2
-
-
 class FlowRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="data-load-flow"):
     """The first line of a flow's file."""
 
@@ -268,10 +264,6 @@ class FlowRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     python: str
     #: Digest of this line with an empty `sha256`, and of the code.
     sha256: str
-
-
-class _Format(msgspec.Struct):
-    format: int
 
 
 def save_flow(flow: DataLoadFlow, url: str | os.PathLike[str], **storage_options: Any) -> None:
@@ -332,7 +324,7 @@ def _read(url: str | os.PathLike[str], storage_options: dict[str, Any]) -> tuple
     files, name = _place(url, storage_options)
     line, _, code = files.read(name).partition(b"\n")
     printed = without_login(str(url))
-    record = _record(line, printed)
+    record = decode_file(line, FlowRecord, printed)
     # Encoding it again must give the same line, so that unknown fields are refused.
     if msgspec.json.encode(record) != line or _digest(record, code) != record.sha256:
         raise DamagedStoreError(f"{printed} does not match its SHA-256; it was damaged: restore it from a copy")
@@ -353,18 +345,6 @@ def _unpickled(code: bytes, url: str) -> Any:
         raise UsageError(f"{url} cannot be loaded here: {type(error).__name__}: {error}; {advice}") from error
     except Exception as error:
         raise DamagedStoreError(f"{url} holds no flow: {type(error).__name__}: {error}") from error
-
-
-def _record(line: bytes, url: str) -> FlowRecord:
-    try:
-        check_json(line)
-        found = json_decoder(_Format).decode(line).format
-        if found > _FORMAT:
-            raise NewerFormatError(f"{url} has format {found}; this release reads up to {_FORMAT}: update torch_dpflow")
-        record: FlowRecord = json_decoder(FlowRecord).decode(line)
-        return record
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise DamagedStoreError(f"{url} is no file of a flow: {error}") from error
 
 
 def _place(url: str | os.PathLike[str], options: dict[str, Any]) -> tuple[Files, str]:

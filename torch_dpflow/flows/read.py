@@ -30,7 +30,7 @@ from torch_dpflow.log import FLOWS
 from torch_dpflow.lookahead import Order
 from torch_dpflow.pool.dataset import PooledDataset
 from torch_dpflow.pool.transport.address import AddressLike, find_address
-from torch_dpflow.samplers.indices import has_flags
+from torch_dpflow.samplers.indices import whole_numbers
 
 if TYPE_CHECKING:
     from torch_dpflow.loader.loader import DPFlowDataLoader
@@ -228,7 +228,7 @@ class DataLoadFlowRead:
         Raises:
             OptionError: an index is out of range. OptionTypeError: an index is not a whole number.
         """
-        chosen = _whole_numbers(indices)
+        chosen = whole_numbers(indices)
         size = len(self)
         outside = chosen[(chosen < -size) | (chosen >= size)]
         if len(outside):
@@ -264,24 +264,6 @@ class DataLoadFlowRead:
 
     def __repr__(self) -> str:
         return f"DataLoadFlowRead({self}, {len(self)} samples)"
-
-
-def _whole_numbers(indices: Iterable[int]) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return the indices as an array of integers, or of objects if no integer type is wide enough."""
-    refusal = f"indices={indices!s:.80} are no whole numbers in a row; give a list of ints"
-    try:
-        values = indices if isinstance(indices, np.ndarray) else list(indices)
-        found = np.asarray(values)
-    except (TypeError, ValueError) as error:  # no iterable; rows of several lengths
-        raise OptionTypeError(refusal) from error
-    if values is not indices and has_flags(values):
-        raise OptionTypeError(refusal)
-    if found.size == 0:
-        return np.zeros(0, np.int64)
-    is_long = found.dtype == object and all(isinstance(index, int) for index in found)
-    if found.ndim != 1 or not (is_long or np.issubdtype(found.dtype, np.integer)):
-        raise OptionTypeError(refusal)
-    return found
 
 
 def random_split(

@@ -28,6 +28,7 @@ from torch_dpflow.pool.sources import source_of
 from torch_dpflow.pool.transport.address import AddressLike, find_address
 from torch_dpflow.pool.transport.authentication import check_keys
 from torch_dpflow.pool.transport.data_connection import WantedRecord
+from torch_dpflow.samplers.indices import whole_numbers
 
 #: A tensor; a numpy array for dtypes that torch does not have (text, big-endian numbers).
 Rows: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
@@ -92,7 +93,7 @@ class PooledArray(Dataset[Rows]):
         """Return rows in the given order as one tensor, of shape (number of rows, and the shape of a row).
 
         Raises:
-            IndexError: there is no such row.
+            IndexError: there is no such row. OptionTypeError: an index is not a whole number.
             PeerLostError: no server has a row that was pushed from memory.
             StorageError: a row is not in memory and cannot be read; ChecksumError: the file was replaced.
         """
@@ -130,10 +131,7 @@ class PooledArray(Dataset[Rows]):
         return out
 
     def _numbers(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> _Numbers:
-        given = np.asarray(indices if isinstance(indices, np.ndarray) else [operator.index(one) for one in indices])
-        is_large = not isinstance(indices, np.ndarray) and given.dtype.kind == "O"  # integers beyond 64 bits
-        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu" and not is_large):
-            raise TypeError(f"indices are {given.dtype} of shape {given.shape}; give whole numbers in a row")
+        given = whole_numbers(indices)
         count = len(self)
         for wrong in given[(given < -count) | (given >= count)][:1]:
             raise IndexError(f"row {wrong} is out of range; {self.source.ref} has {count} rows")

@@ -37,7 +37,7 @@ def check_indices(
         OptionTypeError: `indices` are not whole numbers in one dimension.
         OptionError: an index is negative, not below `size`, or repeated; or there are no indices.
     """
-    given = _whole_numbers(indices, name)
+    given = whole_numbers(indices, name)
     if not len(given) and not allow_empty:
         raise OptionError(f"{name} is empty; a job needs at least one sample")
     lowest, highest = (int(given.min()), int(given.max())) if len(given) else (0, 0)
@@ -63,7 +63,11 @@ def has_flags(values: Iterable[Any]) -> bool:
     return not {bool, np.bool_}.isdisjoint(map(type, values))
 
 
-def _whole_numbers(indices: Indices, name: str) -> NDArray[np.integer[Any]]:
+def whole_numbers(indices: Indices, name: str = "indices") -> NDArray[Any]:
+    """Return the numbers as an array of integers, or of objects if no integer type is wide enough.
+
+    Raises OptionTypeError: `indices` are not whole numbers in one dimension.
+    """
     if _is_tensor(indices):
         indices = indices.numpy(force=True)
     elif not isinstance(indices, np.ndarray):
@@ -72,12 +76,16 @@ def _whole_numbers(indices: Indices, name: str) -> NDArray[np.integer[Any]]:
         values = list(indices)
         if has_flags(values):
             raise OptionTypeError(f"{name} has a bool; give sample numbers, those of a mask by numpy.flatnonzero(mask)")
-        indices = np.asarray(values or np.empty(0, np.int64))
-    if indices.ndim != 1 or indices.dtype.kind not in "iu":
+        try:
+            indices = np.asarray(values or np.empty(0, np.int64))
+        except ValueError as error:  # rows of several lengths
+            raise OptionTypeError(f"{name}={values!s:.80}: one dimension of whole numbers is required") from error
+    is_long = indices.dtype == object and all(isinstance(index, int) for index in indices.flat)
+    if indices.ndim != 1 or not (is_long or indices.dtype.kind in "iu" or not indices.size):
         raise OptionTypeError(
             f"{name}: one dimension of whole numbers is required, got dtype {indices.dtype} and shape {indices.shape}"
         )
-    return indices
+    return indices if indices.size else indices.astype(np.int64)
 
 
 def _first_repeated(array: IndexArray) -> int | None:

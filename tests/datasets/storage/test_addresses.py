@@ -194,7 +194,7 @@ def test_two_users_of_one_web_server_and_errors_without_passwords() -> None:
         with pytest.raises(DPFlowError) as caught:
             reader.read(f"http://a:hidden@{host}/y")
         assert "hidden" not in _everything_told(caught.value)
-        with pytest.raises(DPFlowError, match="is no file of a flow") as caught:
+        with pytest.raises(DPFlowError, match="is no data-load-flow file") as caught:
             load_flow(f"http://a:hidden@{host}/x")
         assert "hidden" not in _everything_told(caught.value)
         with pytest.raises(DPFlowError) as caught:

@@ -5,7 +5,6 @@ Nothing is unpickled. Encoded images stay bytes, which `decode=` of `open_datase
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_dpflow._core.checks import MAX_DEPTH, TOO_DEEP, is_too_deep
+from torch_dpflow._core.checks import MAX_DEPTH, TOO_DEEP, load_json
 from torch_dpflow.errors import SourceError
 
 _Decode = Callable[[bytes], Any]
@@ -197,17 +196,10 @@ def _flag(data: bytes) -> bool:
     return data == b"\1"
 
 
-def _json(data: bytes) -> Any:
-    value = json.loads(data)
-    if is_too_deep(value):
-        raise ValueError(TOO_DEEP)
-    return value
-
-
 def _lit_json(data: bytes) -> Any:
     """Return a list or dict, which LitData writes as JSON or in a separate form."""
     if data[:1] > b"\x20":
-        return _json(data)
+        return load_json(data)
     nested = _NestedValue(data)
     value = nested.value(0)
     if not nested.is_at_end:
@@ -231,7 +223,7 @@ class _NestedValue:
             raise ValueError(TOO_DEEP)
         tag = self._byte()
         if tag == 0:
-            return _json(self._bytes(self._count()))
+            return load_json(self._bytes(self._count()))
         if tag == 5:
             return {self._text(): self.value(depth + 1) for _ in range(self._count())}
         if tag == 6:
@@ -352,7 +344,7 @@ _SIMPLE: dict[str, _Decode] = {
     "jpeg": bytes,
     "png": bytes,
     "pil": _picture,
-    "json": _json,
+    "json": load_json,
     "str": bytes.decode,
     "int": _integer,
     "str_int": _text_to(int),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torch_dpflow._core.checks import check_json
+from torch_dpflow._core.checks import load_json
 from torch_dpflow._core.lazy import imported
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
@@ -305,8 +305,7 @@ def _json_of(file: SourceFile, files: SourceFiles) -> Any:
     if file.size > _MAX_INDEX:
         raise SourceError(f"{file.printable} has {file.size} bytes; at most {_MAX_INDEX} are read")
     (data,) = _read(files, ByteRange(file.url, size=file.size, state=file.state))
-    check_json(data)
-    return json.loads(data)
+    return load_json(data)
 
 
 def _read(files: SourceFiles, *spans: ByteRange) -> list[bytes]:
