@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import msgspec
 import torch
 from torch.utils.data import BatchSampler
 
@@ -155,59 +154,42 @@ def epoch_setter(*samplers: Any) -> Any:
     return None
 
 
-class GeneratorStates(msgspec.Struct, frozen=True):
-    """The states of the generators just before an epoch's order is drawn."""
-
-    #: The three generators of the process.
-    process: RngState
-    #: The loader's `generator`, if it has one.
-    loader: str | None
-    samplers: list[str]
-
-    @classmethod
-    def capture(cls, loader: Any) -> GeneratorStates:
-        """Return the current states of the generators: the process's, the loader's and its samplers'."""
-        held = sampler_generators(loader._index_sampler, loader.sampler, loader.generator)
-        return cls(capture_rng(), generator_state(loader.generator), [*map(encode_generator, held)])
-
-
-class EpochStart(msgspec.Struct, frozen=True, kw_only=True):
-    """The beginning of an epoch, which determines its order and its random numbers."""
-
-    epoch: int
-    #: Worker streams and batch keys derive from it.
-    base_seed: int
-    #: Whether the next iteration has the same base seed, as with persistent workers.
-    keeps_seed: bool
-    opening: Sequence[OpeningStep]
-    generators: GeneratorStates
-    #: See `LoaderState`.
-    began: dict[str, str]
+def before_order(loader: Any) -> LoaderState:
+    """Return a state with the generators as they are now, just before an epoch's order is drawn."""
+    held = sampler_generators(loader._index_sampler, loader.sampler, loader.generator)
+    return LoaderState(
+        fresh=False,
+        plan_rng=capture_rng(),
+        plan_generator=generator_state(loader.generator),
+        plan_sampler_generators=[*map(encode_generator, held)],
+    )
 
 
 class EpochProgress:
     """The batches that one iteration has delivered.
 
     Args:
+        at: where the iteration begins: what determines the epoch's order and random numbers, and in a resumed epoch
+            the position too.
         plan: the epoch's index batches, starting at the first that is not delivered.
         generator: the loader's generator.
+        keeps_seed: whether the next iteration has the same base seed, as with persistent workers.
         streams: the position of each worker's own stream; empty if batches are not bound to workers.
-        resumed: the state in mid-epoch that the iteration resumes; None at the beginning of an epoch.
     """
 
     def __init__(
         self,
         shape: LoaderShape,
-        start: EpochStart,
+        at: LoaderState,
         plan: Plan,
         *,
         generator: torch.Generator | None,
+        keeps_seed: bool,
         streams: Sequence[StreamState] = (),
-        resumed: LoaderState | None = None,
     ) -> None:
-        at = resumed or LoaderState()
-        self.epoch = start.epoch
-        self.base_seed = start.base_seed
+        assert at.base_seed is not None
+        self.epoch = at.epoch
+        self.base_seed = at.base_seed
         self.plan = plan
         self.streams = [replace(stream) for stream in streams]
         #: The batch that `next` returns, delivered once it was taken.
@@ -238,7 +220,8 @@ class EpochProgress:
         #: By position, the samples of batches delivered ahead of `position`.
         self._ahead = dict(zip(at.ahead, at.ahead_samples))
         self._shape = shape
-        self._start = start
+        self._at = replace(at, kind=shape.kind, sampler=None, streams=[])
+        self._keeps_seed = keeps_seed
         self._generator = generator
 
     @classmethod
@@ -279,17 +262,7 @@ class EpochProgress:
             for one, was in before:
                 restore_generator(one, was)
             raise
-        assert state.base_seed is not None
-        assert state.plan_rng is not None
-        start = EpochStart(
-            epoch=state.epoch,
-            base_seed=state.base_seed,
-            keeps_seed=keeps_seed,
-            opening=state.opening,
-            generators=GeneratorStates(state.plan_rng, state.plan_generator, state.plan_sampler_generators),
-            began=state.began,
-        )
-        progress = cls(shape, start, plan, generator=generator, streams=state.streams, resumed=state)
+        progress = cls(shape, state, plan, generator=generator, keeps_seed=keeps_seed, streams=state.streams)
         progress.opened_rng, progress.unchanged = opened_rng, unchanged
         return progress
 
@@ -350,22 +323,14 @@ class EpochProgress:
             return self._state_of_next()
         length = self._shape.length()
         sampler = self.plan.sampler_state(self.position, self._samples, length)
-        return LoaderState(
-            kind=self._shape.kind,
-            epoch=self.epoch,
-            fresh=False,
+        return replace(
+            self._at,
             position=self.position,
             samples=self._samples,
             ahead=sorted(self._ahead),
             ahead_samples=[self._ahead[position] for position in sorted(self._ahead)],
-            base_seed=self.base_seed,
             shared_seed=self.shared_seed,
-            opening=list(self._start.opening),
-            plan_rng=self._start.generators.process,
-            began=self._start.began,
             draw_rng=self.draw_rng,
-            plan_generator=self._start.generators.loader,
-            plan_sampler_generators=list(self._start.generators.samplers),
             generator=generator_state(self._generator),
             sampler_generators=self._shape.generators(self._generator),
             sampler=sampler,
@@ -390,10 +355,10 @@ class EpochProgress:
         return LoaderState(
             kind=self._shape.kind,
             epoch=self.epoch + 1,
-            base_seed=self.base_seed if self._start.keeps_seed else None,
-            opening=list(self._start.opening),
-            plan_rng=self._start.generators.process,
-            began=self._start.began,
+            base_seed=self.base_seed if self._keeps_seed else None,
+            opening=self._at.opening,
+            plan_rng=self._at.plan_rng,
+            began=self._at.began,
             draw_rng=self.draw_rng,
             generator=generator_state(self._generator),
             sampler_generators=self._shape.generators(self._generator),
@@ -413,7 +378,7 @@ class EpochProgress:
     def streams_of_next(self) -> list[StreamState]:
         """Return the beginnings of the workers' own streams in the next iteration, if it keeps the workers."""
         self.note_taken()
-        if not self._start.keeps_seed:
+        if not self._keeps_seed:
             return []
         # If an iterable dataset was left in mid-epoch, only its worker knows where its next iteration begins.
         is_map = self._shape.kind == "map"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -26,9 +27,8 @@ from torch_dpflow.epoch.plan import (
 from torch_dpflow.epoch.progress import (
     OPENING_AGAIN,
     EpochProgress,
-    EpochStart,
-    GeneratorStates,
     LoaderShape,
+    before_order,
     epoch_setter,
 )
 from torch_dpflow.epoch.rng import (
@@ -75,16 +75,17 @@ def begin(iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Cal
         raise
 
 
-def _begin(iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]) -> EpochProgress:
+def _begin(iterator: Any, loader: Any, opening: list[OpeningStep], start: Callable[[Any], None]) -> EpochProgress:
     runtime = loader._runtime
     state = runtime.take_pending()
     if state is not None and state.fresh:
         _return_to_rest(loader, state)
     if state is None or (state.fresh and state.base_seed is None):
         # Before samplers that count iterations.
-        shape, generators = LoaderShape(loader), GeneratorStates.capture(loader)
+        shape, at = LoaderShape(loader), before_order(loader)
         start(loader)
-        progress = _progress(loader, shape, opening, generators, iterator._sampler_iter, iterator._base_seed)
+        at = replace(at, opening=opening, base_seed=iterator._base_seed)
+        progress = _progress(loader, shape, at, iterator._sampler_iter)
     else:
         start(LoaderView(loader))
         iterator._index_sampler = loader._index_sampler
@@ -151,35 +152,29 @@ def _share_seed(iterator: Any, seed: int | None) -> None:
 def _next_with_same_seed(loader: Any, state: LoaderState) -> tuple[EpochProgress, int | None]:
     """Begin another epoch with persistent workers' base seed; return its progress and a data pipe's shared seed."""
     assert state.base_seed is not None
-    shape, generators = LoaderShape(loader), GeneratorStates.capture(loader)
+    shape, at = LoaderShape(loader), before_order(loader)
     batches = open_order(OPENING_AGAIN, loader._index_sampler, loader.generator)
     opening, shared_seed = _with_shared_seeds(OPENING_AGAIN, loader), None
     if isinstance(loader.dataset, IterDataPipe):
         shared_seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
-    return _progress(loader, shape, opening, generators, batches, state.base_seed, state.streams), shared_seed
+    at = replace(at, opening=opening, base_seed=state.base_seed)
+    return _progress(loader, shape, at, batches, state.streams), shared_seed
 
 
 def _progress(
     loader: Any,
     shape: LoaderShape,
-    opening: Sequence[OpeningStep],
-    generators: GeneratorStates,
+    at: LoaderState,
     batches: Any,
-    base_seed: int,
     streams: Sequence[StreamState] = (),
 ) -> EpochProgress:
     runtime = loader._runtime
-    runtime.began = runtime.began or fingerprints(generators.process)
-    start = EpochStart(
-        epoch=runtime.epoch,
-        base_seed=base_seed,
-        keeps_seed=loader.persistent_workers,
-        opening=opening,
-        generators=generators,
-        began=runtime.began,
-    )
+    runtime.began = runtime.began or fingerprints(at.plan_rng or {})
+    at = replace(at, epoch=runtime.epoch, began=runtime.began)
     plan = new_plan(batches, loader._index_sampler, loader.sampler)
-    return EpochProgress(shape, start, plan, generator=loader.generator, streams=streams)
+    return EpochProgress(
+        shape, at, plan, generator=loader.generator, keeps_seed=loader.persistent_workers, streams=streams
+    )
 
 
 #: Samples in a batch, where their number is unknown.
