@@ -288,7 +288,7 @@ class AheadReader:
             )
             try:
                 if extends:
-                    connection.post(part)
+                    connection.send_nowait(part)
                 else:
                     connection.request(part)
             except (UsageError, PoolFullError) as error:  # the server has no memory for it

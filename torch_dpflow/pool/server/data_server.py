@@ -192,15 +192,13 @@ class DataServer:
                 request, given = channel.receive(REQUESTS, 1)
                 fds = given
                 try:
-                    if isinstance(request, CountReads):
-                        self._pool.count(request)
-                        continue
                     try:
                         answer, taken = self._answer(request, client, given)
                     except DPFlowError as error:
                         answer, taken = PoolRefusal.of(error), []
                     fds = [*given, *taken]
-                    channel.send(answer, taken)
+                    if answer is not None:
+                        channel.send(answer, taken)
                 finally:
                     for fd in fds:
                         os.close(fd)
@@ -223,8 +221,14 @@ class DataServer:
         if client.reads:
             self._pool.count_readers()
 
-    def _answer(self, request: PoolRequest, client: _PoolClient, given: list[int]) -> tuple[PoolAnswer, list[int]]:
+    def _answer(
+        self, request: PoolRequest | CountReads, client: _PoolClient, given: list[int]
+    ) -> tuple[PoolAnswer | None, list[int]]:
+        """Return the answer, None if the request has none, and descriptors to send with it."""
         match request:
+            case CountReads():
+                self._pool.count(request)
+                return None, []
             case PreloadDataset():
                 return self._pool.preload(request), []
             case GetStripeTable(identity, first):
@@ -241,8 +245,13 @@ class DataServer:
             case PushStripe(identity, stripe):
                 return self._holdings.get(identity).push(stripe, given), []
             case AnnounceAccessPlan(identity=identity):
-                self._holdings.ahead.announce(self._holdings.get(identity), client.name, request)
-                return Acknowledged(), []
+                try:
+                    self._holdings.ahead.announce(self._holdings.get(identity), client.name, request)
+                except (UsageError, PoolFullError) as error:
+                    if not request.extends:
+                        raise
+                    SERVICE.info("a part of an access plan is not read ahead: %s", error)
+                return None if request.extends else Acknowledged(), []
             case GetAheadPlaces(identity, plan, records, copied, memory):
                 reading = self._holdings.ahead.of(identity, max(records, copied, key=len))
                 reading.confirm(client.name, copied)

@@ -22,7 +22,6 @@ from torch_dpflow._core.checks import check_msgpack
 from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._version import __version__
 from torch_dpflow.errors import MessageError, OptionError, PeerLostError, UsageError
-from torch_dpflow.log import DATASETS
 from torch_dpflow.pool.messages import (
     MAX_MESSAGE_BYTES,
     MAX_SEGMENTS,
@@ -44,7 +43,6 @@ from torch_dpflow.pool.messages import (
 from torch_dpflow.pool.transport.address import AddressLike, check_private, find_address, socket_path
 from torch_dpflow.pool.transport.authentication import (
     Stream,
-    TLSStream,
     authenticator_for,
     connect_stream,
     receive_exactly,
@@ -115,8 +113,12 @@ class Channel:
 
     def send_nowait(self, message: PoolRequest | CountReads) -> bool:
         """Send without blocking; return whether the message was sent."""
+        if not self.is_open:  # the next request reports it
+            return False
         # On a socket with a timeout, Python waits for buffer space in spite of MSG_DONTWAIT.
-        if not self._is_ready(select.POLLOUT):
+        poll = select.poll()  # `select` takes no descriptor above 1023
+        poll.register(self._socket, select.POLLOUT)
+        if not poll.poll(0):
             return False
         try:
             self.send(message)
@@ -125,25 +127,12 @@ class Channel:
         return True
 
     @property
-    def is_readable(self) -> bool:
-        """Whether `receive` would return at once, with a message or the end of the connection."""
-        has_bytes = isinstance(self._socket, TLSStream) and self._socket.has_bytes
-        return has_bytes or self._is_ready(select.POLLIN)
-
-    @property
     def is_open(self) -> bool:
         """Whether the channel can be used: `close` was not called."""
         return self._socket.fileno() >= 0
 
     def close(self) -> None:
         self._socket.close()
-
-    def _is_ready(self, event: int) -> bool:
-        if not self.is_open:  # the next request reports it
-            return False
-        poll = select.poll()  # `select` takes no descriptor above 1023
-        poll.register(self._socket, event)
-        return bool(poll.poll(0))
 
 
 #: Commands consider a server lost after this much silence, seconds.
@@ -169,8 +158,6 @@ class PoolConnection:
         self._lock = threading.Lock()
         #: Whether an answer is outstanding.
         self._is_pending = False
-        #: Outstanding answers to posted requests. They arrive before the answer to the latest request.
-        self._posted = 0
         self._channel = Channel(
             _connect_here(found.directory, silence_s)
             if found.directory is not None
@@ -218,28 +205,16 @@ class PoolConnection:
 
     def receive(self) -> tuple[PoolAnswer, list[int]]:
         """Receive the answer to `send`. Raises the errors of `request`."""
-        while self._posted:
-            self._take_posted()
-        answer, fds = self._receive(MAX_SEGMENTS)
+        try:
+            answer, fds = self._channel.receive(ANSWERS, MAX_SEGMENTS)
+        except (OSError, MessageError, PeerLostError) as error:
+            raise self._lost(error) from error
         self._is_pending = False
         if isinstance(answer, PoolRefusal):
             raise answer.error()
         return answer, fds
 
-    def post(self, request: AnnounceAccessPlan) -> None:
-        """Send a request without blocking, or drop it if the server accepts none now; ignore the answer.
-
-        Raises PeerLostError if the server is lost.
-        """
-        with self._lock:
-            if self._is_pending:
-                self._channel.close()
-                raise PeerLostError("an earlier request to the pool server was interrupted")
-            while self._channel.is_readable:
-                self._take_posted()
-            self._posted += self._channel.send_nowait(request)
-
-    def send_nowait(self, message: CountReads) -> bool:
+    def send_nowait(self, message: CountReads | AnnounceAccessPlan) -> bool:
         """Send a message that has no answer, without blocking; return whether it was sent."""
         with self._lock:
             return self._channel.send_nowait(message)
@@ -286,21 +261,6 @@ class PoolConnection:
     def close(self) -> None:
         """Close the connection, which ends this reader at the server."""
         self._channel.close()
-
-    def _take_posted(self) -> None:
-        answer, _ = self._receive(0)
-        if not self._posted:
-            self._channel.close()
-            raise PeerLostError("the pool server sent an answer without a request")
-        self._posted -= 1
-        if isinstance(answer, PoolRefusal):
-            DATASETS.info("the pool server refused a message: %s", answer.error())
-
-    def _receive(self, segments: int) -> tuple[PoolAnswer, list[int]]:
-        try:
-            return self._channel.receive(ANSWERS, segments)
-        except (OSError, MessageError, PeerLostError) as error:
-            raise self._lost(error) from error
 
     def _lost(self, error: Exception) -> PeerLostError:
         """Close the connection, as a late answer would be taken for the next one; return the error with what to do."""
