@@ -349,7 +349,8 @@ def decode_file(data: bytes, kind: type[_Kind], name: str) -> _Kind:
 
 @functools.cache
 def _newest_format(kind: type[msgspec.Struct]) -> int:
-    return max(get_args(get_type_hints(kind)["format"]))
+    newest: int = max(get_args(get_type_hints(kind)["format"]))
+    return newest
 
 
 def encode_file(record: SpecStruct) -> bytes:
