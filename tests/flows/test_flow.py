@@ -291,7 +291,9 @@ def test_damage_to_a_saved_flow_is_named(tmp_path: Path) -> None:
     with pytest.raises(DamagedStoreError, match=r"x\.flow is no data-load-flow file"):
         load_flow(str(path))
     path.write_bytes(whole.replace(b'"format":2', b'"more":' + b"[" * 101 + b"]" * 101 + b',"format":2'))
-    with pytest.raises(DamagedStoreError, match=r"x\.flow is no data-load-flow file: it is nested deeper than 100 levels"):
+    with pytest.raises(
+        DamagedStoreError, match=r"x\.flow is no data-load-flow file: it is nested deeper than 100 levels"
+    ):
         load_flow(str(path))
 
 
