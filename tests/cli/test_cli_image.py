@@ -57,6 +57,9 @@ def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
     assert (code, (tmp_path / "Dockerfile").read_text()) == (1, "mine")
     assert "has Dockerfile already" in said
     assert dpflow("--out", str(tmp_path), "--force")[0] == 0
+    code, said = dpflow("--out", str(tmp_path / "Dockerfile"))  # a file, where a directory should be
+    assert code == 1
+    assert said == f"Error: {tmp_path}/Dockerfile: File exists\n"
 
 
 def test_a_package_to_leave_out_has_to_be_there(tmp_path: Path) -> None:

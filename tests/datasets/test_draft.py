@@ -244,7 +244,7 @@ def test_what_a_draft_cannot_work_with_is_refused(store: DatasetStore) -> None:
             Draft(store, "core/x", wrong)  # type: ignore[arg-type]
         with pytest.raises(OptionTypeError, match=f"variant={wrong}"):
             draft.add(wrong, IterableImporter(Numbered(1)))  # type: ignore[arg-type]
-        with pytest.raises(OptionTypeError, match=f"progress={wrong} is not callable"):
+        with pytest.raises(OptionTypeError, match=f"progress={wrong} is of type"):
             draft.add("train", IterableImporter(Numbered(1)), progress=wrong)  # type: ignore[arg-type]
         with pytest.raises(OptionTypeError, match=f"iterable={wrong}"):
             IterableImporter(wrong)  # type: ignore[arg-type]

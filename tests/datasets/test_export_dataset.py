@@ -133,7 +133,7 @@ class Various(Given):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_sample_that_cannot_be_read_is_named(tmp_path: Path, workers: int) -> None:
     with pytest.raises(SourceError, match="sample 270 cannot be read: PermissionError: no such luck"):
-        export_dataset(Failing(300), tmp_path / "out", samples_per_file=50, workers=workers)
+        export_dataset(Failing(300), tmp_path / "out", samples_per_file=np.int64(50), workers=workers)  # type: ignore[arg-type]
     assert len([*(tmp_path / "out").glob("*.tar")]) == 5  # whole ones, before it
     with pytest.raises(SourceError, match="sample 270 cannot be read"):
         export_dataset(Failing(300), tmp_path / "none" / "deeper", workers=workers)  # in its first file
@@ -173,7 +173,9 @@ def test_annotations_that_do_not_fit_the_first_file_are_refused(
         (Stream(3), {}, OptionTypeError, "give a map-style dataset"),
         (Given(0), {}, OptionError, "has no samples"),
         (Given(3), {"name": "a/b"}, OptionError, r"name='a/b': give up to 64 letters"),
-        (Given(3), {"encode": 3}, OptionTypeError, "encode=3: give a function"),
+        (Given(3), {"encode": 3}, OptionTypeError, "encode=3 is of type int; give a function"),
+        (Given(3), {"progress": 3}, OptionTypeError, "progress=3 is of type int; give a function"),
+        (Given(3), {"options": [1]}, OptionTypeError, "give a dict of fsspec's options"),
         (Given(3), {"workers": -1}, OptionError, "workers=-1"),
         (Given(3), {"format": "zip"}, OptionError, "format='zip': give one of"),
     ],

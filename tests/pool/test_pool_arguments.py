@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from torch_dpflow.cli.main import root
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.pool import DataClient, DataServer
+from torch_dpflow.pool import DataClient, DataServer, open_array
 from torch_dpflow.pool.messages import boot_id
 from torch_dpflow.pool.transport.address import find_address
 
@@ -67,6 +67,10 @@ def test_places_that_are_none(tmp_path: Path) -> None:
             DataServer(1 << 20, tmp_path / "p", listen=wrong)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="null byte"):
         find_address("a\0b")
+    with pytest.raises(OptionTypeError, match="connection=3 is of type int"):
+        find_address(connection=3)  # type: ignore[arg-type]
+    with pytest.raises(OptionTypeError, match="url=3 is of type int"):
+        open_array(3)  # type: ignore[arg-type]
     assert not [*tmp_path.iterdir()]
 
 

@@ -78,6 +78,7 @@ def make(**options: Any) -> BudgetBatchSampler:
 
 def test_lengths_may_be_an_array_or_a_tensor() -> None:
     lengths = [3, 1, 2, 5]
+    assert [sorted(batch) for batch in BudgetBatchSampler(lengths, 1e308, spread=100)] == [[0, 1, 2, 3]]
     of_list = list(BudgetBatchSampler(lengths, 6))
     for other in (np.array(lengths), torch.tensor(lengths), torch.tensor(lengths, dtype=torch.float32)):
         assert list(BudgetBatchSampler(other, 6)) == of_list

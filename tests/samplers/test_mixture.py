@@ -123,6 +123,7 @@ def test_weights_of_later_phases_may_change_and_those_of_earlier_ones_not() -> N
         (([5, None], [1, 1]), OptionTypeError, r"sources\[1\]=None"),
         (([5, 0], [1, 1]), OptionError, "source 1 is empty and has a weight"),
         (([5, 5], 1), OptionTypeError, "weights=1"),
+        (([5, 5], [Phase(0, 1)]), OptionTypeError, "weights=1"),
         (([5, 5], [1, "x"]), OptionTypeError, "weight='x'"),
         (([5, 5], [Phase(1, [1, 1])]), OptionError, r"phases start at \[1\]"),
         (([5, 5], [Phase(0, [1, 1]), Phase(0, [1, 1])]), OptionError, r"phases start at \[0, 0\]"),

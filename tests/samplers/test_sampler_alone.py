@@ -291,6 +291,7 @@ def test_it_pickles_before_during_and_after_an_epoch() -> None:
     [
         ({"batch_size": 0}, "batch_size=0"),
         ({"num_replicas": 0}, "num_replicas=0"),
+        ({"num_replicas": 2**63}, "num_replicas=9223372036854775808"),
         ({"num_replicas": 2, "rank": 2}, "rank=2"),
         ({"num_replicas": 2, "rank": -1}, "rank=-1"),
         ({"rank": 1}, "rank=1"),

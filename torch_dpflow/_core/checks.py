@@ -112,14 +112,17 @@ def check_name(name: str, value: str) -> None:
         raise OptionError(f"{name}={value!r} has a line break or another control character; give it another name")
 
 
-def check_path(name: str, value: str) -> None:
-    """Raise OptionError unless `value` can be the path of a file; it may be a URL."""
+def check_path(name: str, value: Any, allowed: str = "a path or URL, as text or a pathlib.Path") -> str:
+    """Return a path or URL as text. Raises OptionTypeError, or OptionError if it cannot be the path of a file."""
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    check_type(name, text, str, allowed)
     try:
-        has_null = b"\0" in os.fsencode(value)
+        has_null = b"\0" in os.fsencode(text)
     except UnicodeEncodeError as error:
-        raise OptionError(f"{name}={value!r}: {error}; no path has that character") from error
+        raise OptionError(f"{name}={text!r}: {error}; no path has that character") from error
     if has_null:
-        raise OptionError(f"{name}={value!r} has a null byte, which no path has")
+        raise OptionError(f"{name}={text!r} has a null byte, which no path has")
+    return str(text)
 
 
 def is_loopback(address: str) -> bool:

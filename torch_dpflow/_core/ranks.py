@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.utils.data import DistributedSampler, Sampler
 
 from torch_dpflow._core.checks import check_int, working
+from torch_dpflow._core.dealing import MAX_RANKS
 from torch_dpflow.errors import OptionError, OptionTypeError
 
 
@@ -32,7 +33,7 @@ def own_rank(num_replicas: int | None, rank: int | None, ranks: Any = None) -> t
         num_replicas = process_ranks().num_replicas
     if rank is None:
         rank = process_ranks().rank
-    replicas = check_int("num_replicas", num_replicas, minimum=1)
+    replicas = check_int("num_replicas", num_replicas, minimum=1, maximum=MAX_RANKS)
     return replicas, check_int("rank", rank, minimum=0, maximum=replicas - 1), is_distributed
 
 

@@ -101,7 +101,9 @@ class LazyGroup(click.Group):
             raise click.ClickException(str(error)) from error
         except OSError as error:
             if error.errno != errno.ENOSPC:
-                raise
+                if error.filename is None:
+                    raise
+                raise click.ClickException(f"{os.fsdecode(error.filename)}: {error.strerror}") from error
             # Otherwise the interpreter would try to write the rest again at its end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             raise click.ClickException(f"{error.strerror}: free space, or write the output elsewhere") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import get_args
 
@@ -108,8 +108,7 @@ class Draft:
             raise OptionTypeError(
                 f"importer={importer!r:.80} has no {missing}; give an importer, such as IterableImporter([...])"
             )
-        if not callable(progress):
-            raise OptionTypeError(f"progress={progress!r:.80} is not callable; give a function of a number of samples")
+        check_type("progress", progress, Callable, "a function of a number of samples")
         if shard_size is not None:
             shard_size = check_int("shard_size", shard_size, minimum=1, maximum=MAX_SHARD_SIZE)
         if checksum is not None and checksum not in get_args(ChecksumAlgorithm):

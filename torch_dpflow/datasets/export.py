@@ -94,6 +94,7 @@ def export(
         MissingExtraError: pyarrow is not installed.
     """
     check_type("stored", stored, StoredDataset, "the result of DatasetStore.open")
+    check_type("progress", progress, Callable, "a function of a number of samples")
     settings = checked_settings(format, main, samples_per_file, file_size, row_group_size, annotations)
     if not len(stored):
         raise OptionError(f"{stored.ref} has no samples, and nothing to export")
@@ -131,7 +132,7 @@ def checked_settings(
     if main is not None and not (isinstance(main, str) and re.fullmatch(ENDING, main)):
         raise OptionError(f"main={main!r}: give a name of lower case letters, digits, '.', '_' and '-', such as 'jpg'")
     if samples_per_file is not None:
-        check_int("samples_per_file", samples_per_file, minimum=1)
+        samples_per_file = check_int("samples_per_file", samples_per_file, minimum=1)
     sizes = {}
     for name, text in (("file_size", file_size), ("row_group_size", row_group_size)):
         check_type(name, text, str, 'a size such as "256MiB"')

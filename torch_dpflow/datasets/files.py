@@ -12,11 +12,11 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from torch_dpflow._core.checks import check_path
+from torch_dpflow._core.checks import check_path, check_type
 from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.archives import check_member
-from torch_dpflow.datasets.storage.base import read_options_of, state_of_entry, state_of_file
+from torch_dpflow.datasets.storage.base import check_storage_options, read_options_of, state_of_entry, state_of_file
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
 from torch_dpflow.datasets.storage.failures import is_missing_bucket, storage_error, with_retries
 from torch_dpflow.datasets.storage.file_systems import (
@@ -99,9 +99,11 @@ class Files:
         options: Mapping[str, Any] | None = None,
         read_options: ReadOptions | None = None,
     ) -> None:
-        address, login = split_login(os.fspath(url) if isinstance(url, os.PathLike) else str(url))
+        check_type("url", url, (str, os.PathLike), "a path or URL, as text or a pathlib.Path")
+        address, login = split_login(os.fspath(url))
         check_url(address)
         check_path("url", address)
+        check_storage_options(options)
         #: the given options of fsspec, and the user and password of the URL
         self.options = {**(options or {}), **login}
         self.read_options = read_options_of(read_options)

@@ -76,8 +76,7 @@ def open_index(
         SourceError: the source cannot be indexed.
         StorageError: indexes cannot be written.
     """
-    path = index_directory() if folder is None else os.fspath(folder)
-    check_path("index_dir", path)
+    path = index_directory() if folder is None else check_path("index_dir", folder)
     files = Files(path)
     builder = _Builder(files, importer, checksum)
     index: Index | None = None

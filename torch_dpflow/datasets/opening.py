@@ -6,7 +6,8 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from torch.utils.data import DataLoader
 
@@ -86,6 +87,9 @@ def open_dataset(
         StorageError: the storage cannot be read.
     """
     _check_arguments(reading)
+    if checksum is not None and checksum not in get_args(ChecksumAlgorithm):
+        raise OptionError(f"checksum={checksum!r:.80}: give one of {get_args(ChecksumAlgorithm)}, or None")
+    check_type("progress", progress, (Callable, NoneType), "a function of a number of samples, or None")
     decoder_of(decode)  # before an index is built
     if store is not None or _is_stored(source):
         if format is not None or settings or split is not None:

@@ -14,14 +14,13 @@ from torch_dpflow._core.stage_clock import stage
 from torch_dpflow.datasets.index import Index, Place, Rows
 from torch_dpflow.datasets.spec import decode_fields
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
-from torch_dpflow.datasets.storage.base import matches, read_options_of
+from torch_dpflow.datasets.storage.base import check_storage_options, matches, read_options_of
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import (
     ChecksumError,
     DPFlowError,
     OptionError,
-    OptionTypeError,
     TruncatedObjectError,
 )
 from torch_dpflow.log import DATASETS
@@ -37,15 +36,6 @@ Plan = tuple[ByteRange, dict[str, Any], dict[str, ByteRange]]
 _Content = bytes | memoryview | DPFlowError
 #: Attributes that a pickle does not carry.
 _OF_PROCESS = ("_skips", "_metadata", "_data", "_rows")
-
-
-def check_storage_options(options: object) -> None:
-    """Raise OptionTypeError unless `options` is None, or a mapping of names."""
-    if options is not None:
-        allowed = "a dict of fsspec's options, or None"
-        check_type("storage_options", options, Mapping, allowed)
-        if not all(isinstance(name, str) for name in options):  # type: ignore[attr-defined]
-            raise OptionTypeError(f"storage_options={options!r:.80} has keys that are no strings; give {allowed}")
 
 
 def check_how_to_read(storage_options: object, read_options: object, check: object) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache, partial
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,8 @@ from torch_dpflow._core.stage_clock import stage
 from torch_dpflow._core.threads import RunningLoads, fail
 from torch_dpflow.datasets.importers.delimited import check_names
 from torch_dpflow.datasets.importers.sources import Source, SourceFile, SourceFiles, find_sources, is_changed
-from torch_dpflow.datasets.sample_reader import check_storage_options
 from torch_dpflow.datasets.storage import ObjectReader, ReadOptions
-from torch_dpflow.datasets.storage.base import is_settled, read_options_of
+from torch_dpflow.datasets.storage.base import check_storage_options, is_settled, read_options_of
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
 from torch_dpflow.datasets.storage.object_reader import disk_cache
 from torch_dpflow.datasets.storage.urls import printable_url, stored_url
@@ -96,8 +96,7 @@ class TableDataset(Dataset[Any]):
     ) -> None:
         pyarrow_with_formats()
         check_storage_options(storage_options)
-        if decode is not None and not callable(decode):
-            raise OptionTypeError(f"decode={decode!r:.80}: give a function of a dict, or None")
+        check_type("decode", decode, (Callable, NoneType), "a function of a dict, or None")
         check_type("memory", memory, str, 'a size such as "256MiB"')
         self._memory = parse_bytes("memory", memory)
         self._columns = None if columns is None else _column_names(columns)
@@ -401,7 +400,8 @@ class _DecodedBlock:
 
 
 def _column_names(columns: Sequence[str]) -> list[str]:
-    if isinstance(columns, str) or not all(isinstance(name, str) for name in columns):
+    is_list = isinstance(columns, Sequence) and not isinstance(columns, str)
+    if not (is_list and all(isinstance(name, str) for name in columns)):
         raise OptionTypeError(f"columns={columns!r:.80}: give a list of names, or None")
     if len({*columns}) < len(columns) or not columns:
         raise OptionError(f"columns={columns!r:.80}: give each name once, and at least one")

@@ -8,13 +8,14 @@ import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
+from types import NoneType
 from typing import Any, TypeAlias
 
 import msgspec
 import torch
 from torch.utils.data import IterableDataset
 
-from torch_dpflow._core.checks import check_flag, check_int, working
+from torch_dpflow._core.checks import check_flag, check_int, check_type, working
 from torch_dpflow.datasets.annotations import encode_annotations
 from torch_dpflow.datasets.export import (
     MAX_FILE_SIZE,
@@ -86,15 +87,15 @@ def export_dataset(
     settings = checked_settings(format, main, samples_per_file, file_size, row_group_size, annotations)
     if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", name)):
         raise OptionError(f"name={name!r}: give up to 64 letters, digits, '_' and '-', such as 'train'")
-    if encode is not None and not callable(encode):
-        raise OptionTypeError(f"encode={encode!r:.80}: give a function of a sample, or None")
+    check_type("encode", encode, (Callable, NoneType), "a function of a sample, or None")
     check_flag("resume", resume)
+    check_type("progress", progress, Callable, "a function of a number of samples")
     count = _length_of(dataset)
     processes = len(os.sched_getaffinity(0)) if workers is None else check_int("workers", workers, minimum=0)
     encoded = EncodedSamples(dataset, encode)
     first = _first_samples(encoded, count)
     size = sum(len(data) + len(notes) for data, notes in first) // len(first)
-    each = samples_per_file or max(1, min(settings["file_size"], MAX_FILE_SIZE) // max(1, size))
+    each = settings["samples_per_file"] or max(1, min(settings["file_size"], MAX_FILE_SIZE) // max(1, size))
     kind = format_of(settings, name=type(dataset).__name__)
     plan = [range(start, min(start + each, count)) for start in range(0, count, each)]
     names = [kind.name(name, number, len(plan)) for number in range(len(plan))]

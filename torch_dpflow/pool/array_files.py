@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_dpflow._core.checks import check_name
+from torch_dpflow._core.checks import check_name, check_path, check_type
 from torch_dpflow._core.lazy import imported
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.base import is_tag
@@ -148,6 +148,7 @@ def open_array(url: str | os.PathLike[str], *, path: str = "", **storage_options
     """
     place = _place_of(url)
     check_name("url", place)
+    check_type("path", path, str, "the path of a dataset in an HDF5 file")
     check_name("path", path)
     size, stamp = _stamp(place, storage_options)
     with ObjectReader(storage_options) as reader:
@@ -250,7 +251,7 @@ class ArrayReader:
 
 def _place_of(url: str | os.PathLike[str]) -> str:
     """Return a URL unchanged, or a path as an absolute path."""
-    place = os.fspath(url)
+    place = check_path("url", url)
     return place if "://" in place else os.path.abspath(place)
 
 

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from torch_dpflow._core.checks import check_seconds
 from torch_dpflow.datasets.index import Index
-from torch_dpflow.datasets.sample_reader import Sample, SampleReader, SampleTable, check_storage_options
+from torch_dpflow.datasets.sample_reader import Sample, SampleReader, SampleTable
+from torch_dpflow.datasets.storage.base import check_storage_options
 from torch_dpflow.errors import OptionError, StorageError, UsageError
 from torch_dpflow.pool.array import PooledArray, Rows
 from torch_dpflow.pool.array_files import array_layout

@@ -208,7 +208,7 @@ def _bounds(ends: IndexArray, longest: FloatArray, budget: float) -> IndexArray:
     for end, length in zip(ends.tolist(), longest.tolist()):
         if not length:
             continue  # a bucket without samples
-        size = max(1, int(budget / length))
+        size = max(1, int(min(budget / length, ends[-1])))
         batches = (end - at) // size
         bounds.append(at + size * np.arange(1, batches + 1))
         at += size * batches

@@ -6,7 +6,7 @@ release time and a deadline for each of its draws, and the released draw with th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -20,7 +20,7 @@ import numpy as np
 from torch.utils.data import ConcatDataset
 
 from torch_dpflow._core import dealing
-from torch_dpflow._core.checks import MAX_INT64, check_int, check_number
+from torch_dpflow._core.checks import MAX_INT64, check_int, check_number, check_type
 from torch_dpflow._core.dealing import Places, RankPosition
 from torch_dpflow._core.permutation import torch_order
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
@@ -225,6 +225,7 @@ def whole_parts(weights: Sequence[float], sources: int) -> tuple[int, ...]:
         OptionError: there are more or fewer weights than sources, one is negative or too small, or all are 0.
         OptionTypeError: a weight is not a number.
     """
+    check_type("weights", weights, Iterable, "one number a source")
     exact = [_fraction(weight) for weight in weights]
     if len(exact) != sources:
         raise OptionError(f"{len(exact)} weights for {sources} sources; give one weight a source")

@@ -146,3 +146,10 @@ def test_names_that_are_no_utf8(tmp_path: Path, local_store: DatasetStore) -> No
         table: Any = open_dataset(path)
         assert table[0] == {"a": 7}
         table.close()
+
+
+def test_a_place_that_the_system_refuses_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").symlink_to("a.tar")
+    for name, reason in (("a.tar", "Too many levels of symbolic links"), ("x" * 300, "File name too long")):
+        with pytest.raises(SourceError, match=f"{name} cannot be read: {reason}"):
+            open_dataset(tmp_path / name)

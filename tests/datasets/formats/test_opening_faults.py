@@ -12,11 +12,11 @@ import pytest
 from tests.datasets.formats.tars import write_shards
 from tests.datasets.formats.test_packed import COUNT, assert_equal, mds_expected, write_mds
 from tests.new_process import in_fork
-from torch_dpflow.datasets import open_dataset
+from torch_dpflow.datasets import DatasetStore, open_dataset
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.index_builder import _Builder
 from torch_dpflow.datasets.storage import ReadOptions
-from torch_dpflow.errors import DamagedStoreError, DPFlowError, OptionTypeError, StorageError
+from torch_dpflow.errors import DamagedStoreError, DPFlowError, OptionError, OptionTypeError, StorageError
 
 
 def _flipped(data: bytes) -> bytes:
@@ -136,3 +136,34 @@ def test_arguments_of_others_are_refused_by_name(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OptionTypeError, match=message):  # before anything is looked up
         open_dataset(source, **given_arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"checksum": "md5"}, OptionError, "checksum='md5': give one of"),
+        ({"index_dir": 3}, OptionTypeError, "index_dir=3 is of type int; give a path or URL"),
+        ({"progress": 3}, OptionTypeError, "progress=3 is of type int; give a function"),
+        ({"storage_options": [1]}, OptionTypeError, "give a dict of fsspec's options"),
+        ({"storage_options": ()}, OptionTypeError, "give a dict of fsspec's options"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_by_name(
+    tmp_path: Path, index_dir: Path, given: dict[str, Any], kind: Any, message: str
+) -> None:
+    write_shards(tmp_path / "data", 1, 2)
+    with pytest.raises(kind, match=message):
+        open_dataset(tmp_path / "data", **given)
+    assert not index_dir.exists()
+
+
+@pytest.mark.parametrize("place", [None, 3, b"data", ["data"]])
+def test_what_is_no_path_makes_no_directory_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any
+) -> None:
+    """As a variable of the environment that is not set."""
+    monkeypatch.chdir(tmp_path)
+    for use in (Files, DatasetStore, DatasetStore.create):
+        with pytest.raises(OptionTypeError, match=r"url=.* is of type \w+; give a path or URL"):
+            use(place)
+    assert not [*tmp_path.iterdir()]

@@ -256,6 +256,13 @@ def test_an_address_without_what_it_needs_is_refused(url: str) -> None:
         ObjectReader(options=ONCE).read(f"{url}/y")
 
 
+@pytest.mark.parametrize("url", ["http://[::1", "http://h:x", "http://h:65536"])
+def test_an_address_with_a_broken_host_is_refused(url: str) -> None:
+    for use in (lambda url: Files(url).read("x"), lambda url: ObjectReader().read(f"{url}/x")):
+        with pytest.raises(OptionError, match="correct the host or the port"):
+            use(url)
+
+
 @pytest.mark.parametrize("url", ["zip://x::a.zip", "dir://x::a"])
 def test_a_relative_path_behind_an_address_is_refused(url: str) -> None:
     with pytest.raises(OptionError, match=f"{url} names the archive or folder by a relative path"):

@@ -281,9 +281,7 @@ def find_cluster(address: str | os.PathLike[str] | None = "auto") -> Cluster:
     check_type("address", address, (str, os.PathLike, type(None)), '"auto" or the path of a connection file')
     if address in (None, "auto"):
         address = os.environ.get(ADDRESS_VARIABLE) or str(_found_file())
-    assert address is not None
-    address = os.fspath(address)
-    check_path("address", address)
+    address = check_path("address", address)
     if "://" in address:
         _check_direct(address)
         return Cluster(address=address, transport=TransportOptions())

@@ -19,7 +19,7 @@ from torch_dpflow.datasets.importers.splits import (
     split_of,
 )
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
-from torch_dpflow.datasets.storage.base import state_of_file
+from torch_dpflow.datasets.storage.base import check_storage_options, state_of_file
 from torch_dpflow.datasets.storage.object_reader import warn_without_state
 from torch_dpflow.datasets.storage.urls import join_url, printable_url, split_login, split_name, stored_url
 from torch_dpflow.errors import DPFlowError, ObjectMissingError, OptionError, OptionTypeError, SourceError
@@ -175,6 +175,7 @@ def find_sources(
         raise OptionTypeError(f"source={source!r:.80}: give a path, a URL, a pattern, or a list of these")
     texts: list[str] = []
     plain: list[str] = []
+    check_storage_options(options)
     login: dict[str, Any] = dict(options or {})
     for one in [source] if is_one else source:  # type: ignore[union-attr]
         if not isinstance(one, str | os.PathLike):
@@ -382,6 +383,8 @@ def _local_file(path: str) -> SourceFile:
         found = os.stat(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise _missing(path) from error
+    except OSError as error:  # too long a name, or links in a circle
+        raise SourceError(f"{path} cannot be read: {error.strerror}") from error
     if not os.path.isfile(path):
         raise SourceError(f"{path} is no regular file; give files, or one directory alone")
     return SourceFile(f"file://{path}", found.st_size, state_of_file(found))

@@ -32,7 +32,7 @@ import msgspec
 
 from torch_dpflow._core.checks import check_fields, check_int, check_path, check_seconds, check_type, parse_bytes
 from torch_dpflow.datasets.storage.urls import printable_url
-from torch_dpflow.errors import ChecksumError, OptionError, TruncatedObjectError
+from torch_dpflow.errors import ChecksumError, OptionError, OptionTypeError, TruncatedObjectError
 
 ChecksumAlgorithm = Literal["crc32", "sha256"]
 CHECKSUM_PATTERN = "^(crc32:[0-9a-f]{8}|sha256:[0-9a-f]{64})$"
@@ -208,14 +208,19 @@ def read_options_of(given: object) -> ReadOptions:
     return given
 
 
+def check_storage_options(options: object) -> None:
+    """Raise OptionTypeError unless `options` is None, or a mapping of names."""
+    if options is not None:
+        allowed = "a dict of fsspec's options, or None"
+        check_type("storage_options", options, Mapping, allowed)
+        if not all(isinstance(name, str) for name in options):  # type: ignore[attr-defined]
+            raise OptionTypeError(f"storage_options={options!r:.80} has keys that are no strings; give {allowed}")
+
+
 def check_directory(name: str, value: object) -> str:
     """Return a local directory as an absolute path. Raises OptionError, OptionTypeError."""
     allowed = "the path of a directory on a local disk"
-    check_type(name, value, (str, os.PathLike), allowed)
-    path: object = os.fspath(value)  # type: ignore[call-overload]
-    check_type(name, path, str, allowed)
-    assert isinstance(path, str)
-    check_path(name, path)
+    path = check_path(name, value, allowed)
     if not path or "://" in path:
         raise OptionError(f"{name}={path!r}: give {allowed}")
     return os.path.abspath(os.path.expanduser(path))

@@ -72,17 +72,17 @@ def _decoded(field: str) -> str:
 
 def _parse(url: str) -> tuple[Origin, str]:
     check_url(url)
-    parts = urlsplit(_LONE_PERCENT.sub("%25", url).replace("#", "%23"))
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(_LONE_PERCENT.sub("%25", url).replace("#", "%23"))
+        host, port = parts.hostname or "", parts.port
+        host = host if host.isascii() else host.encode("idna").decode()
+    except ValueError as error:  # UnicodeError is one
+        raise OptionError(f"{printable_url(url)}: {error}; correct the host or the port") from error
+    if parts.scheme not in ("http", "https") or not host:
         raise OptionError(f"{printable_url(url)}: give http:// or https://, a host and a path")
     is_tls = parts.scheme == "https"
     target = (parts.path or "/") + (f"?{parts.query}" if "?" in url else "")
-    try:
-        host = parts.hostname if parts.hostname.isascii() else parts.hostname.encode("idna").decode()
-        port = parts.port or (443 if is_tls else 80)
-    except ValueError as error:  # UnicodeError is one
-        raise OptionError(f"{printable_url(url)}: {error}; correct the host or the port") from error
-    return Origin(is_tls, host, port), quote(target, safe="/%?&=+,;:@!$'()*~[]")
+    return Origin(is_tls, host, port or (443 if is_tls else 80)), quote(target, safe="/%?&=+,;:@!$'()*~[]")
 
 
 def web_headers(options: Mapping[str, Any]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from torch_dpflow._core.checks import check_flag, check_path, check_tcp_address, check_type
+from torch_dpflow._core.checks import check_flag, check_path, check_tcp_address
 from torch_dpflow.cluster.security.connection_file import ConnectionFile, read_key_file
 from torch_dpflow.errors import OptionError
 
@@ -83,7 +83,7 @@ def find_address(
     file = connection if connection is not None else os.environ.get(CONNECTION_VARIABLE) or None
     return replace(
         where,
-        connection=None if file is None else os.path.abspath(file),
+        connection=None if file is None else os.path.abspath(check_path("connection", file)),
         trust_network=check_flag("trust_network", trust_network),
     )
 
@@ -98,16 +98,15 @@ def find_directory(address: str | os.PathLike[str] = "auto") -> Path:
 
     Raises OptionTypeError if `address` is not a path, OptionError if it is a URL, or too long for a socket.
     """
-    check_type("address", address, (str, os.PathLike), '"auto" or the path of a directory')
     if address == "auto":
         folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
         address = os.environ.get(ADDRESS_VARIABLE) or Path(folder) / f"dpflow-pool-{os.getuid()}"
-    if os.fspath(address) == "" or "://" in os.fspath(address):
+    address = check_path("address", address, '"auto" or the path of a directory')
+    if address == "" or "://" in address:
         raise OptionError(
-            f'address={os.fspath(address)!r} is no directory, which a server of this host has; give "auto" or the path '
+            f'address={address!r} is no directory, which a server of this host has; give "auto" or the path '
             "of one, and what other hosts reach it at as --listen or listen="
         )
-    check_path("address", os.fspath(address))
     found = Path(address).absolute()
     if len(os.fsencode(found / _SOCKET)) > _MAX_PATH_BYTES:
         raise OptionError(
