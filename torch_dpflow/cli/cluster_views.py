@@ -232,7 +232,6 @@ def print_flow(flow: FlowView, figures: ClusterFigures) -> None:
     console.print(f"{flow.spec.instance}: {flow.spec.size:,} samples, {_life_now(flow)}")
     steps = " → ".join(f"{state_words(step.state)} ({_age(step.age_s)} ago)" for step in flow.life)
     console.print(f"  life so far: {steps}")
-    console.print(f"  a life: {_drawn_life(flow)}")
     if flow.part is not None:
         part = flow.part
         console.print(
@@ -265,16 +264,6 @@ def _life_now(flow: FlowView) -> str:
     if flow.idle_in_s is not None:
         return f"ready; its services end in {_age(flow.idle_in_s)} unless a job comes"
     return "a higher version is registered; ends unless a job comes" if flow.replaced else flow.state
-
-
-def _drawn_life(flow: FlowView) -> str:
-    """Return a drawing of the life cycle (thesis figure 4-7), with the flow's present state marked."""
-    created, ready, accessed, idle, deleted = (
-        f"[bold]»{state_words(state.value)}«[/bold]" if state.value == flow.state else state_words(state.value)
-        for state in FlowState
-    )
-    timeout = f"{flow.spec.idle_s:g} s without a job"
-    return f"{created} → {ready} ⇄ {accessed}; {ready} → ({timeout}) {idle} → {ready}; → {deleted}"
 
 
 def _print_shards(console: Console, figures: ClusterFigures) -> None:

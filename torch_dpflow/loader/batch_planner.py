@@ -277,7 +277,7 @@ def fit_streams(progress: EpochProgress, workers: int, *, own_stream: bool) -> N
         return
     if progress.streams:
         LOADER.warning(
-            "resuming with %d workers what %d began: their random numbers start anew",
+            "resuming with %d workers what %d began: their random numbers start from scratch",
             workers,
             len(progress.streams),
         )

@@ -259,7 +259,7 @@ def check_fits(loader: Any, state: LoaderState) -> None:
         raise StateError(
             "the state was taken in the middle of an epoch of a shared flow, whose order the flow's router "
             "decides, and this loader has no flow; give it the flow=... and address=... that the state was taken "
-            "with, or begin an epoch anew"
+            "with, or begin a new epoch"
         )
     if state.kind != kind:
         raise StateError(f"the state is of a loader over a dataset of kind {state.kind!r}, this one's is {kind!r}")
@@ -280,8 +280,7 @@ def check_fits(loader: Any, state: LoaderState) -> None:
         ):
             raise StateError(
                 f"the state is of a loader whose {name} is {was}, this one's is {mine[name]}; resume with the "
-                "dataset and the arguments that it was taken with, or begin an epoch anew"
-                + _of_devices(was, mine[name])
+                "dataset and the arguments that it was taken with, or begin a new epoch" + _of_devices(was, mine[name])
             )
     if not state.fresh and state.shared is None and kind == "map":
         _check_size(state, mine, resized, shape.rank())

@@ -419,6 +419,6 @@ def _length_hint(dataset: Any, index: Any) -> str:
         return ""
     return (
         f"\nThe batch needs index {beyond[0]}, but the dataset's length is {length} in this worker. The sampler "
-        "was made for another length: make the sampler and the loader anew after a change of the dataset, and let "
+        "was made for another length: make the sampler and the loader again after a change of the dataset, and let "
         "__len__ give the same number in every process.\n"
     )

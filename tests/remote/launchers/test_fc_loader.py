@@ -27,7 +27,7 @@ from tests.support.hosts import Hosts
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.loader import private_shard
 from torch_dpflow.remote import FunctionCompute
-from torch_dpflow.remote.fleet import remote_workers, worker_states
+from torch_dpflow.remote.fleet import lifecycle, worker_states
 from torch_dpflow.remote.launchers.fc_deploy import deploy
 
 pytest.importorskip("alibabacloud_fc20230330", reason="pip install 'torch_dpflow[fc]'")
@@ -118,7 +118,7 @@ def local() -> Iterator[list[Any]]:
 
 @pytest.fixture
 def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_workers, "LEASE_S", 3.0)
+    monkeypatch.setattr(lifecycle, "LEASE_S", 3.0)
 
 
 def test_batches_equal_those_of_local_workers_through_a_kill(

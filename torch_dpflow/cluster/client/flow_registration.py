@@ -14,7 +14,14 @@ from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.caches import ALSDCache
 from torch_dpflow.caches.policy import parse_capacity
 from torch_dpflow.cluster.client.options import DEFAULT_MEMORY_BYTES, FlowDefinition, JobOptions
-from torch_dpflow.cluster.client.outage_log import MAX_FAULTS, SILENCE_S, OutageLog
+from torch_dpflow.cluster.client.outage_log import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    MAX_FAULTS,
+    MIN_CALL_S,
+    SILENCE_S,
+    OutageLog,
+)
 from torch_dpflow.cluster.messages.coordinator import CONTENT_PIECE_BYTES, MAX_CONTENT_BYTES, ContentPiece, FlowSpec
 from torch_dpflow.cluster.messages.node import MAX_IMPORTS, FlowImports
 from torch_dpflow.cluster.security.connection_file import Cluster, keys_hint
@@ -41,10 +48,6 @@ from torch_dpflow.workers.script_settings import ScriptSettings
 
 #: Memory for samples in transit, besides the capacity of a cache around the dataset, bytes.
 UNDER_WAY_BYTES = 256 << 20
-#: Longest pauses before a call is repeated, after the first time and after many, seconds.
-PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5
-#: Shortest timeout of a call, seconds: a busy coordinator still reports what it waits for.
-MIN_CALL_S = 0.5
 #: Longest timeout of a registration, seconds; then the job looks for a cluster that has replaced this one.
 LONGEST_CALL_S = 6.0
 #: Parts of the dataset itself, and of what is given with it.
@@ -291,7 +294,7 @@ def register(
     UsageError if the flow is rejected, DeadlineError if registration takes longer than `reconnect_timeout_s`.
     """
     outages = outages or OutageLog(spec.name, "", reconnect_timeout_s=reconnect_timeout_s, muted=True)
-    backoff, deadline, attempts = Backoff(PAUSE_S, LONGEST_PAUSE_S), time.monotonic() + reconnect_timeout_s, 0
+    backoff, deadline, attempts = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), time.monotonic() + reconnect_timeout_s, 0
     call_s = SILENCE_S
     with cluster.connect(timeout_s=reconnect_timeout_s) as coordinator:
         while attempts < MAX_FAULTS:

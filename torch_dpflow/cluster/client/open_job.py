@@ -9,8 +9,6 @@ from torch_dpflow._core.backoff import Backoff
 from torch_dpflow._core.channels_last import collate_channels_last
 from torch_dpflow._core.threads import repeat
 from torch_dpflow.cluster.client.flow_registration import (
-    LONGEST_PAUSE_S,
-    PAUSE_S,
     FlowContent,
     JobDataset,
     changes,
@@ -30,7 +28,7 @@ from torch_dpflow.cluster.client.options import (
     Replica,
     draw_name,
 )
-from torch_dpflow.cluster.client.outage_log import OutageLog
+from torch_dpflow.cluster.client.outage_log import FIRST_PAUSE_S, LONGEST_PAUSE_S, OutageLog
 from torch_dpflow.cluster.client.shared_job import SharedJob
 from torch_dpflow.cluster.messages.router import JobRank
 from torch_dpflow.cluster.security.connection_file import Cluster, find_cluster
@@ -202,7 +200,7 @@ def await_cluster(address: str | None, outages: OutageLog) -> Cluster:
         if is_late:
             raise OptionError(f"{error} (waited {outages.reconnect_timeout_s:g} s)") from error
 
-    backoff = Backoff(PAUSE_S, LONGEST_PAUSE_S)
+    backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
     return repeat(lambda: find_cluster(address), check, outages.reconnect_timeout_s, backoff)
 
 

@@ -12,6 +12,9 @@ from torch_dpflow.log import LOADER
 MAX_FAULTS = 5
 #: Shortest outage that is logged, seconds.
 SILENCE_S = 3.0
+#: Longest pauses before a call is repeated, after the first time and after many, and the shortest timeout of a call,
+#: however close the deadline is: a busy service still reports what it waits for; seconds.
+FIRST_PAUSE_S, LONGEST_PAUSE_S, MIN_CALL_S = 0.1, 0.5, 0.5
 
 
 #: Errors that make a job wait, and for how long, for the log; None: up to `reconnect_timeout_s`.

@@ -18,7 +18,7 @@ from torch_dpflow._core.threads import StopSignal
 from torch_dpflow.cluster.client.epoch_cursor import DrawnEpoch, EpochCursor, Marks
 from torch_dpflow.cluster.client.inquiries import FlowInquiries
 from torch_dpflow.cluster.client.options import Failover, JobDescription
-from torch_dpflow.cluster.client.outage_log import OutageLog
+from torch_dpflow.cluster.client.outage_log import FIRST_PAUSE_S, LONGEST_PAUSE_S, MIN_CALL_S, OutageLog
 from torch_dpflow.cluster.control.routing import RouteMap
 from torch_dpflow.cluster.messages.coordinator import Access
 from torch_dpflow.cluster.messages.router import (
@@ -55,10 +55,6 @@ CALL_S = LEASE_S
 JOIN_S = 20.0
 #: Timeout of leaving a router or a shard, seconds.
 LEAVE_S = 0.5
-#: Shortest timeout of a call, seconds, however close the deadline is.
-MIN_CALL_S = 0.5
-#: Longest pauses between attempts, after the first and after many, seconds.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5
 #: How long the position of all ranks is requested while the router or other ranks are away, seconds.
 READ_BY_ALL_S = 3.0
 

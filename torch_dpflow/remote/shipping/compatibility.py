@@ -163,4 +163,4 @@ def _remedy(name: str, version: str) -> str:
     if name == "python":
         return f"Run workers with Python {'.'.join(version.split('.')[:2])}, or this process with theirs"
     release = version.partition("+")[0]  # builds such as "+cpu" are on separate indexes
-    return f"Where workers run: pip install '{name}=={release}' (or build their image anew with it)"
+    return f"Where workers run: pip install '{name}=={release}' (or build their image again with it)"
