@@ -30,7 +30,7 @@ LIBC = ctypes.CDLL(None)
 PR_SET_CHILD_SUBREAPER = 36
 #: Variables that processes read of others, and the longest value of one, characters.
 SHOWN, MAX_SHOWN = (MARK, NAME_VARIABLE), 1000
-#: How variables begin that are read as a process starts.
+#: How variables begin that are read as a process starts. PYTHONPATH can be changed later.
 READ_AT_START = ("PYTHON", "LD_", "OMP_", "TORCH_")
 
 
@@ -177,11 +177,11 @@ def import_path() -> str:
 
 def preload_spawned() -> None:
     """Have what multiprocessing starts in this process be forked from `PRELOADED`: it would import torch each time."""
-    start, given = util.spawnv_passfds, _read_at_start()
+    start, given = util.spawnv_passfds, _read_at_start(os.environ)
 
     def started(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
         tracks = "multiprocessing.resource_tracker" in arguments[-1]  # it imports next to nothing
-        as_usual = os.fsdecode(path) == sys.executable and arguments[1] == "-c" and _read_at_start() == given
+        as_usual = os.fsdecode(path) == sys.executable and arguments[1] == "-c" and _read_at_start(os.environ) == given
         if tracks or not as_usual:
             return start(path, arguments, descriptors)
         request = {
@@ -200,8 +200,8 @@ def preload_spawned() -> None:
     util.spawnv_passfds = started
 
 
-def _read_at_start() -> dict[str, str]:
-    return {name: text for name, text in os.environ.items() if name.startswith(READ_AT_START)}
+def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for name, text in environment.items() if name.startswith(READ_AT_START) and name != "PYTHONPATH"}
 
 
 def spawn_preloaded(
@@ -301,7 +301,7 @@ def interpreter(
     return Interpreter(
         [*prefix, sys.executable, "-c", program, *arguments],
         env={**os.environ, "PYTHONPATH": import_path(), **(env or {})},
-        preloaded=not (fresh or prefix or any(name.startswith(READ_AT_START) for name in env or ())),
+        preloaded=not (fresh or prefix or _read_at_start(env or {})),
         **options,
     )
 

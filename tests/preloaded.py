@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import json
@@ -116,6 +117,10 @@ def become(request: dict[str, Any], shown: Sequence[str]) -> ModuleType:
         main.__file__ = os.path.abspath(sys.argv[0])
         sys.path[0] = os.path.dirname(main.__file__)
     sys.modules["__main__"] = main
+    if here != there:
+        sys.modules.pop("sitecustomize", None)
+        with contextlib.suppress(ModuleNotFoundError):
+            import_module("sitecustomize")
     return main
 
 
@@ -201,10 +206,10 @@ if __name__ == "__main__":
             end_without_destructors()
         if asked["fork_server"]:
             fork_server_early()
-        # At the level of the module: this process ends as an interpreter does.
+        # At the level of the module: this process ends as an interpreter does. `from __future__` is not inherited.
         if sys.argv[0] == "-c":
-            exec(compile(asked["program"], "<string>", "exec"), run.__dict__)
+            exec(compile(asked["program"], "<string>", "exec", dont_inherit=True), run.__dict__)
         elif sys.argv[0] == "-m":
             runpy._run_module_as_main(asked["program"])  # type: ignore[attr-defined]
         else:
-            exec(compile(Path(sys.argv[0]).read_bytes(), sys.argv[0], "exec"), run.__dict__)
+            exec(compile(Path(sys.argv[0]).read_bytes(), sys.argv[0], "exec", dont_inherit=True), run.__dict__)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
-from tests.new_process import ROOT
+from tests.new_process import ROOT, Interpreter
 from tests.shared_cluster import wait
 from tests.worker_cases import has_ended
 
@@ -99,15 +98,13 @@ MODULES = {
 }
 
 
-def started(folder: Path, *modules: str) -> subprocess.Popen[str]:
+def started(folder: Path, *modules: str, preloaded: bool = False) -> Interpreter:
     for name, text in MODULES.items():
         (folder / f"{name}.py").write_text(text)
     (folder / "program.py").write_text(PROGRAM)
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     command = [sys.executable, str(folder / "program.py"), str(folder), *modules]
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
+    return Interpreter(command, preloaded=preloaded, fork_server=True, env=environment, cwd=ROOT)
 
 
 def test_a_group_imports_once_and_processes_start_without_imports_that_fail(tmp_path: Path) -> None:
@@ -131,7 +128,7 @@ def test_a_group_imports_once_and_processes_start_without_imports_that_fail(tmp_
 
 
 def test_an_import_that_hangs_ends_with_a_killed_starter(tmp_path: Path) -> None:
-    process = started(tmp_path, "hangs")
+    process = started(tmp_path, "hangs", preloaded=True)
     hanging = tmp_path / "hanging"
     wait(lambda: hanging.exists() and hanging.read_text().endswith(" "))
     process.send_signal(signal.SIGKILL)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cluster_command import CommandedCluster
-from tests.new_process import ROOT
+from tests.new_process import ROOT, Interpreter
 from tests.shared_cluster import TestCluster
 
 #: Reads one flow as itself and in a process that it spawns, whose module is `__mp_main__`.
@@ -152,15 +152,10 @@ class Data:
 
 def run(path: Path, script: str, *arguments: str) -> None:
     path.write_text(script)
-    done = subprocess.run(
-        [sys.executable, path, *arguments],
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with Interpreter([sys.executable, str(path), *arguments], env=environment) as script_run:
+        _, errors = script_run.communicate(timeout=250)
+    assert script_run.returncode == 0, errors
 
 
 def test_samples_and_errors_of_a_scripts_own_classes(cluster: TestCluster, flow: str, tmp_path: Path) -> None:
