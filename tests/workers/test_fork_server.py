@@ -13,6 +13,7 @@ import pytest
 from tests.new_process import ROOT
 from tests.shared_cluster import wait
 from tests.worker_cases import has_ended
+from torch_dpflow.workers.fork_server import progress_of
 
 #: A process that begins a fork server with a module, and prints why it cannot.
 PROGRAM = """
@@ -54,6 +55,16 @@ def test_a_module_that_ends_the_fork_server_is_named(tmp_path: Path, module: str
     assert process.returncode == 1
     assert f"the import of preloaded has ended it: it {how}" in printed
     assert ("ValueError: no GPU" in printed) is ("no GPU" in module)
+
+
+def test_progress_shows_of_a_process_whose_name_is_no_text() -> None:
+    program = "import time\nopen('/proc/self/comm', 'wb').write(b'\\xff')\nprint(flush=True)\ntime.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        counters = progress_of(process.pid)
+        process.kill()
+    assert len(counters) == 3
 
 
 def test_a_fork_server_in_an_import_ends_with_a_killed_parent(tmp_path: Path) -> None:

@@ -52,8 +52,7 @@ _ENDED = ("Z", "X", "x")
 def own_process() -> str:
     """Return an identity of this process: boot, PID namespace, pid and start time; empty if /proc lacks it."""
     with suppress(OSError, ValueError, IndexError):
-        _, started = _stat(os.getpid())
-        return _SEPARATOR.join([*_place(), str(os.getpid()), started])
+        return _SEPARATOR.join([*_place(), str(os.getpid()), stat_fields(os.getpid())[19]])
     return ""
 
 
@@ -65,7 +64,8 @@ def has_ended(process: str) -> bool:
             return False
         pid = int(number)
         os.kill(pid, 0)
-        state, present = _stat(pid)
+        fields = stat_fields(pid)
+        state, present = fields[0], fields[19]
     except ProcessLookupError:
         return True
     except (OSError, ValueError, IndexError):  # /proc may hide other users' processes
@@ -79,10 +79,9 @@ def _place() -> list[str]:
     return [boot, os.readlink("/proc/self/ns/pid")]
 
 
-def _stat(pid: int) -> tuple[str, str]:
-    """Return state and start time of a process. Raises OSError, or IndexError for another format of /proc."""
-    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return fields[0], fields[19]
+def stat_fields(pid: int | str) -> list[str]:
+    """Return the fields of /proc/PID/stat, beginning with the state. Raises OSError."""
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 #: Marks the directories of this package and user.

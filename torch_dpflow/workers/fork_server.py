@@ -20,6 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from torch_dpflow._core.processes import stat_fields
 from torch_dpflow._core.threads import StopSignal
 from torch_dpflow.errors import LaunchError
 from torch_dpflow.log import SERVICE
@@ -282,7 +283,7 @@ def progress_of(pid: int) -> tuple[int, ...]:
     Empty if they cannot be read.
     """
     with suppress(OSError, ValueError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = stat_fields(pid)
         return int(fields[9]), int(fields[11]), int(fields[12])
     return ()
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from torch_dpflow._core.checks import check_type
+from torch_dpflow._core.processes import stat_fields
 from torch_dpflow.errors import OptionError, OptionTypeError, RejectedError, UnavailableError
 from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Fate, Finding, Launcher, Ref, check_tcp
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
@@ -220,7 +221,7 @@ def _name_of(pid: int) -> str:
 def _has_variables(pid: int) -> bool:
     """Return whether a process of this user has an environment, or will have it once its program is loaded."""
     try:
-        start, end = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[47:49]
+        start, end = stat_fields(pid)[47:49]
         os.readlink(f"/proc/{pid}/exe")  # a process that has ended has none
     except OSError:
         return False

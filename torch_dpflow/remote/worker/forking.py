@@ -14,10 +14,10 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from torch_dpflow._core.processes import stat_fields
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End
 from torch_dpflow.workers.process_control import at_parents_end, exit_with, oom_kills
 
@@ -28,8 +28,8 @@ POLL_S = 0.1
 def age_s() -> float:
     """Return the age of this process, seconds; 0 if the kernel does not report it."""
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+        started = int(stat_fields("self")[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
     except (OSError, ValueError, LookupError):
         return 0.0
 
