@@ -24,8 +24,7 @@ from torch_dpflow.lookahead import Lookahead
 
 
 class ByName(PolicyContract):
-    #: Each run draws others.
-    examples = 20
+    examples = 10
     policy: ClassVar[str]
     options: ClassVar[dict[str, Any]] = {}
 

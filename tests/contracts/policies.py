@@ -40,7 +40,7 @@ class PolicyContract:
     """The contract of `torch_dpflow.caches.policy`, as tests."""
 
     #: How many random sequences of calls are tried, and their length.
-    examples = 40
+    examples = 15
     calls = 50
 
     def make_policy(

@@ -67,7 +67,7 @@ def check(make: Any) -> None:
     assert in_fork(resumed, make, states) == due
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("num_workers", [0, 2])
 def test_at_every_batch_without_a_state_of_the_dataset(OurLoader: Any, num_workers: int) -> None:
     def make() -> Any:
         return OurLoader(Stream(SIZE), batch_size=3, num_workers=num_workers)
@@ -75,15 +75,15 @@ def test_at_every_batch_without_a_state_of_the_dataset(OurLoader: Any, num_worke
     check(make)
 
 
-@pytest.mark.parametrize(("sizes", "drop_last"), [([0, 3, 6], False), ([5, 2, 0], True)])
+@pytest.mark.parametrize(("sizes", "drop_last"), [([0, 3, 6], False), ([5, 0], True)])
 def test_at_every_batch_of_uneven_shares(OurLoader: Any, sizes: list[int], drop_last: bool) -> None:
     def make() -> Any:
-        return OurLoader(Uneven(sizes), batch_size=2, num_workers=3, drop_last=drop_last)
+        return OurLoader(Uneven(sizes), batch_size=2, num_workers=len(sizes), drop_last=drop_last)
 
     check(make)
 
 
-@pytest.mark.parametrize(("num_workers", "persistent_workers"), [(0, False), (1, True), (2, False), (3, True)])
+@pytest.mark.parametrize(("num_workers", "persistent_workers"), [(0, False), (1, False), (3, True)])
 def test_at_every_batch_with_a_state_of_the_dataset(
     OurLoader: Any, num_workers: int, persistent_workers: bool, tmp_path: Any
 ) -> None:

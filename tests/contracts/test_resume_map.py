@@ -74,8 +74,6 @@ DRAWN_FROM_THE_PROCESS: dict[str, Callable[[], Arguments]] = {
     "replaced": lambda: {"batch_size": 3, "sampler": RandomSampler(range(SIZE), replacement=True)},
     "eager": lambda: {"batch_size": 3, "sampler": EagerSampler(SIZE)},
 }
-#: By the number of workers of the loader that is saved, those of loaders that go on, in turn.
-OTHERS = {0: [2, 0, 1, 0], 2: [0, 3, 0, 1, 0, 0]}
 #: Saved without workers, which draw nothing ahead: one of each kind of sampler suffices.
 SAVED_BY = [
     *((name, 2) for name in SELF_CONTAINED),
@@ -144,19 +142,25 @@ def every_position(
     return states, [(epoch[after:], following) for after in range(len(states))]
 
 
+def one_with_workers(name: str, states: int) -> list[int]:
+    """Return the numbers of workers of loaders that go on: none but for one, whose position and number vary by name."""
+    number = [*SELF_CONTAINED, *DRAWN_FROM_THE_PROCESS].index(name)
+    return [(1, 3, 2)[number % 3] * (position == number % states) for position in range(states)]
+
+
 @pytest.mark.parametrize(("name", "num_workers"), SAVED_BY)
 def test_at_every_batch_with_any_number_of_workers(OurLoader: Any, name: str, num_workers: int) -> None:
     arguments = SELF_CONTAINED[name]
     states, expected = every_position(OurLoader, arguments, num_workers, Indices(SIZE))
-    others = list(itertools.islice(itertools.cycle(OTHERS[num_workers]), len(states)))
+    others = one_with_workers(name, len(states))
     assert in_fork(resumed, OurLoader, arguments, states, others, Indices(SIZE)) == expected
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", [1, 2])
 def test_augmentation_goes_on_as_it_would_have(OurLoader: Any, num_workers: int) -> None:
     every = every_position(OurLoader, shuffled, num_workers, Augmented(SIZE), undisturbed=num_workers)
     states, expected = (found[::2] for found in every)
-    others = list(itertools.islice(itertools.cycle([2, 1]), len(states)))
+    others = list(itertools.islice(itertools.cycle([3, 1]), len(states)))
     assert in_fork(resumed, OurLoader, shuffled, states, others, Augmented(SIZE)) == expected
 
 
@@ -175,7 +179,7 @@ def test_with_torchs_seeding_the_same_number_of_workers_goes_on(OurLoader: Any, 
 def test_the_epoch_is_exact_without_a_generator(OurLoader: Any, name: str, num_workers: int) -> None:
     arguments = DRAWN_FROM_THE_PROCESS[name]
     states, expected = every_position(OurLoader, arguments, num_workers, Indices(SIZE))
-    others = list(itertools.islice(itertools.cycle(OTHERS[num_workers]), len(states)))
+    others = one_with_workers(name, len(states))
     found = in_fork(resumed, OurLoader, arguments, states, others, Indices(SIZE))
     assert [rest for rest, _ in found] == [rest for rest, _ in expected]
 
@@ -196,7 +200,7 @@ def test_later_epochs_are_exact_once_the_user_restores_the_process(OurLoader: An
     assert (plain(again), plain(again), plain(again)) == expected
 
 
-@pytest.mark.parametrize(("num_workers", "persistent_workers"), [(0, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("num_workers", "persistent_workers"), [(0, False), (1, False), (2, True)])
 def test_a_loader_can_be_taken_back_in_its_own_process(
     OurLoader: Any, num_workers: int, persistent_workers: bool
 ) -> None:
@@ -307,7 +311,7 @@ def test_a_sampler_with_a_state_inside_a_batch_sampler_is_asked_for_it(OurLoader
     assert rest_and_next(again) == expected
 
 
-@pytest.mark.parametrize(("persistent_workers", "positions"), [(False, (0, 7, 30)), (True, (1, 29))])
+@pytest.mark.parametrize(("persistent_workers", "positions"), [(False, (7,)), (True, (0, 29))])
 def test_out_of_order_delivery_goes_on_with_what_is_missing(
     OurLoader: Any, persistent_workers: bool, positions: tuple[int, ...]
 ) -> None:

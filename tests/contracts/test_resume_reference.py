@@ -152,8 +152,8 @@ POINTS: list[Point] = [
 ]
 #: Where what is kept matters most with workers; the others are among the long tests.
 QUICK = [
-    ("sampler with a state", "workers"),
-    ("sampler whose iterator has a state", "workers"),
+    ("sampler with a state", "kept workers"),
+    ("sampler whose iterator has a state", "kept workers"),
     ("shuffled", "workers"),
     ("shuffled data pipe", "workers"),
     ("map-style with a state", "kept workers"),

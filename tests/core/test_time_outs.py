@@ -104,7 +104,7 @@ OUTCOMES = {
 
 def test_a_time_out_fails_one_test(tmp_path: Path) -> None:
     (tmp_path / "test_hanging.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", str(ROOT / "setup.cfg"), "-n", "1"]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", str(ROOT / "setup.cfg"), "-n", "0"]
     options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestUnraisableExceptionWarning", "--tb", "line"]
     env = {**os.environ, "COLUMNS": "300"}
     with Interpreter([*command, *options, str(tmp_path)], cwd=ROOT, env=env) as process:

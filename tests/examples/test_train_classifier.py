@@ -25,6 +25,7 @@ SMALL = (
     "--image-size=32",
     "--lr=0.01",
     "--threads=1",
+    "--workers=1",
     "--quiet",
 )
 BATCHES = 4
@@ -88,7 +89,7 @@ def test_resume_equals_an_uninterrupted_run(
 ) -> None:
     train("--loader=dpflow", f"--output={tmp_path}", f"--max-steps={steps}")
     assert checkpoint_of(tmp_path)["steps"] == steps
-    train("--loader=dpflow", f"--output={tmp_path}", f"--resume={tmp_path / 'checkpoint.pth'}", "--workers=1")
+    train("--loader=dpflow", f"--output={tmp_path}", f"--resume={tmp_path / 'checkpoint.pth'}", "--workers=2")
     assert_same_training(checkpoint_of(tmp_path), uninterrupted)
 
 

@@ -23,14 +23,14 @@ pytestmark = pytest.mark.skipif(
     find_spec("lightning") is None or find_spec("accelerate") is None, reason="Lightning or accelerate is not installed"
 )
 accelerate = Later("accelerate")
-SIZE, BATCH = 48, 2
+SIZE, BATCH = 24, 2
 #: Ranks before and after.
 SIZES = [(2, 2), (2, 3), (3, 2), (1, 2), (2, 1)]
 SAMPLERS: dict[str, Any] = {
     "shuffle": lambda **_: {"shuffle": True},
     "DistributedSampler": lambda **ranks: {"sampler": DistributedSampler(Indices(SIZE), seed=3, **ranks)},
     "DynaGCSSampler": lambda **ranks: {"sampler": DynaGCSSampler(Indices(SIZE), seed=3, **ranks)},
-    "MixtureSampler": lambda **ranks: {"sampler": MixtureSampler([16, 32], [16, 32], seed=3, **ranks)},
+    "MixtureSampler": lambda **ranks: {"sampler": MixtureSampler([8, 16], [8, 16], seed=3, **ranks)},
     "BudgetBatchSampler": lambda **ranks: {"batch_sampler": BudgetBatchSampler([1] * SIZE, BATCH, seed=3, **ranks)},
 }
 
@@ -164,7 +164,7 @@ def is_read_once(counts: Counter[int], ranks: int) -> bool:
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_each_sample_is_read_once_or_nothing_is(framework: Any, kind: str) -> None:
     right, wrong, refused = 0, [], []
-    for sizes, epoch, inside, whole in itertools.product(SIZES, range(3), (True, False), (False, True)):
+    for sizes, epoch, inside, whole in itertools.product(SIZES, (0, 2), (True, False), (False, True)):
         if not inside and (framework is Bare or kind in ("shuffle", "DistributedSampler")):
             continue  # these are made with their ranks
         if framework is Bare and kind == "shuffle":

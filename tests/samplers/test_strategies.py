@@ -17,7 +17,7 @@ class _Strategy(SamplingContract):
 
 class TestSharedLog(_Strategy):
     strategy = "shared-log"
-    examples = 70
+    examples = 30
 
 
 class TestDynaGCS(_Strategy):
@@ -25,7 +25,7 @@ class TestDynaGCS(_Strategy):
 
 
 class TestDynaGCSLetter(SamplingContract):
-    examples = 30  # of the benchmarks only
+    examples = 10  # of the benchmarks only
 
     def make_group(self, size: int, capacity: int, seed: int) -> SamplingGroup:
         return DynaGCSLetterGroup(size, capacity=capacity, seed=seed)

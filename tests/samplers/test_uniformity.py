@@ -14,7 +14,7 @@ from tests.later import Later
 from tests.samplers.timed_jobs import TimedJob, run_jobs
 
 stats = Later("scipy.stats")
-SIZE, JOBS, RUNS = 48, 3, 200
+SIZE, JOBS, RUNS = 48, 3, 100
 #: Half of the samples are everybody's, the others one job's each.
 CORE = [np.r_[0:24, 24 + 8 * k : 32 + 8 * k] for k in range(JOBS)]
 
