@@ -163,7 +163,6 @@ def test_each_stripe_is_read_once_and_those_of_a_lost_server_once_more() -> None
     servers.apply(allocator.leave("server 0", 1, 1.0))
     assert {stripe for (_, stripe), times in servers.filled.items() if times == 2} == lost
     after = allocator.dataset(A)
-    assert after.generation > before.generation
     kept = [stripe for stripe in range(12) if stripe not in lost]
     assert [after.owners[stripe] for stripe in kept] == [before.owners[stripe] for stripe in kept]
 

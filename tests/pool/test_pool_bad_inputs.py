@@ -36,11 +36,9 @@ from torch_dpflow.pool import DataClient, PooledArray, open_array
 from torch_dpflow.pool.messages import (
     DatasetSource,
     GetRecordStates,
-    GetStripeTable,
     OpenDataset,
     PreloadDataset,
     PushStripe,
-    StripeTablePart,
 )
 from torch_dpflow.pool.sources import identity_of
 from torch_dpflow.pool.transport.control_connection import (
@@ -187,9 +185,6 @@ def test_requests_for_what_is_not_there(stored: StoredDataset, client: DataClien
             assert fds == [] or first < 0
             for fd in fds:
                 os.close(fd)
-            part, _ = connection.request(GetStripeTable(identity, first if first > 1 else 1 << 30))
-            assert isinstance(part, StripeTablePart)
-            assert part.owners == b""
         for records in ([1 << 62], [COUNT], [-1], [0] * 4097):
             with pytest.raises(UsageError, match="that exist are allowed"):
                 connection.request(GetRecordStates(identity, records))

@@ -94,12 +94,12 @@ def test_verifying_a_part_counts_the_rest(tmp_path: Path, store: DatasetStore) -
 def test_top_shows_how_fast_a_set_is_read(photos: StoredDataset, client: DataClient, tmp_path: Path) -> None:
     info = client.preload(photos)
     client.read_batch(photos, range(len(photos)))
-    before = CachedDatasetList([info], 1, 2, 1)
+    before = CachedDatasetList([info], 1, 2)
     client.close()  # which tells the server what was read
     wait(lambda: client.cached_datasets()[0].hits == len(photos), what="what a reader has told")
-    now = CachedDatasetList(client.cached_datasets(), 1, 2, 1)
+    now = CachedDatasetList(client.cached_datasets(), 1, 2)
     assert read_rates(before, now, 0.5) == {info.identity: (2 * len(photos), 0.0)}
-    assert read_rates(CachedDatasetList([], 1, 2, 0), now, 0.5) == {}
+    assert read_rates(CachedDatasetList([], 1, 2), now, 0.5) == {}
     words = ["top", "--count", "2", "--interval-s", "0.1", "--address", str(tmp_path / "p")]
     result = CliRunner().invoke(root, ["pool", *words])
     assert result.exit_code == 0

@@ -118,7 +118,8 @@ class AheadPlaces(msgspec.Struct, frozen=True, tag=True):
     lengths: list[int]
 
 
-MAX_MESSAGE_BYTES = 64 << 10
+#: Maximum bytes of a request, which any client sends, and of an answer, whose server its client has authenticated.
+MAX_MESSAGE_BYTES, MAX_ANSWER_BYTES = 64 << 10, 64 << 20
 #: Maximum records that one message requests.
 MAX_RECORDS = 4096
 #: Maximum segments that come with one message (SCM_MAX_FD is 253).
@@ -175,9 +176,7 @@ class CountReads(msgspec.Struct, frozen=True, tag=True):
 
 
 class ListDatasets(msgspec.Struct, frozen=True, tag=True):
-    """Request: list datasets, starting at this number. Answered by CachedDatasetList."""
-
-    first: int = 0
+    """Request: list datasets. Answered by CachedDatasetList."""
 
 
 class UnloadDataset(msgspec.Struct, frozen=True, tag=True):
@@ -237,13 +236,11 @@ class RecordStates(msgspec.Struct, frozen=True, tag=True):
 
 
 class CachedDatasetList(msgspec.Struct, frozen=True, tag=True):
-    """Answer: as many datasets as fit in one message, and the pool's free and total bytes."""
+    """Answer: the pool's datasets, and its free and total bytes."""
 
     datasets: list[CachedDataset]
     free: int
     capacity: int
-    #: Number of datasets in the pool.
-    total: int
 
 
 class PoolRefusal(msgspec.Struct, frozen=True, tag=True):
@@ -267,7 +264,7 @@ class PoolRefusal(msgspec.Struct, frozen=True, tag=True):
 
 #: File in a server's directory: the lock of its address, with its incarnation.
 LOCK_FILE = "lock"
-#: Maximum stripes in one message; larger tables and instructions come in parts.
+#: Maximum stripes in one report of a follower; more are reported in parts.
 MAX_STRIPES = 8192
 
 
@@ -315,7 +312,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DatasetPart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Stripes of a dataset, at most `MAX_STRIPES`: a follower's report of held stripes, or an instruction to hold them.
+    """Stripes of a dataset: a follower's report of held ones, at most `MAX_STRIPES`, or an instruction to hold them.
 
     A follower reports all of its datasets before it joins; the leader answers Acknowledged. An instruction without
     stripes updates the dataset's other fields.
@@ -329,7 +326,7 @@ class DatasetPart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stripes: list[int]
 
     def split(self) -> list[DatasetPart]:
-        """Split any number of stripes into parts that may be sent."""
+        """Split any number of stripes into reports that may be sent."""
         firsts = range(0, max(1, len(self.stripes)), MAX_STRIPES)
         return [msgspec.structs.replace(self, stripes=self.stripes[first : first + MAX_STRIPES]) for first in firsts]
 
@@ -384,20 +381,17 @@ class Instructions(msgspec.Struct, frozen=True, tag=True):
 
 
 class GetStripeTable(msgspec.Struct, frozen=True, tag=True):
-    """Request: get the owners of a dataset's stripes, starting at stripe `first`. Answered by StripeTablePart."""
+    """Request: get the owners of a dataset's stripes. Answered by StripeTable."""
 
     identity: bytes
-    first: int = 0
 
 
-class StripeTablePart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Owners of at most `MAX_STRIPES` stripes: indices in `servers`, or -1, little-endian 2-byte numbers."""
+class StripeTable(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Owners of a dataset's stripes."""
 
-    #: Changes whenever owners change.
-    generation: int
     per_stripe: int
-    stripes: int
     servers: list[ServerInfo]
+    #: By stripe its owner's index in `servers`, or -1: little-endian 2-byte numbers.
     owners: bytes
     #: Whether some samples have no place in memory; these are read ahead if an access plan is announced.
     is_part: bool
@@ -438,7 +432,7 @@ PoolAnswer: TypeAlias = (
     | AheadPlaces
     | CachedDatasetList
     | ServerList
-    | StripeTablePart
+    | StripeTable
     | Acknowledged
     | Instructions
     | PoolRefusal

@@ -9,7 +9,7 @@ mapped cannot move, so rebalancing would mean reading from storage again. If no 
 storage.
 
     preload -> Fill to each owner        unload, idle, lack of memory -> Drop to each owner
-    server lost -> Fill to the new owners of its stripes, under a new generation of the table
+    server lost -> Fill to the new owners of its stripes
     new leader -> recover the stripes that servers report; servers have the time of a lease to return
 """
 
@@ -38,7 +38,6 @@ class AllocatedDataset:
     is_explicit: bool
     #: Name of each stripe's owner; None if it fits nowhere.
     owners: list[str | None]
-    generation: int = 1
     #: Stripes in each server's memory: those that it owns, and copies.
     held: dict[str, set[int]] = field(default_factory=dict)
     #: Number of reading processes at each server.
@@ -69,7 +68,6 @@ class AllocatedDataset:
         self.held.setdefault(server, set()).update(stripes)
         for stripe in stripes:
             self.owners[stripe] = server
-        self.generation += 1
 
     def bytes_of(self, stripes: Iterable[int]) -> int:
         return int(self.sizes[[*stripes]].sum())
@@ -315,7 +313,6 @@ class StripeAllocator:
                     one.idle_since = now
                 for stripe in one.owned_by(lost):
                     one.owners[stripe] = None
-                    one.generation += 1
 
     def _place_all(self) -> list[AllocatorInstruction]:
         return [one for identity in self._datasets for one in self._place(identity)]

@@ -6,7 +6,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from torch_dpflow.errors import DPFlowError, MessageError, OptionError, PeerLostError, UsageError
@@ -19,7 +18,7 @@ from torch_dpflow.pool.messages import (
     PreloadDataset,
     ServerInfo,
     StartReading,
-    StripeTablePart,
+    StripeTable,
 )
 from torch_dpflow.pool.transport.address import PoolAddress, check_private
 from torch_dpflow.pool.transport.control_connection import PoolConnection
@@ -84,7 +83,7 @@ class PoolLookup:
         """Control connection; None while no server is connected."""
         return self._connection if self._connection is not None and self._connection.is_open else None
 
-    def table(self) -> StripeTablePart | None:
+    def table(self) -> StripeTable | None:
         """Return the owners of the dataset's stripes, None if not known yet. Makes the pool cache the dataset.
 
         Raises PeerLostError if no server answers, or the error that keeps the dataset from being cached.
@@ -143,21 +142,16 @@ class PoolLookup:
         if connection is not None:
             connection.close()
 
-    def _table(self, connection: PoolConnection) -> StripeTablePart | None:
+    def _table(self, connection: PoolConnection) -> StripeTable | None:
         request = PreloadDataset(source=self._source, identity=self._identity, is_explicit=False, whole=False)
         info = connection.get(request, CachedDataset)
         if not info.records:
             return None
         connection.request(StartReading(self._identity))
         try:
-            parts = [connection.get(GetStripeTable(self._identity), StripeTablePart)]
-            while (known := sum(len(one.owners) // 2 for one in parts)) < parts[0].stripes:
-                parts.append(connection.get(GetStripeTable(self._identity, known), StripeTablePart))
-                if parts[-1].generation != parts[0].generation or not parts[-1].owners:
-                    return None
+            table = connection.get(GetStripeTable(self._identity), StripeTable)
         except UsageError:  # dropped since
             return None
-        table = msgspec.structs.replace(parts[0], owners=b"".join(one.owners for one in parts))
         self._switch_to_socket(table)
         others = (self.address_of(one, table.answered_by) for one in table.servers)
         self._others = [one for one in others if one is not None and one != self._address]
@@ -170,7 +164,7 @@ class PoolLookup:
         self.is_placed, self.owners = info.is_placed, owners
         return table
 
-    def _switch_to_socket(self, table: StripeTablePart) -> None:
+    def _switch_to_socket(self, table: StripeTable) -> None:
         """Switch to the server's Unix socket, which passes memory, if this process may map the server's memory."""
         contacted = next((one for one in table.servers if one.name == table.answered_by), None)
         if self.connection is None or self.connection.passes_memory or contacted is None or not contacted.is_near:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.lookahead import Order
-from torch_dpflow.pool.messages import AnySource, ServerInfo, StripeTablePart
+from torch_dpflow.pool.messages import AnySource, ServerInfo, StripeTable
 from torch_dpflow.pool.reader.lookup import PoolLookup, log_fallback
 from torch_dpflow.pool.reader.server_memory import AheadReader, LocalServer, pauses, receive_ahead
 from torch_dpflow.pool.transport.address import PoolAddress
@@ -49,7 +49,7 @@ class PoolReader:
         self._ahead = AheadReader(identity, silence_s)
         self._lock = threading.Lock()
         self._is_closed = False
-        self._table: StripeTablePart | None = None
+        self._table: StripeTable | None = None
         #: Segments of completely loaded stripes.
         self._ready: dict[int, PoolSegment] = {}
         #: Servers by name, also lost ones whose memory is mapped.
@@ -270,7 +270,7 @@ class PoolReader:
             self._ask_at = time.monotonic() + self._backoff.pause_s()
             log_fallback(f"{self._ref} is read from storage for now", error)
 
-    def _take(self, table: StripeTablePart) -> None:
+    def _take(self, table: StripeTable) -> None:
         owners = [self._servers.get(one.name) or self._open(one, table) for one in table.servers]
         # In one statement, as Control-C may come between any two.
         self._owners, self._table = [owners[one] if one >= 0 else None for one in self._lookup.owners], table
@@ -278,7 +278,7 @@ class PoolReader:
             if isinstance(server, LocalServer):
                 server.refresh()
 
-    def _open(self, info: ServerInfo, table: StripeTablePart) -> LocalServer | str | None:
+    def _open(self, info: ServerInfo, table: StripeTable) -> LocalServer | str | None:
         """Return a reader of a server's records; None if the server cannot be reached."""
         address = self._lookup.address_of(info, table.answered_by)
         if address is None or address.directory is None:

@@ -22,6 +22,7 @@ from torch_dpflow.ipc.memory.headroom import check_memory
 from torch_dpflow.log import SERVICE
 from torch_dpflow.pool.messages import (
     LOCK_FILE,
+    MAX_ANSWER_BYTES,
     Acknowledged,
     AnnounceAccessPlan,
     CountReads,
@@ -198,7 +199,7 @@ class DataServer:
                         answer, taken = PoolRefusal.of(error), []
                     fds = [*given, *taken]
                     if answer is not None:
-                        channel.send(answer, taken)
+                        channel.send(answer, taken, MAX_ANSWER_BYTES)
                 finally:
                     for fd in fds:
                         os.close(fd)
@@ -231,8 +232,8 @@ class DataServer:
                 return None, []
             case PreloadDataset():
                 return self._pool.preload(request), []
-            case GetStripeTable(identity, first):
-                return self._pool.table(identity, max(0, first)), []
+            case GetStripeTable(identity):
+                return self._pool.table(identity), []
             case StartReading(identity):
                 client.reads = True
                 self._holdings.read(identity, client.name)

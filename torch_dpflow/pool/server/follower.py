@@ -11,7 +11,6 @@ import numpy as np
 from torch_dpflow.errors import DPFlowError, PeerLostError, UsageError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.pool.messages import (
-    MAX_STRIPES,
     CachedDataset,
     CountReads,
     DatasetState,
@@ -25,7 +24,7 @@ from torch_dpflow.pool.messages import (
     PoolRequest,
     PreloadDataset,
     ServerInfo,
-    StripeTablePart,
+    StripeTable,
     UnloadDataset,
 )
 from torch_dpflow.pool.server.holdings import MAX_DATASETS, Holdings
@@ -107,7 +106,7 @@ class PoolFollower:
         self._reading = _LeaderConnection(leader, _READING_S)
         self._commands = _LeaderConnection(leader, _COMMAND_S)
         #: The leader's last tables, for readers that start while there is no leader.
-        self._tables: dict[tuple[bytes, int], StripeTablePart] = {}
+        self._tables: dict[bytes, StripeTable] = {}
 
     # -- for clients -----------------------------------------------------------------------------------------
 
@@ -123,19 +122,19 @@ class PoolFollower:
                 raise
             return held
 
-    def table(self, identity: bytes, first: int) -> StripeTablePart:
+    def table(self, identity: bytes) -> StripeTable:
         """Forward a request to the leader. If it does not answer, return its last table, or the stripes held here."""
         try:
-            answer = self._reading.get(GetStripeTable(identity, first), StripeTablePart)
+            answer = self._reading.get(GetStripeTable(identity), StripeTable)
         except PeerLostError:
-            return self._tables.get((identity, first)) or self._own_table(identity, first)
+            return self._tables.get(identity) or self._own_table(identity)
         except UsageError:
-            self._tables.pop((identity, first), None)
+            self._tables.pop(identity, None)
             raise
         answer = msgspec.structs.replace(answer, answered_by=self._server.name)
         if len(self._tables) >= MAX_DATASETS:
             self._tables.clear()
-        self._tables[identity, first] = answer
+        self._tables[identity] = answer
         return answer
 
     def command(self, request: UnloadDataset | ListDatasets | ListServers) -> PoolAnswer:
@@ -202,16 +201,14 @@ class PoolFollower:
         info = KnownDataset(request, is_explicit=False, whole=False, held=held).info()
         return msgspec.structs.replace(info, records=held.records.records, is_placed=held.is_placed)
 
-    def _own_table(self, identity: bytes, first: int) -> StripeTablePart:
+    def _own_table(self, identity: bytes) -> StripeTable:
         held = self._holdings.get(identity)
         owners = np.full(held.records.stripes, -1, dtype="<i2")
         owners[held.stripes] = 0
-        return StripeTablePart(
-            generation=0,
+        return StripeTable(
             per_stripe=held.records.per_stripe,
-            stripes=len(owners),
             servers=[self._server],
             answered_by=self._server.name,
             is_part=held.is_part,
-            owners=owners[first : first + MAX_STRIPES].tobytes(),
+            owners=owners.tobytes(),
         )

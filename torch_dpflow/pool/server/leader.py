@@ -12,15 +12,12 @@ import time
 from collections.abc import Iterable
 from functools import partial
 
-import msgspec
 import numpy as np
 
 from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow.errors import PoolFullError, UsageError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.pool.messages import (
-    MAX_MESSAGE_BYTES,
-    MAX_STRIPES,
     CachedDataset,
     CachedDatasetList,
     CountReads,
@@ -35,7 +32,7 @@ from torch_dpflow.pool.messages import (
     PreloadDataset,
     ServerInfo,
     ServerList,
-    StripeTablePart,
+    StripeTable,
     UnloadDataset,
 )
 from torch_dpflow.pool.planning.allocator import AllocatorInstruction, Fill, StripeAllocator
@@ -115,20 +112,15 @@ class PoolLeader:
                 known.whole |= request.whole
             return self._info(known)
 
-    def table(self, identity: bytes, first: int) -> StripeTablePart:
-        """Return the servers of a dataset's stripes, starting at stripe `first`.
-
-        Raises UsageError if the dataset is not placed.
-        """
+    def table(self, identity: bytes) -> StripeTable:
+        """Return the servers of a dataset's stripes. Raises UsageError if the dataset is not placed."""
         with self._changed:
             allocated, held = self._allocator.dataset(identity), self._holdings.get(identity)
             infos, names = self._infos(), [*allocated.owned()]
             numbers: dict[str | None, int] = {name: number for number, name in enumerate(names)}
-            owners = [numbers.get(one, -1) for one in allocated.owners[first : first + MAX_STRIPES]]
-            return StripeTablePart(
-                generation=allocated.generation,
+            owners = [numbers.get(one, -1) for one in allocated.owners]
+            return StripeTable(
                 per_stripe=held.records.per_stripe,
-                stripes=len(allocated.owners),
                 servers=[infos[name] for name in names],
                 answered_by=self._server.name,
                 is_part=held.is_part,
@@ -156,9 +148,9 @@ class PoolLeader:
             match request:
                 case UnloadDataset(identity):
                     self._unload(identity)
-                    return self._list(0)
-                case ListDatasets(first):
-                    return self._list(max(0, first))
+                    return self._list()
+                case ListDatasets():
+                    return self._list()
                 case ListServers():
                     return ServerList([*self._infos().values()])
 
@@ -338,14 +330,10 @@ class PoolLeader:
     def _infos(self) -> dict[str, ServerInfo]:
         return self._followers.infos(self._server, self._allocator.servers())
 
-    def _list(self, first: int) -> CachedDatasetList:
-        """Return the datasets that fit in one message, starting at `first`."""
+    def _list(self) -> CachedDatasetList:
         known = [one for one in self._datasets.values() if one.refusal is None and not one.is_unloaded]
-        datasets = [self._info(one) for one in known]
-        ends = itertools.accumulate(len(msgspec.msgpack.encode(one)) for one in datasets[first:])
-        count = max(1, sum(end <= MAX_MESSAGE_BYTES // 2 for end in ends))
         capacity, free = (sum(of) for of in zip(*self._allocator.servers().values()))
-        return CachedDatasetList([*datasets[first : first + count]], free, capacity, len(datasets))
+        return CachedDatasetList([self._info(one) for one in known], free, capacity)
 
     def _info(self, known: KnownDataset) -> CachedDataset:
         held = known.held

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +16,6 @@ from torch_dpflow.log import SERVICE
 from torch_dpflow.pool.array_files import array_layout
 from torch_dpflow.pool.messages import (
     ALL_FAILED,
-    MAX_MESSAGE_BYTES,
     ArraySource,
     CachedDataset,
     DatasetPart,
@@ -46,12 +44,12 @@ class FollowerRecord:
     info: ServerInfo
     generation: int
     #: Instructions that were not sent yet.
-    instructions: deque[DatasetPart | DropDataset] = field(default_factory=deque)
+    instructions: list[DatasetPart | DropDataset] = field(default_factory=list)
     #: The last state of each dataset that reflects all its instructions.
     states: dict[bytes, DatasetState] = field(default_factory=dict)
 
     def instruct(self, instruction: DatasetPart | DropDataset) -> None:
-        self.instructions.extend([instruction] if isinstance(instruction, DropDataset) else instruction.split())
+        self.instructions.append(instruction)
         self.states.pop(instruction.identity, None)
 
     def take(self, heartbeat: FollowerHeartbeat) -> Iterator[DatasetState]:
@@ -63,13 +61,7 @@ class FollowerRecord:
                 yield state
 
     def next_instructions(self) -> Instructions:
-        """Return as many instructions as fit in one message."""
-        instructions, room = list[DatasetPart | DropDataset](), MAX_MESSAGE_BYTES // 2
-        while self.instructions:
-            room -= len(msgspec.msgpack.encode(self.instructions[0]))
-            if room < 0 and instructions:
-                break
-            instructions.append(self.instructions.popleft())
+        instructions, self.instructions = self.instructions, []
         return Instructions(instructions)
 
 

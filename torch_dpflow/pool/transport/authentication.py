@@ -288,7 +288,7 @@ def receive_exactly(connection: Stream, count: int) -> bytes:
     """Receive `count` bytes. Raises OSError (including TimeoutError), or PeerLostError at the end of the connection."""
     content = bytearray()
     while len(content) < count:
-        more = connection.recv(count - len(content))
+        more = connection.recv(min(count - len(content), _PIECE_BYTES))
         if not more:
             raise PeerLostError("it has closed the connection")
         content += more

@@ -23,6 +23,7 @@ from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._version import __version__
 from torch_dpflow.errors import MessageError, OptionError, PeerLostError, UsageError
 from torch_dpflow.pool.messages import (
+    MAX_ANSWER_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_SEGMENTS,
     AnnounceAccessPlan,
@@ -71,13 +72,16 @@ class Channel:
         """Whether descriptors can be passed, as both sides are on one host."""
         return self._here is not None
 
-    def send(self, message: PoolRequest | PoolAnswer | CountReads, fds: list[int] | None = None) -> None:
+    def send(
+        self,
+        message: PoolRequest | PoolAnswer | CountReads,
+        fds: list[int] | None = None,
+        max_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
         """Send one message. Raises OSError if the peer is gone, OptionError if the message is too long."""
         packet = msgspec.msgpack.encode(message)
-        if len(packet) > MAX_MESSAGE_BYTES:
-            raise OptionError(
-                f"a message of {len(packet)} bytes; at most {MAX_MESSAGE_BYTES} are allowed: shorten options"
-            )
+        if len(packet) > max_bytes:
+            raise OptionError(f"a message of {len(packet)} bytes; at most {max_bytes} are allowed: shorten options")
         packet = _LENGTH.pack(len(packet)) + packet
         if fds:
             if self._here is None:
@@ -85,7 +89,9 @@ class Channel:
             packet = packet[socket.send_fds(self._here, [packet], fds) :]
         self._socket.sendall(packet)
 
-    def receive(self, decoder: msgspec.msgpack.Decoder[T], max_fds: int = 0) -> tuple[T, list[int]]:
+    def receive(
+        self, decoder: msgspec.msgpack.Decoder[T], max_fds: int = 0, max_bytes: int = MAX_MESSAGE_BYTES
+    ) -> tuple[T, list[int]]:
         """Receive one message and at most `max_fds` descriptors.
 
         Raises PeerLostError at the end of the connection, MessageError for an invalid or too long message.
@@ -99,8 +105,8 @@ class Channel:
                 if flags & socket.MSG_CTRUNC:
                     raise MessageError(f"a message to or from the pool has more than {max_fds} descriptors")
             (length,) = _LENGTH.unpack(head + receive_exactly(self._socket, _LENGTH.size - len(head)))
-            if not 1 <= length <= MAX_MESSAGE_BYTES:
-                raise MessageError(f"a message of {length} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
+            if not 1 <= length <= max_bytes:
+                raise MessageError(f"a message of {length} bytes; at most {max_bytes} are allowed")
             content = receive_exactly(self._socket, length)
             check_msgpack(content)
             return decoder.decode(content), fds
@@ -206,7 +212,7 @@ class PoolConnection:
     def receive(self) -> tuple[PoolAnswer, list[int]]:
         """Receive the answer to `send`. Raises the errors of `request`."""
         try:
-            answer, fds = self._channel.receive(ANSWERS, MAX_SEGMENTS)
+            answer, fds = self._channel.receive(ANSWERS, MAX_SEGMENTS, MAX_ANSWER_BYTES)
         except (OSError, MessageError, PeerLostError) as error:
             raise self._lost(error) from error
         self._is_pending = False
@@ -221,14 +227,7 @@ class PoolConnection:
 
     def contents(self) -> CachedDatasetList:
         """Return all cached datasets, and the free memory."""
-        found: dict[bytes, CachedDataset] = {}
-        first = 0
-        while True:
-            answer = self.get(ListDatasets(first), CachedDatasetList)
-            first += len(answer.datasets)
-            found |= {one.identity: one for one in answer.datasets}
-            if not answer.datasets or first >= answer.total:
-                return msgspec.structs.replace(answer, datasets=[*found.values()])
+        return self.get(ListDatasets(), CachedDatasetList)
 
     def servers(self) -> list[ServerInfo]:
         """Return the pool's servers, its leader first."""
