@@ -49,6 +49,8 @@ class TaskWorker:
 
     #: How often a worker that has tasks polls its socket, seconds; 0: after each task.
     look_s = 0.0
+    #: How many results are sent in the middle of the window at least.
+    min_group = 1
     #: After how long without a task or message it is idle, seconds; None: it waits.
     idle_s: float | None = None
 
@@ -145,11 +147,14 @@ class TaskWorker:
     def _may_hold(self) -> bool:
         """Return whether the latest result may wait to be sent together with later results.
 
-        In the middle of the window the result is sent at once, so that the shard refills the window before idle workers
-        steal from it. No result waits if the shard cannot read from shared memory which task runs: it could suspect a
-        finished task.
+        In the middle of the window the results are sent at once, so that the shard refills the window before idle
+        workers steal from it. Fewer than `min_group` wait: a message is answered by a window of as many tasks, so ever
+        smaller groups would follow. No result waits if the shard cannot read from shared memory which task runs: it
+        could suspect a finished task.
         """
-        return self._running.ref is not None and len(self._tasks) not in (self._low, 0)
+        if self._running.ref is None or not self._tasks:
+            return False
+        return len(self._tasks) != self._low or self._outbox.waiting + 1 < self.min_group
 
     # -- of a kind of worker -----------------------------------------------------------------------------
 
@@ -265,6 +270,11 @@ class ResultOutbox:
         with self.lock:
             self._started = None
             self._send()
+
+    @property
+    def waiting(self) -> int:
+        """Number of results that wait for others."""
+        return len(self._finished)
 
     def close(self) -> None:
         """Drop the waiting results and end the thread."""

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from torch_dpflow.cluster.messages.shard import SAMPLE
-from torch_dpflow.ipc.messages.headers import Exchange, decode
+from torch_dpflow.ipc.messages.headers import Exchange, Window, WorkerHandshake, decode
+from torch_dpflow.ipc.messages.headers import encode as encode_header
 from torch_dpflow.ipc.serialization.codec import decode as decode_payload
 from torch_dpflow.ipc.serialization.codec import encode
 from torch_dpflow.ipc.transport import Listener, connect, listen
-from torch_dpflow.workers.task_worker import MAX_BYTES, MAX_FRAMES, MAX_RESULTS, ResultOutbox
+from torch_dpflow.workers.task_worker import MAX_BYTES, MAX_FRAMES, MAX_RESULTS, ResultOutbox, TaskWorker
 
 Message = tuple[list[int], int | None, int]
 
@@ -158,3 +159,48 @@ def test_a_result_does_not_change_with_memory_that_the_dataset_uses_again(
     shard.outbox.flush()
     received = shard.receive()
     assert (decode_payload(table, received[1:]) == 1).all()
+
+
+class QuickWorker(TaskWorker):
+    """Whose results only wait, until its rules send them."""
+
+    def __init__(self, address: str, min_group: int) -> None:
+        super().__init__(connect(address, identity=b"0"), 0, 0, 1 << 20, None)
+        self._outbox = ResultOutbox(self._connection, hold_s=FOREVER_S, late_s=FOREVER_S)
+        self.min_group = min_group
+
+    def _load(self, task: int, payload: memoryview) -> None:
+        table, frames = encode(task)
+        self._outbox.add(task, SAMPLE, table, frames, None, hold=self._may_hold())
+
+    def close(self) -> None:
+        self._outbox.close()
+        self._connection.close()
+
+
+@pytest.mark.parametrize(
+    ("min_group", "window", "groups"), [(8, 20, [10, 10]), (8, 15, [8, 7]), (8, 14, [14]), (8, 1, [1]), (1, 14, [7, 7])]
+)
+def test_half_a_window_goes_first_unless_it_is_small(
+    tmp_path: Path, min_group: int, window: int, groups: list[int]
+) -> None:
+    listener = listen(f"ipc://{tmp_path}/shard")
+    worker = QuickWorker(listener.address, min_group)
+
+    def heard() -> Any:
+        message = listener.receive(30.0)
+        assert message is not None
+        return decode(message[1][0])
+
+    try:
+        worker.begin()
+        assert isinstance(heard(), WorkerHandshake)
+        for tasks, sizes in (([0], [1]), (list(range(1, 1 + window)), groups)):
+            assert listener.send(b"0", [encode_header(Window(tasks, [])), *[b"task"] * len(tasks)])
+            for _ in tasks:  # a step is one task, as this worker looks at its messages after each
+                worker.step()
+            finished = [heard().finished for _ in sizes]
+            assert [sum(len(one.numbers) for one in message) for message in finished] == sizes
+    finally:
+        worker.close()
+        listener.close()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.new_process import in_fork
 from tests.shared_cluster import TestCluster, open_job
@@ -37,6 +39,30 @@ def test_batches_of_samples_that_all_kill_are_given_up_one_by_one(join: Join, fl
     for _ in range(2):
         with pytest.raises(PoisonTaskError, match=r"sample \d+: .*took down 3 workers"):
             next(batches)
+
+
+class LargeAndOnceDeadly(Numbers):
+    """Samples that fill a block of shared memory each; some end their worker the first time."""
+
+    def __init__(self, length: int, directory: Path) -> None:
+        super().__init__(length)
+        self.directory = str(directory)
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 64 == 40:
+            with suppress(FileExistsError):
+                os.close(os.open(f"{self.directory}/{index}", os.O_CREAT | os.O_EXCL))
+                os._exit(3)
+        return torch.full((1 << 16,), index % 251, dtype=torch.uint8), index
+
+
+def test_large_results_that_wait_when_their_worker_dies_are_loaded_again(join: Join, flow: str, tmp_path: Path) -> None:
+    seen: list[int] = []
+    for images, labels in join(flow, LargeAndOnceDeadly(192, tmp_path), batch_size=16, workers=2).traverse(0):
+        assert (images == (labels % 251)[:, None]).all()
+        seen += labels.tolist()
+    assert sorted(seen) == list(range(192))
+    assert len([*tmp_path.iterdir()]) == 3
 
 
 def close_and_read(job: SharedJob) -> int:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.ipc.messages.headers import BufferSpan, Finished, Frame, PayloadGroup, PayloadTable, Window
+from torch_dpflow.ipc.messages.headers import BlockRef, BufferSpan, Finished, Frame, PayloadGroup, PayloadTable, Window
 from torch_dpflow.ipc.messages.payload_groups import (
     JOINED_BYTES,
     frames_of_tasks,
@@ -23,13 +23,20 @@ def table_of(frames: int, head: int) -> PayloadTable:
 
 #: One object for each table, as workers and shards have them.
 TABLES = [table_of(1, 8), table_of(1, 16), table_of(2, 8), table_of(1, JOINED_BYTES + 1)]
+#: Of samples in shared memory: the objects that they share.
+HEAD, BUFFERS = BufferSpan(0, 0, 8), (BufferSpan(-1, 0, 65536),)
+
+
+def in_block(number: int) -> PayloadTable:
+    """The table of a sample that lies in a block of its own."""
+    return PayloadTable(1, (BlockRef(number, 3, 65536, 65536, 1, 0),), HEAD, BUFFERS)
 
 
 @st.composite
 def payloads(draw: st.DrawFn) -> list[tuple[int, int, PayloadTable, list[Frame]]]:
     made: list[tuple[int, int, PayloadTable, list[Frame]]] = []
     for number in range(draw(st.integers(0, 12))):
-        table, kind = draw(st.sampled_from(TABLES)), draw(st.integers(0, 3))
+        table, kind = draw(st.sampled_from([*TABLES, in_block(number)])), draw(st.integers(0, 3))
         size = draw(st.sampled_from([0, table.head.size, table.head.size + 3]))
         made.append((number, kind, table, [bytes([number]) * size] * table.frames))
     return made
@@ -63,6 +70,23 @@ def test_alike_and_small_is_one_frame() -> None:
     groups, frames = group_payloads([(n, 0, TABLES[0], [bytes([n] * 8)]) for n in range(3)], PayloadGroup)
     assert [(group.numbers, group.joined) for group in groups] == [([0, 1, 2], 8)]
     assert frames == [bytes([0] * 8 + [1] * 8 + [2] * 8)]
+
+
+def test_samples_in_blocks_with_one_layout_are_one_frame() -> None:
+    groups, frames = group_payloads([(n, 0, in_block(n), [bytes([n] * 8)]) for n in range(3)], PayloadGroup)
+    assert [(group.numbers, len(group.blocks), group.joined) for group in groups] == [([0, 1, 2], 2, 8)]
+    assert frames == [bytes([0] * 8 + [1] * 8 + [2] * 8)]
+    split = split_payloads(groups, received(frames))
+    assert [group.payload for group, _ in split] == [in_block(n) for n in range(3)]
+    assert [bytes(part) for _, ((part,),) in split] == [bytes([n] * 8) for n in range(3)]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_block_too_few_or_too_many_is_refused(count: int) -> None:
+    (group,), frames = group_payloads([(n, 0, in_block(n), [b"x" * 8]) for n in range(3)], PayloadGroup)
+    group.blocks = [*group.blocks, *group.blocks][:count]
+    with pytest.raises(MessageError, match=f"3 payloads came with {count} blocks"):
+        split_payloads([group], received(frames))
 
 
 def test_large_neighbours_with_one_table_are_one_group() -> None:

@@ -27,7 +27,7 @@ from torch_dpflow.ipc.rpc import PendingCall, RpcClient
 FETCHED_TOGETHER = 32
 #: A call fetches up to MAX_TOGETHER small samples, in at most TOGETHER_BYTES: a call costs job and shard as much as
 #: 30 small samples.
-MAX_TOGETHER, TOGETHER_BYTES = 128, 1 << 20
+MAX_TOGETHER, TOGETHER_BYTES = 128, 4 << 20
 #: It fetches no more batches than come within this time, seconds: the first of them waits for the last.
 TOGETHER_S = 0.1
 #: Timeout of a fetch, seconds, unless the job's own is shorter; then it is repeated.

@@ -38,6 +38,8 @@ HANDSHAKE_S = 1.0
 #: How often a worker that has tasks polls its socket, seconds. Polling after every sample took 3% of its time, and new
 #: or revoked tasks can wait half as long as a result may.
 LOOK_S = 0.03
+#: Half of a window (`workers.WINDOW`). Quick workers that wait for their shard sent half of their results alone.
+MIN_GROUP = 8
 #: How long a worker that cannot watch its shard's process is idle before it repeats its handshake, as its shard may
 #: have been replaced, seconds.
 IDLE_S = 10.0
@@ -59,6 +61,7 @@ class SampleWorker(TaskWorker):
     """
 
     look_s = LOOK_S
+    min_group = MIN_GROUP
 
     def __init__(
         self,

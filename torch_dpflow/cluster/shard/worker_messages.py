@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import msgspec
 
@@ -92,15 +93,18 @@ def detach(kind: int, table: PayloadTable, frames: list[memoryview], reader: Are
         return DetachedPayload(kind, table, [*frames], sum(frame.nbytes for frame in frames))
     if reader is None:
         raise MessageError("a payload refers to shared memory that cannot be read here")
-    copies = [reader.view(block).tobytes() for block in table.blocks]
-    nbytes = sum(frame.nbytes for frame in frames) + sum(map(len, copies))
-    moved = PayloadTable(
-        len(frames) + len(copies),
-        (),
-        _moved(table.head, len(frames)),
-        tuple(_moved(place, len(frames)) for place in table.buffers),
-    )
-    return DetachedPayload(kind, moved, [*frames, *copies], nbytes)
+    parts: list[Frame] = [*frames, *[reader.read(block) for block in table.blocks]]
+    moved = _without_blocks(table.frames, len(table.blocks), table.head, table.buffers, table.alignment)
+    return DetachedPayload(kind, moved, parts, sum(map(len, parts)))
+
+
+@lru_cache(maxsize=256)
+def _without_blocks(
+    frames: int, blocks: int, head: BufferSpan, buffers: tuple[BufferSpan, ...], alignment: int
+) -> PayloadTable:
+    """Return the table of a payload whose blocks have become frames, behind its other frames."""
+    places = tuple(_moved(place, frames) for place in buffers)
+    return PayloadTable(frames + blocks, (), _moved(head, frames), places, alignment)
 
 
 def text_payload(kind: int, text: str) -> DetachedPayload:

@@ -55,6 +55,13 @@ class ArenaReader:
         _hold(memory, segment.memory)
         return memory
 
+    def read(self, ref: BlockRef) -> bytes:
+        """Return a copy of a block, and release the block. Raises the errors of `view`."""
+        segment = self._take(ref)
+        copy = segment.payload(ref.nbytes).tobytes()
+        segment.memory[0] = FREE
+        return copy
+
     def release(self, ref: BlockRef) -> None:
         """Release a block without opening it. Raises the errors of `view`."""
         self._take(ref).memory[0] = FREE

@@ -111,6 +111,8 @@ class PayloadGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True, 
     payload: PayloadTable
     #: Bytes of each payload's only frame, if these are joined to one frame; 0: each payload has separate frames.
     joined: Count = 0
+    #: The block of each payload after the first, which has the table's, if the table has a block and frames are joined.
+    blocks: Annotated[list[BlockRef], msgspec.Meta(max_length=1 << 16)] = []
 
     @property
     def frames_each(self) -> int:

@@ -36,14 +36,16 @@ def group_payloads(
     for number, outcome, table, frames in payloads:
         size = memoryview(frames[0]).nbytes if len(frames) == 1 else 0
         place: int | None = None
-        if 0 < size <= JOINED_BYTES:
-            place = joined.setdefault((id(table), outcome, size), len(groups))
+        if 0 < size <= JOINED_BYTES and len(table.blocks) < 2:
+            layout = table.buffers if table.blocks else table
+            place = joined.setdefault((id(layout), outcome, size), len(groups))
         else:
             size = 0
             if groups and not sizes[-1] and groups[-1].payload is table and groups[-1].kind == outcome:
                 place = len(groups) - 1
         if place is not None and place < len(groups):
             groups[place].numbers.append(number)
+            groups[place].blocks += table.blocks
             parts[place] += frames
             continue
         groups.append(kind([number], outcome, table))
@@ -71,6 +73,9 @@ def split_payloads(groups: Sequence[Group], frames: Sequence[memoryview]) -> lis
         if group.joined:
             parts = [[part] for part in split_frame(frames[begin : begin + 1], group.joined, count)]
             begin += 1
+            if group.blocks:
+                split += _with_own_blocks(group, parts)
+                continue
         else:
             each = group.frames_each
             parts = [[*frames[begin + number * each : begin + (number + 1) * each]] for number in range(count)]
@@ -79,6 +84,18 @@ def split_payloads(groups: Sequence[Group], frames: Sequence[memoryview]) -> lis
     if begin != len(frames):
         raise MessageError(f"a message announces {begin} frames and has {len(frames)}")
     return split
+
+
+def _with_own_blocks(group: Group, parts: list[list[memoryview]]) -> list[tuple[Group, list[list[memoryview]]]]:
+    """Return a group for each payload, with a copy of its frame."""
+    if len(group.blocks) != len(parts) - 1:
+        raise MessageError(f"{len(parts)} payloads came with {len(group.blocks)} blocks after the first")
+    table, kind = group.payload, type(group)
+    tables = [table, *[PayloadTable(1, (block,), table.head, table.buffers, table.alignment) for block in group.blocks]]
+    return [
+        (kind([number], group.kind, own), [[memoryview(bytearray(part))]])
+        for number, own, (part,) in zip(group.numbers, tables, parts)
+    ]
 
 
 def split_frame(frames: Sequence[memoryview], size: int, count: int) -> list[memoryview]:

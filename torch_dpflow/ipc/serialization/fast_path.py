@@ -112,8 +112,13 @@ def _encode_tensor(
             ctypes.memmove(block.address, tensor.data_ptr(), nbytes)
     else:
         _lay_out(tensor, block)
-    place = BufferSpan(-1, 0, nbytes)
-    return PayloadTable(1, (arena.publish(block),), BufferSpan(0, 0, len(head)), (place,)), [head]
+    return PayloadTable(1, (arena.publish(block),), *_layout_in_block(len(head), nbytes)), [head]
+
+
+@lru_cache(maxsize=512)
+def _layout_in_block(head: int, nbytes: int) -> tuple[BufferSpan, tuple[BufferSpan, ...]]:
+    """Return the spans of a head in a frame and of its buffer in a block; the same objects, so payloads are grouped."""
+    return BufferSpan(0, 0, head), (BufferSpan(-1, 0, nbytes),)
 
 
 def _beside(head: bytes, tensor: torch.Tensor, nbytes: int) -> tuple[PayloadTable, list[Frame]]:
