@@ -430,7 +430,7 @@ class DefinedPolicyContract(PolicyContract):
     """For a policy that has an exact definition, whose victims its own must equal, key for key."""
 
     #: How many traces are compared.
-    traces = 25
+    traces = 15
 
     def make_definition(self, *, keys: int, max_items: int | None = None, max_bytes: int | None = None) -> ExactPolicy:
         raise NotImplementedError(f"{type(self).__name__} must say what defines the policy")

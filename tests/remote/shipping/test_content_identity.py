@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -12,7 +13,7 @@ import json
 import pickle
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import new_process
-from tests.new_process import ROOT, interpreter, run_interpreter
+from tests.new_process import ROOT, Interpreter, interpreter, run_interpreter
 from tests.remote.shipping.aliased_pairs import ALIASED
 from tests.remote.shipping.changed_module_pairs import CHANGED, UNREAD
 from tests.remote.shipping.hostile_pairs import HOSTILE
@@ -45,65 +46,82 @@ ALL = [*DIFFER, *CHANGED, *HOSTILE, *ALIASED, *NAMED, *UNREAD, *SAME]
 PROGRAM = "from tests.remote.shipping.identity_sides import main; main()"
 
 
-@pytest.fixture(scope="module")
-def ran() -> list[dict[str, Any]]:
-    """What each script sends, from two processes that differ in hash seed, folder, imports and how they started."""
-    found: list[dict[str, Any]] = []
-    with (
-        interpreter(PROGRAM, "0", "__main__", env={"PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)}) as first,
-        interpreter(PROGRAM, "1", "__mp_main__", env={"PYTHONHASHSEED": "2", "PYTHONPATH": str(ROOT)}) as second,
-    ):
-        for process in (first, second):
-            out, errors = process.communicate()
-            assert process.returncode == 0, errors
-            found.append(json.loads(out))
-    return found
+class Sides:
+    """What each script sends, from two processes that differ in hash seed, folder, imports and how they started.
+
+    They run a group of pairs after another, for which alone a test waits: all take minutes on a busy machine.
+    """
+
+    def __init__(self, processes: Sequence[Interpreter], errors: Sequence[Path]) -> None:
+        self._processes, self._errors = processes, errors
+        self._found: tuple[dict[str, Any], ...] = tuple({} for _ in processes)
+
+    def of(self, pair: str) -> list[dict[str, Any]]:
+        """Return what each side has found of a pair."""
+        for process, errors, found in zip(self._processes, self._errors, self._found):
+            while pair not in found:
+                assert process.stdout is not None
+                line = process.stdout.readline()
+                assert line, errors.read_text()
+                found |= json.loads(line)
+        return [found[pair] for found in self._found]
+
+    def parts(self, pair: str) -> list[Parts]:
+        return [{path: PartDigest(*part) for path, part in found["parts"].items()} for found in self.of(pair)]
 
 
 @pytest.fixture(scope="module")
-def sides(ran: list[dict[str, Any]]) -> list[dict[str, Parts]]:
-    """The parts of each script."""
-    return [
-        {name: {path: PartDigest(*part) for path, part in of["parts"].items()} for name, of in side.items()}
-        for side in ran
-    ]
+def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
+    folder = tmp_path_factory.mktemp("sides")
+    with contextlib.ExitStack() as stack:
+        processes, errors = [], [folder / name for name in ("__main__", "__mp_main__")]
+        for side, path in enumerate(errors):
+            given = {"PYTHONHASHSEED": str(side + 1), "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+            file = stack.enter_context(path.open("w"))
+            process = interpreter(PROGRAM, str(side), path.name, env=given, stderr=file)
+            processes.append(stack.enter_context(process))
+        started = Sides(processes, errors)
+        started.of(ALL[0].name)  # or a test would leave the processes behind that these start
+        yield started
+        for process in processes:
+            process.communicate()
+            assert process.returncode == 0
 
 
 @pytest.fixture(scope="module")
-def loaded(ran: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def loaded(sides: Sides, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """The samples of the second script of each pair that is run, from workers."""
     cases = tmp_path_factory.mktemp("cases") / "cases.json"
-    cases.write_text(json.dumps({name: of for name, of in ran[1].items() if "packed" in of}))
-    with interpreter(PROGRAM, "worker", str(cases), env={"PYTHONPATH": str(ROOT)}) as process:
-        out, errors = process.communicate()
-        assert process.returncode == 0, errors
-    found: dict[str, list[str]] = json.loads(out)
+    cases.write_text(json.dumps({pair.name: sides.of(pair.name)[1] for pair in ALL if pair.is_run}))
+    done = run_interpreter(PROGRAM, "worker", str(cases))
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[str]] = json.loads(done.stdout)
     return found
-
-
-@pytest.mark.parametrize("pair", [one for one in ALL if one.is_run], ids=lambda pair: pair.name)
-def test_a_worker_has_the_samples_of_the_script_or_raises(
-    ran: list[dict[str, Any]], loaded: dict[str, list[str]], pair: Pair
-) -> None:
-    if pair.loads:
-        assert pair.loads in loaded[pair.name][0]
-    else:
-        assert loaded[pair.name] == ran[1][pair.name]["samples"]
 
 
 @pytest.mark.parametrize("pair", [*DIFFER, *CHANGED, *HOSTILE, *ALIASED, *NAMED], ids=lambda pair: pair.name)
-def test_what_differs_is_named(sides: list[dict[str, Parts]], pair: Pair) -> None:
-    here, there = sides[0][pair.name], sides[1][pair.name]
+def test_what_differs_is_named(sides: Sides, pair: Pair) -> None:
+    here, there = sides.parts(pair.name)
     for found in (differences(here, there, ()), differences(there, here, ())):
         assert any(path.startswith(pair.part) for path in found), found
 
 
 @pytest.mark.parametrize("pair", SAME, ids=lambda pair: pair.name)
-def test_what_does_not_differ_is_accepted_or_named_with_its_word(sides: list[dict[str, Parts]], pair: Pair) -> None:
-    here, there = sides[0][pair.name], sides[1][pair.name]
+def test_what_does_not_differ_is_accepted_or_named_with_its_word(sides: Sides, pair: Pair) -> None:
+    here, there = sides.parts(pair.name)
     part = pair.part[1:-1]
     assert [*differences(here, there, ())] == ([part] if part else [])
     assert not differences(here, there, [part] if part else [])
+
+
+@pytest.mark.parametrize("pair", [one for one in ALL if one.is_run], ids=lambda pair: pair.name)
+def test_a_worker_has_the_samples_of_the_script_or_raises(
+    sides: Sides, loaded: dict[str, list[str]], pair: Pair
+) -> None:
+    if pair.loads:
+        assert pair.loads in loaded[pair.name][0]
+    else:
+        assert loaded[pair.name] == sides.of(pair.name)[1]["samples"]
 
 
 @dataclasses.dataclass
