@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import tracemalloc
 from array import array
 from collections import deque
 from collections.abc import Iterator
@@ -355,6 +356,17 @@ def single_tensors(numbers: list[int]) -> list[Any]:
 def test_what_numpy_would_make_other_indices_of_is_refused(given: Any, named: str) -> None:
     with pytest.raises(UsageError, match=named):
         check_indices(given)
+
+
+def test_a_range_of_millions_becomes_no_list() -> None:
+    for numbers in (range(0), range(9, 0, -2), range(2, 50, 7), range(2**62, 2**62 + 3)):
+        assert check_indices(numbers, allow_empty=True).tolist() == [*numbers]
+    tracemalloc.start()
+    try:
+        assert len(check_indices(range(1_000_000))) == 1_000_000
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000  # two arrays, and no million ints
+    finally:
+        tracemalloc.stop()
 
 
 def test_arguments_of_the_wrong_type_are_refused() -> None:

@@ -47,7 +47,7 @@ def check_indices(
         allowed = f"with {size} samples, 0 to {size - 1} are" if size is not None else "numbers below 2**63 - 1 are"
         raise OptionError(f"{name} has {highest}; {allowed} allowed")
     array = given.astype(np.int64)
-    if (repeated := _first_repeated(array)) is not None:
+    if not isinstance(indices, range) and (repeated := _first_repeated(array)) is not None:
         raise OptionError(f"{name} has {repeated} more than once; an epoch reads every sample once")
     return array
 
@@ -68,6 +68,8 @@ def whole_numbers(indices: Indices, name: str = "indices") -> NDArray[Any]:
 
     Raises OptionTypeError: `indices` are not whole numbers in one dimension.
     """
+    if isinstance(indices, range) and all(abs(end) < MAX_SEED for end in (indices.start, indices.stop, indices.step)):
+        return np.arange(indices.start, indices.stop, indices.step, dtype=np.int64)  # a list of millions takes minutes
     if _is_tensor(indices):
         indices = indices.numpy(force=True)
     elif not isinstance(indices, np.ndarray):
