@@ -229,7 +229,16 @@ def test_what_does_not_fit_or_is_none_is_refused(tmp_path: Path) -> None:
             client.push(NAME, np.array([{}], dtype=object))
         with pytest.raises(OptionError, match="single number"):
             client.push(NAME, 3.0)
+        for wrong, reason in (
+            (np.ma.masked_array([1.0, 2.0], mask=[False, True]), "the array is masked, and memory has no masks"),
+            (torch.ones(2, dtype=torch.bfloat16), "a Tensor is no array of numbers or bytes: .*BFloat16"),
+            ([[1], [1, 2]], "a list is no array of numbers or bytes"),
+        ):
+            with pytest.raises(OptionTypeError, match=reason):
+                client.push(NAME, wrong)  # type: ignore[arg-type]
         assert client.cached_datasets() == []
+        learned = client.push("lab/learned:v1", torch.ones(3, 2, requires_grad=True))
+        assert np.array_equal(np.asarray(client.read_batch(learned, range(3))), np.ones((3, 2)))
         turned = client.push(NAME, np.asfortranarray(ROWS[:3].reshape(3, 30)))
         assert np.array_equal(np.asarray(client.read_batch(turned, range(3))), ROWS[:3].reshape(3, 30))
 

@@ -23,6 +23,7 @@ from torch_dpflow.pool.pushing import (
     Transform,
     appended_source,
     check_part,
+    plain_array,
     push,
     push_decoded,
     pushed_source,
@@ -136,7 +137,7 @@ class DataClient:
             UsageError: another array has this name.
             PoolFullError, PeerLostError: as for `preload`.
         """
-        rows = np.asarray(array)
+        rows = plain_array(array)
         source = pushed_source(name, rows)
         push(self._address, source, lambda first, stop: rows[first:stop], progress=progress)
         return source
@@ -165,7 +166,7 @@ class DataClient:
             OptionTypeError: the rows differ from those of the old version in shape or dtype.
             UsageError: no array of this name is completely in memory, or another array has the new name.
         """
-        old, rows = self.array(name), np.asarray(array)
+        old, rows = self.array(name), plain_array(array)
         if any(one.pushed == old and one.loaded < one.records for one in self.cached_datasets()):
             raise UsageError(f"{name} is not completely in memory; complete its push first")
         source = appended_source(old, rows, version)

@@ -143,6 +143,16 @@ def _fill(fd: int, content: memoryview) -> None:
         raise PoolFullError(f"{len(content):,} bytes to push: {error.strerror}; free some memory") from error
 
 
+def plain_array(given: Any) -> _Array:
+    """Return the rows that a program gives as an array. Raises OptionTypeError if numpy cannot hold them."""
+    if isinstance(given, np.ma.MaskedArray):
+        raise OptionTypeError("the array is masked, and memory has no masks; give array.filled(value)")
+    try:
+        return np.asarray(given.detach() if hasattr(given, "detach") else given)
+    except (TypeError, ValueError, RuntimeError) as error:  # bfloat16, rows of several lengths, memory of a GPU
+        raise OptionTypeError(f"a {type(given).__name__} is no array of numbers or bytes: {error}") from error
+
+
 def _bytes_of(array: _Array) -> memoryview:
     if array.dtype.hasobject:
         raise OptionTypeError("an array of Python objects; give one of numbers or bytes")
@@ -179,7 +189,7 @@ def push_decoded(
         PoolFullError, PeerLostError: as for `push`.
     """
     with closing(reader):
-        like = np.asarray(transform(reader.read(0)[0]))
+        like = plain_array(transform(reader.read(0)[0]))
         # Another transform makes another dataset; it is identified as flows' stages are.
         name = f"{stored.ref} by {fingerprint(transform)}"
         shape = [len(stored), *like.shape]
@@ -202,7 +212,7 @@ def _decoded(reader: SampleReader, transform: Transform, like: _Pixels, first: i
     for at, sample in enumerate(reader.read_each(range(first, stop))):
         if isinstance(sample, DPFlowError):
             raise sample
-        one = np.asarray(transform(sample[0]))
+        one = plain_array(transform(sample[0]))
         if (one.dtype, one.shape) != (like.dtype, like.shape):
             raise OptionError(
                 f"the transform gives {one.dtype}{one.shape} for sample {first + at} of {reader.stored.ref}, "
