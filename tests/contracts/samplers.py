@@ -42,7 +42,7 @@ class SamplingContract:
     """The contract of `torch_dpflow.samplers.group`, as tests."""
 
     #: How many random sequences of calls are tried, and their length.
-    examples = 20
+    examples = 30
     calls = 60
 
     def make_group(self, size: int, capacity: int, seed: int) -> SamplingGroup:

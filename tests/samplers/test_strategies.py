@@ -17,7 +17,6 @@ class _Strategy(SamplingContract):
 
 class TestSharedLog(_Strategy):
     strategy = "shared-log"
-    examples = 30
 
 
 class TestDynaGCS(_Strategy):
