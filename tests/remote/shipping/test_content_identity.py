@@ -124,6 +124,29 @@ def test_a_worker_has_the_samples_of_the_script_or_raises(
         assert loaded[pair.name] == sides.of(pair.name)[1]["samples"]
 
 
+RUN_COMPILED = """
+import json, sys
+from tests.remote.shipping.identity_sides import load, run_pair
+from tests.remote.shipping.same_pairs import COMPILED
+found = run_pair(COMPILED, int(sys.argv[1]), "__main__")
+print(json.dumps([found["parts"], found["samples"], load(found)]))
+"""
+
+
+@pytest.mark.slow
+def test_a_function_that_torch_has_compiled_is_the_same_in_another_process() -> None:
+    found = []
+    for side in ("0", "1"):
+        with interpreter(RUN_COMPILED, side, env={"PYTHONHASHSEED": side, "PYTHONPATH": str(ROOT)}) as process:
+            out, errors = process.communicate()
+        assert process.returncode == 0, errors
+        found.append(json.loads(out))
+    (here, samples, loaded), there = found
+    assert samples == loaded
+    assert here
+    assert there == found[0]
+
+
 @dataclasses.dataclass
 class Held:
     value: Any
