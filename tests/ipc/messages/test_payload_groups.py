@@ -81,12 +81,21 @@ def test_samples_in_blocks_with_one_layout_are_one_frame() -> None:
     assert [bytes(part) for _, ((part,),) in split] == [bytes([n] * 8) for n in range(3)]
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [0, 1, 3])
 def test_a_block_too_few_or_too_many_is_refused(count: int) -> None:
     (group,), frames = group_payloads([(n, 0, in_block(n), [b"x" * 8]) for n in range(3)], PayloadGroup)
     group.blocks = [*group.blocks, *group.blocks][:count]
-    with pytest.raises(MessageError, match=f"3 payloads came with {count} blocks"):
+    with pytest.raises(MessageError, match=f"3 payloads came with 1 and {count} blocks"):
         split_payloads([group], received(frames))
+
+
+def test_layouts_that_differ_in_their_heads_are_two_frames() -> None:
+    """The buffers of both are one object."""
+    first = in_block(0)
+    other = PayloadTable(1, in_block(1).blocks, BufferSpan(0, 1, 7), first.buffers)
+    groups, frames = group_payloads([(0, 0, first, [b"x" * 8]), (1, 0, other, [b"x" * 8])], PayloadGroup)
+    assert [(group.numbers, group.payload) for group in groups] == [([0], first), ([1], other)]
+    assert frames == [b"x" * 8] * 2
 
 
 def test_large_neighbours_with_one_table_are_one_group() -> None:

@@ -23,8 +23,9 @@ def group_payloads(
 ) -> tuple[list[Group], list[Frame]]:
     """Group payloads, given as (number, outcome, table, frames); return the groups, and the frames to send with them.
 
-    Small payloads are joined into one frame if they have the same table object, outcome and size. All others stay in
-    order, so that samples' large frames are adjacent; neighbours with the same table object and outcome form a group.
+    Small payloads are joined into one frame if they have the same table object, outcome and size, or tables that differ
+    only by their block. All others stay in order, so that samples' large frames are adjacent; neighbours with the same
+    table object and outcome form a group.
 
     kind: class of the groups.
     """
@@ -32,13 +33,13 @@ def group_payloads(
     parts: list[list[Frame]] = []
     #: Bytes of each payload of a group whose frames are joined; 0: they are not.
     sizes: list[int] = []
-    joined: dict[tuple[int, int, int], int] = {}
+    joined: dict[tuple[object, int, int], int] = {}
     for number, outcome, table, frames in payloads:
         size = memoryview(frames[0]).nbytes if len(frames) == 1 else 0
         place: int | None = None
         if 0 < size <= JOINED_BYTES and len(table.blocks) < 2:
-            layout = table.buffers if table.blocks else table
-            place = joined.setdefault((id(layout), outcome, size), len(groups))
+            layout = (table.head, table.buffers, table.alignment) if table.blocks else id(table)
+            place = joined.setdefault((layout, outcome, size), len(groups))
         else:
             size = 0
             if groups and not sizes[-1] and groups[-1].payload is table and groups[-1].kind == outcome:
@@ -73,14 +74,14 @@ def split_payloads(groups: Sequence[Group], frames: Sequence[memoryview]) -> lis
         if group.joined:
             parts = [[part] for part in split_frame(frames[begin : begin + 1], group.joined, count)]
             begin += 1
-            if group.blocks:
-                split += _with_own_blocks(group, parts)
-                continue
         else:
             each = group.frames_each
             parts = [[*frames[begin + number * each : begin + (number + 1) * each]] for number in range(count)]
             begin += each * count
-        split.append((group, parts))
+        if group.blocks or (group.payload.blocks and count > 1):
+            split += _with_own_blocks(group, parts)
+        else:
+            split.append((group, parts))
     if begin != len(frames):
         raise MessageError(f"a message announces {begin} frames and has {len(frames)}")
     return split
@@ -88,9 +89,9 @@ def split_payloads(groups: Sequence[Group], frames: Sequence[memoryview]) -> lis
 
 def _with_own_blocks(group: Group, parts: list[list[memoryview]]) -> list[tuple[Group, list[list[memoryview]]]]:
     """Return a group for each payload, with a copy of its frame."""
-    if len(group.blocks) != len(parts) - 1:
-        raise MessageError(f"{len(parts)} payloads came with {len(group.blocks)} blocks after the first")
     table, kind = group.payload, type(group)
+    if len(group.blocks) != len(parts) - 1 or len(table.blocks) != 1 or not group.joined:
+        raise MessageError(f"{len(parts)} payloads came with {len(table.blocks)} and {len(group.blocks)} blocks")
     tables = [table, *[PayloadTable(1, (block,), table.head, table.buffers, table.alignment) for block in group.blocks]]
     return [
         (kind([number], group.kind, own), [[memoryview(bytearray(part))]])
