@@ -84,9 +84,10 @@ def _request_table(requests: RequestTable) -> None:
 @validate.register
 def _object_table(table: ObjectTable, readers: Collection[str], jobs: Collection[str]) -> None:
     entries = [entry for same in table._by_key.values() for entry in same]
+    names = set(readers)
     for entry in entries:
-        validate(entry)
-        assert {reader for reader, _ in entry.tickets} <= set(readers)
+        _cache_entry(entry)  # without a dispatch for each of hundreds of thousands
+        assert {reader for reader, _ in entry.tickets} <= names
         assert table._repeatable or not (entry.cached and entry.claimed.issuperset(jobs))
         assert table._spare is None or entry in table._spare or not entry.is_spare
     ready = [entry for entry in entries if entry.ready]

@@ -155,6 +155,11 @@ def test_every_job_gets_every_sample_of_its_plan_whatever_room_there_is(world: W
     for reader in world.readers:
         assert reader.finished, f"{reader.name} waits for {sorted(reader.waiting)} and nothing is under way"
         assert [reader.got[ticket][0] for ticket in range(len(reader.keys))] == reader.keys
+        if not world.cache._kept._repeatable:
+            assert max(Counter(reader.got.values()).values()) == 1, "what is drawn by chance is served once to a job"
+    figures = world.cache.statistics()
+    on_its_way = world.cache.concurrency * max(world.sizes)
+    assert world.worst_held <= figures.capacity_bytes + on_its_way, "more is held than there is room for"
 
 
 @settings(max_examples=50, deadline=None)
@@ -169,16 +174,6 @@ def test_room_may_come_and_go_meanwhile(world: World, rooms: list[int]) -> None:
         pass
     for reader in world.readers:
         assert [reader.got[ticket][0] for ticket in range(len(reader.keys))] == reader.keys
-
-
-@settings(max_examples=50, deadline=None)
-@given(worlds())
-def test_what_is_drawn_by_chance_is_served_once_to_a_job(world: World) -> None:
-    while world.step():
-        pass
-    if not world.cache._kept._repeatable:
-        for reader in world.readers:
-            assert max(Counter(reader.got.values()).values()) == 1
 
 
 @settings(max_examples=50, deadline=None)
@@ -208,15 +203,6 @@ def test_a_frozen_job_does_not_stop_the_others(world: World) -> None:
     while world.step():
         pass
     assert all(reader.finished for reader in world.readers)
-
-
-@settings(max_examples=50, deadline=None)
-@given(worlds())
-def test_no_more_is_held_than_there_is_room_for_and_what_is_on_its_way(world: World) -> None:
-    while world.step():
-        pass
-    figures = world.cache.statistics()
-    assert world.worst_held <= figures.capacity_bytes + world.cache.concurrency * max(world.sizes)
 
 
 @pytest.mark.parametrize("jobs", [2, 3, 4])
