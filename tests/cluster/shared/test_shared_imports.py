@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from examples.cluster import processes, started
 from tests.new_process import ROOT
+from tests.shared_cluster import TestCluster
 from torch_dpflow import DPFlowDataLoader, JobOptions
 
 
@@ -31,22 +31,20 @@ class Parents(Dataset[torch.Tensor]):
         return torch.tensor([os.getpid(), os.getppid(), "psutil" in sys.modules])
 
 
-def test_workers_of_a_flow_are_forked_from_one_process_with_its_modules() -> None:
-    with started() as address:
-        loader = DPFlowDataLoader(
-            Parents(), batch_size=2, num_workers=2, flow="test/parents", address=address, job=JobOptions(idle_s=3.0)
-        )
-        found = torch.cat([*loader])
-        workers, parents = found[:, 0].unique().tolist(), found[:, 1].unique().tolist()
-        (shard,) = [view.pid for view in processes(address) if view.role == "shard"]
-        assert len(workers) <= 2
-        assert len(parents) == 1
-        assert found[:, 2].all()
-        fork_server = psutil.Process(shard).ppid()
-        assert parents != [fork_server]
-        assert psutil.Process(parents[0]).ppid() == fork_server
-        del loader
-        gc.collect()
+def test_workers_of_a_flow_are_forked_from_one_process_with_its_modules(cluster: TestCluster, flow: str) -> None:
+    loader = DPFlowDataLoader(
+        Parents(), batch_size=2, num_workers=2, flow=flow, address=cluster.address, job=JobOptions(idle_s=3.0)
+    )
+    found = torch.cat([*loader])
+    workers, parents = found[:, 0].unique().tolist(), found[:, 1].unique().tolist()
+    assert len(workers) <= 2
+    assert len(parents) == 1
+    assert found[:, 2].all()
+    fork_server = psutil.Process(cluster.process(f"{flow}:v1/", role="shard").pid).ppid()
+    assert parents != [fork_server]
+    assert psutil.Process(parents[0]).ppid() == fork_server
+    del loader
+    gc.collect()
 
 
 UNFIT = """
