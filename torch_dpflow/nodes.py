@@ -122,25 +122,25 @@ class Mapper(DPFlowNode[T]):
     The state holds the source's state before the oldest item that was not delivered, and which later items were
     delivered. So no item is lost or repeated, even with a different number of workers or another platform.
 
-    Random numbers in `fn` are seeded by item, as those of a map-style dataset by batch: they are the same for any
-    number of workers, after a crash and after a resume. (With `num_workers=0` they are the process's own.)
+    Random numbers in `fn` are seeded by item. They are the same for any number of workers, after a crash and after a
+    resume. (With `num_workers=0` they are the process's own.)
 
     Args:
         source: the node whose items are mapped. It is read in the thread that calls `next()`.
         fn: the function of one item. With a start method other than fork it has to be picklable; a platform takes
             lambdas and functions of a notebook too.
         num_workers: processes that call `fn`; 0 calls it in this process.
-        platform: where workers run, if not on this host: "processes", or a platform of `torch_dpflow.remote`.
-        in_order: return results in the order of the source; else as they arrive. A node above that reads items again
-            after a resume, such as torchdata's Unbatcher, loses and repeats items unless they are in order.
-        prefetch_factor: items in flight per worker. None: 2, or more if items are quick: as many as are read and mapped
-            in 0.06 s, at most 128 per worker, and 64 MiB together. Quick items are sent in groups.
+        platform: what runs the workers: a platform of `torch_dpflow.remote`; "processes" as a trial; None: this host.
+        in_order: return results in the order of the source; else as they arrive. Without order, a node above that reads
+            items again after a resume, such as torchdata's Unbatcher, loses and repeats items.
+        prefetch_factor: items in flight per worker. None: 2, or for quick items the number that is read and mapped in
+            0.06 s, at most 128 per worker, and 64 MiB together. Quick items are sent in groups.
         snapshot_frequency: items between two states that are requested from the source, for a source whose state is
             large. The items after a snapshot are read again when resuming, but not mapped again.
         multiprocessing_context: how workers of this host start, as in torch's loader.
         options: a `LoaderOptions`; None for its defaults.
 
-    `next()` raises, each in the place of its item, after which the next item follows:
+    `next()` raises these errors in place of the item that failed. The next call returns the item after it.
 
     - an error of `fn`, with its type, the item's number and the worker's traceback;
     - an error of the source, unchanged;

@@ -55,7 +55,7 @@ def has_spare(count: int) -> bool:
 
 
 def exhausted(what: str) -> DescriptorLimitError:
-    """Return a DescriptorLimitError with the limit and how to raise it. what: as for `require`."""
+    """Return a DescriptorLimitError with the limit and how to raise it. what: see `require`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     shown = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
     advice = (

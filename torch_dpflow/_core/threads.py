@@ -78,7 +78,7 @@ class PeriodicCall(threading.Thread):
         self.wake()
 
     def run(self) -> None:
-        """Run the thread's loop (threading's name)."""
+        """Run the thread's loop; `start` calls it."""
         while not self._stopping:
             wait_s = self._timing.due - time.monotonic()
             if wait_s > 0:
@@ -139,7 +139,7 @@ class AwaitedThread(threading.Thread):
         self._work_is_done = threading.Event()
 
     def run(self) -> None:
-        """Run the target (threading's name)."""
+        """Run the target; `start` calls it."""
         try:
             super().run()
         finally:

@@ -42,7 +42,7 @@ class DatasetReader(SampleReader, Dataset[Sample]):
     """
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
-        """Announce the order of reads to `through`, see `lookahead.announce_order`. Loaders call it before an epoch."""
+        """Announce the order of an epoch's reads to `through`, the nearer source, see `lookahead.announce_order`."""
         if self._through is not None:
             announce_order(self._through, order, spread, extends)
 

@@ -174,7 +174,7 @@ class RemoteDataLoadFlowReader:
     If the first stage has `cache="never"`, samples are kept only while jobs that read together need them.
 
     Args:
-        store: as for `LocalDataLoadFlowReader`.
+        store: see `LocalDataLoadFlowReader`.
         address: the cluster's address; "auto": DPFLOW_ADDRESS, or the cluster on this machine.
         workers: number of loading processes, if this job starts the flow; its loaders have this `num_workers` too.
         job: options of the job; None for the defaults.

@@ -207,7 +207,7 @@ def _of_local_workers(seen: Observed) -> _Verdict:
             "several jobs read this data, share one loading among them (flow=).",
         )
     if share < MIN_PROCESSOR_SHARE:
-        return _of_storage(seen, f"{has}; {1 - share:.0%} of their time they waited, as for reads")
+        return _of_storage(seen, f"{has}; they waited {1 - share:.0%} of their time, for reads for example")
     more = min(4 * seen.num_workers, max(seen.num_workers + 1, math.ceil(seen.processors / share)))
     return "workers", f"Limit: too few workers; {has}.", f"Change: num_workers={more}."
 

@@ -324,7 +324,7 @@ class WorkerIterator(DeliveringIterator):
                 self._shutdown_workers()
 
     def _shutdown_workers(self) -> None:
-        """End the workers (torch's name)."""
+        """End the workers; torch's iterators have this method too."""
         if self._shard is not None:
             self._ended_workers = self._workers
             self._runtime.workload.end()

@@ -47,7 +47,7 @@ class PooledArray(Dataset[Rows]):
 
     Args:
         source: description of the array, from `open_array`, or from `push`, `append` or `array` of `DataClient`.
-        address, connection, trust_network, silence_s: as for `PooledDataset`.
+        address, connection, trust_network, silence_s: see `PooledDataset`.
         read_options: timeouts, retries and concurrency of storage.
 
     Raises OptionError or OptionTypeError if an argument is not allowed.

@@ -38,7 +38,7 @@ class DataClient:
     """Loads datasets and arrays into the memory of a pool server, and reads them.
 
     Args:
-        address, connection, trust_network, silence_s: as for `PooledDataset`.
+        address, connection, trust_network, silence_s: see `PooledDataset`.
         storage_options: fsspec's options for the data of datasets; None for those of their stores.
 
     Raises OptionError or OptionTypeError if an argument is not allowed.
@@ -135,7 +135,7 @@ class DataClient:
         Raises:
             OptionError, OptionTypeError: the array cannot be cached, or the name is invalid.
             UsageError: another array has this name.
-            PoolFullError, PeerLostError: as for `preload`.
+            PoolFullError, PeerLostError: see `preload`.
         """
         rows = plain_array(array)
         source = pushed_source(name, rows)
@@ -158,11 +158,11 @@ class DataClient:
             name: the old version, as `NAMESPACE/NAME:VERSION`.
             array: the rows to add.
             version: the new version; None: the next number.
-            progress: as for `push`.
+            progress: see `push`.
 
         Raises:
             OptionError: `array` has no rows, or the new version's name is invalid or equal to the old one.
-            PoolFullError, PeerLostError: as for `push`.
+            PoolFullError, PeerLostError: see `push`.
             OptionTypeError: the rows differ from those of the old version in shape or dtype.
             UsageError: no array of this name is completely in memory, or another array has the new name.
         """

@@ -94,7 +94,7 @@ class PooledDataset(DatasetReader):
         copy: False returns the pool's memory itself on this host, and receive buffers for large samples of other hosts:
             read-only `memoryview` objects that stay valid while referenced, for decoders that accept them, such as
             `torch_dpflow.vision`. Other samples are bytes.
-        storage_options, read_options, check, on_error: as for `DatasetReader`.
+        storage_options, read_options, check, on_error: see `DatasetReader`.
 
     Raises OptionError or OptionTypeError if an argument is not allowed.
     """

@@ -186,7 +186,7 @@ def push_decoded(
     Raises:
         OptionError: the transform returns arrays of several shapes or dtypes, or ones that cannot be cached.
         StorageError, and the transform's errors: a sample cannot be read or decoded; stripes that were pushed stay.
-        PoolFullError, PeerLostError: as for `push`.
+        PoolFullError, PeerLostError: see `push`.
     """
     with closing(reader):
         like = plain_array(transform(reader.read(0)[0]))

@@ -184,7 +184,7 @@ class RouterLink:
     def rejoin(self, stale: int, given_up: StopSignal | None = None, deadline: float | None = None) -> None:
         """Join again under a new generation, unless another thread has joined again since generation `stale`.
 
-        given_up: as for `draw`. deadline: time by `time.monotonic`; None: `reconnect_timeout_s` from now.
+        given_up: see `draw`. deadline: time by `time.monotonic`; None: `reconnect_timeout_s` from now.
         """
         with self._lock:
             if self._generation == stale:

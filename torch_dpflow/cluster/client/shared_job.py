@@ -172,7 +172,7 @@ class SharedJob:
 
         order: the samples of all batches, if they are known now; shards' caches then keep the samples that are read
             next. If the dataset is a `Subset`, these are places in it, as in the plan.
-        draw_seed: as for `traverse`.
+        draw_seed: with `epoch`, the seed of the random draws; None: the job's seed.
         passed: called for each delivered batch with its number, counted from 0, and its number of samples. It is called
             before the next batch is delivered, or by the reader's `note_delivered`; after an interrupt perhaps twice.
         """

@@ -234,7 +234,7 @@ class FlowRegistry:
     def scale(self, name: str, shards: int | Literal["auto"] | None, workers: int | None) -> Flow:
         """Change a flow's numbers of shards and workers, and return it.
 
-        name: as for `find`.
+        name: see `find`.
         shards: number of shards; "auto": the number that the rate needs. None: no change.
         workers: number of workers of all shards together; None: no change, but at least one for each shard.
 

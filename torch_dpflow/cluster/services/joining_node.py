@@ -86,9 +86,9 @@ class Joining:
         )
 
     def join(self, timeout_s: float = JOIN_S, *, is_over: Callable[[], bool] = lambda: False) -> NodeJoined:
-        """Join the cluster, with repeated attempts until `is_over` returns True.
+        """Join the cluster, with repeated attempts, and return its answer.
 
-        Raises UsageError if the cluster refuses, with its reason, or does not answer within `timeout_s`.
+        Raises UsageError if the cluster refuses, with its reason, or does not answer before the timeout or `is_over`.
         """
 
         def check(error: DPFlowError, is_late: bool) -> None:

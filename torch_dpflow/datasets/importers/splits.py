@@ -124,7 +124,7 @@ def folder_of_split(folders: Sequence[str], split: str, files: Iterable[str] = (
 
     Args:
         folders: the directories in one directory.
-        split: as for `files_of_split`.
+        split: see `files_of_split`.
         files: the files in that directory. A file with the split's exact name takes precedence over a directory with a
             synonym.
 

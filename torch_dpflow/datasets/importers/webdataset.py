@@ -244,9 +244,9 @@ class WebDatasetImporter(ShardImporter):
     The sample's bytes are its main member. Other members of up to 256 bytes of UTF-8 text are annotations under their
     extension, as text. `__parts__` has the offset and length of all others in the shard. `__key__` is the sample's key,
     `__main__` the extension of its main member. As in webdataset, extensions are lower case. Members without an
-    extension, and members whose name begins with `__…__`, belong to no sample. Neither do hidden members, such as the
-    `._0001.jpg` of macOS, although webdataset makes samples of them in directories; nor links and devices, whose bytes
-    are not in the archive. A warning counts members without an extension, hidden members, links and devices.
+    extension, and members whose name begins with `__…__`, belong to no sample. Neither do links, devices and
+    hidden members, such as the `._0001.jpg` of macOS. (webdataset makes samples of hidden members below a directory.)
+    A warning counts members without an extension, hidden members, links and devices.
 
     Args:
         main: the extension of the main member, such as "jpg"; None: the first one that is not text such as cls, txt and

@@ -155,7 +155,7 @@ class Piece(Body, tag=43):
 
 
 class WorkerHeartbeat(Body, tag=44):
-    """Remote worker to shard, periodically, and the shard's answer."""
+    """Heartbeat of a remote worker to its shard, and the shard's answer to it."""
 
     #: Messages that the worker has sent on the other connection so far; 0 in the answer.
     sent: Count

@@ -204,12 +204,12 @@ class Fleet:
         return [one for one in self._workers.values() if one.nonce and not one.is_lost]
 
     def get(self, name: str) -> FleetWorker | None:
-        """Return a worker by its name, if its connections are served or will be; else None."""
+        """Return a worker by its name; None if it is unknown or lost."""
         worker = self._workers.get(name)
         return None if worker is None or worker.is_lost else worker
 
     def by_user(self, user: str) -> FleetWorker | None:
-        """Return a worker by the user of its key, if its connections are served or will be; else None."""
+        """Return a worker by its key's user, such as "3/1"; None if it is unknown or lost."""
         return self.get(self._prefix + user.replace("/", "-"))
 
     def worker_s(self, now: float) -> float:

@@ -224,7 +224,7 @@ class _HeldCall(threading.Thread):
         self.refusal: PlatformError | None = None
 
     def run(self) -> None:
-        """Make the call, and wait for its answer (threading's name)."""
+        """Make the call, and wait for its answer; `start` calls it."""
         try:
             result: End | PlatformError = self._launcher.invoke(self.worker, self._payload)
         except PlatformError as error:

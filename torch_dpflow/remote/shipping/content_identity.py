@@ -117,9 +117,9 @@ def _identify(
 
 
 def own_content(roots: Mapping[str, Any], code: Code) -> tuple[bytes, OwnState]:
-    """Return (archive of own modules, state that their files lack) for the workers of a private loader.
+    """Return (archive of own modules, state to set after their import) for the workers of a private loader.
 
-    Raises OptionError if the user's own modules are too large.
+    Its arguments are those of `identify`. Raises OptionError if the user's own modules are too large.
     """
     with script_by_value():
         walk = _walk(roots, Bulk(), None)

@@ -41,7 +41,7 @@ class PartNode:
 
 
 def joined(own: bytes, parts: Mapping[str, PartNode]) -> bytes:
-    """Return the digest of a part with its inner parts, except optional parts, which are compared separately."""
+    """Return the digest of a part: `own` with its inner parts, except optional parts, which are compared separately."""
     counted = [(name, part.digest) for name, part in parts.items() if not part.optional]
     if not counted:
         return own

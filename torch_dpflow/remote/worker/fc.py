@@ -64,11 +64,11 @@ class RuntimeConnection(BaseHTTPRequestHandler):
         return int(self.connection.fileno())
 
     def do_GET(self) -> None:
-        """Handle a hook of the platform or a health check (http.server's name)."""
+        """Handle a hook of the platform or a health check; http.server calls it."""
         self._serve(b"")
 
     def do_POST(self) -> None:
-        """Handle a hook of the platform or an invocation (http.server's name)."""
+        """Handle a hook of the platform or an invocation; http.server calls it."""
         length = self.headers.get("content-length", "")
         if not length.isascii() or not length.isdecimal() or int(length) > MAX_REQUEST_BYTES:
             self.close_connection = True
