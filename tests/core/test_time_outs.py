@@ -14,8 +14,20 @@ from tests.started_processes import MARK, end_after, started_by
 
 #: Each hangs somewhere else; every second test passes.
 TESTS = """
-import signal, subprocess, threading, time
+import os, signal, subprocess, threading, time
+from contextlib import suppress
+from pathlib import Path
 import pytest
+
+#: What a test starts that takes too long: a length of time that no other process sleeps.
+LONG = f"1000.{os.getpid()}"
+
+def left():
+    found = []
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found += [each] if LONG.encode() in each.read_bytes() else []
+    return found
 
 def time_out():
     "Let this test's time end soon: how long a machine takes for what comes before does not matter."
@@ -28,11 +40,14 @@ def hang():
 
 class Hanging:
     "Where an exception cannot be raised: past the time at which one would be."
+    ended = 0
+
     def __repr__(self):
         time_out()
         begun = time.monotonic()
         while time.monotonic() < begun + 0.3:
             threading.Event().wait(0.01)
+        Hanging.ended += 1
         return "<Hanging>"
 
     def __del__(self):
@@ -50,7 +65,7 @@ def kept():
 
 @pytest.fixture
 def hangs_at_its_start():
-    subprocess.Popen(["sleep", "1000"])
+    subprocess.Popen(["sleep", LONG])
     hang()
 
 @pytest.fixture
@@ -59,17 +74,17 @@ def hangs_at_its_end():
     hang()
 
 def test_in_the_call(kept):
-    subprocess.Popen(["sh", "-c", "sleep 1000 & setsid sleep 1000 & trap '' TERM; wait"])
-    subprocess.Popen(["setsid", "-f", "sleep", "1000"])
+    subprocess.Popen(["sh", "-c", f"sleep {LONG} & setsid sleep {LONG} & trap '' TERM; wait"])
+    subprocess.run(["setsid", "-f", "sleep", LONG])
     hang()
 
 def test_1(kept):
-    assert kept.poll() is None
+    assert kept.poll() is None and not left()
 
 def test_in_setup(hangs_at_its_start): pass
 
 def test_2(kept):
-    assert kept.poll() is None
+    assert kept.poll() is None and not left()
 
 def test_in_teardown(hangs_at_its_end): pass
 
@@ -80,10 +95,13 @@ def test_after_an_error(hangs_at_its_end):
 def test_in_the_report(argument):
     raise ValueError("an error of the test")
 
-def test_3(): pass
+def test_3():
+    assert Hanging.ended, "an exception was raised in the report"
 
 def test_in_a_finalizer():
+    Hanging.ended = 0
     Hanging()
+    assert Hanging.ended, "an exception was raised where it is lost"
     hang()
 
 def test_4(kept):
@@ -105,7 +123,7 @@ OUTCOMES = {
 def test_a_time_out_fails_one_test(tmp_path: Path) -> None:
     (tmp_path / "test_hanging.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", str(ROOT / "setup.cfg"), "-n", "0"]
-    options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestUnraisableExceptionWarning", "--tb", "line"]
+    options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestUnraisableExceptionWarning", "--tb", "long"]
     env = {**os.environ, "COLUMNS": "300"}
     with Interpreter([*command, *options, str(tmp_path)], cwd=ROOT, env=env) as process:
         out, errors = process.communicate()
