@@ -177,6 +177,12 @@ def test_mistakes_in_a_file_are_named(write: Write, text: str, told: str) -> Non
             "python3",
             "DPFLOW_PLATFORM_PROCESSES_PYTHN: platform.processes has no 'pythn'; did you mean 'python'",
         ),
+        (
+            "DPFLOW_PLATFORM_FC_MARGIN_S",
+            "5",
+            "DPFLOW_PLATFORM_FC_MARGIN_S: platform.fc has no 'margin_s'; it is one of",
+        ),
+        ("DPFLOW_PLATFORM_RAY_NAME", "x", "DPFLOW_PLATFORM_RAY_NAME: platform.ray has no 'name'"),
         ("DPFLOW_NETWORK_LISTN", "x", "DPFLOW_NETWORK_LISTN: network has no 'listn'; did you mean 'listen'"),
         ("DPFLOW_NETWORK_LISTEN", "x", "DPFLOW_NETWORK_LISTEN: network.listen='x': must be tcp"),
     ],

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch_dpflow._core.checks import MAX_PORT, check_fields, check_int
@@ -216,9 +216,9 @@ class ClusterManifest:
         default = Kubernetes()
         given = replace(self.workers, namespace="", context="")
         lines = [
-            f"{name} = {toml_of(value)}"
-            for name in Kubernetes.__dataclass_fields__
-            if (value := getattr(given, name)) != getattr(default, name)
+            f"{one.name} = {toml_of(value)}"
+            for one in fields(Kubernetes)
+            if (value := getattr(given, one.name)) != getattr(default, one.name)
         ]
         platform = [] if self.nodes.count else ["[platform.kubernetes]", *lines, ""]
         return "\n".join([*platform, "[autoscale]", f"hold = {toml_of(self.hold_s)}", ""])

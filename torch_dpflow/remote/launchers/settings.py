@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -129,9 +129,9 @@ def read(kinds: Mapping[str, Callable[[], type[Any]]]) -> dict[str, dict[str, Se
 def _setting(source: _Source, table: str, key: str, value: Any, kind: type[Any]) -> Setting:
     place = source.place(table, key)
     types = get_type_hints(kind)
-    fields = [*kind.__dataclass_fields__]
-    if key not in fields:
-        raise OptionError(f"{place}: {table} has no {key!r}{_hint(key, fields)}")
+    names = [one.name for one in fields(kind)]
+    if key not in names:
+        raise OptionError(f"{place}: {table} has no {key!r}{_hint(key, names)}")
     try:
         # Variables are text, whatever the setting is.
         value = converted(value, types[key], strict=bool(source.lines))
