@@ -50,7 +50,7 @@ napoleon_google_docstring, napoleon_numpy_docstring = True, False
 nitpick_ignore_regex = [
     ("py:.*", r"(?!torch_dpflow\.).*"),
     ("py:.*", r"torch_dpflow\.(.+\.)?(T|Read_co|SpecStruct|LookaheadSampler|Files|SourceFiles|SamplePlace|Compared)"),
-    ("py:.*", r"torch_dpflow\.(.+\.)?(FlowSource|StagedDataset|Skips|FlowRecord|FunctionControl)"),
+    ("py:.*", r"torch_dpflow\.(.+\.)?(FlowSource|StagedDataset|Skips|FlowRecord|FunctionControl|FunctionSettings)"),
     ("py:.*", r"torch_dpflow\.(.+\.)?(EpochSampler|HasBlocks|Permutation|RankPart|Index|Rows|ObjectReader)"),
     # Contracts that a suite or an option names: their modules have no page.
     ("py:.*", r"torch_dpflow\.((ipc|cluster|workers)\..+|samplers\.(group|STRATEGIES)|caches\.policy)"),
