@@ -25,6 +25,11 @@ SHARED = ("/memfd:", "/dev/shm/")
 _nothing_at = b""
 
 
+def own_threads() -> frozenset[threading.Thread]:
+    """Return the threads of this package: of the test that runs, and of one that failed before it."""
+    return frozenset(one for one in threading.enumerate() if one.name.startswith("dpflow"))
+
+
 @dataclass(frozen=True)
 class Holdings:
     """What this process holds: each entry names one thing."""

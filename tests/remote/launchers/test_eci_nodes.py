@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.cluster.shared.test_shared_platform import keys as numbers_of
+from tests.holdings import own_threads
 from tests.joined_nodes import await_nodes, nodes_of
 from tests.remote.launchers.eci_server import Group, GroupServer
 from tests.remote.launchers.fc_server.account import KEYS, keys  # noqa: F401 - a fixture
@@ -35,8 +35,9 @@ PLACE = ("--image", "r/i:1", "--vswitch", "vsw-1", "--security-group", "sg-1")
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
     """Instead of the check of all tests: the vendor's client keeps its connections. Of ours nothing is left."""
+    before = own_threads()
     yield
-    wait(lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread")
+    wait(lambda: not own_threads() - before, what="the end of the test's threads")
 
 
 @pytest.fixture

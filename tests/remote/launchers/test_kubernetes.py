@@ -6,7 +6,6 @@ import base64
 import json
 import pickle
 import socket
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from tests.contracts.launchers import PROGRAM, SECRET, LauncherContract, caller, launch_spec_to, name_of
+from tests.holdings import own_threads
 from tests.loader_cases import Unhurried, assert_same, epochs
 from tests.remote.launchers.fates import end_of
 from tests.remote.launchers.kube_server import RULES, KubeServer, kube_server
@@ -64,8 +64,9 @@ def kubeconfig(server: KubeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 @pytest.fixture(autouse=True)
 def no_leaks(server: KubeServer, kubeconfig: Path) -> Iterator[None]:
     """Instead of the check of all tests: no pod is left, and no launch spec."""
+    before = own_threads()
     yield
-    wait(lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread")
+    wait(lambda: not own_threads() - before, what="the end of the test's threads")
     for pod in [*server.pods.values()]:
         if not pod.is_live:  # it ended before the test's `list`, which leaves it to the next look
             pod.delete(0.0)

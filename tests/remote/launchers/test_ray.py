@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -30,6 +29,7 @@ from tests.contracts.launchers import (
     launch_spec_to,
     name_of,
 )
+from tests.holdings import own_threads
 from tests.loader_cases import Augmented, assert_same, epochs
 from tests.remote.launchers.fates import end_of
 from tests.remote.launchers.local_ray import names_in, needs_ray, ray_of, start_node, workers
@@ -68,9 +68,10 @@ def ray() -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def no_leaks(ray: Any) -> Iterator[None]:
     """Instead of the check of all tests: Ray keeps sockets and processes as it likes. Of ours nothing is left."""
+    before = own_threads()
     yield
     wait(lambda: not names_in(launcher_of()) and not workers(), what="the end of all workers")
-    wait(lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread")
+    wait(lambda: not own_threads() - before, what="the end of the test's threads")
 
 
 def launcher_of(detached: bool = False, **settings: Any) -> RayLauncher:

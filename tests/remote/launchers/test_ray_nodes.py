@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from tests.holdings import own_threads
 from tests.loader_cases import Augmented, assert_same
 from tests.remote.launchers.local_ray import add_node, names_in, needs_ray, ray_nodes, workers
 from tests.shared_cluster import wait
@@ -32,9 +32,10 @@ def cluster() -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
     """As in `test_ray`."""
+    before = own_threads()
     yield
     wait(lambda: not names_in(RayLauncher(Ray())) and not workers(), what="the end of all workers")
-    wait(lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread")
+    wait(lambda: not own_threads() - before, what="the end of the test's threads")
 
 
 def remove(cluster: Any, node: Any) -> None:

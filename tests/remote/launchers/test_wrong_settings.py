@@ -6,7 +6,6 @@ The vendors' clients are real, and so are their refusals' forms; the control pla
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.holdings import own_threads
 from tests.new_process import interpreter
 from tests.remote.launchers.function_doubles import NEEDED, FunctionDouble, function_double
 from tests.shared_cluster import PATIENCE_S, wait
@@ -28,8 +28,9 @@ KINDS = {"fc": FunctionCompute, "lambda": Lambda, "kubernetes": Kubernetes}
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
     """Instead of the check of all tests: the vendors' clients keep connections."""
+    before = own_threads()
     yield
-    wait(lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread")
+    wait(lambda: not own_threads() - before, what="the end of the test's threads")
 
 
 @pytest.fixture(autouse=True)

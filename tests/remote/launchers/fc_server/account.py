@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
 
+from tests.holdings import own_threads
 from tests.remote.launchers.fc_server.server import FunctionServer, Key
 from tests.shared_cluster import wait
 
@@ -26,7 +26,8 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def no_leaks(server: FunctionServer) -> Iterator[None]:
     """Instead of the check of all tests: the vendor's client keeps its connections. Of ours nothing is left."""
+    before = own_threads()
     yield
     wait(lambda: not server.live(), what="the end of all workers")
-    wait(lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread")
+    wait(lambda: not own_threads() - before, what="the end of the test's threads")
     server.tasks.clear()  # tests alone use names again

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
 
+from tests.holdings import own_threads
 from tests.remote.launchers.lambda_server import LambdaServer, lambda_server
 from tests.shared_cluster import wait
 
@@ -28,7 +28,8 @@ def credentials(server: LambdaServer, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def no_leaks(server: LambdaServer, credentials: None) -> Iterator[None]:
     """Instead of the check of all tests: environments stay. No call is held, and no function runs."""
+    before = own_threads()
     yield
-    wait(lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread")
+    wait(lambda: not own_threads() - before, what="the end of the test's threads")
     wait(lambda: not server.running, what="the end of all invocations")
     server.faults.clear()
