@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import itertools
 import threading
@@ -154,6 +155,22 @@ class Endless:
     def __iter__(self) -> Any:
         while True:
             yield from self.sampler
+
+
+@pytest.mark.parametrize("factor", [10**9, 2**70])
+def test_prefetching_without_bound_reads_the_epoch(OurLoader: Any, factor: int) -> None:
+    """Torch asks its sampler so often, even if nothing is left."""
+    loader = OurLoader(Indices(20), batch_size=2, num_workers=1, prefetch_factor=factor)
+    assert numbers(loader) == list(range(20))
+
+
+def test_workers_start_while_the_script_waits_to_write_its_stacks(Loader: Any) -> None:
+    """As with pytest's `faulthandler_timeout`. Its thread is not forked: what waits for that thread waits for ever."""
+    faulthandler.dump_traceback_later(3600)
+    try:
+        assert numbers(Loader(Indices(20), batch_size=2, num_workers=2)) == list(range(20))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def test_a_loader_made_endless_and_driven_by_its_parts(Loader: Any) -> None:

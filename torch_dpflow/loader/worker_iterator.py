@@ -220,7 +220,8 @@ class WorkerIterator(DeliveringIterator):
 
     def _submit_ahead(self) -> None:
         for _ in range(max(self._limit.at_start(self._largest), len(self._progress.due))):
-            self._plan_one()
+            if not self._plan_one():
+                return
 
     def _plan_one(self) -> bool:
         """Draw the next batch and submit it; return False if there is none."""

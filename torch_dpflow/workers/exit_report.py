@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -56,8 +57,18 @@ class _Start:
 
     def __init__(self, report: IO[str]) -> None:
         self._report, self._owner = report, os.getpid()
+        self._has_ended = threading.Event()
         sys.meta_path.insert(0, self)
-        faulthandler.dump_traceback_later(STACKS_S, repeat=True, file=report)
+        # Not by faulthandler.dump_traceback_later: in a process that was forked while it ran, it waits without end for
+        # a thread that does not exist there.
+        threading.Thread(target=self._write_stacks, name="dpflow-start", daemon=True).start()
+
+    def _write_stacks(self) -> None:
+        while not self._has_ended.wait(STACKS_S):
+            with suppress(ValueError):  # it is closed
+                faulthandler.dump_traceback(self._report)
+                if self._has_ended.is_set():
+                    self._clear()
 
     def find_spec(self, name: str, *_: object) -> None:
         if os.getpid() == self._owner:
@@ -69,7 +80,7 @@ class _Start:
         with suppress(ValueError):  # code of the user has removed it
             sys.meta_path.remove(self)
         if os.getpid() == self._owner:
-            faulthandler.cancel_dump_traceback_later()
+            self._has_ended.set()
             self._clear()
 
     def _clear(self) -> None:
