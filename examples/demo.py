@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -35,6 +36,7 @@ from examples.demo_acts import (
     partials,
     play,
     resized,
+    start,
     swap,
     tree_cpu_s,
     trial,
@@ -136,6 +138,8 @@ class Demonstration:
         sides = [partials(trial, *given, number, "") for number in range(TRIALS)]
         torchs = play([one[TORCH] for one in sides])
         with started() as address:
+            # Its workers import torchvision once, which torch's have by their fork.
+            play([partial(start, self._options.data, address)])
             around = [view.pid for view in processes(address) if view.pid and view.role == "node"]
             sides = [partials(trial, *given, number, address) for number in range(TRIALS)]
             ours = play([one[OURS] for one in sides], around=around)

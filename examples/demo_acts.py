@@ -116,6 +116,13 @@ def trial(side: str, data: Path, epochs: int, number: int, address: str) -> Play
     return train(loader_of(side, build_dataset(data, "train", IMAGE_SIZE), seed=number, **shared), epochs)
 
 
+def start(data: Path, address: str) -> Played:
+    """Have the flow of the trials start: read one image of it."""
+    dataset = build_dataset(data, "train", IMAGE_SIZE)
+    loader: Any = DPFlowDataLoader(dataset, num_workers=WORKERS, prefetch_factor=1, flow=FLOW, address=address)
+    return Played(images=len(next(iter(loader))[1]))
+
+
 def killed(side: str, data: Path, kill: bool) -> Played:
     """One epoch, in the middle of which a worker gets SIGKILL."""
 
