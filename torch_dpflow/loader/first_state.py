@@ -78,7 +78,7 @@ def _are_same(now: Any, first: Any) -> bool:
 
 
 def _exchange(holder: Any, old: Any, new: Any) -> None:
-    """Put the values of `new` in place of those of `old`, where the holder still has them."""
+    """Replace each value of `old` with the value of `new`, where the holder still has the old one."""
     if isinstance(holder, list):
         if _are_same(holder, old):
             holder[:] = new

@@ -73,8 +73,8 @@ IN_STORAGE_ONLY, ON_ITS_WAY = -1, -2
 class AnnounceAccessPlan(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Request: announce the order in which records will be read, in parts. Answered by Acknowledged.
 
-    It replaces an earlier plan of this name unless it extends it. It then has no answer, as a training loop draws the
-    order meanwhile. The plan ends with the connection.
+    A part that starts a plan replaces an earlier plan of this name. A part that extends a plan has no answer, as a
+    training loop draws the order meanwhile. The plan ends with the connection.
     """
 
     identity: bytes

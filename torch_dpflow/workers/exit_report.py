@@ -57,7 +57,7 @@ class _Start:
 
     def __init__(self, report: IO[str]) -> None:
         self._report, self._owner = report, os.getpid()
-        self._has_ended = threading.Event()
+        self._has_ended, self._writing = threading.Event(), threading.Lock()
         sys.meta_path.insert(0, self)
         # Not by faulthandler.dump_traceback_later: in a process that was forked while it ran, it waits without end for
         # a thread that does not exist there.
@@ -65,10 +65,9 @@ class _Start:
 
     def _write_stacks(self) -> None:
         while not self._has_ended.wait(STACKS_S):
-            with suppress(ValueError):  # it is closed
-                faulthandler.dump_traceback(self._report)
-                if self._has_ended.is_set():
-                    self._clear()
+            with self._writing:
+                if not self._has_ended.is_set():
+                    faulthandler.dump_traceback(self._report)
 
     def find_spec(self, name: str, *_: object) -> None:
         if os.getpid() == self._owner:
@@ -80,8 +79,9 @@ class _Start:
         with suppress(ValueError):  # code of the user has removed it
             sys.meta_path.remove(self)
         if os.getpid() == self._owner:
-            self._has_ended.set()
-            self._clear()
+            with self._writing:
+                self._has_ended.set()
+                self._clear()
 
     def _clear(self) -> None:
         self._report.seek(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ _LISTEN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class FunctionSettings:
+class FunctionSettings(ABC):
     """Base class of the settings of a platform that calls a function for each worker, and bills it."""
 
     name: ClassVar[str]
@@ -70,9 +71,9 @@ class FunctionSettings:
         """Time limit of the function, in seconds; longer than `lifetime`, after which workers exit."""
         return int(self.lifetime_s + self.margin_s)
 
+    @abstractmethod
     def is_near(self) -> bool:
         """Return whether the functions run in an emulator on this host."""
-        raise NotImplementedError
 
     def check_workers(self, workers: int) -> None:
         if not self.max_workers:

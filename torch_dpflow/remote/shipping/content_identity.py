@@ -119,7 +119,7 @@ def _identify(
 def own_content(roots: Mapping[str, Any], code: Code) -> tuple[bytes, OwnState]:
     """Return (archive of own modules, state to set after their import) for the workers of a private loader.
 
-    Its arguments are those of `identify`. Raises OptionError if the user's own modules are too large.
+    It takes the arguments of `identify`. Raises OptionError if the user's own modules are too large.
     """
     with script_by_value():
         walk = _walk(roots, Bulk(), None)
