@@ -28,7 +28,7 @@
     │   ├── ObjectMissingError     (FileNotFoundError)  no such object, bucket or file
     │   ├── AccessDeniedError      (PermissionError)  the storage refuses these credentials or this request
     │   ├── TruncatedObjectError   (EOFError)  fewer bytes than requested
-    │   ├── ChecksumError          (ValueError)  other bytes than the dataset describes
+    │   ├── ChecksumError          (ValueError)  bytes that the dataset does not describe
     │   ├── StorageUnavailableError (ConnectionError)  refused, reset or overloaded, after all retries
     │   └── StorageTimeoutError    (TimeoutError)  no answer in time
     ├── PoolFullError              (MemoryError)  the pool has no capacity for a dataset

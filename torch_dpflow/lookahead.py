@@ -1,7 +1,7 @@
 """Lookahead: one job's future reads as its sampler predicts them, for caches.
 
 The four parts are those of the thesis (3.4.3): of an epoch of `length` samples, `position` have been drawn (S_v); the
-next ones are `certain` (S_c); some of the rest are `likely` soon, with weights (S_uc); the others are unknown (S_uk).
+next ones are `certain` (S_c); further ones are `likely` soon, with weights (S_uc); the others are unknown (S_uk).
 
 Orders are also announced to a dataset before an epoch is read, as a whole or in pieces. A dataset that uses them has a
 method `announce_order(order, spread, extends)`. A dataset that wraps another one forwards the call, with the keys that

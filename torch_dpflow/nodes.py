@@ -48,7 +48,7 @@ class DPFlowNode(BaseNode[T]):  # type: ignore[misc]
     Args:
         loader: the loader, which nothing else iterates meanwhile.
 
-    Raises OptionTypeError: `loader` is of another class.
+    Raises OptionTypeError if `loader` is not a DPFlowDataLoader.
     """
 
     def __init__(self, loader: DPFlowDataLoader[Any]) -> None:
@@ -255,7 +255,7 @@ class StreamReader:
         return {"source": source, "items": number, "skip": consumed - number, "ended": ended}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the source. Raises StateError if it yields other items than it did."""
+        """Restore the source. Raises StateError if its items differ from the earlier ones."""
         self._node.reset(copy.deepcopy(state["source"]))
         self._start(state["items"], state["source"])
         for skipped in range(state["skip"]):

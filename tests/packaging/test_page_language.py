@@ -85,7 +85,8 @@ AVOIDED_IN_PAGES = re.compile(
     r"where (it|they) lies?|as ever|at any size|is told|for ever(?! and)|the like|the rest|in any case|lies|"
     r"(by|for) themselves|less torch's|of the .{1,20}'s own limit|once in many)\b|\bfrom [0-9][\w., ]{0,20} on\b|"
     r"\bsome (?=[0-9])|\b((once|times) an epoch|remove the reason|at hand|for people|likewise)\b|"
-    r"\b(correct|install|keeps?|caches?) what\b|"
+    r"\b(correct|install|keeps?|caches?) what\b|\b(the training's|(an)?other \w+ than)\b|"
+    r"\b(of|in|with) another (type|kind|class|format|shape|length|size|order|`seeding`)|"
     r"\[[^]]*\]\([^)]*\) has (?!a |one )",
     re.IGNORECASE,
 )
@@ -101,10 +102,11 @@ def test_a_word_that_readers_of_pages_stumble_over_is_found() -> None:
     text = (
         "Resume with another number of ranks, anew: one loading beside the other, from 10 samples on, and the rest by "
         "themselves. [Errors](a.md) has the errors, in any case: some 10 of them. Once an epoch, remove the reason. "
-        "Correct what the message names."
+        "Correct what the message names. Rows of another type need other settings than these; the training's end."
     )
     found = ["another number of", "anew", "one loading", "beside", "from 10 samples on", "the rest", "by themselves"]
     found += ["[Errors](a.md) has ", "in any case", "some ", "Once an epoch", "remove the reason", "Correct what"]
+    found += ["of another type", "other settings than", "the training's"]
     assert [one[0] for one in AVOIDED_IN_PAGES.finditer(text)] == found
 
 

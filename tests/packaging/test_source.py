@@ -55,6 +55,7 @@ AVOIDED = re.compile(
     # What a thing is of, without the thing; a step without its name.
     r"|#: [Oo]f (?!these\b)|\n\s+[\w, ]+: of |\b([Uu]nless that was|what is) done\b"
     # A clause where a noun says which value or which errors; a causative in place of an imperative.
+    r"|\btimes? of change\b|\b(an)?other \w+ than\b|\b(of|in|with) another (type|kind|class|format|shape|length|size)\b"
     r"|\b[Rr]eturn what\b|\b[Rr]aises as `|^[Hh]ave (?!been\b)"
 )
 #: Names of other libraries, of variables of the environment, and of examples.
@@ -242,9 +243,20 @@ def test_a_name_that_is_gone_and_a_word_that_is_avoided_are_found() -> None:
     text = "Have it return what it got. Raises as `f`. "
     text += "Whoever calls `nothing.like_this` is told anew, some 10 times in any case."
     text += " As of `X`: once an epoch, likewise from 9 on, in a thread of its own."
+    text += " Of another type, by a time of change."
     text += " #: Of a worker, unless that was done.\n    name: of it."
     found = ["have ", "return what", "raises as `", "whoever", "is told", "anew", "some ", "in any case"]
-    found += ["as of", "once an epoch", "likewise", "from 9 on", "of its own", "#: of ", "unless that was done"]
+    found += [
+        "as of",
+        "once an epoch",
+        "likewise",
+        "from 9 on",
+        "of its own",
+        "of another type",
+        "time of change",
+        "#: of ",
+        "unless that was done",
+    ]
     found += ["\n    name: of "]
     assert [one[0] for one in AVOIDED.finditer(text.lower())] == found
 

@@ -85,7 +85,7 @@ def test_what_a_reader_cannot_read_through_is_refused(stored: StoredDataset, sto
     for wrong in (3, client):
         with pytest.raises(OptionTypeError, match=r"through=.*; give the result of DataClient.samples"):
             DatasetReader(stored, through=wrong)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="samples of another dataset than core/numbers:v1:train"):
+    with pytest.raises(OptionError, match="samples of a dataset other than core/numbers:v1:train"):
         DatasetReader(stored, through=client.samples(others))
 
 

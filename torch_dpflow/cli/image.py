@@ -101,7 +101,7 @@ def find(without: set[str]) -> Found:
 def _is_installed() -> bool:
     """Return whether this package was installed from an index or a wheel, and is not a checkout.
 
-    A checkout's metadata lies next to the package and names no source. Python finds this metadata first in that
+    A checkout's metadata is next to the package and names no source. Python finds this metadata first in that
     directory.
     """
     return bool({"site-packages", "dist-packages"} & set(Path(torch_dpflow.__file__).parts))

@@ -54,9 +54,9 @@ def open_dataset(
     """Open data in place, as a map-style dataset that can be read in any order. No sample is copied.
 
     The index of the samples' positions is built when a source is first opened. The index has one part per
-    object, identified by name, size, and ETag or time of change. Only new and rewritten objects are read again.
-    Processes that open the same source share the work. Objects whose storage reports neither ETag nor time of change
-    are indexed at each opening.
+    object, identified by name, size, and ETag or modification time. Only new and rewritten objects are read again.
+    Processes that open the same source share the work. Objects whose storage reports
+    neither are indexed at each opening.
 
     Args:
         source: a path or URL of an object or a directory; `{000..146}` and `{a,b}` are expanded, `*`, `?` and `[…]`
@@ -81,7 +81,7 @@ def open_dataset(
 
     Raises:
         OptionError, OptionTypeError: an argument is not allowed, or the format cannot be found; there is no such split.
-        SourceError: an object is missing, damaged, cut short, or of another format; a directory has several splits,
+        SourceError: an object is missing, damaged, cut short, or in a different format; a directory has several splits,
             and none is chosen.
         DatasetNotFoundError: no such dataset is stored.
         StorageError: the storage cannot be read.

@@ -32,7 +32,7 @@ class DatasetReader(SampleReader, Dataset[Sample]):
         check: whether to compare each sample with its checksum, if the dataset has one. None: only samples that come
             from storage, as `through` has compared its own. False: no sample; objects of S3 and OSS that were written
             again after their import are read too. Lengths are always compared.
-        on_error: "skip" leaves samples that cannot be read out of a batch, logs them (`torch_dpflow.datasets`) and
+        on_error: "skip" removes unreadable samples from a batch, logs them (`torch_dpflow.datasets`) and
             counts them. A batch without any sample left raises its last error, as does a sample that is read by itself.
         through: a source of samples that is nearer than the storage, such as the result of `DataClient.samples`.
             Samples that this source does not have are read from storage.

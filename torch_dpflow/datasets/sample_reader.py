@@ -91,7 +91,7 @@ class SampleReader:
             check_type("through", through, Through, "the result of DataClient.samples(stored)")
             if not through.is_of(stored):
                 raise OptionError(
-                    f"through= has samples of another dataset than {stored.ref}; give DataClient.samples of this one"
+                    f"through= has samples of a dataset other than {stored.ref}; give DataClient.samples of this one"
                 )
         self.stored = stored
         self._storage_options = None if storage_options is None else dict(storage_options)

@@ -330,7 +330,7 @@ def decode_file(data: bytes, kind: type[_Kind], name: str) -> _Kind:
 
     Raises:
         NewerFormatError: a later release of the library wrote it.
-        DamagedStoreError: the file is not JSON, is of another kind, or violates the schema.
+        DamagedStoreError: the file is not JSON, or violates the schema.
     """
     try:
         if kind is not DatasetShardMeta:  # whose samples are decoded one by one

@@ -74,7 +74,7 @@ class DatasetStore:
         read_options: ReadOptions | None = None,
         **storage_options: Any,
     ) -> DatasetStore:
-        """Open a store, or make an empty one if there is none."""
+        """Open a store, or make an empty one if there is none. Raises the errors of `DatasetStore`."""
         files = Files(url, storage_options, read_options)
         if not files.exists(RECORD):
             with suppress(FileExistsError):  # another process may be faster
@@ -109,7 +109,7 @@ class DatasetStore:
         ]
 
     def versions(self, dataset_id: str) -> list[str]:
-        """Return the published versions of a dataset, v2 before v10."""
+        """Return the published versions of a dataset, v2 before v10; none if there is no such dataset."""
         files = self.files.children(f"{DatasetRef(dataset_id).id}/versions")
         names = [
             file.name.removesuffix(".json") for file in files if file.name.endswith(".json") and not file.is_directory
@@ -235,7 +235,7 @@ class StoredDataset:
         return self.dataset.decode_shard(self.variant_name, number, data, url=join_url(self.url, path))
 
     def sample(self, index: int) -> SampleMeta:
-        """Read the metadata of one sample, with its shard. Raises IndexError."""
+        """Read the metadata of one sample, with its shard. Raises IndexError, or the errors of `shard`."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} is out of range; there are {len(self)}, from 0")
         return next(self.part(index, index + 1))

@@ -62,8 +62,8 @@ class TableDataset(Dataset[Any]):
     processes of the host, so that later epochs can be read in any order. Arrow files on a local disk are mapped as they
     are, and need neither.
 
-    Files are compared with their state at opening: a changed one is an error. If a column has another type in some of
-    the files, such as int32 and int64, or null, values have a type that holds both. Of any number of files, at most 32
+    Files are compared with their state at opening: a changed one is an error. If a column has different types in the
+    files, such as int32 and int64, or null, values have a type that holds both. Of any number of files, at most 32
     are open in a process.
 
     Args:
@@ -77,7 +77,8 @@ class TableDataset(Dataset[Any]):
         memory: maximum bytes of decoded blocks in each process; one block is always kept.
 
     Raises:
-        SourceError: a file is damaged, or has other columns than the first; there is no file, or no file has a row.
+        SourceError: a file is damaged, or its columns differ from those of the first; no file has a row; or there is
+            no file.
         StorageError: a file cannot be read.
         MissingExtraError: pyarrow is not installed.
         OptionError, OptionTypeError: an argument is not allowed.

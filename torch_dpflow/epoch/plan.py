@@ -145,7 +145,7 @@ class Plan:
             self.ended_at = self.drawn
 
     def settle(self, length: int) -> list[Any]:
-        """Draw the rest of the first `length` batches of an epoch now, and return it; `draw` returns it too.
+        """Draw the remaining ones of the first `length` batches of an epoch, and return them; `draw` returns them too.
 
         For an order that is fixed at its first batch (`settled_length`): this draws the same random numbers at the
         same time as that batch.
@@ -339,7 +339,7 @@ def replay(
 
 
 def _after(samples: int, sampler: Any) -> tuple[_Iterated, int | None]:
-    """Draw and drop this many samples; return the iteration of the rest, and the checksum of what was dropped.
+    """Draw and drop this many samples; return the iteration of the others, and the checksum of those that were dropped.
 
     Raises StateError if there are fewer.
     """

@@ -103,7 +103,7 @@ def generator_state(generator: torch.Generator | None) -> str | None:
 
 
 def restore_generator(generator: Generator, state: str) -> None:
-    """Undo `encode_generator`. Raises StateError if the text is of another kind of generator, or of none."""
+    """Undo `encode_generator`. Raises StateError if the text is not from a generator of this kind."""
     try:
         if isinstance(generator, torch.Generator):
             generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))

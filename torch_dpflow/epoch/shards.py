@@ -18,10 +18,10 @@ _KEYS = {"num_shards", "num_replicas", "ranks", "shards"}
 
 
 class ShardedIterableDataset(IterableDataset[Any]):
-    """Base of iterable datasets that read shards, each to its end before the next one.
+    """Base class of iterable datasets. `read_shard`, of the subclass, reads one shard, to its end before the next.
 
     Rank `r` of `R` reads the shards `r`, `r + R`, and so on. Its workers divide these in the same way. A loader's state
-    contains the position in each shard, so a different number of workers or ranks can read the rest of an epoch. The
+    contains the position in each shard, so a different number of workers or ranks can read the remaining epoch. The
     batches then differ, as each worker fills its own batches.
 
     Give at least as many shards as there are workers in all ranks; further workers read nothing. Ranks read the same

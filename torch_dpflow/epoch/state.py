@@ -128,7 +128,7 @@ class StreamState:
 
 @dataclass(kw_only=True)
 class LoaderState:
-    """The position of a loader: the epoch, the batch, and the generators and seeds of the rest of the epoch."""
+    """The position of a loader: the epoch, the batch, and the generators and seeds of the remaining epoch."""
 
     version: int = VERSION
     kind: Literal["map", "iterable"] = "map"

@@ -272,7 +272,9 @@ def save_flow(flow: DataLoadFlow, url: str | os.PathLike[str], **storage_options
     The flow's functions are saved as code, except functions of installed modules, which are saved by name.
 
     Raises:
-        UsageError: `flow` is not a flow, or a part of it cannot be pickled or contains keys of a storage.
+        UsageError: a part of `flow` cannot be pickled, or contains keys of a storage.
+        OptionTypeError: `flow` is not a DataLoadFlow.
+        StorageError: the file cannot be written.
     """
     check_type("flow", flow, DataLoadFlow, "a DataLoadFlow")
     try:
@@ -293,7 +295,7 @@ def save_flow(flow: DataLoadFlow, url: str | os.PathLike[str], **storage_options
 def describe_flow(url: str | os.PathLike[str], **storage_options: Any) -> FlowRecord:
     """Return the description in a flow's file, without running code of it.
 
-    Raises DamagedStoreError, NewerFormatError.
+    Raises DamagedStoreError, NewerFormatError, or StorageError if the file cannot be read.
     """
     return _read(url, storage_options)[0]
 
@@ -304,7 +306,8 @@ def load_flow(url: str | os.PathLike[str], **storage_options: Any) -> DataLoadFl
     Raises:
         DamagedStoreError: the file is damaged, or is not a flow's file.
         NewerFormatError: a later release wrote it.
-        UsageError: another version of Python wrote the file, or the flow needs modules that are not installed.
+        UsageError: a different version of Python wrote the file, or the flow needs modules that are not installed.
+        StorageError: the file cannot be read.
     """
     record, code = _read(url, storage_options)
     printed = without_login(str(url))
@@ -341,7 +344,7 @@ def _unpickled(code: bytes, url: str) -> Any:
     except (ImportError, AttributeError) as error:
         advice = "install the packages that its stages come from, in the versions that it was saved with"
         if (getattr(error, "name", None) or "").startswith("torch_dpflow."):
-            advice = f"another release than {__version__} saved it: save it again with this one"
+            advice = f"a release other than {__version__} saved it: save it again with this one"
         raise UsageError(f"{url} cannot be loaded here: {type(error).__name__}: {error}; {advice}") from error
     except Exception as error:
         raise DamagedStoreError(f"{url} holds no flow: {type(error).__name__}: {error}") from error

@@ -196,11 +196,11 @@ class DataLoadFlowRead:
         prefetch: int | None = None,
         **options: Any,
     ) -> DPFlowDataLoader[Any]:
-        """Make a DPFlowDataLoader whose batches have another random order in each epoch.
+        """Return a DPFlowDataLoader that reads the samples in a new random order in each epoch.
 
         Args:
             batch_size: samples in a batch.
-            collate_fn: makes a batch of a list of samples; None: torch's default.
+            collate_fn: makes a batch from a list of samples; None: torch's default.
             prefetch: number of batches that each worker loads ahead; None: torch's default.
             options: further arguments of the loader, such as `num_workers`, `generator` or `sampler`.
         """

@@ -28,7 +28,7 @@ class MapTransform(Protocol):
         """Return the function's argument, taken from the sample `arg`."""
 
     def process_ret(self, arg: Any, ret: Any) -> Any:
-        """Return the next stage's sample, made of the sample `arg` and the function's result `ret`."""
+        """Return the next stage's sample, made from the sample `arg` and the function's result `ret`."""
 
 
 class SampleTransform:

@@ -244,7 +244,7 @@ def _settled_order(loader: Any, plan: Plan) -> npt.NDArray[np.int64] | None:
         plan.settle(plan.drawn + 1)  # the order's seed is drawn here and now, and not by the reader's thread
         return None
     settled = plan.settle(settled_length(loader._index_sampler, plan.end))
-    # A batch of another type may be an iterator, which can be read once.
+    # Any other batch may be an iterator, which can be read once.
     if not settled or not all(type(batch) in (list, tuple, int) for batch in settled):
         return None
     try:

@@ -272,7 +272,7 @@ class DPFlowDataLoader(DataLoader[T]):
         self._runtime.resumed_end = end_of_epoch(self, state)
         self._runtime.pending = with_seed_of(state, rank)
         set_counted_epoch(self, state)
-        self._iterator = None  # persistent workers have read ahead, and begin epochs in another way than new ones
+        self._iterator = None  # persistent workers have read ahead, and begin epochs differently from new ones
 
     def stats(self) -> LoaderStats:
         """Return the counters of all iterations of this loader; figures of a shared flow are at most a second old."""

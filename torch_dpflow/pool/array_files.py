@@ -186,7 +186,7 @@ def array_ref(url: str | os.PathLike[str], path: str = "") -> str:
 
 
 def array_identity(source: ArraySource) -> bytes:
-    """Return an array's identity: its location, size, time of change or ETag, dtype and shape."""
+    """Return an array's identity: its location, size, modification time or ETag, dtype and shape."""
     servers = [] if is_tag(source.stamp.partition(" ")[2]) else servers_of(source.options)
     where = [source.url or source.ref, source.path, *servers]
     facts = {"where": where, "stamp": source.stamp, "dtype": source.dtype, "shape": source.shape}

@@ -58,7 +58,7 @@ def pushed_source(name: str, array: _Array) -> ArraySource:
 def appended_source(old: ArraySource, array: _Array, version: str | None) -> ArraySource:
     """Describe a further version of a pushed array, which shares every full stripe of the old version, as a source.
 
-    Raises OptionTypeError for rows of another shape or dtype; OptionError for no rows, or an invalid or used name.
+    Raises OptionTypeError for rows of a different shape or dtype; OptionError for no rows, or an invalid or used name.
     """
     if array.dtype.str != old.dtype or [*array.shape[1:]] != old.shape[1:] or not array.ndim:
         raise OptionTypeError(

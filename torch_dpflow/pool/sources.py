@@ -158,7 +158,7 @@ def _check_kind(stored: object) -> None:
 
 def _check_name(found: bytes, wanted: bytes, what: str) -> None:
     if found != wanted:
-        raise DamagedStoreError(f"{what} is another version than the requested one; open it again")
+        raise DamagedStoreError(f"{what} is not the requested version; open it again")
 
 
 def all_samples(stored: StoredDataset) -> Iterator[SampleMeta]:

@@ -175,7 +175,7 @@ class EpochSampler(Sampler[T]):
         self._latest = None
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Restore a position: the next iteration yields the rest of its epoch, or a whole one if nothing is left.
+        """Restore a position: the next iteration yields the remaining epoch, or a whole one if nothing is left.
 
         With a different number of ranks, the remaining samples are divided among them, padded or cut again.
 

@@ -137,7 +137,7 @@ class SharedPass:
     def shared_state(self, consumed: int) -> dict[str, Any] | None:
         """Return the samples that the job has drawn, and those that this rank has not consumed of them.
 
-        Return None if no samples were drawn. Raises StateError if `consumed` lies before the position at which the pass
+        Return None if no samples were drawn. Raises StateError if `consumed` is before the position at which the pass
         was resumed.
         """
         if consumed < self._recorded_from:

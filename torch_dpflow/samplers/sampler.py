@@ -68,7 +68,7 @@ class DynaGCSSampler(EpochSampler[int]):
             `SharedLogGroup`.
 
     Raises:
-        OptionError: a value is out of range, the group is of another strategy or size, or this process is
+        OptionError: a value is out of range, the group has a different strategy or size, or this process is
             outside `ranks`.
         OptionTypeError: an argument is of the wrong type; `data_source` contains bools or numbers that are not whole,
             or has no order.

@@ -139,9 +139,9 @@ class SharedLogGroup(SamplingGroup):
         return self._rngs[member.name].binomial(quota, member.independence)
 
     def _begin(self, member: Member, epoch: int, done: IndexArray) -> SharedEpoch:
-        """Begin the rest of an epoch after `done`, in the order of the job's private permutation.
+        """Begin the remaining epoch after `done`, in the order of the job's private permutation.
 
-        A resumed job that has read the first samples of its permutation continues it. Otherwise the rest is shuffled
+        A resumed job that has read the first samples of its permutation continues it. Otherwise the others are shuffled
         again: in the order of the permutation, the samples that it skipped to follow others would come first.
         """
         # Another job may have the same seed, or the same sum of seed and epoch. Orders that agree place by place put

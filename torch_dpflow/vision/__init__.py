@@ -7,7 +7,7 @@ next to each other in memory. torch's default collate sorts them into planes; `c
     ImageFolder(root, loader=DecodeRandomResizedCrop(224), transform=...)
     DecodedImages(ImageFolder(root).samples, DecodeRandomResizedCrop(224), transform=...)  # quickest
 
-Needs the extra `vision`. The rest of torch_dpflow imports it only on use.
+Needs the extra `vision`. Other modules of torch_dpflow import it only on use.
 """
 
 from torch_dpflow._core.channels_last import collate_channels_last

@@ -5,7 +5,7 @@ makes the batch's memory, writes the rows that it has, and returns the batch as 
 other rows to all workers, each of which collates its rows straight into that memory.
 
 The result equals a batch that one worker loads, because torch's default collate joins rows independently. The batch is
-loaded again as a whole if later rows collate to another shape or type than the first rows, or if they draw random
+loaded again as a whole if later rows collate to a different shape or type, or if they draw random
 numbers that are seeded by batch.
 """
 

@@ -136,7 +136,7 @@ def use_sched_batch() -> bool:
     for results preempt the decoders. Four decoders on two cores then take 5% less processor time per image, or 2 to 3%
     less while shard and jobs run too.
 
-    Linux has custom slices from 6.12 on; before, SCHED_BATCH only keeps these threads from preempting others when they
+    Linux has custom slices since 6.12; before, SCHED_BATCH only keeps these threads from preempting others when they
     wake. A scheduling policy that the user has chosen stays. Nothing changes on another system, or in a sandbox that
     forbids the call.
     """

@@ -459,7 +459,7 @@ def test_decoded_blocks_stay_on_the_disk(remote: Any, oss: OSSServer, tmp_path: 
 
 
 def test_decoded_blocks_of_two_endpoints_do_not_mix(s3_endpoint: str, tmp_path: Path) -> None:
-    """Their objects have the same URL, size and time of change."""
+    """Their objects have the same URL, size and modification time."""
     modified = datetime.now(timezone.utc) - timedelta(seconds=1000)
     with OSSServer() as one, OSSServer() as other:
         for server, first in ((one, 0), (other, 1000)):
@@ -496,7 +496,7 @@ def test_decoded_blocks_are_found_under_a_renewed_signature(tmp_path: Path) -> N
 
 
 def test_an_object_that_is_not_a_minute_old_is_not_kept(remote: Any, oss: OSSServer, tmp_path: Path) -> None:
-    """The time of change of a listing has a resolution of a second: it may be written again in that second."""
+    """The modification time in a listing has a resolution of a second: it may be written again in that second."""
     url, options = remote
     _put(oss, (tmp_path / "a.parquet").read_bytes(), age_s=0)
     folder = url.rpartition("/")[0]

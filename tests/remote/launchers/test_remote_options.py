@@ -189,7 +189,7 @@ def test_what_was_changed_on_its_way_is_not_opened(monkeypatch: pytest.MonkeyPat
     platform = Troubled(python=sys.executable, env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
     options = LoaderOptions(code=[str(tmp_path)])
     loader = DPFlowDataLoader(Indices(4), num_workers=1, platform=platform, options=options)
-    with pytest.raises(WorkerStartError, match=r"(?s)no worker can be had.*has another digest than"):
+    with pytest.raises(WorkerStartError, match=r"(?s)no worker can be had.*does not have the digest"):
         next(iter(loader))
     assert len(changed) == 3
 

@@ -300,8 +300,8 @@ def _first_of_order(size: int, seed: int, position: int, digest: str) -> Marks:
     marks = np.packbits(read)
     if _digest(marks) != digest:
         raise StateError(
-            f"the job's state is damaged, or of another version: the first {position} samples of its order have "
-            "another digest; pass what state_dict() returned, or begin the epoch again"
+            f"the job's state is damaged, or of another version: its digest is not that of "
+            f"the first {position} samples of its order; pass what state_dict() returned, or begin the epoch again"
         )
     return marks
 

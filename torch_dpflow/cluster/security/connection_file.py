@@ -163,7 +163,7 @@ def _read(path: str | os.PathLike[str], what: str, *, missing: str, other: str) 
     """Read and check a file with keys.
 
     what: description of the file, for messages.
-    missing, other: advice if the file is missing, or is of another kind.
+    missing, other: advice if the file is missing, or is not of this kind.
     """
     name = f"{what} {os.fspath(path)!r}"
     try:

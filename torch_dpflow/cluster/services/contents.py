@@ -293,7 +293,7 @@ def _copy(place: ClusterPlace, digest: str, coordinator: str, file: IO[bytes], o
 
     repeat(copy, check, FETCH_S, backoff)
     if hashed.hexdigest() != digest:
-        raise MessageError(f"the fetched content has another digest than {digest}")
+        raise MessageError(f"the fetched content does not have the digest {digest}")
 
 
 def _sweep(folder: Path) -> None:

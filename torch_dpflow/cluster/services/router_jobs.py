@@ -90,7 +90,7 @@ class FlowJob:
                     "all must have the same, and another job another name"
                 )
         if members != self.members:
-            yield f"rank {rank.rank} of job {rank.job!r} joins with other samples than its other ranks"
+            yield f"rank {rank.rank} of job {rank.job!r} joins with samples that differ from its other ranks'"
 
 
 #: Ends a handler in the server's thread; returns its answer.

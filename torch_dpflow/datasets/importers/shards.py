@@ -161,7 +161,7 @@ class ShardImporter(BaseImporter):
 
     @property
     def source(self) -> Mapping[str, Any]:
-        """Description as in `Importer`. Its `state` changes with every object's size and time of change."""
+        """Description as in `Importer`. Its `state` changes with every object's size and modification time."""
         chosen = {} if self._split is None else {"split": self._split}
         described = {"importer": self.name, "source": stored_url(self.files.given), **chosen, **self.settings()}
         state = sha256_of(json.dumps(self.objects()).encode())
@@ -184,7 +184,7 @@ class ShardImporter(BaseImporter):
         """Yield the samples of one object, starting at its first.
 
         Raises:
-            SourceError: the object is damaged, cut short, or of another format.
+            SourceError: the object is damaged, cut short, or in a different format.
         """
         raise NotImplementedError
 

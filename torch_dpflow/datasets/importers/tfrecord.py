@@ -47,7 +47,7 @@ class TFRecordImporter(ShardImporter):
         try:
             return len(head) >= _HEADER and _checksum(head[8:_HEADER]) == masked_crc32c(head[:8])
         except MissingExtraError:
-            return False  # it may be of another format; with format="tfrecord" the package is named
+            return False  # it may be in a different format; with format="tfrecord" the package is named
 
     def scan(self, file: SourceFile, data: ForwardReader) -> Iterator[Item]:
         position = 0

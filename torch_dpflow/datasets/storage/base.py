@@ -7,7 +7,7 @@ equality:
 object               state
 ===================  ===================================================================================
 local file           times of the last change of content and of attributes, ns, and number of the inode
-S3, OSS, web server  its strong ETag, else its weak ETag, its time of change as an HTTP date, or both
+S3, OSS, web server  its strong ETag, else its weak ETag, its modification time as an HTTP date, or both
 any other            the same if fsspec reports them, else one of `_FIELDS`, as in "mtime=1700000000.0"
 ===================  ===================================================================================
 """
@@ -78,7 +78,7 @@ class ByteRange(msgspec.Struct, frozen=True):
     url: str
     start: int = 0
     stop: int | None = None
-    #: Bytes of the whole object if known; an object of another size is an error.
+    #: Bytes of the whole object if known; an object of a different size is an error.
     size: int | None = None
     #: The expected state of the object; another one is an error. None: not checked.
     state: str | None = None
@@ -140,7 +140,7 @@ class Storage(Protocol):
     def fetch(self, span: ByteRange, deadline: float) -> bytes:
         """Return exactly the bytes of `span`, before `deadline` (`time.monotonic()`).
 
-        An object that has another size or state than `span` is an error, if the storage reports them.
+        A size or state that differs from that of `span` is an error, if the storage reports it.
 
         Raises:
             StorageError: a subclass if the cause is known; the message names the object.
@@ -150,7 +150,7 @@ class Storage(Protocol):
         """Return size and state of the object of `span`, whose range is ignored, without reading it.
 
         Raises:
-            StorageError: as `fetch` does, also if the object has another size or state than `span`.
+            StorageError: as `fetch` does, also if size or state differ from those of `span`.
         """
 
     def node(self, url: str) -> str:
@@ -237,7 +237,7 @@ STATE_PATTERN = f"^({_TAG}|W/{_TAG}|W/{_TAG} {_DATE}|{_DATE}|{_LOCAL}|[A-Za-z_]+
 #: Fields of fsspec's file systems that change with each write, the best one first. FTP and the HuggingFace Hub have
 #: some too, but list a directory for them.
 _FIELDS = ("CRC", "generation", "updated", "modificationTime", "mtime", "created")
-#: Age of a time of change, seconds, that allows for clocks that differ.
+#: Age of a modification time, seconds, that allows for clocks that differ.
 _SETTLED_S = 60.0
 
 
@@ -251,7 +251,7 @@ class ObjectState(NamedTuple):
 
 
 def state_of_file(found: os.stat_result) -> str:
-    """Return the state of a local file. Its inode counts as 0 on FUSE, which may renumber a file at each `stat`."""
+    """Return a local file's state: mtime and ctime, ns, and inode. On FUSE the inode may change, so 0 replaces it."""
     inode = found.st_ino if _has_lasting_inodes(found.st_dev) else 0
     return f"{found.st_mtime_ns} {found.st_ctime_ns} {inode}"
 
@@ -362,7 +362,7 @@ def is_tag(state: str) -> bool:
 def is_settled(state: str) -> bool:
     """Return whether a later write to the object will certainly change its state, given the recorded state.
 
-    A time of change has a resolution of a second, so an object that is written twice within a second keeps it.
+    A modification time has a resolution of a second, so an object that is written twice within a second keeps it.
     """
     tag, date = _parts(state)
     return tag[:1] == '"' or (bool(date) and time.time() - parsedate_to_datetime(date).timestamp() > _SETTLED_S)
@@ -378,7 +378,7 @@ def _of_http(tag: str | None, date: str | None) -> str | None:
 
 
 def _date(text: str | None) -> str:
-    """Return a time of change as an HTTP date; "" for other text. Two obsolete forms are allowed (RFC 9110, 5.6.7)."""
+    """Return a modification time as an HTTP date; "" for other text. Two obsolete forms are read (RFC 9110, 5.6.7)."""
     if text is None or re.fullmatch(_DATE, text):
         return text or ""
     try:

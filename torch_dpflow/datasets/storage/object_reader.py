@@ -325,8 +325,8 @@ def disk_cache(options: ReadOptions) -> DiskCache | None:
 @functools.lru_cache(maxsize=64)
 def _warn_without_state(storage: str) -> None:
     DATASETS.warning(
-        "%s reports no state of its objects, neither an ETag nor a time of change: an object that is replaced while it "
-        "is read is noticed by its size only; read it with checksum=, or serve it by a storage that reports one",
+        "%s reports no state of its objects, neither an ETag nor a modification time: an object that is replaced while "
+        "it is read is noticed by its size only; read it with checksum=, or serve it by a storage that reports one",
         storage,
     )
 

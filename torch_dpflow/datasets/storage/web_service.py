@@ -91,7 +91,7 @@ def web_headers(options: Mapping[str, Any]) -> dict[str, str]:
     if unknown:
         raise OptionError(
             f"http:// has no option {unknown}; give headers, username and password, or verify; if the data "
-            "is on another storage than the store, give its options separately"
+            "is not on the storage of the store, give its options separately"
         )
     headers = options.get("headers") or {}
     if not isinstance(headers, Mapping):

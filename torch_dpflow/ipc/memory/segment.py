@@ -346,7 +346,7 @@ def _map_theirs(path: str, size: int, claim: str) -> tuple[memoryview, int]:
 
 def _open(path: str, claim: str) -> int:
     try:
-        # Opening a descriptor of another kind (a pipe, a terminal) must neither block nor set our terminal.
+        # Opening any other descriptor (a pipe, a terminal) must neither block nor set our terminal.
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         if descriptors.is_exhausted(error):

@@ -407,7 +407,7 @@ def encode_body(body: object) -> msgspec.Raw:
 
 
 def decode_body(body: msgspec.Raw, decoder: msgspec.msgpack.Decoder[T]) -> T:
-    """Decode `body` as the decoder's type. Raises MessageError if `body` is of another type or malformed."""
+    """Decode `body` as the decoder's type. Raises MessageError if `body` is malformed or of the wrong type."""
     return _decode(decoder, body)
 
 

@@ -1,7 +1,7 @@
 """RPC client: calls over one connection, from any thread. The client starts no thread.
 
 One of the waiting threads, the leader, reads the socket for all of them. When its own answer has arrived, another
-thread becomes the leader. So a single caller needs no switch between threads, which would cost more than the rest of a
+thread becomes the leader. So a single caller needs no switch between threads, which would cost more than all else in a
 small call.
 """
 

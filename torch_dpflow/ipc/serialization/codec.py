@@ -54,7 +54,7 @@ MAX_LARGE_FRAMES = 1000
 def encode_in(obj: Any, block: Block, arena: Arena) -> tuple[PayloadTable, list[Frame]] | None:
     """Encode `obj`, whose buffers lie in `block`, and publish the block so that other processes can write to it.
 
-    Returns None if a buffer of `obj` lies elsewhere. Raises the error of pickling if a part of `obj` cannot be pickled.
+    Returns None if a buffer of `obj` is elsewhere. Raises the error of pickling if a part of `obj` cannot be pickled.
     """
     pickler = PayloadPickler()
     pickler.dump(obj)
@@ -135,7 +135,7 @@ def decode_heads(
 
 
 def _buffer_beside_head(table: PayloadTable) -> slice | None:
-    """Return the slice of a payload's only buffer, if that lies behind the head in the only frame; else None."""
+    """Return the slice of a payload's only buffer, if that is behind the head in the only frame; else None."""
     head, places = table.head, table.buffers
     if table.frames != 1 or len(places) != 1 or head.part or head.offset or places[0].part:
         return None
@@ -269,7 +269,7 @@ def _load(head: memoryview, buffers: list[memoryview]) -> Any:
 
 
 def _buffers_in_place(table: PayloadTable, frames: Sequence[Frame]) -> list[memoryview] | None:
-    """Return the buffers if each lies in a writable, aligned frame, as is common; otherwise None.
+    """Return the buffers if each is in a writable, aligned frame, as is common; otherwise None.
 
     This is three times as fast as `_Unpacking`, which reports errors.
     """

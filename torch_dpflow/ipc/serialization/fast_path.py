@@ -183,6 +183,6 @@ _QUICK = True
 _QUICK = _writes_as_pickle()
 if not _QUICK:
     TRANSPORT.warning(
-        "this Python writes pickles in another form than torch_dpflow expects: samples are encoded by pickle, which "
+        "this Python writes pickles in an unexpected form: samples are encoded by pickle, which "
         "takes a worker up to 0.2 ms more for each"
     )

@@ -275,7 +275,7 @@ _new_stream: Callable[[], _Stream | _PlainStream] = _Stream
 if not _takes_bytes_apart():
     _new_stream = _PlainStream
     TRANSPORT.warning(
-        "this Python writes pickles in another form than torch_dpflow expects: big bytes objects are sent inside them, "
+        "this Python writes pickles in an unexpected form: big bytes objects are sent inside them, "
         "which takes one copy more"
     )
 

@@ -1,4 +1,4 @@
-"""Layout of a cached dataset: its identity, where each record lies, and which server holds it. Pure.
+"""Layout of a cached dataset: its identity, where each record is, and which server holds it. Pure.
 
 A dataset here is an immutable version of samples. Records of a stored dataset may have any length; records of an array
 have one shape and type. Consecutive records lie together in a stripe, which one server holds. A record's place in its

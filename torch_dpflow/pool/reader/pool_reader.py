@@ -93,7 +93,7 @@ class PoolReader:
 
         copy: False returns read-only memoryviews: of mapped memory, and of receive buffers, which are reused once no
             view is left.
-        lengths: length of each record, None if unknown. A record of another length is not accepted from other hosts.
+        lengths: length of each record, None if unknown. A record of a different length is refused from other hosts.
         plan: name of the access plan that this process or its parent announced.
         """
         with self._lock:

@@ -70,18 +70,19 @@ _LOOK_S = 1.0
 
 
 class DataServer:
-    """Caches datasets for the processes of this user on this host, and of its cluster on other hosts.
+    """Pool server: caches datasets for processes of this user on this host, and of its cluster on other hosts.
 
     Args:
-        memory_bytes: limit of samples in memory.
-        address: directory of its socket; "auto" as for clients.
+        memory_bytes: maximum memory for samples, bytes.
+        address: directory of the server's socket; "auto" as for clients.
         idle_s: how long a dataset that was not preloaded stays when no process reads it, seconds. The leader decides.
-        ahead_bytes: additional memory for reading ahead what does not fit; None for an eighth of `memory_bytes`, up to
-            `MAX_AHEAD_BYTES`.
-        listen: address at which other hosts reach this server; None if they do not.
+        ahead_bytes: additional memory for reading ahead samples that do not fit, bytes; None for an eighth of
+            `memory_bytes`, up to `MAX_AHEAD_BYTES`.
+        listen: address for other hosts, from `find_address("tcp://HOST:PORT", FILE)`; None: this host only.
         join: address of the leader of a pool to join; None to lead a new pool.
 
     Raises:
+        OptionTypeError: a value is of the wrong type.
         OptionError: a value is not allowed; another server has this address; the directory is open to other users; or
             there are no keys for other hosts.
     """

@@ -136,7 +136,7 @@ class HeldDataset:
     def push(self, stripe: int, fds: Sequence[int]) -> RecordStates:
         """Copy a stripe from sealed memory. A stripe that is already loaded stays unchanged.
 
-        Raises UsageError if the stripe has no place, or the memory has another size.
+        Raises UsageError if the stripe has no place, or the memory has the wrong size.
         """
         if self._reader is not None or stripe not in self._segment_of or len(fds) != 1:
             raise UsageError(f"stripe {stripe} of {self.source.ref} cannot be pushed: it has no place here")

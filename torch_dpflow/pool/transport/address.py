@@ -68,7 +68,9 @@ def find_address(
     *,
     trust_network: bool = False,
 ) -> PoolAddress:
-    """Resolve the arguments of a user, or for "auto" and None the variables `DPFLOW_POOL` and `DPFLOW_POOL_CONNECTION`.
+    """Return the address that a user's arguments name.
+
+    "auto" and None stand for the variables `DPFLOW_POOL` and `DPFLOW_POOL_CONNECTION`, if they are set.
 
     Raises OptionTypeError or OptionError if the address is neither a directory nor tcp://HOST:PORT.
     """
@@ -104,8 +106,8 @@ def find_directory(address: str | os.PathLike[str] = "auto") -> Path:
     address = check_path("address", address, '"auto" or the path of a directory')
     if address == "" or "://" in address:
         raise OptionError(
-            f'address={address!r} is no directory, which a server of this host has; give "auto" or the path '
-            "of one, and what other hosts reach it at as --listen or listen="
+            f'address={address!r}: a server needs a directory of this host; give "auto" or a path here, and the '
+            "address for other hosts as --listen or listen="
         )
     found = Path(address).absolute()
     if len(os.fsencode(found / _SOCKET)) > _MAX_PATH_BYTES:

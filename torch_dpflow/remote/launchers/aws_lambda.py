@@ -62,7 +62,7 @@ class Lambda(FunctionSettings):
 
     Raises:
         OptionError: a value is out of range.
-        OptionTypeError: a value is of another type.
+        OptionTypeError: a value is of the wrong type.
     """
 
     memory: str = "2GiB"

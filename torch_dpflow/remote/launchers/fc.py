@@ -173,7 +173,7 @@ class FunctionCompute(FunctionSettings):
 
     Raises:
         OptionError: a value is out of range.
-        OptionTypeError: a value is of another type.
+        OptionTypeError: a value is of the wrong type.
     """
 
     region: str = "cn-hangzhou"

@@ -75,7 +75,7 @@ class Kubernetes:
 
     Raises:
         OptionError: a value is out of range.
-        OptionTypeError: a value is of another type.
+        OptionTypeError: a value is of the wrong type.
     """
 
     image: str = ""

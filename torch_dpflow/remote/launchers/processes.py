@@ -254,7 +254,7 @@ class Processes:
 
     Raises:
         OptionError: a variable of `env` has a name or value that no process can have.
-        OptionTypeError: a value is of another type.
+        OptionTypeError: a value is of the wrong type.
     """
 
     python: str = ""

@@ -86,7 +86,7 @@ class Ray:
 
     Raises:
         OptionError: a value is out of range, or the address is malformed or an address of Ray Client (`ray://`).
-        OptionTypeError: a value is of another type.
+        OptionTypeError: a value is of the wrong type.
     """
 
     cpus: float = 1.0

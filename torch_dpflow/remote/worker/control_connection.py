@@ -124,7 +124,7 @@ class ControlConnection(threading.Thread):
             raise result
         for digest, data in result[1].items():
             if hashlib.sha256(data).hexdigest() != digest:
-                raise MessageError(f"what has come has another digest than {digest}: it was changed on its way")
+                raise MessageError(f"the received data does not have the digest {digest}: it was changed on its way")
         return result
 
     def connect(self) -> CountedConnection:
