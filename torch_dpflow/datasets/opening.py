@@ -53,10 +53,9 @@ def open_dataset(
 ) -> OpenedDataset | TableDataset:
     """Open data in place, as a map-style dataset that can be read in any order. No sample is copied.
 
-    The index of the samples' positions is built when a source is first opened. The index has one part per
-    object, identified by name, size, and ETag or modification time. Only new and rewritten objects are read again.
-    Processes that open the same source share the work. Objects whose storage reports
-    neither are indexed at each opening.
+    The index of the samples' positions is built when a source is first opened. It has one part per object, identified
+    by name, size, and ETag or modification time. Only new and rewritten objects are read again. Processes that open the
+    same source share the work. Objects whose storage reports neither ETag nor time are indexed at each opening.
 
     Args:
         source: a path or URL of an object or a directory; `{000..146}` and `{a,b}` are expanded, `*`, `?` and `[…]`

@@ -77,8 +77,7 @@ class TableDataset(Dataset[Any]):
         memory: maximum bytes of decoded blocks in each process; one block is always kept.
 
     Raises:
-        SourceError: a file is damaged, or its columns differ from those of the first; no file has a row; or there is
-            no file.
+        SourceError: a file is damaged, or differs from the first in its columns; there is no file, or none has a row.
         StorageError: a file cannot be read.
         MissingExtraError: pyarrow is not installed.
         OptionError, OptionTypeError: an argument is not allowed.

@@ -272,8 +272,8 @@ def save_flow(flow: DataLoadFlow, url: str | os.PathLike[str], **storage_options
     The flow's functions are saved as code, except functions of installed modules, which are saved by name.
 
     Raises:
-        UsageError: a part of `flow` cannot be pickled, or contains keys of a storage.
         OptionTypeError: `flow` is not a DataLoadFlow.
+        UsageError: a part of it cannot be pickled, or contains keys of a storage.
         StorageError: the file cannot be written.
     """
     check_type("flow", flow, DataLoadFlow, "a DataLoadFlow")
@@ -293,10 +293,7 @@ def save_flow(flow: DataLoadFlow, url: str | os.PathLike[str], **storage_options
 
 
 def describe_flow(url: str | os.PathLike[str], **storage_options: Any) -> FlowRecord:
-    """Return the description in a flow's file, without running code of it.
-
-    Raises DamagedStoreError, NewerFormatError, or StorageError if the file cannot be read.
-    """
+    """Return a saved flow's description; runs no code. Raises DamagedStoreError, NewerFormatError, StorageError."""
     return _read(url, storage_options)[0]
 
 

@@ -76,8 +76,7 @@ class DataServer:
         memory_bytes: maximum memory for samples, bytes.
         address: directory of the server's socket; "auto" as for clients.
         idle_s: how long a dataset that was not preloaded stays when no process reads it, seconds. The leader decides.
-        ahead_bytes: additional memory for reading ahead samples that do not fit, bytes; None for an eighth of
-            `memory_bytes`, up to `MAX_AHEAD_BYTES`.
+        ahead_bytes: additional memory for reading ahead; None: an eighth of `memory_bytes`, at most `MAX_AHEAD_BYTES`.
         listen: address for other hosts, from `find_address("tcp://HOST:PORT", FILE)`; None: this host only.
         join: address of the leader of a pool to join; None to lead a new pool.
 

@@ -68,9 +68,7 @@ def find_address(
     *,
     trust_network: bool = False,
 ) -> PoolAddress:
-    """Return the address that a user's arguments name.
-
-    "auto" and None stand for the variables `DPFLOW_POOL` and `DPFLOW_POOL_CONNECTION`, if they are set.
+    """Return the named address; "auto" and None stand for `DPFLOW_POOL` and `DPFLOW_POOL_CONNECTION`, if set.
 
     Raises OptionTypeError or OptionError if the address is neither a directory nor tcp://HOST:PORT.
     """
