@@ -16,7 +16,7 @@ from tests.new_process import interpreter
 from tests.shared_cluster import free_port
 from tests.worker_cases import has_ended
 from torch_dpflow.cli.main import root
-from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
+from torch_dpflow.cluster.security.connection_file import NODE_SOCKET, generate_keys, write_connection_file
 
 COMMANDS = [["status"], ["top"], ["down"], ["flow", "list"], ["flow", "show", "x"], ["flow", "delete", "x"]]
 COMMANDS.append(["flow", "scale", "x", "--shards", "2"])
@@ -35,9 +35,11 @@ def refused(result: Result, message: str, *, code: int = 1) -> None:
     assert len(last) == 1, result.output
 
 
-def test_a_name_that_is_no_text_is_refused(gone: str) -> None:
+def test_a_name_that_is_no_text_is_refused(taken: int) -> None:
     arguments = ("flow", "scale", "a\udcff", "--shards", "2")
-    refused(run(*arguments, "--address", gone), "'a\\udcff' cannot be sent: surrogates not allowed")
+    refused(
+        run(*arguments, "--address", f"tcp://127.0.0.1:{taken}"), "'a\\udcff' cannot be sent: surrogates not allowed"
+    )
 
 
 @pytest.fixture
@@ -223,6 +225,20 @@ def test_a_second_cluster_does_not_take_the_place_of_the_first_which_ends_its_fo
     finally:
         first.stop()
     assert has_ended(fork_server)
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, ["workers"]], ids=" ".join)
+@pytest.mark.parametrize("scheme", ["tcp", "ipc", "left behind"])
+def test_where_nothing_listens_no_command_waits(
+    command: list[str], scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch_dpflow.cli.cluster_views.ANSWER_S", 10.0**6)
+    address = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"ipc://{tmp_path}/coordinator"
+    if scheme == "left behind":  # by processes that were killed
+        for name in ("coordinator", NODE_SOCKET):
+            with socket.socket(socket.AF_UNIX) as killed:
+                killed.bind(str(tmp_path / name))
+    refused(run(*command, "--address", address), f"nothing listens at {address}; is the cluster up?")
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -49,6 +49,8 @@ from torch_dpflow.pool.transport.data_frames import (
 )
 
 COUNT = 40
+#: A million frames take 70 s of a processor without other work, and several times that beside other tests.
+LONG = [pytest.mark.slow, pytest.mark.timeout(1200)]
 #: What a server's memory may vary by while unauthenticated peers come and go, bytes.
 SLACK_BYTES = 16 << 20
 
@@ -77,7 +79,7 @@ def malformed(chance: random.Random) -> bytes:
     return bytes(frame) if chance.random() < 0.8 else chance.randbytes(chance.randrange(1, 100))
 
 
-@pytest.mark.parametrize("frames", [5_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("frames", [5_000, pytest.param(1_000_000, marks=LONG)])
 def test_frames_of_any_bytes_are_taken_or_refused(frames: int) -> None:
     chance = random.Random(1)
     refused, buffer = 0, bytearray()

@@ -81,12 +81,7 @@ def status(address: str, as_json: bool, ended: bool) -> None:
 @address_option
 @json_option
 @click.option(
-    "--interval",
-    type=float,
-    callback=seconds_of,
-    default=1.0,
-    show_default=True,
-    help="Seconds between updates.",
+    "--interval", type=float, callback=seconds_of, default=1.0, show_default=True, help="Seconds between updates."
 )
 @click.option("--count", type=click.IntRange(min=1), help="Number of updates; by default until Ctrl-C.")
 def top(address: str, as_json: bool, interval: float, count: int | None) -> None:

@@ -24,6 +24,7 @@ from torch_dpflow.cluster.security.connection_file import NODE_SOCKET, find_clus
 from torch_dpflow.errors import DeadlineError, DPFlowError, ErrorKind, RemoteCallError, UsageError
 from torch_dpflow.ipc.messages.remote_worker import RemoteWorkerView
 from torch_dpflow.ipc.rpc import ClientOptions, RpcClient
+from torch_dpflow.ipc.transport import is_refused
 
 #: Timeouts: of a coordinator's answer, of its start once it answers, and of a node's answer, seconds.
 ANSWER_S, READY_S, NODE_S = 10.0, 3.0, 10.0
@@ -37,7 +38,17 @@ address_option = click.option(
 
 
 def connect(address: str) -> RpcClient:
-    return find_cluster(address).connect(timeout_s=ANSWER_S)
+    """Return a client of the coordinator. Raises UsageError if neither it nor a node next to it listens."""
+    cluster = find_cluster(address)
+    if is_refused(cluster.address) and (not (node := _node_at(cluster.address)) or is_refused(node)):
+        raise UsageError(f"nothing listens at {cluster.address}; is the cluster up? Start one by `dpflow up`")
+    return cluster.connect(timeout_s=ANSWER_S)
+
+
+def _node_at(coordinator: str) -> str:
+    """Return the address of the node that started a coordinator of this host; empty for one that is reached by tcp."""
+    scheme, _, path = coordinator.partition("://")
+    return f"ipc://{Path(path).parent / NODE_SOCKET}" if scheme == "ipc" else ""
 
 
 def ask(coordinator: RpcClient, method: str, kind: Any, body: Any = None, *, doubt: str = "") -> Any:
@@ -52,7 +63,7 @@ def ask(coordinator: RpcClient, method: str, kind: Any, body: Any = None, *, dou
     def check(error: DPFlowError, is_late: bool) -> None:
         if isinstance(error, DeadlineError):
             address = coordinator.address
-            text = f"no cluster answers at {address} within {ANSWER_S:g} s; is it up?"
+            text = f"no cluster answers at {address} within {ANSWER_S:g} s; is it up, or is another program there?"
             raise UsageError(" ".join(filter(None, [text, keys_hint(address), doubt]))) from error
         if not isinstance(error, RemoteCallError) or error.kind not in (ErrorKind.USAGE, ErrorKind.OVERLOADED):
             raise error
@@ -70,17 +81,14 @@ def ask_views(coordinator: RpcClient) -> tuple[list[FlowView], list[ProcessView]
 
 def end_cluster(coordinator: RpcClient) -> None:
     """Stop a cluster through its coordinator, else through its node on this host. Raises the errors of `ask`."""
-    scheme, _, path = coordinator.address.partition("://")
-    node = Path(path).parent / NODE_SOCKET
-    was_here = scheme == "ipc" and node.exists()
+    node = _node_at(coordinator.address)
+    was_here = not is_refused(node) if node else False
     try:
         ask(coordinator, "stop", None, doubt="To end what is left of it, end the process of `dpflow up`.")
     except UsageError as error:
-        if not isinstance(error.__cause__, DeadlineError) or scheme != "ipc":
-            raise
         # The coordinator may have ended before its answer was sent, or may just be starting.
-        has_ended = _stop_node(f"ipc://{node}") if node.exists() else was_here
-        if not has_ended:
+        is_late = isinstance(error.__cause__, DeadlineError)
+        if not (is_late and node and (was_here if is_refused(node) else _stop_node(node))):
             raise
 
 
@@ -214,12 +222,7 @@ def print_top(figures: ClusterFigures, earlier: ClusterFigures | None, *, clear:
     for row in figures.flows:
         counts = _counts(row.jobs, row.shards)
         flows.add_row(
-            row.flow,
-            state_words(row.state),
-            *counts,
-            *_cells(row.figures),
-            str(row.restarts),
-            row.limited_by or "-",
+            row.flow, state_words(row.state), *counts, *_cells(row.figures), str(row.restarts), row.limited_by or "-"
         )
     console.print(flows)
     _print_shards(console, figures)

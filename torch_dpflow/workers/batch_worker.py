@@ -111,9 +111,7 @@ def _fillers(dataset: Any, method: str) -> list[Any] | None:
 
 
 def _collate_tensors(
-    batch: tuple[torch.Tensor, ...] | list[torch.Tensor],
-    *,
-    collate_fn_map: dict[Any, Callable[..., Any]] | None = None,
+    batch: tuple[torch.Tensor, ...] | list[torch.Tensor], *, collate_fn_map: dict[Any, Callable[..., Any]] | None = None
 ) -> Any:
     first = batch[0]
     if _is_dense(first) and set(map(type, batch)) == {torch.Tensor}:

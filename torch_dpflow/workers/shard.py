@@ -322,9 +322,7 @@ class Shard:
         self._apply(self._scheduler.exchange(worker, list(results), exchange.started, self._clock()), results)
 
     def _apply(
-        self,
-        instructions: Sequence[SchedulerInstruction],
-        results: Mapping[int, tuple[Finished, Any]] = _NO_RESULTS,
+        self, instructions: Sequence[SchedulerInstruction], results: Mapping[int, tuple[Finished, Any]] = _NO_RESULTS
     ) -> None:
         windows: dict[int, Window] = {}
         for instruction in instructions:

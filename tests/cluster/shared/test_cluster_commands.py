@@ -25,7 +25,7 @@ from torch_dpflow.cli.main import root
 from torch_dpflow.cluster.client.open_job import SharedJob
 from torch_dpflow.cluster.security.connection_file import NODE_SOCKET
 from torch_dpflow.ipc.rpc import RpcServer
-from torch_dpflow.ipc.transport import listen
+from torch_dpflow.ipc.transport import is_refused, listen
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_commands_end_while_nothing_answers_and_down_does_without_a_coordinator(
         for arguments, is_sent in ((["scale", "images", "--shards", "2"], True), (["delete", "images"], False)):
             refused = run("flow", *arguments, "--address", own_cluster.address)
             assert refused.exit_code == 1
-            assert "within 1 s; is it up?" in refused.output
+            assert "within 1 s; is it up, or is another program there?" in refused.output
             assert (doubt in refused.output) == is_sent  # `delete` requests the versions first
         refused = run("down", "--address", own_cluster.address)
         assert refused.exit_code == 1
@@ -171,6 +171,7 @@ def test_down_ends_a_cluster_that_is_still_coming_up(tmp_path: Path, monkeypatch
 
     thread = threading.Thread(target=come_up, daemon=True)
     thread.start()
+    wait(lambda: not is_refused(address), what="the coordinator's socket")
     assert run("down", "--address", address).exit_code == 0
     thread.join(150)
     assert not thread.is_alive()

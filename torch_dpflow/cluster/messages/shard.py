@@ -18,6 +18,9 @@ from torch_dpflow.ipc.messages.headers import Frame, PayloadGroup, PayloadTable,
 
 #: How many workers a sample may kill before it is reported as poisoned.
 POISON_LIMIT = 3
+#: Tasks that a worker holds. Results of some are sent in one message, and the others run meanwhile. This is half of
+#: what torch's loader queues for a worker, with batches of 16.
+WINDOW = 16
 #: Maximum number of samples that a job may have requested ahead of need and not received, of all shards together; and
 #: also maximum number that it waits for, of one shard.
 MAX_WANTS = 1 << 16

@@ -14,7 +14,7 @@ from torch_dpflow._core.processor_time import taken_by
 from torch_dpflow._core.stage_clock import timed
 from torch_dpflow._core.torch_private import set_worker_signal_handlers
 from torch_dpflow.cluster.control.supervision import UP
-from torch_dpflow.cluster.messages.shard import FAILED, GREETING, SAMPLE, WorkerArguments
+from torch_dpflow.cluster.messages.shard import FAILED, GREETING, SAMPLE, WINDOW, WorkerArguments
 from torch_dpflow.cluster.services.contents import open_content
 from torch_dpflow.cluster.services.service import COORDINATOR, ClusterPlace, HeartbeatSender, ServiceSpec, locate
 from torch_dpflow.cluster.shard.sample_source import SampleSource
@@ -38,8 +38,6 @@ HANDSHAKE_S = 1.0
 #: How often a worker that has tasks polls its socket, seconds. Polling after every sample took 3% of its time, and new
 #: or revoked tasks can wait half as long as a result may.
 LOOK_S = 0.03
-#: Half of a window (`workers.WINDOW`). Quick workers that wait for their shard sent half of their results alone.
-MIN_GROUP = 8
 #: How long a worker that cannot watch its shard's process is idle before it repeats its handshake, as its shard may
 #: have been replaced, seconds.
 IDLE_S = 10.0
@@ -61,7 +59,7 @@ class SampleWorker(TaskWorker):
     """
 
     look_s = LOOK_S
-    min_group = MIN_GROUP
+    min_group = WINDOW // 2  # quick workers that wait for their shard sent half of their results alone
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from torch_dpflow.cluster.messages.shard import (
     POISONED,
     SAMPLE,
     SHARD_ID_BYTES,
+    WINDOW,
     WORKERLESS,
     pack_task,
 )
@@ -35,10 +36,9 @@ from torch_dpflow.workers.platform import FALSE_STARTS, RETRY_S
 from torch_dpflow.workers.scheduler.machine import Scheduler
 from torch_dpflow.workers.shard import UNREACHABLE, Shard
 
-#: Tasks that a worker holds. Results of some are sent in one message, and the others run meanwhile. This is half of
-#: what torch's loader queues for a worker, with batches of 16. Workers of this host hold more tasks, up to
-#: QUICK_WINDOW, if they run all of them within WINDOW_S seconds: a message costs as much as several quick samples.
-WINDOW, QUICK_WINDOW, WINDOW_S = 16, 64, 0.06
+#: Workers of this host hold more tasks than WINDOW, up to QUICK_WINDOW, if they run all of them within WINDOW_S
+#: seconds: a message costs as much as several quick samples.
+QUICK_WINDOW, WINDOW_S = 64, 0.06
 #: Time after which others overtake a worker that runs one sample for much longer than usual, seconds: it may be
 #: frozen, which its node notices only after `supervision.LEASE_S`.
 OVERTAKE_S = 1.0

@@ -8,9 +8,9 @@ from __future__ import annotations
 from torch_dpflow._core.checks import check_tcp_address
 from torch_dpflow.errors import OptionError
 from torch_dpflow.ipc.messages.headers import Frame
-from torch_dpflow.ipc.transport.base import Connection, Listener, TransportOptions, check_frames
+from torch_dpflow.ipc.transport.base import Connection, Listener, TransportOptions, check_frames, is_refused
 
-__all__ = ["Connection", "Frame", "Listener", "TransportOptions", "check_frames", "connect", "listen"]
+__all__ = ["Connection", "Frame", "Listener", "TransportOptions", "check_frames", "connect", "is_refused", "listen"]
 
 _DEFAULT = TransportOptions()
 

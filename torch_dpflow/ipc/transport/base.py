@@ -17,16 +17,20 @@ worker is expected or connected.
 from __future__ import annotations
 
 import hmac
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from torch_dpflow._core.checks import check_fields, check_int, check_seconds
 from torch_dpflow.errors import MessageError, OptionError
 from torch_dpflow.ipc.messages.headers import Frame
 
+#: Timeout of the attempt to connect of `is_refused`, seconds.
+PROBE_S = 1.0
 #: Length of a key in Z85 text, bytes.
 KEY_BYTES = 40
 
@@ -227,3 +231,18 @@ def check_frames(frames: Sequence[Frame], options: TransportOptions) -> None:
                 raise MessageError("a frame is a memoryview that is not contiguous; copy it first")
         if size > options.max_frame_bytes:
             raise MessageError(f"a frame of {size} bytes: max_frame_bytes allows {options.max_frame_bytes}; split it")
+
+
+def is_refused(address: str) -> bool:
+    """Return whether nothing listens at `address`, by the kernel's answer; a `Connection` would try again."""
+    parts = urlsplit(address)
+    try:
+        if parts.scheme == "tcp":
+            socket.create_connection((parts.hostname or "", parts.port or 0), PROBE_S).close()
+        else:
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.settimeout(PROBE_S)
+                probe.connect(address.removeprefix("ipc://"))
+    except OSError as error:
+        return isinstance(error, (ConnectionRefusedError, FileNotFoundError))
+    return False

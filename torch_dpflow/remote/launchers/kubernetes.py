@@ -12,15 +12,7 @@ from typing import Any
 from torch_dpflow._core.checks import check_fields, check_int, check_number, check_type, parse_duration
 from torch_dpflow.errors import AnswerLostError, OptionError, OptionTypeError, PlatformError
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.launchers.contract import (
-    AdoptingPlatform,
-    Fate,
-    Finding,
-    Launcher,
-    Ref,
-    check_tcp,
-    require,
-)
+from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Fate, Finding, Launcher, Ref, check_tcp, require
 from torch_dpflow.remote.launchers.kubernetes_pods import FILE, REQUIRED, Pods
 from torch_dpflow.remote.launchers.kubernetes_specs import (
     FLEET,

@@ -78,13 +78,7 @@ class SubprocessLauncher:
 
     limits = Limits()
 
-    def __init__(
-        self,
-        module: str,
-        *,
-        python: str = sys.executable,
-        env: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, module: str, *, python: str = sys.executable, env: Mapping[str, str] | None = None) -> None:
         self._python = python
         self._command = (python, "-m", module)
         self._env = dict(env or {})
@@ -156,10 +150,7 @@ class SubprocessLauncher:
                 with os.fdopen(os.memfd_create("launch_spec"), "w+b") as launch_specs:
                     launch_specs.write(launch_spec)
                     launch_specs.seek(0)
-                    files = [
-                        (os.POSIX_SPAWN_DUP2, launch_specs.fileno(), 0),
-                        (os.POSIX_SPAWN_DUP2, errors.fileno(), 2),
-                    ]
+                    files = [(os.POSIX_SPAWN_DUP2, launch_specs.fileno(), 0), (os.POSIX_SPAWN_DUP2, errors.fileno(), 2)]
                     # Not subprocess.Popen, which warns of children that live on: workers may outlive their starter.
                     pid = os.posix_spawn(command[0], command, env, file_actions=files, setsid=True)
                 stack.pop_all()

@@ -238,8 +238,7 @@ class RayLauncher:
         return [
             Finding(True, f"Ray {self._ray.__version__} at {self._ray.get_runtime_context().gcs_address} answers"),
             Finding(
-                fitting > 0 and not lacking,
-                f"{nodes} {'node has' if nodes == 1 else 'nodes have'} {has}: {capacity}",
+                fitting > 0 and not lacking, f"{nodes} {'node has' if nodes == 1 else 'nodes have'} {has}: {capacity}"
             ),
         ]
 
@@ -364,10 +363,7 @@ class RayLauncher:
         else:
             is_signal = code < 0
             end = End(
-                code=None if is_signal else code,
-                signal=-code if is_signal else None,
-                report=report,
-                place=f"pid {pid}",
+                code=None if is_signal else code, signal=-code if is_signal else None, report=report, place=f"pid {pid}"
             )
         with suppress(PlatformError):
             self.stop(name, None)  # it ends by itself a little later, and keeps the name until then

@@ -248,10 +248,7 @@ class RayCapacity:
 
     def explain(self, kind: str, running: int, wanted: int) -> str:
         """Return why the wanted number of actors does not fit, and what to do, for display."""
-        total, free = (
-            self._ray.cluster_resources().get(kind, 0.0),
-            self._ray.available_resources().get(kind, 0.0),
-        )
+        total, free = (self._ray.cluster_resources().get(kind, 0.0), self._ray.available_resources().get(kind, 0.0))
         need = self._needs[kind]
         text = f"{running} of {wanted} actors run; the cluster has {amount(kind, total)}"
         if kind != "CPU":

@@ -6,9 +6,8 @@
 
 def run(launch_spec: bytes) -> int:
     """Run the worker of this launch spec, in the main thread of a process; return the exit code. See `program.run`."""
-    from torch_dpflow.remote.worker.program import (
-        run as work,
-    )  # once the launch spec is out of the environment
+    # Once the launch spec is out of the environment.
+    from torch_dpflow.remote.worker.program import run as work
 
     return work(launch_spec)
 

@@ -13,6 +13,4 @@ if __name__ == "__main__":
     code = run(take_launch_spec(*sys.argv[1:2]))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        code
-    )  # torch takes a second to leave an interpreter, and the process that waits for the end would wait this long
+    os._exit(code)  # torch takes a second to leave an interpreter, for which the process that waits would wait

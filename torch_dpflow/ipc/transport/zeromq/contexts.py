@@ -9,14 +9,13 @@ import stat
 import threading
 import weakref
 from collections.abc import Callable
-from socket import AF_UNIX, socket
 from typing import Any
 
 import zmq
 from zmq.utils import z85
 
 from torch_dpflow._core.descriptors import require
-from torch_dpflow.ipc.transport.base import ServerKeys, WorkerKeys
+from torch_dpflow.ipc.transport.base import ServerKeys, WorkerKeys, is_refused
 
 #: How many descriptors a context, its two threads and its first socket have open.
 DESCRIPTORS = 12
@@ -150,7 +149,5 @@ def check_path(path: str, *, take_leftover: bool) -> None:
         return
     if not stat.S_ISSOCK(mode):
         raise OSError(errno.EEXIST, "a file is there that is no socket")
-    with socket(AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        if probe.connect_ex(path) == 0 or not take_leftover:
-            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    if not (take_leftover and is_refused(f"ipc://{path}")):
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
