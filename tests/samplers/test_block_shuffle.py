@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,17 @@ SIZES = st.lists(st.integers(0, 20), min_size=1, max_size=20).filter(sum)
 def test_an_order_has_every_row_once(sizes: list[int], window: int, ranks: int, seed: int) -> None:
     order = block_order(np.array(sizes, np.int64).tobytes(), window, ranks, seed)
     assert sorted(order.tolist()) == [*range(sum(sizes))]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_drawing_an_order_takes_little_more_memory_than_the_order(ranks: int) -> None:
+    blocks = np.random.default_rng(ranks).integers(900, 1_100, 1_000).tobytes()
+    tracemalloc.start()
+    try:
+        order = block_order(blocks, 8, ranks, 0)
+        assert tracemalloc.get_traced_memory()[1] < 1.5 * order.nbytes
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("replicas", [1, 4])

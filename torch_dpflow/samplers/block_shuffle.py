@@ -100,28 +100,22 @@ def block_order(blocks: bytes, window: int, ranks: int, seed: int) -> CompactArr
     generator.manual_seed(seed)
     drawn = torch.randperm(len(sizes), generator=generator).numpy()
     order: CompactArray = np.empty(total, compact(total))
-    parts = [_shuffled(drawn[rank::ranks], firsts, sizes, window, generator) for rank in range(ranks)]
+    surplus, unfilled = [np.empty(0, np.int64)], []
+    # Windows are written where they belong, as an array of all rows in 64 bits would take more memory than the order.
+    for rank in range(ranks):
+        own, blocks_of_rank = order[rank::ranks], drawn[rank::ranks]
+        for start in range(0, len(blocks_of_rank), window):
+            chosen = blocks_of_rank[start : start + window]
+            together = np.concatenate([np.arange(firsts[block], firsts[block] + sizes[block]) for block in chosen])
+            rows = together[torch.randperm(len(together), generator=generator).numpy()]
+            fitting = min(len(rows), len(own))
+            own[:fitting], own = rows[:fitting], own[fitting:]
+            if fitting < len(rows):
+                surplus.append(rows[fitting:])
+        unfilled.append(own)
     # Blocks differ in size: the last rows of ranks with more rows go to ranks with fewer.
-    needed = [len(range(rank, total, ranks)) for rank in range(ranks)]
-    surplus = np.concatenate([part[count:] for part, count in zip(parts, needed, strict=True)])
-    for rank, (part, count) in enumerate(zip(parts, needed, strict=True)):
-        missing = max(0, count - len(part))
-        order[rank::ranks] = np.concatenate([part[:count], surplus[:missing]])
-        surplus = surplus[missing:]
+    left = np.concatenate(surplus)
+    for places in unfilled:
+        places[:], left = left[: len(places)], left[len(places) :]
     order.flags.writeable = False
     return order
-
-
-def _shuffled(
-    blocks: NDArray[np.int64],
-    firsts: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    window: int,
-    generator: torch.Generator,
-) -> NDArray[np.int64]:
-    rows = []
-    for start in range(0, len(blocks), window):
-        chosen = blocks[start : start + window]
-        together = np.concatenate([np.arange(firsts[block], firsts[block] + sizes[block]) for block in chosen])
-        rows.append(together[torch.randperm(len(together), generator=generator).numpy()])
-    return np.concatenate(rows) if rows else np.empty(0, np.int64)
