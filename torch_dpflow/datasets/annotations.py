@@ -25,8 +25,8 @@ _KEPT = (*_BYTES, Decimal, datetime, date, time, timedelta, UUID)
 def encode_annotations(meta: Mapping[str, Any], name: str) -> msgspec.Raw:
     """Encode annotations as a JSON object; `name` names the sample in errors.
 
-    Times become ISO 8601 text, exact to the nanosecond, decimals text, enumerations their values, and dataclasses
-    objects.
+    Times become ISO 8601 text, exact to the nanosecond, decimals text, enumerations their values. Dataclasses and
+    elements of structured arrays become objects.
 
     Raises:
         SourceError: the annotations are not a mapping, or contain values that JSON cannot hold: NaN, infinity, NaT,
@@ -39,7 +39,7 @@ def encode_annotations(meta: Mapping[str, Any], name: str) -> msgspec.Raw:
         wrong = None if _is_equal(_DECODER.decode(encoded), meta) else next(_wrong_values(meta), None)
     except RecursionError as error:  # they cannot be printed either
         raise SourceError(f"the annotations of {name} cannot be kept: {TOO_DEEP}") from error
-    except (TypeError, ValueError, OverflowError) as error:
+    except Exception as error:  # of any kind, by tolist() of any library: a sparse tensor's raises RuntimeError
         raise SourceError(f"the annotations of {name} cannot be written as JSON: {error}: {meta!r:.500}") from error
     if not encoded.startswith(b"{"):
         raise SourceError(f"the annotations of {name} are no mapping: {meta!r:.500}")
@@ -93,21 +93,18 @@ def _plain(value: Any) -> Any:
     """Convert a value that the encoder does not support. The result's elements may need this function again."""
     if isinstance(value, msgspec.Raw):
         return _DECODER.decode(value)
-    if isinstance(value, np.generic | np.ndarray) and _has_times(value.dtype):
-        if value.dtype.names is not None or isinstance(value, np.ma.MaskedArray):
-            raise TypeError("times in fields or behind a mask are no JSON values; give an array of times alone")
+    kind = value.dtype if isinstance(value, np.generic | np.ndarray) else None
+    if kind is not None and kind.names is not None:  # tolist() would lose the names
+        return [*value] if value.ndim else {name: value[name] for name in kind.names}
+    if kind is not None and kind.kind in "mM":
+        if isinstance(value, np.ma.MaskedArray):
+            raise TypeError("times behind a mask are no JSON values; give a list of times and None")
         return _times(np.asarray(value))
-    if isinstance(value, np.generic | np.ndarray) or hasattr(value, "tolist"):
+    if hasattr(value, "tolist"):
         plain = value.tolist()
         if type(plain) is not type(value):  # numpy's long double has no Python type
             return plain
     raise TypeError(f"a {type(value).__name__} is no JSON value")
-
-
-def _has_times(kind: np.dtype[Any]) -> bool:
-    if kind.subdtype is not None:
-        return _has_times(kind.subdtype[0])
-    return kind.kind in "mM" or any(_has_times(kind[name]) for name in kind.names or ())
 
 
 def _times(values: np.ndarray[Any, Any]) -> Any:
