@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import tracemalloc
 from fractions import Fraction
 from itertools import chain, islice
 from typing import Any
@@ -16,8 +17,10 @@ from torch.utils.data import ConcatDataset, DataLoader
 
 from tests.contracts.index_samplers import MixtureContract
 from torch_dpflow import DPFlowDataLoader
+from torch_dpflow._core.permutation import torch_order
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.samplers import BudgetBatchSampler, MixtureSampler, Phase
+from torch_dpflow.samplers.epoch_sampler import mixed_seed
 from torch_dpflow.samplers.mixture import MAX_PARTS, Schedule, turns_of, whole_parts
 
 
@@ -95,6 +98,18 @@ def test_a_position_deep_in_a_run_is_restored_at_once() -> None:
     whole.set_epoch(2 * 10**6)
     assert before + list(islice(again, 5)) == list(islice(whole, 10))
     assert sampler.counts(10**12) == [25 * 10**10, 75 * 10**10]
+
+
+def test_a_large_source_is_drawn_as_far_as_it_is_read() -> None:
+    sampler = MixtureSampler([10, 1 << 22], [1, 3], seed=5)
+    expected = torch_order(1 << 22, mixed_seed(5, 1, 0))[:75] + 10
+    tracemalloc.start()
+    try:
+        read = [*islice(sampler, 100)]
+        assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    finally:
+        tracemalloc.stop()
+    assert [sample for sample in read if sample >= 10] == expected.tolist()
 
 
 def test_weights_of_later_phases_may_change_and_those_of_earlier_ones_not() -> None:

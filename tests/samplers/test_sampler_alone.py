@@ -9,6 +9,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,19 @@ def test_indices_are_permuted_as_positions_are() -> None:
         assert list(DynaGCSSampler(given_as, seed=3)) == [kept[i] for i in drawn]
         assert list(DynaGCSSampler(given_as, shuffle=False)) == kept
     assert list(DynaGCSSampler(range(8, 0, -2), shuffle=False)) == [8, 6, 4, 2]
+
+
+def test_a_range_of_all_positions_is_drawn_as_far_as_it_is_read() -> None:
+    positions = range(1 << 22)
+    expected = torch.randperm(1 << 22, generator=torch.Generator().manual_seed(3))[:100].tolist()
+    tracemalloc.start()
+    try:
+        sampler = DynaGCSSampler(positions, seed=3)
+        assert [*islice(sampler, 100)] == expected
+        assert sampler.state_dict()["indices"] is None
+        assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    finally:
+        tracemalloc.stop()
 
 
 def test_data_sets_of_other_things_are_read_by_position() -> None:

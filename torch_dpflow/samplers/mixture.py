@@ -25,7 +25,7 @@ from torch_dpflow._core.dealing import Places, RankPosition
 from torch_dpflow._core.permutation import torch_order
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.samplers.epoch_sampler import EpochSampler, mixed_seed, restored_number
-from torch_dpflow.samplers.indices import CompactArray, IndexArray
+from torch_dpflow.samplers.indices import IndexArray, Order
 
 
 class MixtureSampler(EpochSampler[int]):
@@ -90,8 +90,8 @@ class MixtureSampler(EpochSampler[int]):
             if not length and any(parts[source] for parts in self._schedule.parts):
                 raise OptionError(f"source {source} is empty and has a weight; give it 0")
         self._offsets = np.cumsum([0, *self.lengths])
-        #: The order that was last read of each source, with its epoch.
-        self._orders: dict[int, tuple[int, CompactArray]] = {}
+        #: The order that was last read of each source, with its epoch; drawn as it is read.
+        self._orders: dict[int, tuple[int, Order]] = {}
 
     def counts(self, samples: int) -> list[int]:
         """Return how many of the run's first `samples`, of all ranks together, are of each source."""
@@ -133,15 +133,16 @@ class MixtureSampler(EpochSampler[int]):
             epochs, within = np.divmod(numbers[own], self.lengths[source])
             for epoch in np.unique(epochs).tolist() if self.shuffle else ():
                 now = epochs == epoch
-                within[now] = self._order(source, epoch)[within[now]]
+                first, last = within[now].min(), within[now].max()
+                within[now] = self._order(source, epoch)[first : last + 1][within[now] - first]
             found[own] = within + self._offsets[source]
         positions: list[int] = found.tolist()
         return positions
 
-    def _order(self, source: int, epoch: int) -> CompactArray:
+    def _order(self, source: int, epoch: int) -> Order:
         held = self._orders.get(source)
         if held is None or held[0] != epoch:
-            order = torch_order(self.lengths[source], mixed_seed(self.seed, source, epoch))[:]
+            order = torch_order(self.lengths[source], mixed_seed(self.seed, source, epoch))
             held = self._orders[source] = epoch, order
         return held[1]
 

@@ -90,7 +90,10 @@ class DynaGCSSampler(EpochSampler[int]):
         independence: float = 0.0,
     ) -> None:
         #: The samples that it chooses from; None: all positions of a data set of `size`.
-        self.indices = given_indices(data_source)
+        self.indices: IndexArray | None = None
+        is_all = isinstance(data_source, range) and data_source == range(len(data_source))
+        if group is not None or not is_all:  # alone, a range of all positions needs no array
+            self.indices = given_indices(data_source)
         super().__init__(
             length_of(data_source) if self.indices is None else len(self.indices),
             num_replicas=num_replicas,
