@@ -68,7 +68,7 @@ class Through(Protocol):
 
 
 class SampleReader:
-    """`DatasetReader` without torch, for processes that read samples and make no batches of them."""
+    """`DatasetReader`, with its arguments and errors, without torch: for processes that make no batches."""
 
     #: Whether samples are made of copies of parts of their bytes, so that these can be views.
     _copies = False

@@ -200,7 +200,7 @@ class FunctionCompute(FunctionSettings):
 
     @property
     def memory_mib(self) -> int:
-        """`memory` in MiB."""
+        """`memory` in MiB. Raises OptionError or OptionTypeError for a size that is not allowed."""
         allowed = f"{BYTES_ALLOWED}, or their number as an int"
         size = parse_bytes("memory", self.memory, allowed) if isinstance(self.memory, str) else self.memory
         mib = check_int("memory", size, minimum=128 * 2**20, maximum=32 * 2**30) // 2**20
