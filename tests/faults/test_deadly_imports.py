@@ -10,6 +10,7 @@ import pytest
 from tests.shared_datasets import Importing
 from torch_dpflow.errors import WorkerStartError
 from torch_dpflow.options import LoaderOptions
+from torch_dpflow.remote.fleet import lifecycle
 
 HERE, REMOTE = {"multiprocessing_context": "forkserver"}, {"platform": "processes"}
 
@@ -24,6 +25,7 @@ HERE, REMOTE = {"multiprocessing_context": "forkserver"}, {"platform": "processe
         (REMOTE, "sys.exit(3)", "SystemExit: 3"),
         (REMOTE, "os._exit(5)", "exited with code 5"),
         (REMOTE, "os.abort()", "was ended by SIGABRT"),
+        (REMOTE, "os.kill(os.getpid(), 9)", "was ended by SIGKILL"),
     ],
 )
 def test_the_error_names_the_module_and_how_the_workers_ended(
@@ -36,4 +38,15 @@ def test_the_error_names_the_module_and_how_the_workers_ended(
         next(iter(loader))
     said = str(raised.value)
     assert how in said
-    assert "unfit" in said or (where is REMOTE and "_exit" in what)  # nothing runs in a remote worker's process then
+    assert "unfit" in said
+
+
+@pytest.mark.slow
+def test_the_error_names_the_module_at_which_remote_workers_hang(
+    OurLoader: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "READY_S", 30.0)
+    (tmp_path / "unfit.py").write_text("import time\ntime.sleep(10**6)\n")
+    loader = OurLoader(Importing(str(tmp_path), "unfit"), num_workers=1, **REMOTE)
+    with pytest.raises(WorkerStartError, match="has not become ready within 30 s; it was importing unfit"):
+        next(iter(loader))

@@ -1,4 +1,4 @@
-"""Exit report of a worker: the file in which it leaves how the code that it runs ended it."""
+"""Exit report of a worker: how the code that it runs ended it, in a file or, if none is shared, on standard error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def exit_report(path: str) -> Iterator[None]:
     """
     with open(path, "w", buffering=1) as report:
         faulthandler.enable(file=report)
-        _begin(report)
+        report_start(report)
         try:
             yield
         except BaseException as error:
@@ -47,7 +47,17 @@ def has_started() -> None:
         started.end()
 
 
-def _begin(report: IO[str]) -> None:
+def importing() -> str:
+    """Return the module that this process imports while its worker starts, as text; empty afterwards."""
+    starting = _starting  # the worker's thread may clear it meanwhile
+    return "" if starting is None else starting.line
+
+
+def report_start(report: IO[str] | None = None) -> None:
+    """Write to `report` what this process imports until `has_started`, and its stacks.
+
+    None: standard error, whose end platforms return. It keeps all lines, so it gets only modules that no other imports.
+    """
     global _starting
     _starting = _Start(report)
 
@@ -55,8 +65,9 @@ def _begin(report: IO[str]) -> None:
 class _Start:
     """Finder of modules that finds none, and writes to the report which module is looked for, and for which others."""
 
-    def __init__(self, report: IO[str]) -> None:
-        self._report, self._owner = report, os.getpid()
+    def __init__(self, report: IO[str] | None) -> None:
+        self._report, self._is_log, self._owner = report or sys.stderr, report is None, os.getpid()
+        self.line = ""
         self._has_ended, self._writing = threading.Event(), threading.Lock()
         sys.meta_path.insert(0, self)
         # Not by faulthandler.dump_traceback_later: in a process that was forked while it ran, it waits without end for
@@ -64,16 +75,19 @@ class _Start:
         threading.Thread(target=self._write_stacks, name="dpflow-start", daemon=True).start()
 
     def _write_stacks(self) -> None:
-        while not self._has_ended.wait(STACKS_S):
+        pause_s = STACKS_S
+        while not self._has_ended.wait(pause_s):
+            pause_s *= 1 + self._is_log
             with self._writing:
                 if not self._has_ended.is_set():
                     faulthandler.dump_traceback(self._report)
 
     def find_spec(self, name: str, *_: object) -> None:
-        if os.getpid() == self._owner:
+        if os.getpid() == self._owner and not (self._is_log and any(_importers())):
             with suppress(OSError, ValueError):
                 self._clear()
-                self._report.write(f"it was importing {' for '.join([name, *_importers()])}\n")
+                self.line = f"it was importing {' for '.join([name, *_importers()])}"
+                self._report.write(f"{self.line}\n")
 
     def end(self) -> None:
         with suppress(ValueError):  # code of the user has removed it
@@ -82,16 +96,19 @@ class _Start:
             with self._writing:
                 self._has_ended.set()
                 self._clear()
+                if self._is_log and self.line:
+                    self._report.write("it has started\n")
 
     def _clear(self) -> None:
-        self._report.seek(0)
-        self._report.truncate()
+        if not self._is_log:
+            self._report.seek(0)
+            self._report.truncate()
 
 
 def _importers() -> Iterator[str]:
-    """Return the names of the modules whose bodies run, the innermost first."""
+    """Return the names of the modules whose bodies run, the innermost first, without the program's own."""
     frame: Any = sys._getframe(2)
     while frame is not None:
-        if frame.f_code.co_name == "<module>":
-            yield str(frame.f_globals.get("__name__"))
+        if frame.f_code.co_name == "<module>" and (name := str(frame.f_globals.get("__name__"))) != "__main__":
+            yield name
         frame = frame.f_back

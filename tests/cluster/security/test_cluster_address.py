@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -108,3 +109,23 @@ def test_a_cluster_without_a_login_as_in_a_container_is_written_where_it_is_foun
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     write_connection_file(default_connection_file(), generate_keys("ipc:///here"))
     assert find_cluster().address == "ipc:///here"
+
+
+def test_the_cluster_of_another_user_is_refused_as_such(connection: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.getuid() == 0:  # which reads all files, and trusts its own
+        os.chown(connection, 65534, -1)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: connection.stat().st_uid + 1)
+    with pytest.raises(OptionError, match=r"belongs to user \d+; a cluster is for the user who started it"):
+        find_cluster(connection)
+
+
+def test_a_connection_file_that_cannot_be_read_is_refused_as_such(
+    connection: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(path: Any, flags: int) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(os, "open", denied)  # root reads all files
+    with pytest.raises(OptionError, match="Permission denied; a cluster is for the user who started it"):
+        find_cluster(connection)

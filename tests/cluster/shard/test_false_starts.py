@@ -117,7 +117,7 @@ def test_the_limit_of_a_start_leaves_out_the_fetching_of_what_is_to_be_loaded(tm
 class Limited:
     """Remote workers that a platform limits."""
 
-    limited_by = shortage = ""
+    limited_by = shortage = importing = ""
 
     def resize(self, workers: int) -> None:
         """Ignored."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.shared_cluster import wait
 from tests.shared_datasets import Importing
 from torch_dpflow.cluster.client.open_job import SharedJob
 from torch_dpflow.errors import WorkerStartError
@@ -36,3 +37,18 @@ def test_the_error_names_the_module_and_how_the_workers_ended(join: Join, flow: 
     assert ENDS[what] in said
     assert "unfit" in said.partition("The workers that ended last")[2]
     assert (job.sharing.served, job.sharing.decodes, job._figures().samples) == (0, 0, 0), "an error is no sample"
+
+
+def test_a_job_is_told_early_which_module_hangs_and_where(
+    join: Join, flow: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "unfit.py").write_text("import time\ntime.sleep(10**6)\n")
+    job = join(flow, Importing(str(tmp_path), "unfit"), workers=1, task_timeout_s=None)
+    batches = job.read([[0]], 0)
+
+    def is_told() -> bool:
+        said = [text for text in caplog.messages if "worker 0 starts: it was importing unfit" in text]
+        return any("most recent call first" in text and "unfit.py" in text for text in said)
+
+    wait(is_told, what="the module, and the stacks of the import")
+    batches.close()

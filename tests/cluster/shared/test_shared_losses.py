@@ -137,7 +137,7 @@ def test_a_silence_is_told_once_and_so_is_its_end(caplog: pytest.LogCaptureFixtu
     assert "answer again, after 3 s" in end
 
 
-def test_a_wait_for_others_is_told_once_with_its_reason_and_so_is_its_end(
+def test_a_wait_for_others_is_told_at_growing_intervals_with_its_reason_and_so_is_its_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = 0.0
@@ -150,14 +150,19 @@ def test_a_wait_for_others_is_told_once_with_its_reason_and_so_is_its_end(
         for _ in range(3):
             outages.on_wait("rank 1 has not begun to read")
             outages.on_answer()
+        for at in (2 * SILENCE_S - 0.1, 2 * SILENCE_S, 4 * SILENCE_S - 0.1):
+            now = at
+            outages.on_wait("rank 2 has not begun to read")
         outages.on_success()
         outages.on_success()
         outages.on_wait("another wait")
-    (wait, end) = caplog.messages
+    (wait, again, end) = caplog.messages
+    assert "has waited for 6 s" in again
+    assert again.endswith("rank 2 has not begun to read")
     assert "flow 'images', job 'one': has waited for 3 s" in wait
     assert "reconnect_timeout_s=9 s" in wait
     assert wait.endswith("rank 1 has not begun to read")
-    assert "continues after 3 s" in end
+    assert "continues after 12 s" in end
 
 
 def test_nothing_is_told_once_a_job_has_ended(caplog: pytest.LogCaptureFixture) -> None:

@@ -33,12 +33,7 @@ from torch.utils.data import default_collate
 
 from torch_dpflow._core.channels_last import collate_channels_last, has_channels_last
 from torch_dpflow._core.threads import StopSignal
-from torch_dpflow._core.torch_private import (
-    ExceptionWrapper,
-    collate,
-    collate_tensor_fn,
-    default_collate_fn_map,
-)
+from torch_dpflow._core.torch_private import ExceptionWrapper, collate, collate_tensor_fn, default_collate_fn_map
 from torch_dpflow.cluster.messages.shard import POISONED, WORKERLESS
 from torch_dpflow.errors import LoaderTimeoutError, MessageError, PoisonTaskError, WorkerError, WorkerStartError
 from torch_dpflow.ipc.memory.segment import keeps_memory, memory_of, storage_over, tensor_over
@@ -122,10 +117,7 @@ def _address(memory: memoryview) -> int:
 
 
 def _stack(
-    batch: list[torch.Tensor],
-    *,
-    used: set[int],
-    collate_fn_map: dict[Any, Callable[..., Any]] | None = None,
+    batch: list[torch.Tensor], *, used: set[int], collate_fn_map: dict[Any, Callable[..., Any]] | None = None
 ) -> Any:
     """Stack tensors, without a copy if possible. used: addresses of memory that has become a batch before."""
     first = batch[0]
@@ -165,12 +157,7 @@ class _Row:
 
     def __init__(self, address: int, nbytes: int, pieces: Sequence[Any]) -> None:
         self._pieces = pieces
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (address, False),
-            "shape": (nbytes,),
-            "typestr": "|u1",
-        }
+        self.__array_interface__ = {"version": 3, "data": (address, False), "shape": (nbytes,), "typestr": "|u1"}
 
 
 def _are_in_a_row(batch: list[torch.Tensor]) -> bool:

@@ -63,9 +63,9 @@ class OutageLog:
         self._job = job
         self._clock = clock
         self._logged, self.muted = False, muted
-        #: Since when a service makes the job wait; None if none does. And whether that was logged.
+        #: Since when a service makes the job wait, None if none does, and the length of the wait that is logged next.
         self._waiting_since: float | None = None
-        self._logged_wait = False
+        self._log_wait_s = SILENCE_S
 
     def on_answer(self) -> None:
         if self._logged:
@@ -89,15 +89,15 @@ class OutageLog:
             self._warn(text, silence_s, self.reconnect_timeout_s, str(error))
 
     def on_wait(self, reason: str, *, limit: str | None = None) -> None:
-        """Record that a service makes the job wait. The reason is logged once the wait has lasted `SILENCE_S`.
+        """Record that a service makes the job wait. The reason is logged after `SILENCE_S`, then at doubled intervals.
 
         limit: text for the log about how long the job will wait; empty: no text; None: up to `reconnect_timeout_s`.
         """
         if self._waiting_since is None:
             self._waiting_since = self._clock()
         waited_s = self._clock() - self._waiting_since
-        if waited_s >= SILENCE_S and not self._logged_wait:
-            self._logged_wait = True
+        if waited_s >= self._log_wait_s:
+            self._log_wait_s = 2 * waited_s
             limit = f"for up to reconnect_timeout_s={self.reconnect_timeout_s:g} s in all" if limit is None else limit
             goes_on = f", and continues {limit}" if limit else ""
             self._warn("has waited for %.0f s%s: %s", waited_s, goes_on, reason)
@@ -122,9 +122,9 @@ class OutageLog:
         return kind
 
     def on_success(self) -> None:
-        if self._waiting_since is not None and self._logged_wait:
+        if self._waiting_since is not None and self._log_wait_s > SILENCE_S:
             self._warn("continues after %.0f s", self._clock() - self._waiting_since)
-        self._waiting_since, self._logged_wait = None, False
+        self._waiting_since, self._log_wait_s = None, SILENCE_S
         self.on_answer()
 
     def _warn(self, text: str, *of: object) -> None:

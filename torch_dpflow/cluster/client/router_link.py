@@ -36,14 +36,7 @@ from torch_dpflow.cluster.messages.router import (
     StartEpoch,
 )
 from torch_dpflow.cluster.security.connection_file import Cluster
-from torch_dpflow.errors import (
-    DeadlineError,
-    ErrorKind,
-    OptionError,
-    PeerLostError,
-    RemoteCallError,
-    UsageError,
-)
+from torch_dpflow.errors import DeadlineError, ErrorKind, OptionError, PeerLostError, RemoteCallError, UsageError
 from torch_dpflow.ipc.messages.fields import MAX_RANKS
 from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.samplers.indices import CompactArray, IndexArray, compact, mark
@@ -239,12 +232,7 @@ class RouterLink:
 
     # -- with the lock held ------------------------------------------------------------------------------
 
-    def _attempt(
-        self,
-        call: Callable[[], T],
-        given_up: StopSignal | None = None,
-        deadline: float | None = None,
-    ) -> T:
+    def _attempt(self, call: Callable[[], T], given_up: StopSignal | None = None, deadline: float | None = None) -> T:
         """Repeat a call until it succeeds. Each attempt first refreshes what was out of date in the attempt before."""
         deadline = time.monotonic() + self._timeout_s if deadline is None else deadline
         backoff: Backoff | None = None

@@ -141,14 +141,7 @@ class JointOrder:
             self._at[rank, ""] = epoch
 
     def draw(
-        self,
-        rank: int,
-        epoch: int,
-        position: int,
-        count: int,
-        now: float | None = None,
-        *,
-        alone: bool = False,
+        self, rank: int, epoch: int, position: int, count: int, now: float | None = None, *, alone: bool = False
     ) -> IndexArray:
         """Return the samples in `count` places of a rank, starting at place `position`; fewer at the end of its part.
 
@@ -292,12 +285,7 @@ class _JointEpoch:
             beginning.
     """
 
-    def __init__(
-        self,
-        shares: RankShares,
-        held: list[Held],
-        draw: Callable[[int, float | None], IndexArray],
-    ) -> None:
+    def __init__(self, shares: RankShares, held: list[Held], draw: Callable[[int, float | None], IndexArray]) -> None:
         self._replicas = shares.replicas
         self.per_rank = shares.per_rank
         self._held = held

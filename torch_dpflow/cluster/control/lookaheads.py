@@ -55,14 +55,7 @@ class KnownEpoch:
         if not ahead.complete and len(self.done):
             members = np.setdiff1d(np.arange(first, end) if members is None else members, self.done)
         is_likely = (ahead.likely >= first) & (ahead.likely < end)
-        answer = JobLookahead(
-            ahead.epoch,
-            0,
-            ahead.complete,
-            length,
-            members is not None,
-            ahead.following is not None,
-        )
+        answer = JobLookahead(ahead.epoch, 0, ahead.complete, length, members is not None, ahead.following is not None)
         empty = np.empty(0, dtype)
         arrays: list[npt.NDArray[Any]] = [
             certain.astype(dtype),

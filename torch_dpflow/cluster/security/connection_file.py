@@ -24,6 +24,9 @@ from torch_dpflow.ipc.transport import TransportOptions
 from torch_dpflow.ipc.transport.base import ClientKeys, ServerKeys
 from torch_dpflow.ipc.transport.zeromq import draw_key_pair
 
+_NOT_YOURS = (
+    "a cluster is for the user who started it: give a file that you own and can read, or start one by `dpflow up`"
+)
 _NOT_REGULAR = " is a pipe, socket or device; give a regular file"
 
 
@@ -150,7 +153,7 @@ def _is_closed(status: os.stat_result) -> bool:
     """Return whether a file is private: only its owner, or the group of a Kubernetes pod, can read it."""
     mode = stat.S_IMODE(status.st_mode)
     if not mode & 0o077:
-        return status.st_uid in (os.getuid(), 0)
+        return True  # the caller has checked who owns it
     # Kubernetes mounts a secret for a container that is not root as root's file, readable by the group of the pod and
     # not writable. Mode 0440 of a user's own file may be an accident, such as by a umask; this file only root can have
     # created or changed, and root chose the members of the group. A file that a group can write to is refused: its
@@ -173,12 +176,16 @@ def _read(path: str | os.PathLike[str], what: str, *, missing: str, other: str) 
             content = file.read(1 << 16) if stat.S_ISREG(status.st_mode) else b""
     except IsADirectoryError as error:
         raise OptionError(f"{name} is a directory; give a file in it") from error
+    except PermissionError as error:
+        raise OptionError(f"{name}: {error.strerror}; {_NOT_YOURS}") from error
     except OSError as error:
         if error.errno == errno.ENXIO:
             raise OptionError(f"{name}{_NOT_REGULAR}") from error
         raise OptionError(f"{name}: {error.strerror}; {missing}") from error
     if not stat.S_ISREG(status.st_mode):
         raise OptionError(f"{name}{_NOT_REGULAR}")
+    if status.st_uid not in (os.getuid(), 0):
+        raise OptionError(f"{name} belongs to user {status.st_uid}; {_NOT_YOURS}")
     mode = stat.S_IMODE(status.st_mode)
     if not _is_closed(status):
         raise OptionError(

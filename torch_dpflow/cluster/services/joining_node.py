@@ -19,22 +19,9 @@ from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._core.descriptors import raise_limit
 from torch_dpflow._core.threads import PeriodicCall, repeat
 from torch_dpflow._version import __version__
-from torch_dpflow.cluster.messages.node import (
-    Desire,
-    Launch,
-    NodeAssignment,
-    NodeJoin,
-    NodeJoined,
-    NodeReport,
-    Running,
-)
+from torch_dpflow.cluster.messages.node import Desire, Launch, NodeAssignment, NodeJoin, NodeJoined, NodeReport, Running
 from torch_dpflow.cluster.messages.shard import ShardSettings
-from torch_dpflow.cluster.security.connection_file import (
-    Cluster,
-    ConnectionFile,
-    keys_hint,
-    node_proof,
-)
+from torch_dpflow.cluster.security.connection_file import Cluster, ConnectionFile, keys_hint, node_proof
 from torch_dpflow.cluster.services.joining_options import NodeOptions, keys_of, own_address
 from torch_dpflow.cluster.services.node import Node
 from torch_dpflow.cluster.services.node_host import (
@@ -76,13 +63,7 @@ class Joining:
     def __init__(self, cluster: Cluster, keys: ConnectionFile, name: str, address: str, processors: int = 1) -> None:
         self._cluster, self.name = cluster, name
         self._body = NodeJoin(
-            name,
-            secrets.token_hex(16),
-            __version__,
-            versions_here(),
-            node_proof(keys, name),
-            address,
-            processors,
+            name, secrets.token_hex(16), __version__, versions_here(), node_proof(keys, name), address, processors
         )
 
     def join(self, timeout_s: float = JOIN_S, *, is_over: Callable[[], bool] = lambda: False) -> NodeJoined:
@@ -116,12 +97,7 @@ class CoordinatorLink:
         place: settings of the node's own processes.
     """
 
-    def __init__(
-        self,
-        joining: Joining,
-        cluster: Cluster,
-        place: ClusterPlace,
-    ) -> None:
+    def __init__(self, joining: Joining, cluster: Cluster, place: ClusterPlace) -> None:
         self._joining = joining
         self._coordinator = cluster.connect(timeout_s=ANSWER_S)
         self._local = place.connect(place.node_address, timeout_s=10.0)

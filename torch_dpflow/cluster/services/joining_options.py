@@ -102,10 +102,7 @@ def keys_of(join: str | ConnectionFile) -> ConnectionFile:
     Raises OptionError if a node cannot join with them.
     """
     keys, error = join if isinstance(join, ConnectionFile) else read_connection_file(join), ""
-    start, give = (
-        "start it by `dpflow up --listen tcp://ADDRESS:PORT`",
-        "give the file that `dpflow up` has written",
-    )
+    start, give = ("start it by `dpflow up --listen tcp://ADDRESS:PORT`", "give the file that `dpflow up` has written")
     try:
         parts = urlsplit(keys.address)
         host, port = parts.hostname, parts.port

@@ -16,23 +16,8 @@ import msgspec
 from torch_dpflow._core.clocks import HEARTBEAT_S, START_S
 from torch_dpflow._core.descriptors import exhausted
 from torch_dpflow._core.threads import SuspendAwareClock
-from torch_dpflow.cluster.control.supervision import (
-    LEASE_S,
-    CleanUp,
-    Kill,
-    Spawn,
-    Supervisor,
-    SupervisorInstruction,
-)
-from torch_dpflow.cluster.messages.node import (
-    WAITING,
-    Desire,
-    Ending,
-    Heartbeat,
-    HeartbeatReply,
-    Launch,
-    Running,
-)
+from torch_dpflow.cluster.control.supervision import LEASE_S, CleanUp, Kill, Spawn, Supervisor, SupervisorInstruction
+from torch_dpflow.cluster.messages.node import WAITING, Desire, Ending, Heartbeat, HeartbeatReply, Launch, Running
 from torch_dpflow.cluster.services.node_host import max_processes
 from torch_dpflow.cluster.services.service import (
     COORDINATOR,

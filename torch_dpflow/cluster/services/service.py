@@ -114,6 +114,10 @@ class ClusterPlace:
             return f"tcp://{self.host}:0"
         return f"ipc://{self.directory}/{hashlib.sha256(id.encode()).hexdigest()[:16]}"
 
+    def report_file(self, incarnation: int) -> str:
+        """Return the path of the exit report of a worker."""
+        return f"{self.directory}/exit-report-{incarnation}"
+
     def remove_socket(self, id: str) -> None:
         scheme, _, path = self.address_for(id).partition("://")
         if scheme == "ipc":
@@ -151,7 +155,7 @@ class ServiceSpec:
     @property
     def report_file(self) -> str:
         """Path of its exit report; empty for services, whose log has their errors."""
-        return f"{self.place.directory}/exit-report-{self.incarnation}" if self.role == "worker" else ""
+        return self.place.report_file(self.incarnation) if self.role == "worker" else ""
 
     def listen(self, address: str = "") -> Listener:
         """Listen at the address of the previous process of this id, else at `address`, else at a default address.
@@ -305,10 +309,7 @@ def ask_in(server: RpcServer, question: Callable[[], T]) -> T:
 
 
 def run_apart(
-    post: Callable[[Callable[[], None]], None],
-    name: str,
-    work: Callable[[], T],
-    done: Callable[[Future[T]], None],
+    post: Callable[[Callable[[], None]], None], name: str, work: Callable[[], T], done: Callable[[Future[T]], None]
 ) -> None:
     """Do blocking work in a thread with this name; then call `done` with the outcome in a server's thread.
 

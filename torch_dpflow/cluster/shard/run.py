@@ -18,12 +18,7 @@ from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._core.threads import PeriodicCall, SuspendAwareClock
 from torch_dpflow.cluster.control.lookaheads import LookaheadParts
 from torch_dpflow.cluster.messages.node import Ending, Running
-from torch_dpflow.cluster.messages.router import (
-    JobLookahead,
-    LookaheadRequest,
-    RangeAssignment,
-    RegisterShard,
-)
+from torch_dpflow.cluster.messages.router import JobLookahead, LookaheadRequest, RangeAssignment, RegisterShard
 from torch_dpflow.cluster.messages.shard import ShardArguments, ShardSettings
 from torch_dpflow.cluster.services.service import ServiceClient, ServiceSpec, WorkerPlatform, ask_in, serve
 from torch_dpflow.cluster.shard.provisioned_workers import ProvisionedWorkers
@@ -156,6 +151,7 @@ def run(service: ServiceSpec) -> None:
         return
     watch = WorkerWatch(service)
     shard = _shard_of(service, watch.end)
+    shard.workers.report_file = service.place.report_file
     watch.watch(shard)
     _serve(service, shard)
 

@@ -94,11 +94,7 @@ class SampleAssignment:
             return pack(self, sent_arguments=sent_arguments, replaced=self.own_state.replaced())
         except Exception as error:
             dataset = self.dataset
-            loads = {
-                "dataset": dataset.cacheable,
-                "transform": dataset.per_draw,
-                "stand_in": dataset.stand_in,
-            }
+            loads = {"dataset": dataset.cacheable, "transform": dataset.per_draw, "stand_in": dataset.stand_in}
             loads["worker_init_fn"] = self.worker_init_fn
             raise explain_loading(loads, error, dump=pack, workers="a shared flow") from error
 

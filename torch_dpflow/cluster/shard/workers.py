@@ -6,7 +6,9 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch_dpflow._core.stage_times import StageTimes
 from torch_dpflow._core.torch_private import ExceptionWrapper
@@ -32,7 +34,7 @@ from torch_dpflow.ipc.transport import Listener
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.fleet.content import SAMPLE_WORKERS
 from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
-from torch_dpflow.workers.platform import FALSE_STARTS, RETRY_S
+from torch_dpflow.workers.platform import FALSE_STARTS, MAX_REPORT_CHARS, RETRY_S, shortened
 from torch_dpflow.workers.scheduler.machine import Scheduler
 from torch_dpflow.workers.shard import UNREACHABLE, Shard
 
@@ -104,6 +106,8 @@ class ShardWorkers:
         self._end = end
         #: Opens the platform that runs the workers, None: the node runs them; and its workers, once it is open.
         self._open: Callable[[], None] | None = None
+        #: Returns the path of the exit report of a worker of this host, given its incarnation; None: it cannot be read.
+        self.report_file: Callable[[int], str] | None = None
         self._remote: RemoteWorkers | None = None
         #: When the last worker stopped working, None while one works; and whether one ever has.
         self._none_since: float | None = clock()
@@ -234,9 +238,20 @@ class ShardWorkers:
             return None
         remote = self._remote
         limited_by, details = ("", "") if remote is None else (remote.limited_by, remote.shortage)
-        text = f"0 of {self.expected} workers of the flow run" + (f", {details}" if details else "")
+        text = f"0 of {self.expected} workers of the flow run" + (f", {details}" if details else "") + self._start()
         is_lost = remote is not None and self._has_worked and limited_by not in AWAITED
         return LostWorkersError(text) if is_lost else AwaitedWorkersError(text)
+
+    def _start(self) -> str:
+        """Return the module that a starting worker imports, as text; of a worker of this host later also its stacks."""
+        if self._remote is not None:
+            return self._remote.importing
+        for number, worker in self._workers.items():
+            with suppress(OSError):
+                if self.report_file is not None and self._shard.is_starting(number):
+                    report = Path(self.report_file(worker.incarnation)).read_text(errors="replace").strip()
+                    return f"; worker {number} starts: {shortened(report, MAX_REPORT_CHARS)}" if report else ""
+        return ""
 
     @property
     def concurrency(self) -> int:

@@ -121,7 +121,7 @@ class PayloadGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True, 
 
 
 #: Raised by every change that an older release would misread.
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 #: Longest header frame, bytes. Bulk data travels in payload frames.
 MAX_HEADER_BYTES = 8 * 1024 * 1024
 

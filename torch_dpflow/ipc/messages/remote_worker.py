@@ -164,6 +164,8 @@ class WorkerHeartbeat(Body, tag=44):
     #: The worker's round trip of an earlier heartbeat, and how long it has waited for its link, seconds.
     round_trip_s: Seconds = 0.0
     away_s: Seconds = 0.0
+    #: What it imports while it starts.
+    importing: Text = ""
 
 
 class WorkerGoodbye(Body, tag=45):

@@ -106,16 +106,16 @@ class Shortage:
                 "%d of %d workers run on platform %r, %s", working, self.workers, self.platform, self.reason
             )
 
-    def check(self, working: int, called: int, now: float) -> str:
+    def check(self, working: int, called: int, importing: str, now: float) -> str:
         """Log once how many workers are missing; return an error text if too few have connected in time, else "".
 
-        called: number of workers that have connected, including those that work.
+        called: number of workers that have connected, including those that work. importing: what one of them imports.
         """
         if working == self.workers:
             self.complains_at = self.fails_at = math.inf
         if now >= self.complains_at:
             self.complains_at = math.inf
-            self._complain(working, called)
+            self._complain(working, called, importing)
         if now < self.fails_at:
             return ""
         self.fails_at = math.inf
@@ -126,17 +126,12 @@ class Shortage:
             f"{self.start_s:g} s: {self.reason or self._hint()}"
         )
 
-    def _complain(self, working: int, called: int) -> None:
+    def _complain(self, working: int, called: int, importing: str) -> None:
         listener = "" if called or self.reason else f"; {self._hint()}"
         self.log.warning(
             "%d of %d workers of platform %r run %.0f s after they were requested, %d more are connected%s; those that "
-            "run go on, and the others are awaited",
-            working,
-            self.workers,
-            self.platform,
-            COMPLAIN_S,
-            called - working,
-            listener,
+            "run go on, and the others are awaited%s",
+            *(working, self.workers, self.platform, COMPLAIN_S, called - working, listener, importing),
         )
 
     def _hint(self) -> str:

@@ -297,7 +297,8 @@ class Fleet:
             if worker.state.is_expected:
                 self._leave(worker, now)  # the platform may report its end
             elif worker.state is WorkerState.ON_DECK:
-                self._note_unfit(worker, f"it has not become ready within {READY_S:g} s", now)
+                imports = f"; {worker.importing}" if worker.importing else ""
+                self._note_unfit(worker, f"it has not become ready within {READY_S:g} s{imports}", now)
             elif worker.state is WorkerState.STOPPING:
                 self._remove(worker, now)
             else:

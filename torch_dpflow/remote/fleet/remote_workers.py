@@ -141,6 +141,11 @@ class RemoteWorkers:
         self._shortage.begin(self._clock())
         self.look()
 
+    @property
+    def importing(self) -> str:
+        """What a worker imports that does not load yet; empty if none does."""
+        return next((f"; {one.name} starts: {one.importing}" for one in self._fleet.workers if one.importing), "")
+
     def resize(self, workers: int) -> None:
         self._count = self._shortage.workers = workers
         self._fleet.target(workers)
@@ -261,6 +266,7 @@ class RemoteWorkers:
                 self._send(peer, Piece(digest, offset), self._content.piece(digest, offset))
             case WorkerHeartbeat():
                 self.time.away_s += worker.note_away(header.away_s)
+                worker.importing = header.importing
                 if worker.has_lost_message(header, self.listener.losses, worker.last_seen):
                     worker.condemn("a message to or from it was lost with a connection", may_blame=False)
                     self._has_events = True
@@ -338,7 +344,7 @@ class RemoteWorkers:
         self.time.seconds = self._fleet.worker_s(now)
         for instruction in self._fleet.tick(now):
             self._obey(instruction)
-        if too_few := self._shortage.check(self.working, len(self._fleet.connected), now):
+        if too_few := self._shortage.check(self.working, len(self._fleet.connected), self.importing, now):
             self.shell.fail(WorkerStartError(too_few))
 
     def _drain(self) -> None:
@@ -357,7 +363,8 @@ class RemoteWorkers:
                 self._platform.stop(name, why)
                 if worker is not None:
                     self._refuse(worker, why)
-                    self._lose(worker, f"{name} was ended: {why}", may_blame=worker.may_blame)
+                    imports = f"; {worker.importing}" if worker.importing else ""
+                    self._lose(worker, f"{name} was ended: {why}{imports}", may_blame=worker.may_blame)
             case RejectWorker(name, why) if worker is not None:
                 self._refuse(worker, why)
                 self._forget(worker)

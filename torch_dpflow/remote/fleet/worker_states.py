@@ -113,6 +113,8 @@ class FleetWorker:
     #: How long it has been idle while its results were under way, as it reports; time between two of its results, a
     #: moving average, and when the latest arrived; seconds.
     away_s: float = 0.0
+    #: What it imports while it starts, as its latest heartbeat reports.
+    importing: str = ""
     usual_s: float = 0.0
     worked: float = 0.0
     #: How many tasks it holds.

@@ -37,6 +37,7 @@ from torch_dpflow.ipc.messages.remote_worker import (
 from torch_dpflow.ipc.transport import Connection, Frame, TransportOptions, connect
 from torch_dpflow.ipc.transport.base import ClientKeys
 from torch_dpflow.ipc.transport.link_time import LinkTime
+from torch_dpflow.workers.exit_report import importing
 
 #: How many pieces are requested at once, and after how long they are requested again, seconds.
 CREDIT, AGAIN_S = 4, 5.0
@@ -202,10 +203,10 @@ class ControlConnection(threading.Thread):
     def _heartbeat(self) -> WorkerHeartbeat:
         work = self._work
         if work is None:
-            return WorkerHeartbeat(0, 0, min(self._round_trips_s))
+            return WorkerHeartbeat(0, 0, min(self._round_trips_s), importing=importing()[:MAX_TEXT])
         # In this order: a message that the main thread receives meanwhile counts as missing, until the next heartbeat.
         received = work.received if work.waits else None
-        return WorkerHeartbeat(work.sent, received, min(self._round_trips_s), work.away_s())
+        return WorkerHeartbeat(work.sent, received, min(self._round_trips_s), work.away_s(), importing()[:MAX_TEXT])
 
     @property
     def _sent(self) -> int:

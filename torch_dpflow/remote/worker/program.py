@@ -14,6 +14,7 @@ from torch_dpflow.ipc.messages.remote_worker import LaunchSpec, decode_launch_sp
 from torch_dpflow.remote.shipping.code_bundle import install_bundle
 from torch_dpflow.remote.shipping.compatibility import missing_modules, required_modules, versions_here
 from torch_dpflow.remote.worker.control_connection import ControlConnection
+from torch_dpflow.workers.exit_report import report_start
 
 #: The module that loads single samples: named and not imported, since flows lie above the workers of any loader.
 SAMPLES = "torch_dpflow.cluster.shard.sample_worker"
@@ -75,11 +76,14 @@ def _work(launch_spec: LaunchSpec, control: ControlConnection) -> None:
     if launch_spec.role == "sample-worker":
         connection, near = control.connect(), is_loopback(control.address)
         directory = "" if control.directory is None else control.directory.path
-        import_module(SAMPLES).load_samples(
+        samples = import_module(SAMPLES)
+        report_start()
+        samples.load_samples(
             packed, launch_spec.number, launch_spec.incarnation, connection, is_near=near, directory=directory
         )
         connection.close()
         return
+    report_start()
     try:
         spec = remote_batches.open_spec(packed)
     except ModuleNotFoundError as error:  # of a module that those which were sent import
