@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,14 +18,17 @@ from torch_dpflow._core import threads
 from torch_dpflow.cluster.control.supervision import Kill, Spawn, Supervisor, SupervisorInstruction
 from torch_dpflow.cluster.messages.node import Desire, Launch, Running
 from torch_dpflow.cluster.messages.shard import ShardSettings
-from torch_dpflow.cluster.security.connection_file import generate_keys
+from torch_dpflow.cluster.security.connection_file import find_cluster, generate_keys
 from torch_dpflow.cluster.services import joined_nodes, joining_node
 from torch_dpflow.cluster.services.joined_nodes import NODE_LEASE_S, JoinedNodes, node_table
 from torch_dpflow.cluster.services.joining_node import CoordinatorLink, Joining
 from torch_dpflow.cluster.services.service import ClusterPlace
 from torch_dpflow.cluster.services.state_store import WriteBehindStore
+from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import Count
+from torch_dpflow.ipc.messages.headers import PayloadOffer, Welcome, encode
 from torch_dpflow.ipc.rpc import IncomingCall, Result
+from torch_dpflow.ipc.transport import listen
 
 KEYS = generate_keys("tcp://127.0.0.1:0")
 PLACE = ClusterPlace(directory="/nowhere", host="127.0.0.1", keys=KEYS, token="t" * 32)
@@ -149,3 +154,22 @@ def run_node(fates: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(host.running.values()) > link._joined.generation << 20
     assert cluster.table.usable == {"n": 1}
     assert {view.id for view in cluster.table.processes} == host.running.keys()
+
+
+def test_a_cluster_of_another_release_is_named_at_once() -> None:
+    """The coordinator is a listener that answers each message by a handshake of another version."""
+    with closing(listen("tcp://127.0.0.1:0")) as coordinator:
+
+        def answer() -> None:
+            while (message := coordinator.receive(None)) is not None:
+                coordinator.send(message[0], [encode(Welcome(99, PayloadOffer(1)))])
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            cluster = find_cluster(coordinator.address)
+            with pytest.raises(UsageError, match=r"has version 99 of the protocol.*install the same release"):
+                Joining(cluster, KEYS, "n", "127.0.0.1").join(1e9)
+        finally:
+            coordinator.wake()
+            thread.join()

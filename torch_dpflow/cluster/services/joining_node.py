@@ -32,7 +32,7 @@ from torch_dpflow.cluster.services.node_host import (
     stopped_by_signals,
 )
 from torch_dpflow.cluster.services.service import ClusterPlace, DesiredProcesses
-from torch_dpflow.errors import DPFlowError, ErrorKind, RemoteCallError, UsageError
+from torch_dpflow.errors import DPFlowError, ErrorKind, MessageError, RemoteCallError, UsageError
 from torch_dpflow.ipc.memory.headroom import Headroom
 from torch_dpflow.ipc.transport import TransportOptions
 from torch_dpflow.log import SERVICE, LogOptions, write_lines
@@ -74,6 +74,8 @@ class Joining:
 
         def check(error: DPFlowError, is_late: bool) -> None:
             is_late, address = is_late or is_over(), self._cluster.address
+            if isinstance(error, MessageError):  # the cluster has another release
+                raise UsageError(str(error)) from error
             if isinstance(error, RemoteCallError) and (is_late or error.kind is not ErrorKind.OVERLOADED):
                 raise UsageError(error.text) from error
             if is_late:
