@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +83,21 @@ def test_all_samples_in_their_order_are_no_other_part(OurLoader: Any) -> None:
     again = OurLoader(Subset(Indices(SIZE), list(range(SIZE))), batch_size=2)
     again.load_state_dict(first.state_dict())
     assert next(iter(again)).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_state_makes_no_list_of_a_range_or_an_array(OurLoader: Any, first: int) -> None:
+    count = 1 << 20
+    given: list[Any] = [range(first, count), np.arange(first, count)]
+    for indices in given:
+        loader = OurLoader(Subset(Indices(count), indices), batch_size=2)
+        next(iter(loader))
+        tracemalloc.start()
+        try:
+            loader.state_dict()
+            assert tracemalloc.get_traced_memory()[1] < 3 * 8 * count
+        finally:
+            tracemalloc.stop()
 
 
 def test_indices_that_are_no_numbers_are_not_compared(OurLoader: Any) -> None:

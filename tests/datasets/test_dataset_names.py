@@ -41,6 +41,11 @@ def test_a_variant_needs_a_version() -> None:
         DatasetRef("core/x", None, "train")
 
 
+def test_the_parts_of_a_name_are_given_apart() -> None:
+    with pytest.raises(OptionError, match="give id, version and variant apart"):
+        DatasetRef("core/x:v1")
+
+
 def test_versions_sort_by_their_numbers() -> None:
     names = ["v10", "v2", "v1.10", "v1.9", "v1", "2024-01", "beta", "v1a"]
     assert sorted(names, key=version_order) == ["2024-01", "beta", "v1", "v1.9", "v1.10", "v1a", "v2", "v10"]

@@ -91,7 +91,7 @@ def taken(order: Any, places: Places) -> NDArray[np.signedinteger[Any]]:
 
 def describe_numbers(numbers: NDArray[np.integer[Any]]) -> str:
     """Describe numbers as text: their count, the first of them, and a digest of all in their order."""
-    digest = hashlib.sha256(numbers.astype("<i8").tobytes()).hexdigest()[:12]
+    digest = hashlib.sha256(np.ascontiguousarray(numbers, "<i8").data).hexdigest()[:12]
     shown = [*map(str, numbers[:_SHOWN].tolist()), *["..."] * (len(numbers) > _SHOWN)]
     return f"{len(numbers)} samples [{', '.join(shown)}] with digest {digest}"
 

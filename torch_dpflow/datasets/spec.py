@@ -87,9 +87,10 @@ class DatasetRef:
             raise OptionError(f"variant={self.variant!r} of {self.id!r} needs a version too")
         found = _REFERENCE.fullmatch(str(self))
         if found is None or found.group("id", "version", "variant") != parts:
-            given = repr(str(self)) if found is None else ", ".join(repr(part) for part in parts if part is not None)
+            if found is not None:
+                raise OptionError(f"{parts} is no name of a dataset; give id, version and variant apart, without ':'")
             raise OptionError(
-                f"{given} is no name of a dataset; give namespace/name, namespace/name:version or "
+                f"{str(self)!r} is no name of a dataset; give namespace/name, namespace/name:version or "
                 "namespace/name:version:variant, of letters, digits, '_' and '-' (versions and variants also "
                 "'.' and '+'), each beginning with a letter or a digit"
             )

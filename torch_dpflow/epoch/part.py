@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, RandomSampler, Subset, SubsetRandomSampler, WeightedRandomSampler
 
 from torch_dpflow._core.checks import working
@@ -76,18 +77,27 @@ def _is_row(part: Any) -> bool:
 def _is_everything(indices: Any, below: Any) -> bool:
     """Return whether the indices are all samples of `below` in their order."""
     try:
-        return len(indices) == len(below) and list(indices) == list(range(len(below)))
+        positions = range(len(below))
+        return (
+            indices == positions if isinstance(indices, range) else np.array_equal(_row_of(indices), _row_of(positions))
+        )
     except Exception:  # one of them has no length
         return False
 
 
+def _row_of(indices: Any) -> NDArray[Any]:
+    """Return the indices, or those of batches, as an array. Raises an error of any kind for other values."""
+    if isinstance(indices, range):  # numpy would read millions one by one
+        return np.arange(indices.start, indices.stop, indices.step)
+    if isinstance(indices, torch.Tensor):
+        return indices.numpy(force=True)
+    is_batches = isinstance(indices, list | tuple) and indices and _is_row(indices[0])
+    return np.asarray(list(chain.from_iterable(indices)) if is_batches else indices)
+
+
 def _described(indices: Any) -> str | None:
     try:
-        if isinstance(indices, torch.Tensor):
-            indices = indices.numpy(force=True)
-        elif isinstance(indices, list | tuple) and indices and _is_row(indices[0]):  # batches
-            indices = list(chain.from_iterable(indices))
-        numbers = np.asarray(indices)
+        numbers = _row_of(indices)
     except Exception:  # no numbers, or batches of several kinds
         return None
     is_row = numbers.ndim == 1 and (numbers.dtype.kind in "iu" or not len(numbers))

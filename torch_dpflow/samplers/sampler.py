@@ -90,9 +90,10 @@ class DynaGCSSampler(EpochSampler[int]):
         independence: float = 0.0,
     ) -> None:
         #: The samples that it chooses from; None: all positions of a data set of `size`.
-        self.indices: IndexArray | None = None
-        is_all = isinstance(data_source, range) and data_source == range(len(data_source))
-        if group is not None or not is_all:  # alone, a range of all positions needs no array
+        self.indices: IndexArray | range | None
+        if group is None and isinstance(data_source, range) and data_source == range(len(data_source)):
+            self.indices = data_source  # its positions are its numbers, so it needs no array
+        else:
             self.indices = given_indices(data_source)
         super().__init__(
             length_of(data_source) if self.indices is None else len(self.indices),
@@ -187,7 +188,7 @@ class DynaGCSSampler(EpochSampler[int]):
         epoch, start = self._upcoming() if latest is None else (latest.epoch, latest.start)
         position = start.at.position if latest is None else latest.position
         if self.group is not None:
-            members = self.indices if self.num_replicas == 1 else None
+            members = None if self.num_replicas > 1 or isinstance(self.indices, range) else self.indices
             return Lookahead(epoch=epoch, length=len(self), position=position, members=members)
         order = taken(self._order_of(epoch, start.began_with), self._part(start.at)[:])
         following = None if self.is_distributed else self._mapped(self._order(epoch + 1, 1))[:]
@@ -204,7 +205,7 @@ class DynaGCSSampler(EpochSampler[int]):
         return self._drawn[1]
 
     def _mapped(self, order: CompactArray | Permutation) -> CompactArray | Permutation:
-        return order if self.indices is None else self.indices[order[:]]
+        return order if self.indices is None or isinstance(self.indices, range) else self.indices[order[:]]
 
     def _order(self, epoch: int, began_with: int) -> CompactArray | Permutation:
         """Return the order of an epoch as positions in `indices`. began_with: as in `_reader`."""
@@ -253,8 +254,10 @@ class DynaGCSSampler(EpochSampler[int]):
 
     @cached_property
     def _described_indices(self) -> str | None:
-        is_all = self.indices is None or np.array_equal(self.indices, np.arange(self.size))
-        return None if is_all or self.indices is None else describe_numbers(self.indices)
+        if self.indices is None or isinstance(self.indices, range):
+            return None
+        is_all = np.array_equal(self.indices, np.arange(self.size))
+        return None if is_all else describe_numbers(self.indices)
 
     def _join(self, group: SamplingGroup) -> str:
         check_group(group, self.strategy, None if self.indices is not None else self.size)
