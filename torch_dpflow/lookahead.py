@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from torch_dpflow._core.dealing import row_of
 from torch_dpflow.errors import OptionError
 
 Keys = npt.NDArray[np.integer[Any]]
@@ -143,7 +144,7 @@ def announce_order(dataset: Any, order: Order, spread: int, extends: bool = Fals
     data = sys.modules.get("torch.utils.data")
     if data is not None and type(dataset) is data.Subset:
         indices = dataset.indices
-        announce_order(dataset.dataset, lambda: np.asarray(indices)[order()], spread, extends)
+        announce_order(dataset.dataset, lambda: row_of(indices)[order()], spread, extends)
         return
     # From the class: a user's dataset may have a `__getattr__` that runs code, or passes it to a dataset inside.
     own = getattr(type(dataset), "announce_order", None)

@@ -170,4 +170,5 @@ def test_it_goes_through_datasets_of_datasets() -> None:
     assert [*DPFlowDataLoader(subset, batch_size=None)] == [7, 3, 5]
     part = DPFlowDataLoader(Subset(told, np.array([9, 8])), batch_size=4, collate_fn=list)
     assert [*part] == [[9, 8]]
-    assert told.orders == [[7, 3, 5], [9, 8]]
+    assert [*DPFlowDataLoader(Subset(told, range(9, 2, -3)), batch_size=None)] == [9, 6, 3]
+    assert told.orders == [[7, 3, 5], [9, 8], [9, 6, 3]]

@@ -89,6 +89,13 @@ def taken(order: Any, places: Places) -> NDArray[np.signedinteger[Any]]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts or [order[:0]])
 
 
+def row_of(indices: Any) -> NDArray[Any]:
+    """Return indices as an array. numpy would read the numbers of a range one by one: millions take seconds."""
+    if isinstance(indices, range):
+        return np.arange(indices.start, indices.stop, indices.step)
+    return np.asarray(indices)
+
+
 def describe_numbers(numbers: NDArray[np.integer[Any]]) -> str:
     """Describe numbers as text: their count, the first of them, and a digest of all in their order."""
     digest = hashlib.sha256(np.ascontiguousarray(numbers, "<i8").data).hexdigest()[:12]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, RandomSampler, Subset, SubsetRandomSampler, WeightedRandomSampler
 
 from torch_dpflow._core.checks import working
-from torch_dpflow._core.dealing import describe_numbers
+from torch_dpflow._core.dealing import describe_numbers, row_of
 
 #: The part of a dataset that is not a `Subset`.
 WHOLE = "all samples"
@@ -87,12 +87,10 @@ def _is_everything(indices: Any, below: Any) -> bool:
 
 def _row_of(indices: Any) -> NDArray[Any]:
     """Return the indices, or those of batches, as an array. Raises an error of any kind for other values."""
-    if isinstance(indices, range):  # numpy would read millions one by one
-        return np.arange(indices.start, indices.stop, indices.step)
     if isinstance(indices, torch.Tensor):
         return indices.numpy(force=True)
     is_batches = isinstance(indices, list | tuple) and indices and _is_row(indices[0])
-    return np.asarray(list(chain.from_iterable(indices)) if is_batches else indices)
+    return row_of(list(chain.from_iterable(indices)) if is_batches else indices)
 
 
 def _described(indices: Any) -> str | None:
