@@ -73,6 +73,6 @@ def test_orders_are_uniform_with_some_independence() -> None:
 def test_the_test_can_fail(strategy: str) -> None:
     """The thesis's DynaGCS reads first what is shared, and must be found out."""
     positions, samples, ratio = failing_shares(strategy)
-    assert positions > 0.5
-    assert samples > 0.5
+    assert positions > 0.25  # four times what a uniform order is allowed
+    assert samples > 0.25
     assert ratio > 2
