@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import socket
-from contextlib import closing
+import threading
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from tests.pool.pool_servers import inner_server
+from tests.shared_cluster import PATIENCE_S
 from torch_dpflow._version import __version__
 from torch_dpflow.errors import PeerLostError, UsageError
+from torch_dpflow.pool import PooledArray, open_array
 from torch_dpflow.pool.transport.address import socket_path
 from torch_dpflow.pool.transport.control_connection import Channel, PoolConnection
 
@@ -44,3 +49,30 @@ def test_an_answer_of_another_release_is_an_error(tmp_path: Path) -> None:
                 Channel(accepted).send(UNKNOWN)
                 with pytest.raises(PeerLostError, match=f"use one release, and this side has {__version__}"):
                     connection.servers()
+
+
+def test_a_reader_warns_once_that_its_server_has_another_release(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    np.save(tmp_path / "rows.npy", np.arange(8))
+    (tmp_path / "p").mkdir(mode=0o700)
+    with ExitStack() as stack:
+        listener = stack.enter_context(closing(socket.socket(socket.AF_UNIX)))
+        listener.bind(socket_path(tmp_path / "p"))
+        listener.listen()
+
+        def answer() -> None:
+            with suppress(OSError):  # it is shut down
+                while True:
+                    accepted = stack.enter_context(closing(listener.accept()[0]))
+                    Channel(accepted).send(UNKNOWN)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with closing(PooledArray(open_array(tmp_path / "rows.npy"), tmp_path / "p", silence_s=PATIENCE_S)) as array:
+            assert [array.read_batch([row]).tolist() for row in range(3)] == [[0], [1], [2]]
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    (record,) = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert "is read from storage for now: " in record.message
+    assert f"use one release, and this side has {__version__}" in record.message

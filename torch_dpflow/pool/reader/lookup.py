@@ -39,11 +39,12 @@ def check_directory(address: PoolAddress) -> None:
 
 
 def log_fallback(what: str, error: DPFlowError) -> None:
-    """Log that storage is read instead of a server. It is a warning, once, if the user must change a setting.
+    """Log that storage is read instead of a server. It is a warning, once, if the user must change something.
 
-    A server that is missing or does not answer may return, so there is no warning.
+    This is a setting, or a server of another release. A server that is missing or does not answer may return.
     """
-    if isinstance(error, OptionError) and str(error) not in _WARNED:
+    must_change = isinstance(error, UsageError) or isinstance(error.__cause__, MessageError)
+    if must_change and str(error) not in _WARNED:
         _WARNED.add(str(error))
         DATASETS.warning("%s: %s", what, error)
     else:
