@@ -15,7 +15,7 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tests.contracts.processes import (
     TIMEOUT_S,
     answer,
     call_at,
+    end_main_thread,
     ignore,
     leave,
     lend,
@@ -34,6 +35,7 @@ from tests.contracts.processes import (
     start_and_stay,
     write_and_die,
 )
+from torch_dpflow._core.processes import is_exiting
 from torch_dpflow.errors import NotPicklableError
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.messages.headers import WorkerHandshake, decode
@@ -128,6 +130,18 @@ class PlatformContract:
         assert "was killed: it was in the way" in str(end)
         handle.kill("again")  # without effect: it has ended
         assert handle.describe() == end
+
+    def test_a_kill_of_an_exiting_process_is_not_its_reason(
+        self, platform: Platform, eventually: Callable[..., None]
+    ) -> None:
+        """A process's sockets close before its end is reported, and its peer then kills it as unreachable."""
+        handle = self.launch(platform, end_main_thread)
+        eventually(lambda: is_exiting(handle.pid), what="the process's exit")
+        assert handle.describe() is None
+        handle.kill("it cannot be reached")
+        end = self.end_of(platform, handle)
+        assert (end.killed_for, end.signal) == ("", signal.SIGKILL)
+        assert "was ended by SIGKILL" in str(end)
 
     def test_each_of_several_ends_is_reported_once(self, platform: Platform) -> None:
         handles = [self.launch(platform, sleep, TIMEOUT_S, name=f"one-{place}") for place in range(3)]

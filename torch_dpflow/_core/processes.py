@@ -47,6 +47,8 @@ class PerProcess(Generic[T]):
 _SEPARATOR = " "
 #: States in /proc of processes that have ended: zombies, and those that are being removed.
 _ENDED = ("Z", "X", "x")
+#: The kernel's flag of a process whose main thread has begun to exit, in the seventh field of `stat_fields`.
+_PF_EXITING = 4
 
 
 def own_process() -> str:
@@ -71,6 +73,13 @@ def has_ended(process: str) -> bool:
     except (OSError, ValueError, IndexError):  # /proc may hide other users' processes
         return False
     return state in _ENDED or present != started
+
+
+def is_exiting(pid: int) -> bool:
+    """Return whether this host's process has begun to exit; its sockets close before its pidfd reports the end."""
+    with suppress(OSError, ValueError, IndexError):
+        return bool(int(stat_fields(pid)[6]) & _PF_EXITING)
+    return False
 
 
 def _place() -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_dpflow._core import descriptors
+from torch_dpflow._core.processes import is_exiting
 from torch_dpflow.errors import LaunchError, NotPicklableError
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Imports, ProcessSpec, shortened
 from torch_dpflow.workers.process_control import at_parents_end, exit_with, oom_kills
@@ -166,7 +167,7 @@ class LocalHandle:
         self.descriptor, self._is_pidfd = _descriptor_of(process)
 
     def kill(self, why: str = "") -> None:
-        if not (self._released or self._has_ended(0.0)):  # else it has ended for another reason
+        if not (self._released or self._has_ended(0.0) or is_exiting(self.pid)):  # else it ends for another reason
             self._killed_for = self._killed_for or why
         self._send(signal.SIGKILL)
 
