@@ -77,10 +77,9 @@ def _is_row(part: Any) -> bool:
 def _is_everything(indices: Any, below: Any) -> bool:
     """Return whether the indices are all samples of `below` in their order."""
     try:
-        positions = range(len(below))
-        return (
-            indices == positions if isinstance(indices, range) else np.array_equal(_row_of(indices), _row_of(positions))
-        )
+        if isinstance(indices, range):
+            return indices == range(len(below))
+        return len(indices) == len(below) and np.array_equal(_row_of(indices), np.arange(len(below)))
     except Exception:  # one of them has no length
         return False
 

@@ -256,8 +256,7 @@ class DynaGCSSampler(EpochSampler[int]):
     def _described_indices(self) -> str | None:
         if self.indices is None or isinstance(self.indices, range):
             return None
-        is_all = np.array_equal(self.indices, np.arange(self.size))
-        return None if is_all else describe_numbers(self.indices)
+        return None if np.array_equal(self.indices, np.arange(self.size)) else describe_numbers(self.indices)
 
     def _join(self, group: SamplingGroup) -> str:
         check_group(group, self.strategy, None if self.indices is not None else self.size)
