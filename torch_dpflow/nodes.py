@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch_dpflow._core.checks import check_int, check_type
 from torch_dpflow.epoch.own_state import Unsaved
-from torch_dpflow.errors import MissingExtraError, StateError, WorkerError
+from torch_dpflow.errors import MissingExtraError, NotPicklableError, StateError, WorkerError
 from torch_dpflow.loader.loader import DPFlowDataLoader
 from torch_dpflow.options import LoaderOptions
 from torch_dpflow.workers.stream_items import MappedItems, SourceFailed, StreamItem, as_mapped
@@ -306,7 +306,7 @@ class StreamReader:
         try:
             return item.encode()
         except Exception as error:
-            return self._failed(error).encode()
+            return self._failed(NotPicklableError(f"{item!r}: {error}")).encode()
 
     def _failed(self, error: Exception) -> StreamItem:
         self.failures[self._drawn] = error

@@ -330,9 +330,10 @@ class BatchWorker(TaskWorker):
                 "message of the shard was lost"
             )
         self._running.note(task)
-        loaded = self._source.load(task, pickle.loads(payload))
+        index = pickle.loads(payload)
+        loaded = self._source.load(task, index)
         loaded_at = time.perf_counter()
-        table, frames = self._wrap(loaded)
+        table, frames = self._wrap(loaded, index)
         if loaded.stream is not None:
             frames = [*frames, pickle.dumps(loaded.stream)]
         started = self._tasks[0][0] if self._tasks else None
@@ -347,7 +348,7 @@ class BatchWorker(TaskWorker):
             # Not before: the job waits for the first batch, and the socket's thread has to answer quickly.
             use_sched_batch()
 
-    def _wrap(self, loaded: LoadedBatch) -> tuple[Any, list[Frame]]:
+    def _wrap(self, loaded: LoadedBatch, index: Any) -> tuple[Any, list[Frame]]:
         if loaded.kind == OPENED:
             encoded: tuple[Any, list[Frame]] = loaded.value
             return encoded
@@ -357,7 +358,7 @@ class BatchWorker(TaskWorker):
             if loaded.kind == FAILURE:
                 # The exception's class cannot be pickled; its text can.
                 return encode_payload(_as_runtime_error(loaded.value))
-            return encode_payload(unpicklable_failure(self._number, error))
+            return encode_payload(unpicklable_failure(self._number, error, index))
 
 
 def _as_runtime_error(failure: ExceptionWrapper) -> ExceptionWrapper:

@@ -385,8 +385,7 @@ def wrapped_failure(worker: int, *, dataset: Any = None, index: Any = None) -> E
 
     The message names an index beyond the dataset's length, or the number of a stream's item.
     """
-    place = f"at {index!r}, in worker process" if isinstance(index, StreamItem) else "in DataLoader worker process"
-    wrapper = ExceptionWrapper(where=f"{place} {worker}")
+    wrapper = ExceptionWrapper(where=_where(worker, index))
     if not _can_be_raised(wrapper.exc_type):
         wrapper.exc_type = RuntimeError
     if dataset is not None and issubclass(wrapper.exc_type, IndexError | KeyError):
@@ -404,9 +403,14 @@ def _can_be_raised(kind: Any) -> bool:
     return True
 
 
-def unpicklable_failure(worker: int, error: NotPicklableError) -> ExceptionWrapper:
+def unpicklable_failure(worker: int, error: NotPicklableError, index: Any = None) -> ExceptionWrapper:
     """Wrap the error of a batch that was loaded but cannot be pickled, for the loader to raise."""
-    return ExceptionWrapper((type(error), error, error.__traceback__), f"in DataLoader worker process {worker}")
+    return ExceptionWrapper((type(error), error, error.__traceback__), _where(worker, index))
+
+
+def _where(worker: int, index: Any) -> str:
+    place = f"at {index!r}, in worker process" if isinstance(index, StreamItem) else "in DataLoader worker process"
+    return f"{place} {worker}"
 
 
 def _length_hint(dataset: Any, index: Any) -> str:
