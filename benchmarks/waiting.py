@@ -1,6 +1,6 @@
-"""How long a training waits whose host has few processors: with workers there alone, and with remote ones too.
+"""How long a training loop waits on a host with few processors, with workers there and with remote ones.
 
-    python -m benchmarks.waiting [--json] [--rounds 5] [--quick]
+    python -m benchmarks.waiting [--json] [--rounds 5] [--quick] [--picture docs/waiting.svg]
 
 The counterpart of the thesis's end-to-end figures (5-8, 5-11, 5-12) for a machine of any size, as its times are stated
 ones. Loading a sample takes a sleep, for which a worker of the training host holds one of that host's four virtual
@@ -27,7 +27,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.report import Figures, Metric, add_arguments, alternate, publish
+from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
+from examples.bar_picture import PALE, RED, Bar, bar_picture
 from examples.cluster import started
 from torch_dpflow import DPFlowDataLoader, JobOptions
 
@@ -84,10 +85,10 @@ class Side:
 
 
 SIDES = {
-    f"torch, {PROCESSORS} workers": Side(is_ours=False),
-    f"ours, {PROCESSORS} local": Side(),
-    "ours, 2 jobs on one flow": Side(jobs=2, has_flow=True),
-    f"torch, 2 jobs, {PROCESSORS} workers each": Side(is_ours=False, jobs=2),
+    f"one job: torch, {PROCESSORS} workers": Side(is_ours=False),
+    f"one job: torch_dpflow, {PROCESSORS} workers": Side(),
+    f"two jobs: torch, {PROCESSORS} workers for each job": Side(is_ours=False, jobs=2),
+    "two jobs: torch_dpflow, one flow, remote workers": Side(jobs=2, has_flow=True),
 }
 
 
@@ -340,9 +341,21 @@ def busiest(records: "np.ndarray[Any, Any]") -> int:
     return int(np.cumsum([0, *(change for _, change in changes)]).max())
 
 
+def picture(comparison: Comparison) -> str:
+    """Draw an epoch of each side: its steps, and the time in which its loop waits."""
+    bars = []
+    for side in SIDES:
+        waiting_s, epoch_s = (comparison.median(side, metric) for metric in ("waiting_s", "epoch_s"))
+        bars.append(Bar(side, [(PALE, epoch_s - waiting_s), (RED, waiting_s)], f"{waiting_s:.2f}"))
+    rounds = len(comparison.rounds[comparison.baseline])
+    note = f"Loading and steps are sleeps. Medians; rounds: {rounds} (python -m benchmarks.waiting)."
+    return bar_picture("One epoch of one training loop", bars, [note], [(PALE, "training steps"), (RED, "waiting, s")])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.waiting", description=str(__doc__).splitlines()[0])
     parser.add_argument("--job", type=Job.from_text, help=argparse.SUPPRESS)
+    parser.add_argument("--picture", type=Path, help="file for a picture of the epochs, as SVG")
     add_arguments(parser)
     arguments = parser.parse_args()
     if arguments.job is not None:
@@ -362,6 +375,8 @@ def main() -> None:
         },
     )
     publish([comparison], METRICS, arguments)
+    if arguments.picture is not None:
+        arguments.picture.write_text(picture(comparison), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from examples import natural_images
+from examples.bar_picture import BLUE, RED, Bar, bar_picture
 from examples.cluster import processes, started
 from examples.demo_acts import (
     BATCH_SIZE,
@@ -41,7 +42,6 @@ from examples.demo_acts import (
     tree_cpu_s,
     trial,
 )
-from examples.demo_picture import picture
 from examples.option_values import positive
 
 CLASSES = 4
@@ -94,8 +94,8 @@ class Demonstration:
     def __init__(self, console: Console, options: Options) -> None:
         self._console, self._options = console, options
         self.rows: list[Row] = []
-        #: Label, side and images a second.
-        self.bars: list[tuple[str, str, float]] = []
+        #: The images a second of each side.
+        self.bars: list[Bar] = []
 
     def run(self) -> None:
         acts: list[tuple[str, Callable[[], Row]]] = [
@@ -127,10 +127,7 @@ class Demonstration:
 
     def decode(self) -> Row:
         torchs, ours = self._both(decode, self._options.data, 2 * self._options.epochs)
-        self.bars += [
-            ("torch, Pillow", TORCH, torchs.rate),
-            ("torch_dpflow, vision", OURS, ours.rate),
-        ]
+        self.bars += [_bar("torch, Pillow", RED, torchs), _bar("torch_dpflow, vision", BLUE, ours)]
         return Row(act="loading-bound", torch=rate(torchs), ours=rate(ours), gain=times(ours, torchs))
 
     def trials(self) -> Row:
@@ -144,8 +141,8 @@ class Demonstration:
             sides = [partials(trial, *given, number, address) for number in range(TRIALS)]
             ours = play([one[OURS] for one in sides], around=around)
         self.bars += [
-            (f"{TRIALS} trials: torch", TORCH, torchs.rate),
-            (f"{TRIALS} trials: torch_dpflow, one flow", OURS, ours.rate),
+            _bar(f"{TRIALS} trials: torch", RED, torchs),
+            _bar(f"{TRIALS} trials: torch_dpflow, one flow", BLUE, ours),
         ]
         return Row(act=f"{TRIALS} trials at once", torch=rate(torchs), ours=rate(ours), gain=times(ours, torchs))
 
@@ -183,7 +180,12 @@ class Demonstration:
 
     def picture(self) -> str:
         """The picture of the acts that have a rate, with a line for each of the others."""
-        return picture(self.bars, [f"{row.act}: torch {row.torch}; torch_dpflow {row.ours}" for row in self.rows[3:]])
+        lines = [f"{row.act}: torch {row.torch}; torch_dpflow {row.ours}" for row in self.rows[3:]]
+        return bar_picture("Images a second, on this machine", self.bars, lines)
+
+
+def _bar(label: str, colour: str, played: Played) -> Bar:
+    return Bar(label, [(colour, played.rate)], f"{played.rate:,.0f}")
 
 
 def speed(seconds: float, cpu_s: float) -> str:

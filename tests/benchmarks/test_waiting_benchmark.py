@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks import waiting
+from benchmarks.report import Comparison
 from benchmarks.waiting import (
     METRICS,
     OWN,
@@ -26,6 +28,7 @@ from benchmarks.waiting import (
     TimedSamples,
     busiest,
     check,
+    picture,
 )
 from tests.new_process import interpreter
 
@@ -119,10 +122,17 @@ def test_sides_have_the_workers_that_their_names_give() -> None:
     assert [(side.jobs, side.local) for side in SIDES.values()] == [
         (1, PROCESSORS),
         (1, PROCESSORS),
-        (2, 0),
         (2, PROCESSORS),
+        (2, 0),
     ]
-    assert [side.is_ours for side in SIDES.values()] == [False, True, True, False]
+    assert [side.is_ours for side in SIDES.values()] == [False, True, False, True]
+
+
+def test_the_picture_shows_the_waiting_of_each_side() -> None:
+    rounds = {side: [{"waiting_s": 0.5 + number, "epoch_s": 10.0}] for number, side in enumerate(SIDES)}
+    root = ElementTree.fromstring(picture(Comparison(benchmark="waiting", workload="", rounds=rounds)))
+    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[3:-1] == [text for number, side in enumerate(SIDES) for text in (side, f"{0.5 + number:.2f}")]
 
 
 def test_a_job_is_the_same_in_its_process() -> None:
@@ -131,7 +141,7 @@ def test_a_job_is_the_same_in_its_process() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if "torch" not in name else ()) for name in SIDES]
+    "name", [pytest.param(name, marks=pytest.mark.slow if "torch_dpflow" in name else ()) for name in SIDES]
 )
 def test_every_side_reads_every_sample_once(name: str) -> None:
     side = SIDES[name]

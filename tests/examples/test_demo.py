@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from examples import natural_images
-from examples.demo_picture import picture
+from examples.bar_picture import BLUE, RED, Bar, bar_picture
 from tests.later import Later
 
 demo: Any = Later("examples.demo")
@@ -63,13 +63,17 @@ def test_it_says_where_figures_depend_on_other_work_or_a_slow_machine() -> None:
     assert demo.speed(40.0, 60.0) == "The acts took 40 s, and 60 s of processor time."
 
 
-def test_the_picture_has_a_bar_for_each_rate() -> None:
-    drawn = picture([("a & b", "torch", 100.0), ("c", "torch_dpflow", 200.0)], ["killed < ended"])
+def test_a_picture_has_a_bar_for_each_rate() -> None:
+    bars = [Bar("a & b", [(RED, 100.0)], "100"), Bar("c", [(BLUE, 50.0), (RED, 150.0)], "200")]
+    drawn = bar_picture("rates", bars, ["killed < ended"], [(RED, "lost")])
     root = ElementTree.fromstring(drawn)
     name = "{http://www.w3.org/2000/svg}"
-    widths = [float(one.attrib["width"]) for one in root.findall(f"{name}rect")[1:]]
-    assert widths[1] == 2 * widths[0]
-    assert [one.text for one in root.findall(f"{name}text")][1:] == ["a & b", "100", "c", "200", "killed < ended"]
+    boxes = root.findall(f"{name}rect")[2:]
+    left, width = ([float(box.attrib[side]) for box in boxes] for side in ("x", "width"))
+    assert [2 * width[0], 3 * width[1]] == pytest.approx([width[1] + width[2], width[2]], abs=0.3)
+    assert left[2] == pytest.approx(left[0] + width[1], abs=0.1)
+    texts = [one.text for one in root.findall(f"{name}text")]
+    assert texts == ["rates", "lost", "a & b", "100", "c", "200", "killed < ended"]
 
 
 def test_training_by_hand_says_what_makes_the_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
