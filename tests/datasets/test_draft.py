@@ -231,7 +231,7 @@ def test_what_a_draft_cannot_work_with_is_refused(store: DatasetStore) -> None:
         draft.add("train", [(b"", {})])  # type: ignore[arg-type]
     with pytest.raises(OptionTypeError, match="give a DatasetStore"):
         Draft(store.url, "core/x", "v1")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="'core/x:v1', 'v1' is no name"):
+    with pytest.raises(OptionError, match="'core/x:v1', 'v1' is no name of a dataset; give id, version"):
         Draft(store, "core/x:v1", "v1")
     for wrong in (5, None):
         with pytest.raises(OptionTypeError, match="a dataset is named by a string"):

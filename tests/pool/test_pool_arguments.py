@@ -19,18 +19,18 @@ from torch_dpflow.pool.transport.address import find_address
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["--address", "tcp://127.0.0.1:7400"], "is no directory"),
-        (["--address", ""], "is no directory"),
+        (["--address", "tcp://127.0.0.1:7400"], "a server needs a directory of this host"),
+        (["--address", ""], "a server needs a directory of this host"),
         (["--address", "file"], "cannot be a server's directory: File exists"),
         (["--address", "file/below"], "cannot be a server's directory: Not a directory"),
-        (["--address", "udp://127.0.0.1:7400"], "is no directory"),
+        (["--address", "udp://127.0.0.1:7400"], "a server needs a directory of this host"),
         (["--memory", "0.1B"], "is below one byte"),
         (["--memory", "100TiB"], "is more than this process can have"),
         (["--memory", "999999999999TiB"], "is more than this process can have"),
         (["--ahead-memory", "999999999999TiB"], "is more than this process can have"),
         (["--listen", "7400"], "other hosts reach a server at tcp://HOST:PORT"),
         (["--listen", "tcp://127.0.0.1:0", "--connection", "none"], "`dpflow keygen` has written"),
-        (["--join", ""], "is no directory"),
+        (["--join", ""], "a server needs a directory of this host"),
         (["--join", "tcp://127.0.0.1:1", "--listen", "tcp://127.0.0.1:0"], "`dpflow keygen` has written"),
     ],
 )

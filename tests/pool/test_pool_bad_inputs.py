@@ -173,7 +173,7 @@ def test_a_cluster_refuses_what_its_server_would(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("DPFLOW_POOL", "tcp://127.0.0.1:7070")
     result = CliRunner().invoke(root, ["up", "--pool-memory", "1MiB"])
     assert result.exit_code == 1
-    assert "is no directory" in result.output
+    assert "a server needs a directory of this host" in result.output
 
 
 def test_requests_for_what_is_not_there(stored: StoredDataset, client: DataClient, tmp_path: Path) -> None:

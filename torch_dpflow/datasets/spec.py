@@ -88,7 +88,8 @@ class DatasetRef:
         found = _REFERENCE.fullmatch(str(self))
         if found is None or found.group("id", "version", "variant") != parts:
             if found is not None:
-                raise OptionError(f"{parts} is no name of a dataset; give id, version and variant apart, without ':'")
+                given = ", ".join(repr(part) for part in parts if part is not None)
+                raise OptionError(f"{given} is no name of a dataset; give id, version and variant apart, without ':'")
             raise OptionError(
                 f"{str(self)!r} is no name of a dataset; give namespace/name, namespace/name:version or "
                 "namespace/name:version:variant, of letters, digits, '_' and '-' (versions and variants also "
