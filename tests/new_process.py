@@ -204,6 +204,9 @@ def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: text for name, text in environment.items() if name.startswith(READ_AT_START) and name != "PYTHONPATH"}
 
 
+_POSIX_SPAWN = os.posix_spawn
+
+
 def spawn_preloaded(
     path: str,
     command: Sequence[str],
@@ -211,8 +214,11 @@ def spawn_preloaded(
     *,
     file_actions: Sequence[tuple[int, int, int]] = (),
     setsid: bool = False,
+    **options: Any,
 ) -> int:
     """Do what `os.posix_spawn` does with `python -m module`, as an interpreter that is forked from `PRELOADED`."""
+    if options:  # from subprocess, which calls it from Python 3.13 on
+        return _POSIX_SPAWN(path, command, env, file_actions=file_actions, setsid=setsid, **options)
     assert [path, "-m", os.POSIX_SPAWN_DUP2] == [sys.executable, command[1], *{kind for kind, _, _ in file_actions}]
     numbers = {number: given for _, given, number in file_actions}
     request = {
