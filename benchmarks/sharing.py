@@ -1,4 +1,4 @@
-"""Several jobs that read the same images at once: each with workers of its own (torch), or one loading for all.
+"""Several jobs that read the same images at once: each with separate workers, as torch has them, or with one flow.
 
     python -m benchmarks.sharing [--json] [--scenario together,staggered,unequal] [--rounds 3] [--quick]
     python -m benchmarks.sharing --against-simulator [--json] [--rounds 3] [--quick]
@@ -27,6 +27,7 @@ from benchmarks import sharing_tfdata as tfdata
 from benchmarks.loader import IMAGES, SPECIFICATION, warm_page_cache
 from benchmarks.meter import Meter
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
+from benchmarks.sharing_job import LIKE_TORCHVISION
 from examples.cluster import loads, started
 from examples.natural_images import generate
 
@@ -34,15 +35,16 @@ from examples.natural_images import generate
 STATUS_AGE_S = 2.5
 #: Where they are installed, also other libraries.
 TENSORSOCKET, TF_SERVICE = "tensorsocket", "tf.data service"
+TF_LIKE = f"{TF_SERVICE} like torchvision"
 SIDES = (
     "torch",
     "dpflow",
     "dpflow + vision",
     *(TENSORSOCKET,) * tensorsocket.is_installed(),
-    *(TF_SERVICE,) * tfdata.is_installed(),
+    *(TF_SERVICE, TF_LIKE) * tfdata.is_installed(),
 )
 #: The kinds of their jobs, as `benchmarks.sharing_job` has them.
-KINDS = {"dpflow + vision": "dpflow", TF_SERVICE: "tfdata"}
+KINDS = {"dpflow + vision": "dpflow", TF_SERVICE: "tfdata", TF_LIKE: LIKE_TORCHVISION}
 #: Workers of all jobs together.
 WORKERS = 4
 #: A sample is 224 x 224 x 3 bytes.
@@ -190,7 +192,7 @@ class Run:
             kept = self.scenario.kept
             with tensorsocket.producing(str(IMAGES), self.samples, WORKERS, kept=kept) as producer:
                 yield producer
-        elif self.side == TF_SERVICE:
+        elif self.side in {TF_SERVICE, TF_LIKE}:
             with tfdata.serving() as service:
                 yield service
         else:

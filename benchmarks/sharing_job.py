@@ -20,6 +20,8 @@ from benchmarks.loader_workloads import JpegCrops
 from torch_dpflow import ALSDCache, DPFlowDataLoader, JobOptions
 
 BATCH = 32
+#: The kind of a job of tf.data service that draws its crops as torchvision does.
+LIKE_TORCHVISION = "tfdata-like-torchvision"
 
 
 class DrawnCrops(JpegCrops):
@@ -77,11 +79,12 @@ def dataset_of(arguments: argparse.Namespace) -> Dataset[torch.Tensor]:
 
 def open_loader(arguments: argparse.Namespace) -> Any:
     """The job's loader: torch's with workers of its own, or one that shares its loading with the others."""
-    if arguments.side == "tfdata":
+    if arguments.side in {"tfdata", LIKE_TORCHVISION}:
         from benchmarks.sharing_tfdata import Consumed as Streamed
 
         files = [str(file) for file in files_of(arguments)]
-        return Streamed(arguments.address, files, arguments.samples, BATCH, arguments.number)
+        like_torchvision = arguments.side == LIKE_TORCHVISION
+        return Streamed(arguments.address, files, arguments.samples, BATCH, arguments.number, like_torchvision)
     dataset: Any = dataset_of(arguments)
     given: dict[str, Any] = {"batch_size": BATCH, "shuffle": True, "num_workers": arguments.workers}
     given["generator"] = torch.Generator().manual_seed(arguments.number)
@@ -108,7 +111,7 @@ def say(value: Any) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    parser.add_argument("side", choices=("torch", "private", "dpflow", "tensorsocket", "tfdata"))
+    parser.add_argument("side", choices=("torch", "private", "dpflow", "tensorsocket", "tfdata", LIKE_TORCHVISION))
     for name in ("--number", "--samples", "--epochs", "--workers", "--memory", "--cache-samples"):
         parser.add_argument(name, type=int, default=0)
     for name in ("--images", "--address"):

@@ -54,12 +54,16 @@ def serving() -> Iterator[Service]:
 class Consumed:
     """The epochs that one job gets: parts of a stream without end, as the cache demands."""
 
-    def __init__(self, address: str, files: list[str], samples: int, batch: int, number: int) -> None:
+    def __init__(
+        self, address: str, files: list[str], samples: int, batch: int, number: int, like_torchvision: bool
+    ) -> None:
         import tensorflow as tf
 
         service: Any = tf.data.experimental.service
         stream: Any = tf.data.Dataset.from_tensor_slices(files).shuffle(len(files)).repeat()
-        stream = stream.map(tf_crop(tf), num_parallel_calls=tf.data.AUTOTUNE).batch(batch)
+        stream = stream.map(tf_crop(tf, like_torchvision=like_torchvision), num_parallel_calls=tf.data.AUTOTUNE).batch(
+            batch
+        )
         stream = stream.apply(
             service.distribute(
                 processing_mode=service.ShardingPolicy.OFF,

@@ -85,7 +85,7 @@ def _is_everything(indices: Any, below: Any) -> bool:
 
 
 def _row_of(indices: Any) -> NDArray[Any]:
-    """Return the indices, or those of batches, as an array. Raises an error of any kind for other values."""
+    """Return indices, of samples or in batches, as one array. Other values raise an error of any kind."""
     if isinstance(indices, torch.Tensor):
         return indices.numpy(force=True)
     is_batches = isinstance(indices, list | tuple) and indices and _is_row(indices[0])

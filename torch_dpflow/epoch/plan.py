@@ -339,7 +339,7 @@ def replay(
 
 
 def _after(samples: int, sampler: Any) -> tuple[_Iterated, int | None]:
-    """Draw and drop this many samples; return the iteration of the others, and the checksum of those that were dropped.
+    """Draw and drop this many samples; return the iteration of the others, and the checksum of the dropped samples.
 
     Raises StateError if there are fewer.
     """

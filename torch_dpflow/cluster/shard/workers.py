@@ -238,11 +238,11 @@ class ShardWorkers:
             return None
         remote = self._remote
         limited_by, details = ("", "") if remote is None else (remote.limited_by, remote.shortage)
-        text = f"0 of {self.expected} workers of the flow run" + (f", {details}" if details else "") + self._start()
+        text = f"0 of {self.expected} workers of the flow run" + (f", {details}" if details else "") + self._starting()
         is_lost = remote is not None and self._has_worked and limited_by not in AWAITED
         return LostWorkersError(text) if is_lost else AwaitedWorkersError(text)
 
-    def _start(self) -> str:
+    def _starting(self) -> str:
         """Return the module that a starting worker imports, as text; of a worker of this host later also its stacks."""
         if self._remote is not None:
             return self._remote.importing

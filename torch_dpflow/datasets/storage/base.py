@@ -150,7 +150,7 @@ class Storage(Protocol):
         """Return size and state of the object of `span`, whose range is ignored, without reading it.
 
         Raises:
-            StorageError: as `fetch` does, also if size or state differ from those of `span`.
+            StorageError: as `fetch` does, also if size or state are not the ones in `span`.
         """
 
     def node(self, url: str) -> str:
