@@ -49,7 +49,7 @@ class LogOptions:
     """How services log.
 
     Args:
-        format: "text", lines of name=value; or "json", one object a line.
+        format: "text", lines of name=value; or "json", one object per line.
         level: the lowest level that is written: "debug", "info", "warning" or "error".
 
     Raises:

@@ -43,7 +43,7 @@ class DPFlowNode(BaseNode[T]):  # type: ignore[misc]
     The state is the loader's state after the latest batch that `next()` returned. A state that was taken at the end of
     an epoch restores that end; the `reset()` after it begins the following epoch.
 
-    `next()`, `reset()` and `get_state()` exclude each other, as a `Prefetcher` calls them from a separate thread.
+    `next()`, `reset()` and `get_state()` exclude each other, because a `Prefetcher` calls them from a separate thread.
 
     Args:
         loader: the loader, which nothing else iterates meanwhile.
@@ -65,7 +65,7 @@ class DPFlowNode(BaseNode[T]):  # type: ignore[misc]
 
         Raises:
             StateError: the state is damaged, or does not fit the loader.
-            Whatever `iter` of the loader raises.
+            The errors of the loader's `iter`.
         """
         with self._lock:
             super().reset(initial_state)
@@ -81,7 +81,7 @@ class DPFlowNode(BaseNode[T]):  # type: ignore[misc]
                 self._iterator = iter(self.loader)
 
     def next(self) -> T:
-        """Return the next batch. Raises StopIteration at the end of the epoch, and as the loader's iterator."""
+        """Return the next batch. Raises StopIteration at the epoch's end, and the errors of the loader's iterator."""
         with self._lock:
             if self._ended:
                 raise StopIteration
@@ -114,7 +114,7 @@ class DPFlowNode(BaseNode[T]):  # type: ignore[misc]
 
 
 class Mapper(DPFlowNode[T]):
-    """Maps the items of a source by a function, on the loader's workers.
+    """Node that maps the items of a source by a function, on the loader's workers.
 
     Idle workers take over waiting items of busy ones. A worker that dies is replaced and its items are mapped again;
     each item has one result. Workers stay from epoch to epoch.
@@ -203,7 +203,7 @@ class Mapper(DPFlowNode[T]):
 
 
 class StreamReader:
-    """Reads a source node as the sampler of a loader, whose indices are the items.
+    """Sampler of a loader that reads a source node: its indices are the node's items.
 
     Each iteration resets the source when the first item is drawn or the first state is taken: torch calls `iter` of a
     sampler more than once for an epoch.

@@ -58,6 +58,12 @@ AVOIDED = re.compile(
     r"|\btimes? of change\b|\b(an)?other \w+ than\b|\b(of|in|with) another (type|kind|class|format|shape|length|size)\b"
     r"|\b[Rr]eturn what\b|\b[Rr]aises as `|^[Hh]ave (?!been\b)"
 )
+#: The beginning of a docstring that should be a noun phrase, of a class or module, and is what that does or has to do.
+ROLELESS = re.compile(
+    r"(Allocate|Announce|Answer|Build|Check|Compute|Convert|Count|Decide|Decode|Describe|Encode|Evict|Follow|Import|"
+    r"Keep|Listen|Load|Look|Make|Map|Measure|Plan|Push|Read|Request|Send|Show|Start|Store|Test|Write)s (?!of |for |to )"
+    r"|(Append|Assign|Deliver|Discard|Drop|Fail|Instruct|Kill|Make|Query|Read|Reject|Remove|Start) (?!of )[a-z]"
+)
 #: Names of other libraries, of variables of the environment, and of examples.
 ELSEWHERE = re.compile(
     r"DPFLOW_\w+|a/0001.*|mydata.*|ps|R|x\.conj|save_to_disk|sched_setattr|authkey|key_filename|AsyncTask|Batcher|"
@@ -237,6 +243,18 @@ def test_docstrings_and_comments_name_what_exists_in_plain_words(source: dict[Pa
             avoided += [(place, line, found[0]) for found in AVOIDED.finditer(text)]
     assert not gone
     assert not avoided
+
+
+def test_the_docstring_of_a_class_or_module_begins_with_a_noun(source: dict[Path, Nodes]) -> None:
+    found = [
+        (path.name, text)
+        for path, nodes in source.items()
+        for node in of(nodes, ast.Module, ast.ClassDef)
+        if (text := ast.get_docstring(node)) and ROLELESS.match(text)
+    ]
+    assert found == []
+    texts = ["Reads records.", "Kill this worker.", "Reads of ranges."]
+    assert [bool(ROLELESS.match(text)) for text in texts] == [True, True, False]
 
 
 def test_a_name_that_is_gone_and_a_word_that_is_avoided_are_found() -> None:

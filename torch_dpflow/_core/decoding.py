@@ -1,4 +1,4 @@
-"""Builds msgspec's decoders one at a time.
+"""Building of msgspec's decoders, one at a time.
 
 msgspec (0.22) describes a struct at its first use, and other threads see the description before it is complete. If two
 threads use a struct for the first time at once, the process ends by SIGSEGV. So only this module calls

@@ -1,4 +1,4 @@
-"""Measures the stages of loading in a worker.
+"""Clock of the stages of loading in a worker.
 
 The package's own datasets and decoders mark what they do by `stage`. The other time of a sample is "dataset", the
 dataset's own code.
@@ -69,7 +69,7 @@ SHORT_S = 2e-5
 
 
 class StageClock:
-    """Measures the stages of one worker. For one thread, unless said otherwise."""
+    """Clock of the stages of one worker. For one thread, unless said otherwise."""
 
     def __init__(self) -> None:
         self._times = StageTimes()

@@ -26,7 +26,7 @@ _MIN_RATE = 1e-9
 
 
 class LookaheadPolicy(RankedPolicy):
-    """Follows each job through its epochs and evicts by a `NextUseRanking`.
+    """Policy that follows each job through its epochs, and evicts by a `NextUseRanking`.
 
     A job without a lookahead is assumed to read all `keys` keys once in an epoch, in an unknown order.
     """
@@ -180,7 +180,7 @@ Aggregate = Literal["min", "mean"]
 
 
 class ALSD(LookaheadPolicy):
-    """Evicts the key whose next use is farthest according to lookaheads; the oldest load among equals.
+    """Policy that evicts the key whose next use, by lookaheads, is farthest; among equals, the oldest load.
 
     Each job's order has the four parts of the thesis, which differ in the distance of a sample:
 
@@ -226,7 +226,7 @@ class _CertainMean(WeightedMean):
 
 
 class UseDistance(LookaheadPolicy):
-    """Evicts the key whose mean distance over jobs is greatest, without ALSD's estimates (thesis, 5.2.1).
+    """Policy that evicts the key of the greatest mean distance over jobs, without ALSD's estimates (thesis, 5.2.1).
 
     For a job whose lookahead does not have the key as certain, the distance is N, the length of the job's epoch. The
     difference from ALSD's weighted mean shows the value of the estimates. If orders are known in full, both are equal.

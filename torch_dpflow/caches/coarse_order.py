@@ -43,7 +43,8 @@ class CoarseOrder:
     bucket: keys that rank above it are not in the stack.
 
     Args:
-        front: about how many keys `open` returns. More make each eviction slower, fewer make `open` more frequent.
+        front: approximate number of keys that `open` returns. A larger number makes each eviction slower, a smaller one
+            makes `open` more frequent.
         resident: function that returns the resident keys of an array.
         ranks: function that returns the current ranks of an array of keys.
     """

@@ -32,7 +32,7 @@ _POLLS_PER_EPOCH = 64
 
 
 class LookaheadPoller:
-    """Requests a sampler's lookahead when the certain samples have been read, or the sampler's `epoch` changes."""
+    """Poller of a sampler: requests a lookahead when the certain samples are read, or `epoch` changes."""
 
     def __init__(self, sampler: LookaheadSampler) -> None:
         if not callable(working(sampler, "lookahead")):
@@ -46,7 +46,7 @@ class LookaheadPoller:
         self._left = 0
 
     def poll(self, count: int) -> Lookahead | None:
-        """Return a new lookahead, or None. Runs the sampler's code: hold no lock.
+        """Return a new lookahead, or None. Hold no lock, because this runs the sampler's code.
 
         count: number of reads that follow this call.
         """
@@ -139,7 +139,7 @@ class ALSDCache(Dataset[Any]):
 
     @property
     def dataset(self) -> Dataset[Any]:
-        """The wrapped dataset. Setting another one drops all samples and counts. Raises OptionTypeError."""
+        """The wrapped dataset. Setting another one drops all samples and counts, or raises OptionTypeError."""
         return self._dataset
 
     @dataset.setter
@@ -159,7 +159,7 @@ class ALSDCache(Dataset[Any]):
         return self._transformed(self._own(place, self._store.get(place.key, partial(self._load, place))))
 
     def __getitems__(self, indices: list[Any]) -> list[Any]:
-        """Return the samples of several indices, in order; missing ones are loaded together if the dataset can."""
+        """Return the samples of several indices, in order; missing samples are loaded together if the dataset can."""
         places = [self._locate(index) for index in indices]
         keys = [place.key for place in places if place.key is not None]
         if len(keys) < len(places):

@@ -19,7 +19,7 @@ _CODE_AT = [(np.arange(256) >> 2 * place) & 3 for place in range(JOBS_PER_PLANE)
 
 
 class NextUseRanking(Ranking):
-    """Computes distances of keys from a timetable; what does not change with time is computed once and stored.
+    """Ranking by distances from a timetable. Values that do not change with time are computed once and stored.
 
     A key's distance combines its *anchor*, from its certain positions, which changes only when a job reads it, with a
     *value* for each job, from the key's code for that job. The codes of four jobs share one byte, so a table with the
@@ -54,7 +54,7 @@ class NextUseRanking(Ranking):
 
     @abstractmethod
     def scale(self, progress: JobProgress) -> tuple[float, float]:
-        """Return factor and summand: `position * factor + summand` is a job's part of an anchor."""
+        """Return (factor, summand): a job's part of an anchor is `position * factor + summand`."""
 
     @abstractmethod
     def advance(self, progress: JobProgress, reads: int) -> None:

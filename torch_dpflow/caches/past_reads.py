@@ -147,7 +147,7 @@ class KeyedPolicy(Policy):
 
 
 class LRU(KeyedPolicy):
-    """Evicts the key that was not read for the longest time."""
+    """Policy that evicts the least recently read key."""
 
     name = "lru"
 
@@ -159,7 +159,7 @@ class LRU(KeyedPolicy):
 
 
 class LFU(KeyedPolicy):
-    """Evicts the key that was read least often since it was loaded; among equals the least recently read one."""
+    """Policy that evicts the key with the fewest reads since its load; among equals, the least recently read."""
 
     name = "lfu"
 
@@ -183,7 +183,7 @@ class LFU(KeyedPolicy):
 
 
 class MinIO(KeyedPolicy):
-    """Keeps the first samples that fit: if each epoch reads each sample once, replacing gains nothing.
+    """Policy that keeps the first samples that fit: if an epoch reads each sample once, replacing gains nothing.
 
     `evict` drops the sample that was loaded last.
     """

@@ -68,7 +68,7 @@ class PolicyStatistics:
 
 
 class Policy(ABC):
-    """Decides which keys stay, within a budget of items, of bytes, or of both.
+    """Cache policy: decides which keys stay, within a budget of items, of bytes, or of both.
 
     Every call costs O(log n) or better, amortised over calls; methods whose names end in `many` do the same for arrays.
 
@@ -131,14 +131,18 @@ class Policy(ABC):
         """Drop the records of a job that left. An unknown job is ignored."""
 
     def access_many(self, keys: Keys, job: Job) -> Mask:
-        """Record that `job` reads `keys`, in order; returns which are resident, shape as `keys`."""
+        """Record that `job` reads `keys`, in order; returns a mask, of the shape of `keys`, of the resident keys.
+
+        Raises OptionError for a key that is not allowed.
+        """
         check_keys(keys)
         return np.fromiter((self.access(key, job) for key in keys.tolist()), dtype=np.bool_, count=len(keys))
 
     def admit_many(self, keys: Keys, sizes: Sizes | None = None) -> npt.NDArray[np.int64]:
-        """Offer loaded keys together; returns the keys to drop, which may include some of `keys`.
+        """Offer loaded keys together; returns the keys to drop (int64), which may include some of `keys`.
 
-        `sizes`: bytes of each key; None: size 1 for each. A repeated key counts once, with its last size.
+        `sizes`: bytes of each key; None: size 1 for each. A repeated key counts once, with its last size. Raises
+        OptionError for a key or a size that is not allowed.
         """
         check_keys(keys)
         if sizes is not None:

@@ -24,7 +24,7 @@ from torch_dpflow.lookahead import Keys
 
 
 class RankedPolicy(Policy):
-    """Evicts the key of the greatest distance, the oldest load among equals.
+    """Policy that evicts the key of the greatest distance; among equals, the oldest load.
 
     Offered keys compete too, so a key of a greater distance than all resident ones is not kept. Keys offered
     together are admitted together before anything is evicted.

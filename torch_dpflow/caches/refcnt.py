@@ -46,7 +46,7 @@ class _Counts(Ranking):
 
 
 class RefCnt(RankedPolicy):
-    """Counts, for every key, the jobs that have not read it in their epoch; evicts the lowest count.
+    """Policy that evicts the key that the fewest jobs have still to read in their epoch.
 
     It uses the set of keys in lookaheads, not their order. A job without a lookahead is assumed to read
     every key once in an epoch.

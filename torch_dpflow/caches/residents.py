@@ -34,7 +34,7 @@ Loads = npt.NDArray[np.int32]
 
 
 class Ranking(ABC):
-    """Computes distances of resident keys. A distance may only shrink; before it grows, see `Residents`.
+    """Distances of resident keys. A distance may only shrink; for one that grows, see `Residents`.
 
     A ranking may store values by load number, which it gets with each key.
     """

@@ -185,7 +185,7 @@ class CacheStatistics:
 
 
 class SampleStore:
-    """Samples by key, as many as the policy keeps. Thread-safe.
+    """Store of the samples that a policy keeps, by key. Thread-safe.
 
     The lock is held while the policy decides, never while a sample is loaded, measured or copied, or a sampler is
     polled. A load can read samples from this store. If a load reads its own sample, directly or through other threads,

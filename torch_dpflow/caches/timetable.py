@@ -68,13 +68,13 @@ class JobProgress:
 
     @property
     def likely_distance(self) -> float:
-        """Distance of a likely key by eq. 3-2, in samples; its positions count from k, so k is not subtracted."""
+        """Distance of a likely key, in samples, by eq. 3-2, whose positions count from the job's position."""
         certain = self.certain_left
         return certain + self.likely_rank * max(0, self.length - self.position - certain)
 
     @property
     def unknown_distance(self) -> float:
-        """Distance of an unknown key by eq. 3-3, in samples."""
+        """Distance of an unknown key, in samples, by the thesis's eq. 3-3."""
         announced = self.certain_left + self.likely_left
         return announced + max(0, self.length - self.position - announced) / 2
 
@@ -123,7 +123,7 @@ class _Plane:
 class Timetable:
     """A cell for each key and job: the position at which the job reads the key, or ABSENT, READ, LIKELY or UNKNOWN.
 
-    Positions count from the start of the job's epoch; those from its length on are in the next epoch. Besides
+    Positions count from the start of the job's epoch; a position at or above its length is in the next epoch. Besides
     its cells, each key has two bits for each job, the code, which distinguish kinds of cells.
 
     Cells and codes are stored XORed with the values of a key that is in no lookahead. So arrays of zeros begin an

@@ -25,8 +25,8 @@ _KEPT = (*_BYTES, Decimal, datetime, date, time, timedelta, UUID)
 def encode_annotations(meta: Mapping[str, Any], name: str) -> msgspec.Raw:
     """Encode annotations as a JSON object; `name` names the sample in errors.
 
-    Times become ISO 8601 text, exact to the nanosecond, decimals text, enumerations their values. Dataclasses and
-    elements of structured arrays become objects.
+    Times become ISO 8601 text, exact to the nanosecond. Decimals become text, enumerations their values. Dataclasses
+    and elements of structured arrays become objects.
 
     Raises:
         SourceError: the annotations are not a mapping, or contain values that JSON cannot hold: NaN, infinity, NaT,

@@ -44,7 +44,7 @@ _ONE_ATTEMPT = ReadOptions(attempts=1)
 
 
 class ShardPacks:
-    """Writes the packs of one metadata shard, `<folder>/pack-<shard>-<k>.bin`: samples one after the other.
+    """Writer of one metadata shard's packs, `<folder>/pack-<shard>-<k>.bin`: samples one after the other.
 
     A pack is written once, as a whole.
 
@@ -93,7 +93,7 @@ def packs_of(files: Files, folder: str) -> list[str]:
 
 
 class Describer:
-    """Describes the items of one importer, for one variant.
+    """Maker of the metadata of one importer's items, for one variant.
 
     Args:
         importer: the source of the items.

@@ -71,7 +71,7 @@ def export(
 
     Args:
         stored: a variant from `DatasetStore.open`.
-        target: the directory, also a URL.
+        target: the directory, a path or a URL.
         format: "webdataset": `train-000000.tar`, … Samples that came from WebDataset keep keys and members. Others
             get their number as key, a member with their bytes, and a member `json` with the annotations. "parquet":
             `train-00000-of-00042.parquet`, …, with a column of structs (bytes, path) as HuggingFace has for images, and
@@ -277,7 +277,7 @@ class ExportTarget:
 
 
 class _Samples:
-    """Reads samples for an export."""
+    """Reader of the samples of an export."""
 
     def __init__(self, stored: StoredDataset, read_options: ReadOptions | None) -> None:
         self._stored = stored

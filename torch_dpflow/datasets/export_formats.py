@@ -69,7 +69,7 @@ def main_ending(sample: ExportSample) -> str:
 
 
 class FileFormat:
-    """Makes the bytes of files of one format."""
+    """Encoder of files of one format."""
 
     def observe(self, number: int, fields: Mapping[str, Any]) -> None:
         """Observe a sample's fields. Called for all samples, before the first file.
@@ -98,7 +98,7 @@ class FileFormat:
 
 
 class TarFiles(FileFormat):
-    """Makes tar shards. Headers have no time and no owner, so that shards of every run are equal."""
+    """Encoder of tar shards. Headers have no time and no owner, so that shards of every run are equal."""
 
     def __init__(self, main: str | None) -> None:
         self._main = main
@@ -212,7 +212,7 @@ class FieldType:
         self.low, self.high = min(self.low, value), max(self.high, value)
 
     def count(self) -> int:
-        """Return the number of fields in this one, itself included."""
+        """Return the number of fields in this field, including itself."""
         inner = 0 if self.inner is None else self.inner.count()
         return 1 + inner + sum(field.count() for field in self.fields.values())
 
@@ -237,7 +237,7 @@ class FieldType:
 
 
 class ParquetFiles(FileFormat):
-    """Makes Parquet files, with checksums of pages.
+    """Encoder of Parquet files, with checksums of pages.
 
     Args:
         main: the column of the samples' bytes; None: "image" if the first sample is one, else "data".

@@ -347,7 +347,7 @@ class Files:
 
     @contextmanager
     def undone_directories(self) -> Iterator[None]:
-        """If the body fails, remove the empty directories of this path on a local disk that the body has made."""
+        """Remove the empty directories that the body has made for a path on a local disk, if the body fails."""
         made, path = [], self._full("")
         while self._is_local and path and not os.path.isdir(path):
             made.append(path)

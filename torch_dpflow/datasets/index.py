@@ -122,7 +122,7 @@ def _shared(path: str, size: int) -> mmap.mmap:
 
 @dataclass(frozen=True)
 class _ShardLoad:
-    """Reads metadata shards into rows."""
+    """Reader of metadata shards into rows."""
 
     root: str
     dataset: Dataset
@@ -186,7 +186,7 @@ Place = tuple[ByteRange, bytes]
 
 
 class PartRows:
-    """Encodes samples of a part. Takes about 100 bytes of memory for each sample.
+    """Encoder of the samples of a part. Takes about 100 bytes of memory for each sample.
 
     Args:
         size: size of each object that contains samples, bytes; None if unknown.
@@ -371,9 +371,9 @@ class Index:
         return Rows(data, firsts, bases, self.root, given_urls or {}, self._damaged)
 
     def lost(self, span: ByteRange, error: DPFlowError) -> DPFlowError:
-        """Return the error of a sample that cannot be read. If it is a damaged copy in a pack, remove the part with it.
+        """Return the error of a sample that cannot be read. Remove its part if it is a damaged copy in a pack.
 
-        The pack stays, as other samples in it may be whole. The next opening writes the part and the pack again.
+        The pack stays, because other samples in it may be whole. The next opening writes the part and the pack again.
         """
         packs = f"{self.url}/packs/"
         is_damage = isinstance(error, ChecksumError | ObjectMissingError | TruncatedObjectError)

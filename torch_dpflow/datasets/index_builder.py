@@ -64,7 +64,7 @@ def open_index(
 ) -> Index:
     """Return the index of a source, built if there is none.
 
-    Objects without a state are read at each opening, as nothing shows whether they were written again.
+    Objects without a state are read at each opening, because nothing shows whether they were written again.
 
     Args:
         folder: the directory of indexes; None: `index_directory`.
@@ -97,7 +97,7 @@ class _LostPartsError(Exception):
 
 
 class _Builder:
-    """Writes the index of one source."""
+    """Writer of the index of one source."""
 
     def __init__(self, files: Files, importer: Any, checksum: ChecksumAlgorithm | None) -> None:
         self._files = files

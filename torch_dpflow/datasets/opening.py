@@ -70,7 +70,7 @@ def open_dataset(
             are decoded too, and audio, video, pickles and MessagePack are an error. A function is called with each
             sample's dict, and returns the sample.
         store: the store of stored datasets, or its URL; None: `DPFLOW_STORE`.
-        index_dir: a directory for indexes, also a URL; None: `DPFLOW_INDEX_DIR`, else `torch_dpflow/index` in the
+        index_dir: a directory for indexes, a path or a URL; None: `DPFLOW_INDEX_DIR`, else `torch_dpflow/index` in the
             user's cache directory. Workers on other hosts have to be able to read it.
         storage_options: fsspec's options for the source.
         checksum: "crc32" or "sha256" of each sample, which reads all data once and compares it at each read.
@@ -147,7 +147,7 @@ def found_format(files: SourceFiles) -> str:
 
     Raises:
         OptionError: no format fits, or more than one.
-        SourceError: no format fits, as the directory contains only directories of splits.
+        SourceError: no format fits, because the directory contains only directories of splits.
     """
     kinds = {name: importer_class(name) for name in _INDEXED}
     found = [name for name, kind in kinds.items() if kind.finds(files)]

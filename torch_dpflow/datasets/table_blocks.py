@@ -140,7 +140,7 @@ class ArrowBlocks:
             return table if columns is None else table.select(columns)
 
     def bytes_outside(self, table: Any) -> int:
-        """Return the bytes of a block that are not in the map, as they were compressed or converted."""
+        """Return how many bytes of a decoded block are outside the map, because they were compressed or converted."""
         chunks = [chunk for column in table.columns for chunk in column.chunks]
         buffers = [buffer for chunk in chunks for buffer in chunk.buffers() if buffer is not None]
         return sum(buffer.size for buffer in buffers if buffer.address not in self._addresses)
@@ -234,7 +234,7 @@ def arrow_span(file: SourceFile, tail: bytes) -> tuple[int, int]:
 
 
 def rows_in_chunk(tail: bytes, size: int) -> tuple[int, int] | None:
-    """Return where the rows lie in a LitData chunk with this end, of `ROWS_MARK` bytes at least; None: it has none."""
+    """Return where the rows are in a LitData chunk, given its end (`ROWS_MARK` bytes or more); None without rows."""
     length, stop = int.from_bytes(tail[-ROWS_MARK : -len(_ROWS)], "little"), size - ROWS_MARK
     return (stop - length, stop) if tail.endswith(_ROWS) and 0 < length <= stop else None
 

@@ -63,8 +63,7 @@ class TableDataset(Dataset[Any]):
     are, and need neither.
 
     Files are compared with their state at opening: a changed one is an error. If a column has different types in the
-    files, such as int32 and int64, or null, values have a type that holds both. Of any number of files, at most 32
-    are open in a process.
+    files, such as int32 and int64, or null, values have a type that holds both. At most 32 files are open in a process.
 
     Args:
         url: a file, a directory, a pattern, or a list of files, as in `open_dataset`. A directory is read in the order

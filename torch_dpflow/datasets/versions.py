@@ -1,4 +1,4 @@
-"""Checks stored datasets, copies a version to another store, and removes versions, datasets and unused files."""
+"""Checking stored datasets, copying versions to other stores, and removing versions, datasets, unused files."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def _is_image(name: str, value: bytes) -> bool:
 
 
 class Decoder:
-    """Decodes the values of a sample by the ends of their names: images, numbers, texts, JSON and arrays of numpy.
+    """Decoder of a sample's values by the ends of their names: images, numbers, texts, JSON, numpy arrays.
 
     Names of audio, video, pickles and other unsupported encodings are an error. Bytes under any other name, such as
     `bin`, are decoded if they begin like an image, else left as they are. Nothing is unpickled.

@@ -168,7 +168,7 @@ ProgressCallback = Callable[[int], None]
 
 
 class VariantWriter:
-    """Imports one source into one variant, continuing an earlier run that was killed.
+    """Writer of one source's samples to one variant, which continues a run that was killed.
 
     A shard is written after its samples' data, and recorded after it is written. A kill at any time therefore leaves
     complete shards and at most one that is not recorded, which the next run writes again.

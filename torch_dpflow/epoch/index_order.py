@@ -1,7 +1,7 @@
 """The indices of torch's own samplers, in torch's order, without torch's list of all of them.
 
-torch's RandomSampler makes a list of Python integers for each pass: 36 bytes a sample, drawn as a whole before the
-first batch and again at the end. Here a pass takes 4 bytes a sample, and is drawn as it is read. `is_drawn_at_start`
+torch's RandomSampler makes a list of Python integers for each pass: 36 bytes per sample, drawn as a whole before the
+first batch and again at the end. Here a pass takes 4 bytes per sample, and is drawn as it is read. `is_drawn_at_start`
 and `settled_length` report which part of an epoch's order is fixed at its first batch.
 """
 
@@ -83,7 +83,8 @@ def draws_at_end(index_sampler: Any) -> bool:
 def settled_length(index_sampler: Any, end: int | None = None) -> int:
     """Return the number of batches that the first batch of an epoch fixes, and that may be drawn together with it.
 
-    Without the last batch if to draw it also draws from the user's generator for another epoch: see `draws_at_end`.
+    The last batch is not counted if drawing it also draws from the user's generator for another epoch: see
+    `draws_at_end`.
 
     end: the position at the end of a resumed epoch; None for a whole one.
     """

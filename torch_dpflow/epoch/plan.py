@@ -145,7 +145,7 @@ class Plan:
             self.ended_at = self.drawn
 
     def settle(self, length: int) -> list[Any]:
-        """Draw the remaining ones of the first `length` batches of an epoch, and return them; `draw` returns them too.
+        """Draw what remains of an epoch's first `length` batches, and return these; `draw` returns them too.
 
         For an order that is fixed at its first batch (`settled_length`): this draws the same random numbers at the
         same time as that batch.
@@ -203,7 +203,7 @@ class Plan:
         return opened(self._snapshots[position])
 
     def forget(self, position: int) -> None:
-        """Drop what belongs to batches before the one at `position`, the oldest that is not delivered."""
+        """Drop the records of all batches before `position`, the oldest batch that is not delivered."""
         position = min(position, self.drawn)  # a resumed epoch may not have drawn again what was delivered ahead
         for kept in (self._snapshots, self._checksums):
             while kept and (oldest := next(iter(kept))) < position:

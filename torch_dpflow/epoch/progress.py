@@ -63,7 +63,7 @@ class LoaderShape:
         self._counted: int | None = None
 
     def note_end(self) -> None:
-        """Record which epoch the sampler has counted to by itself, as accelerate's SeedableRandomSampler does."""
+        """Record the epoch that the sampler itself has counted, as accelerate's SeedableRandomSampler does."""
         now = epoch_of(self._sampler, self._index_sampler)
         self._counted = None if now == self._epoch else now
 
@@ -272,8 +272,8 @@ class EpochProgress:
     def passed(self, position: int, samples: int) -> None:
         """Count the batch at this position as delivered or skipped. Idempotent.
 
-        Control-C can interrupt it only before the loop or between two of its turns, as Python handles signals at calls
-        and backward jumps. The position is right at both.
+        Control-C can interrupt it only before the loop or between two of its turns, because Python handles signals at
+        calls and backward jumps. The position is right at both.
         """
         if position >= self.position:
             self._ahead[position] = samples

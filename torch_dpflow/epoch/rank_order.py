@@ -57,7 +57,7 @@ class RankOrder:
         return self._at.end(self._sampler.num_replicas, drop_last=self._sampler.drop_last) - self._at.position
 
     def begun(self, index_sampler: Any) -> Iterator[Any]:
-        """Iterate over the batches of a whole epoch. The sampler's epoch at the first draw counts."""
+        """Iterate over the batches of a whole epoch: the epoch that the sampler has at the first draw."""
         self._epoch, self._at = self._sampler.epoch, RankPosition.beginning(len(self._sampler.dataset))
         yield from regrouped(index_sampler, self.rest())
 

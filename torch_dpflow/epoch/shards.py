@@ -18,11 +18,11 @@ _KEYS = {"num_shards", "num_replicas", "ranks", "shards"}
 
 
 class ShardedIterableDataset(IterableDataset[Any]):
-    """Base class of iterable datasets. `read_shard`, of the subclass, reads one shard, to its end before the next.
+    """Base class of iterable datasets. A subclass implements `read_shard`, which reads one shard to its end.
 
     Rank `r` of `R` reads the shards `r`, `r + R`, and so on. Its workers divide these in the same way. A loader's state
     contains the position in each shard, so a different number of workers or ranks can read the remaining epoch. The
-    batches then differ, as each worker fills its own batches.
+    batches then differ, because each worker fills its own batches.
 
     Give at least as many shards as there are workers in all ranks; further workers read nothing. Ranks read the same
     number of samples only if their shards have the same number.

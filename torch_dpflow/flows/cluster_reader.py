@@ -157,7 +157,7 @@ class SubsetOrder(Sampler[Any]):
 
 
 class RemoteDataLoadFlowReader:
-    """Builds flows on a cluster (`dpflow up`), whose workers load each sample once for all jobs that read it.
+    """Reader that builds flows on a cluster (`dpflow up`), whose workers load each sample once for all jobs.
 
     Jobs that read the same flow must describe it with the same name and version; a changed flow needs a higher version.
     Its dataset and stages are sent to the workers, which must be able to open the data: on other hosts a shared mount

@@ -199,7 +199,10 @@ class DataLoadFlow:
         return " -> ".join(str(part) for part in (self._source or _NO_SOURCE, *self._stages))
 
     def format(self, width: int = 60) -> str:
-        """Return `str(self)` on several lines of `width` characters (at least 5), without breaks inside a stage."""
+        """Return `str(self)` on several lines of `width` characters, without breaks inside a stage.
+
+        Raises OptionError or OptionTypeError unless `width` is an int of at least 5.
+        """
         width = check_int("width", width, minimum=_INDENT + 1)
         stages = " ".join(f"->\N{NO-BREAK SPACE}{str(stage).replace(' ', _HARD)}" for stage in self._stages)
         lines = textwrap.wrap(stages, width - _INDENT, break_long_words=False, break_on_hyphens=False)
@@ -239,7 +242,10 @@ _NO_SOURCE = "no dataset"
 
 
 def to_mermaid(flow: DataLoadFlow) -> str:
-    """Return a Mermaid flowchart of the flow; stages whose output may be kept have the class `kept`."""
+    """Return a Mermaid flowchart of the flow; stages whose output may be kept have the class `kept`.
+
+    Raises OptionTypeError if `flow` is not a DataLoadFlow, UsageError if it has no dataset.
+    """
     check_type("flow", flow, DataLoadFlow, "a DataLoadFlow")
     lines = ["flowchart LR", f"  n0[({_mermaid(str(flow.source.ref))})]"]
     for number, stage in enumerate(flow.stages, 1):

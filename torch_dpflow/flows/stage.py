@@ -168,9 +168,9 @@ _IS_SET, _SET, _COUNTED, _HEAD = range(4)
 class EpochCounter:
     """Counter of epochs: returns the epoch in which a sample is read. Shared by a process and its workers.
 
-    The epoch is, in this order: the epoch that was set; the epoch of a DPFlowDataLoader; a count of reads, as torch's
-    loader passes no epoch to a dataset. By that count a sample's epoch is how often it was read before, but at least
-    the highest epoch that any sample has reached. In passes over all samples it is the number of the pass.
+    The epoch is, in this order: the epoch that was set; the epoch of a DPFlowDataLoader; a count of reads, because
+    torch's loader passes no epoch to a dataset. By that count a sample's epoch is how often it was read before, but at
+    least the highest epoch that any sample has reached. In passes over all samples it is the number of the pass.
 
     Two processes that count at the same time may each miss the other's increment. Both then return the same epoch.
 

@@ -1,4 +1,4 @@
-"""Plans the batches of one epoch: which batch is drawn next, which worker gets it, and how many are in flight.
+"""Planning of one epoch's batches: which batch is drawn next, which worker gets it, and how many are in flight.
 
 A batch is in flight from when it is drawn until it is delivered.
 """
@@ -139,8 +139,8 @@ class InFlight:
 class InFlightLimit:
     """Limit of the number of batches in flight.
 
-    By default torch's number. Lower if batches of remote workers would fill this process's memory. Higher while a
-    worker is idle because the next batch to deliver is late.
+    The limit is torch's number by default. It is lower if batches of remote workers would fill this process's memory,
+    and higher while a worker is idle because the next batch to deliver is late.
 
     Args:
         usual: torch's number.

@@ -34,8 +34,8 @@ class SharedLoaderIterator(DeliveringIterator):
     """One epoch of a job that shares its flow with others.
 
     If `routed_order` supports the sampler, such as that of `shuffle=True`, the flow's router draws the orders of all
-    jobs together: every order is equally likely, and contains each sample once. The order of any other sampler is kept,
-    as is that of processes of torch.distributed that may have to read the same samples.
+    jobs together: every order is equally likely, and contains each sample once. The order of any other sampler is kept.
+    So is the order if processes of torch.distributed may have to read the same samples.
 
     Args:
         loader: a `DPFlowDataLoader` with a `flow`.

@@ -1,4 +1,4 @@
-"""Tests a platform with one real worker: whether it connects, its versions, round-trip time and bandwidth."""
+"""Test of a platform with one real worker: whether it connects, its versions, round-trip time and bandwidth."""
 
 from __future__ import annotations
 

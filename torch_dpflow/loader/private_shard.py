@@ -144,7 +144,7 @@ class PrivateShard:
         self._command(lambda: self._shard.cancel(tasks))
 
     def ahead(self, largest: int) -> int | None:
-        """Return how many batches may be in flight; None unless their times decide. largest: bytes of the largest."""
+        """Return how many batches may be in flight; None: as many as at the start. largest: bytes of the largest."""
         return None
 
     def wait(self, timeout_s: float | None) -> Event | None:

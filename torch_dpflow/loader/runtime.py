@@ -56,7 +56,7 @@ class Workload:
         self._seen_at = now_s
 
     def end(self) -> None:
-        """Add the workers' processor time a last time, as they are about to end."""
+        """Add the workers' processor time a last time, just before they end."""
         self.look()
         self._shard = None
 

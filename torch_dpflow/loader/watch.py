@@ -1,4 +1,4 @@
-"""Shows the loaders of this process on a live page, for `LoaderOptions(watch=...)` and `DPFLOW_WATCH`.
+"""Live page of the loaders of this process, for `LoaderOptions(watch=...)` and `DPFLOW_WATCH`.
 
 A separate process serves the page; a thread sends it the loaders' figures once a second. The training process imports
 no server, and batches take the same way as without the page.

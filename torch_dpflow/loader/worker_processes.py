@@ -89,7 +89,7 @@ def divides_batches(iterator: Any, loader: Any, options: LoaderOptions) -> bool:
 
 
 def local_workers(loader: Any, spec: LoadSpec, workers: int) -> WorkerProcesses:
-    """Return workers of this host, by the loader's multiprocessing context."""
+    """Return the loader's workers on this host, to be started by its multiprocessing context."""
     platform = local_platform(loader.multiprocessing_context or torch.multiprocessing, preload=PRELOAD)
     return WorkerProcesses(platform, spec, workers)
 
@@ -126,7 +126,7 @@ class WorkerProcesses:
 
     @property
     def local(self) -> WorkerProcesses:
-        """Workers on this host: all of these."""
+        """This object, as all of its workers are on this host."""
         return self  # no attribute, which would be a reference cycle
 
     @property

@@ -101,12 +101,12 @@ class PooledArray(Dataset[Rows]):
 
     @property
     def hits(self) -> int:
-        """Rows that this process has read from memory."""
+        """Number of rows that this process has read from memory."""
         return self._reading.get().hits
 
     @property
     def misses(self) -> int:
-        """Rows that this process has read from storage."""
+        """Number of rows that this process has read from storage."""
         return self._reading.get().misses
 
     def close(self) -> None:

@@ -201,7 +201,7 @@ def array_layout(source: ArraySource) -> ArrayLayout:
 
 
 class ArrayReader:
-    """Reads rows of an array in a file. Thread-safe.
+    """Reader of the rows of an array in a file. Thread-safe.
 
     Detects a file that is replaced meanwhile: no row of another version is ever returned.
     """

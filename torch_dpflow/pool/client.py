@@ -35,7 +35,7 @@ from torch_dpflow.pool.transport.control_connection import PoolConnection
 
 
 class DataClient:
-    """Loads datasets and arrays into the memory of a pool server, and reads them.
+    """Client that loads datasets and arrays into a pool server's memory, and reads them.
 
     Args:
         address, connection, trust_network, silence_s: see `PooledDataset`.

@@ -55,11 +55,11 @@ class PoolSamples:
 
     @property
     def misses(self) -> int:
-        """Samples that were not in memory for this process."""
+        """Number of samples that were not in memory for this process."""
         return self._reading.get().misses
 
     def read(self, numbers: Sequence[int], lengths: Sequence[int | None]) -> list[Any]:
-        """Return each sample that is in memory or read ahead, a copy unless `copy=False`; None for the others."""
+        """Return a copy of each sample in memory (`copy=False`: the memory itself); None for all other samples."""
         return self._reading.get().read(numbers, lengths, self._plan, copy=self._copy)
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
@@ -90,7 +90,7 @@ class PooledDataset(DatasetReader):
             `DPFLOW_POOL`, or else this user's default directory on this host.
         connection: connection file with the keys for a server on another host; None for `DPFLOW_POOL_CONNECTION`.
         trust_network: receive samples from another host without TLS, if its server was also started with this option.
-        silence_s: after this long without an answer, or an expected sample, samples are read from storage, seconds.
+        silence_s: seconds without an answer or an expected sample, after which samples are read from storage.
         copy: False returns the pool's memory itself on this host, and receive buffers for large samples of other hosts:
             read-only `memoryview` objects that stay valid while referenced, for decoders that accept them, such as
             `torch_dpflow.vision`. Other samples are bytes.
@@ -141,5 +141,5 @@ class PooledDataset(DatasetReader):
 
     @property
     def misses(self) -> int:
-        """Samples that this process has read from storage."""
+        """Number of samples that this process has read from storage."""
         return self._pool.misses

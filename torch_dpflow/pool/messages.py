@@ -73,7 +73,7 @@ IN_STORAGE_ONLY, ON_ITS_WAY = -1, -2
 class AnnounceAccessPlan(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Request: announce the order in which records will be read, in parts. Answered by Acknowledged.
 
-    A part that starts a plan replaces an earlier plan of this name. A part that extends a plan has no answer, as a
+    A part that starts a plan replaces an earlier plan of this name. A part that extends a plan has no answer, because a
     training loop draws the order meanwhile. The plan ends with the connection.
     """
 
@@ -93,7 +93,7 @@ class AnnounceAccessPlan(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class GetAheadPlaces(msgspec.Struct, frozen=True, tag=True):
     """Request: get the places of records of a plan, and confirm copies. Answered by AheadPlaces.
 
-    At most `MAX_RECORDS` of each. A copy is right only if the server answers: until then it has written nothing else to
+    At most `MAX_RECORDS` of each. A copy is valid only if the server answers: only then has it written nothing else to
     the copied places.
     """
 
@@ -168,7 +168,7 @@ class PushStripe(msgspec.Struct, frozen=True, tag=True):
 
 
 class CountReads(msgspec.Struct, frozen=True, tag=True):
-    """Report the number of further reads from memory and from storage. Has no answer, so no reader waits for one."""
+    """Report: number of further reads from memory and from storage. Has no answer, so no reader waits for one."""
 
     identity: bytes
     hits: _Count
@@ -227,7 +227,7 @@ PENDING, HERE, IN_STORAGE, ELSEWHERE = range(4)
 
 
 class RecordStates(msgspec.Struct, frozen=True, tag=True):
-    """Answer: the state of each record, one byte each, and the completely loaded ones of the records' stripes."""
+    """Answer: the state of each record, one byte each, and which of the records' stripes are completely loaded."""
 
     states: bytes
     stripes: list[int]
@@ -368,7 +368,7 @@ class FollowerHeartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class DropDataset(msgspec.Struct, frozen=True, tag=True):
-    """Drop a dataset, and report the reason to readers."""
+    """Instruction: drop a dataset, and report the reason to its readers."""
 
     identity: bytes
     why: int

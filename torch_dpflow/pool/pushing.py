@@ -1,4 +1,4 @@
-"""Pushes arrays into the pool: stripe by stripe, each as sealed memory that the server copies.
+"""Pushing of arrays into the pool: stripe by stripe, each as sealed memory that the server copies.
 
 Arrays come from memory, or from a transform that decodes the samples of a stored dataset to rows of one shape.
 """
@@ -92,7 +92,7 @@ def push(
     stripes: Iterable[int] | None = None,
     progress: Callable[[CachedDataset], None] = lambda info: None,
 ) -> CachedDataset:
-    """Push all rows, or those of the given `stripes`. Stripes that the server already has are skipped.
+    """Push all rows, or the rows of `stripes`. Stripes that the server already has are skipped.
 
     Raises PoolFullError if the rows do not fit, PeerLostError if there is no server, or it has died.
     """

@@ -50,7 +50,7 @@ _SOURCES: msgspec.msgpack.Decoder[AnySource] = msgpack_decoder(AnySource)
 
 
 class RecordReader(Protocol):
-    """Reads records of a dataset. A record of an array is a block of rows."""
+    """Reader of a dataset's records. A record of an array is a block of rows."""
 
     def read_each(self, indices: Sequence[int]) -> Sequence[Sample | DPFlowError]:
         """Return each record, or its error."""
@@ -194,7 +194,7 @@ class RecordPaths:
         self._digests = digests[self._order]
 
     def number(self, path: str) -> int:
-        """Return the number of the record with this path. Reads its metadata, as two paths can have one digest.
+        """Return the number of the record with this path. Reads its metadata, because two paths can have one digest.
 
         Raises ObjectMissingError if no record has this path, OptionError if several records have it.
         """

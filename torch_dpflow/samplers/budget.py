@@ -172,7 +172,7 @@ class LengthBuckets:
     bucket. So only the last batch may be short, and the number of batches depends on the lengths alone.
 
     Args:
-        lengths: one number a sample, above 0 and not above `budget`.
+        lengths: one number per sample, above 0 and not above `budget`.
         budget: the highest cost of a batch.
         spread: by how much lengths of one bucket may differ, as a share of the shortest.
     """

@@ -169,7 +169,7 @@ class EpochSampler(Sampler[T]):
     def begin_next(self) -> None:
         """Make `state_dict` describe the next iteration, instead of the latest one.
 
-        A loader calls this when it begins an iteration, as the iteration may end before it reads anything.
+        A loader calls this when it begins an iteration, because the iteration may end before it reads anything.
         """
         self.epoch, self._resume = self._upcoming()
         self._latest = None

@@ -70,7 +70,7 @@ class FixedOrderGroup(SamplingGroup):
 
 
 class CoorDLGroup(FixedOrderGroup):
-    """Jobs in the same epoch read the same order, which depends on the group's seed and not on the jobs' seeds.
+    """Group whose jobs read the same order in the same epoch. It depends on the group's seed, not the jobs'.
 
     Jobs share reads while they are in step: same start, same speed. A job with a smaller set reads the common order
     without the samples outside its set, so its epoch is uniform too; the original CoorDL has one set only.
@@ -89,7 +89,7 @@ class CoorDLGroup(FixedOrderGroup):
 
 
 class IndependentGroup(FixedOrderGroup):
-    """Each job reads the permutation that torch's RandomSampler draws for its seed; nothing is shared."""
+    """Group that shares nothing: each job reads the permutation that torch's RandomSampler draws for its seed."""
 
     strategy = "independent"
 

@@ -130,7 +130,7 @@ class Draw:
 
 
 class SamplingGroup(ABC):
-    """Decides which of the samples 0 … size-1 each of several jobs reads next.
+    """Sampling group: decides which of the samples 0 … size-1 each of several jobs reads next.
 
     A job calls ``join``, then for every epoch ``start_epoch`` and ``draw`` until nothing is left, then
     ``leave``. Every epoch that is drawn to its end is a permutation of the job's set, whatever the other jobs
@@ -257,7 +257,7 @@ class SamplingGroup(ABC):
         return self.draw(job, n, now).indices
 
     def in_order(self, job: str) -> int:
-        """Return how many first samples of the epoch came as in `Member.order`.
+        """Return how many of the epoch's first samples were drawn in the order of `Member.order`.
 
         These samples follow from seed and epoch, so a state need not list them. 0 if the job does not read all samples.
         Raises UsageError: the job is not a member.
@@ -297,7 +297,7 @@ class SamplingGroup(ABC):
         """Set how many samples the caches hold together; returns the samples that this evicts.
 
         Raises:
-            OptionError: it is below 1.
+            OptionError: `capacity` is below 1.
         """
         self.capacity = check_int("capacity", capacity, minimum=1)
         return self._resized()

@@ -31,20 +31,20 @@ from torch_dpflow.samplers.indices import IndexArray, Order
 class MixtureSampler(EpochSampler[int]):
     """Positions in a `ConcatDataset` of several datasets, in the proportion of weights that may change by phase.
 
-    The proportion is exact in any part of the run, as nothing is drawn by chance. With k sources in a phase, the
+    The proportion is exact in any part of the run, because nothing is drawn by chance. With k sources in a phase, the
     number of samples of a source among the first n of the phase, of all ranks together, differs from n times its share
     by at most 1 - 1 / (2k - 2) (Tijdeman 1980). So in a window of any length within a phase it differs by less than 2.
 
     Each source is read in separate epochs: all its samples in an order that depends on seed, source and source epoch,
     then the next epoch. An epoch of the run, of `samples` samples, continues where the previous one ended.
 
-    A position is three numbers and is restored at once, however deep in the run: at most 65,536 turns are computed,
-    0.1 s, for each phase that the run has reached, and one permutation of each source. Memory is that of the
-    permutations, 4 bytes a sample of the sources. Each rank computes its own samples only.
+    A position is three numbers and is restored at once, however deep in the run: at most 65,536 turns are computed (100
+    ms) for each phase that the run has reached, and one permutation of each source. Memory is that of the permutations,
+    4 bytes per sample of the sources. Each rank computes its own samples only.
 
     Args:
         sources: the datasets, or their lengths, in the order of the `ConcatDataset`; or the `ConcatDataset` itself.
-        weights: one number a source; or a list of `Phase`, in the order of their starts. Floats count as the decimals
+        weights: one number per source; or a list of `Phase`, in the order of their starts. Floats count as the decimals
             that they are printed as. A common denominator above 65,536 is rounded to that.
         samples: length of an epoch, of all ranks together; None: the sum of the sources' lengths.
         num_replicas: number of ranks; by default torch.distributed's, if it is initialised, else 1.
@@ -94,7 +94,10 @@ class MixtureSampler(EpochSampler[int]):
         self._orders: dict[int, tuple[int, Order]] = {}
 
     def counts(self, samples: int) -> list[int]:
-        """Return how many of the run's first `samples`, of all ranks together, are of each source."""
+        """Return how many of the run's first `samples`, of all ranks together, are of each source.
+
+        Raises OptionError or OptionTypeError unless `samples` is an int of at least 0.
+        """
         counts: list[int] = self._schedule.counts(check_int("samples", samples, minimum=0)).tolist()
         return counts
 
@@ -209,7 +212,7 @@ class Phase:
 
     Args:
         start: the first sample, counted over all epochs and ranks.
-        weights: one number a source, 0 or more, of any sum; a source of weight 0 is not drawn.
+        weights: one number per source, 0 or more, of any sum; a source of weight 0 is not drawn.
     """
 
     start: int
@@ -260,7 +263,7 @@ def _rounded(shares: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 def turns_of(parts: Sequence[int]) -> list[int]:
-    """Return the sources of one period's draws, `sum(parts)` of them; source s has `parts[s]`.
+    """Return the source of each draw of a period: `sum(parts)` draws, of which source s has `parts[s]`.
 
     With k sources in turn, the draws of a source in any prefix of n draws differ from n times its share by at most
     1 - 1 / (2k - 2); with one source, by 0. No order of draws has a smaller bound for all weights.

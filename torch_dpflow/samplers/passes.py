@@ -121,7 +121,7 @@ class SharedPass:
         self._ended = why
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the samples starting at `position`."""
+        """Yield the samples starting at `position`. Raises UsageError after `end`."""
         part = self._record[0]
         while True:
             yield from part.tolist()
@@ -135,7 +135,7 @@ class SharedPass:
             self._record.append(part)
 
     def shared_state(self, consumed: int) -> dict[str, Any] | None:
-        """Return the samples that the job has drawn, and those that this rank has not consumed of them.
+        """Return the samples that the job has drawn, and the drawn samples that this rank has not consumed.
 
         Return None if no samples were drawn. Raises StateError if `consumed` is before the position at which the pass
         was resumed.

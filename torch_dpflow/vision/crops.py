@@ -70,7 +70,7 @@ def _drawn() -> _Drawn:
 
 
 def random_resized_crop_params(height: int, width: int, scale: Range = SCALE, ratio: Range = RATIO) -> Box:
-    """Draw the box of torchvision's `RandomResizedCrop`, bit for bit, with the same draws from torch's generator.
+    """Draw the (top, left, height, width) of torchvision's `RandomResizedCrop`, from the same random numbers.
 
     Args:
         height, width: size of the image, in pixels.

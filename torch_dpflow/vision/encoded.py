@@ -257,7 +257,7 @@ class JpegFrame(NamedTuple):
 
 
 def read_frame(data: bytes | bytearray | memoryview) -> JpegFrame | None:
-    """Read the frame of a whole JPEG in microseconds (ITU-T T.81, annex B). None if anything is unusual."""
+    """Read the frame header of a whole JPEG (ITU-T T.81, annex B), within microseconds; None for unusual files."""
     if bytes(data[:3]) != SOI:
         return None
     frame, at = None, 2

@@ -110,7 +110,7 @@ def _joins_rows() -> bool:
 
 
 class PieceLoader:
-    """Loads whole batches, begins and opens slow ones, and loads rows of batches that other workers opened.
+    """Loader of whole batches, of slow batches, which it opens, and of rows of batches that others opened.
 
     Args:
         arena: lends the memory of opened batches.

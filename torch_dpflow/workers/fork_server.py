@@ -51,8 +51,8 @@ class ForkServerPlatform(LocalPlatform):
         preload: modules that the fork server imports, read at its first start only. With them it survives connections
             that do not speak its protocol.
         timeouts_s: for how many seconds the fork server may make no progress while it forks a process, and while it
-            starts. It is then killed, and another is started, with twice the time for a start. None: no limit, as other
-            code may use the fork server.
+            starts. It is then killed, and another is started, with twice the time for a start. None: no limit, because
+            other code may use the fork server.
         outlived: whether processes survive the death of the fork server. Otherwise the kernel kills them with it,
             including processes that never release the interpreter's lock. One thread may then launch while another uses
             the handles.

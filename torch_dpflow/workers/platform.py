@@ -152,7 +152,7 @@ class Handle(Protocol):
 
 
 class Platform(Protocol):
-    """Starts processes of this host, which end with the process that starts them, however that one ends.
+    """Platform of this host, whose processes end with the process that starts them, even if that is killed.
 
     They can read each other's memory mappings, and others can connect to an address at which they listen. One thread
     may launch while another, which waits for `wakeup_fd`, calls `take_ended`.
@@ -175,7 +175,7 @@ class Platform(Protocol):
         """
 
     def interrupt(self) -> None:
-        """Refuse all later launches, and end one that waits. Any thread may call, and signal handlers."""
+        """Refuse all later launches, and end one that waits. Any thread and any signal handler may call."""
 
     def take_ended(self) -> Sequence[Handle]:
         """Return the processes that have ended, each once; does not wait."""

@@ -1,6 +1,6 @@
 """Settings of loading processes in the operating system: when they end, their scheduling, the memory they keep.
 
-Imports the standard library only, as it is also used by processes that do not import torch.
+Imports the standard library only, because processes without torch use it too.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def at_parents_end(number: int) -> None:
     """Make the kernel send this process a signal when the thread that started it ends, or the process of that thread.
 
     SIGKILL ends it even if it is stopped, or never releases the interpreter's lock. It is only for a process that the
-    main thread of its parent has started, as the kernel does not distinguish the ends of thread and process. SIGCONT
-    is for all others: a process that is stopped continues, so that what watches the owner can end it.
+    main thread of its parent has started, because the kernel does not distinguish the ends of thread and process.
+    SIGCONT is for all others: a process that is stopped continues, so that what watches the owner can end it.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -99,7 +99,7 @@ class Requester(Protocol):
         """Fail a task during which these workers died, `late` of them killed by the time limit."""
 
     def starved(self) -> None:
-        """Handle that a worker is idle."""
+        """Handle an idle worker."""
 
     def failed(self, worker: int, why: str) -> None:
         """Replace a worker that broke the protocol, cannot be reached, or whose shared memory cannot be read."""

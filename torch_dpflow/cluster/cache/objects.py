@@ -282,7 +282,7 @@ class RequestTable:
         return [] if request.missing else [self._serve(request)]
 
     def arrived(self, wanted: CacheEntry) -> list[Serve]:
-        """Answer the requests for which this loaded entry was the last."""
+        """Answer the requests that waited for this entry alone, which is loaded now."""
         complete: list[Serve] = []
         for number, _ in list(wanted.requests):
             request = self._open[number]

@@ -195,8 +195,8 @@ def build_batch(
 ) -> None:
     """Set `ready.outcome` to the collated batch, or `ready.error` to the first error among the samples.
 
-    came: the received samples. how_workers_ended: returns a text for the error of a sample that killed its workers
-    or has none.
+    came: the received samples. how_workers_ended: returns a text for the error of a sample that killed its workers, or
+    that no worker could load.
     """
     keeps_layout = collate is collate_channels_last
     if keeps_layout or collate is collate_samples:

@@ -80,7 +80,7 @@ class EpochCursor:
         return left - left % self._job.batch_size if self._job.drop_last else left
 
     def drawn(self) -> DrawnEpoch:
-        """Return a copy for the router. The delivered samples count as the samples drawn so far."""
+        """Return a copy for the router, with the delivered samples as the drawn samples."""
         return DrawnEpoch(self.epoch, self.marks.copy(), self.position, self.length, self.earlier, self.in_order)
 
     def add(self, keys: list[int], position: int) -> None:

@@ -233,7 +233,8 @@ def content_of(
 ) -> FlowContent:
     """Identify the content of a flow. Takes about as long as pickling the dataset.
 
-    like: the content at an earlier epoch; the user's modules are then not read again, as workers keep the sent ones.
+    like: the content at an earlier epoch; the user's modules are then not read again, because workers keep the modules
+    that were sent.
     code: which of the user's modules are sent, as in `LoaderOptions`.
     """
     transform = dataset.per_draw

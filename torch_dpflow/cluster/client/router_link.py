@@ -156,7 +156,7 @@ class RouterLink:
 
     @property
     def in_order(self) -> int:
-        """Number of the epoch's first samples that follow from seed and epoch."""
+        """Number of samples at the epoch's start whose order follows from seed and epoch."""
         return 0 if self._epoch is None else self._epoch.in_order
 
     def read_by_all(self, epoch: int, position: int) -> Marks | None:

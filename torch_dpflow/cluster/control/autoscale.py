@@ -76,7 +76,7 @@ _COUNTED = ("requested", "due", "loads", "busy_s", "worker_s", "away_s", "late_s
 
 
 def between(first: FlowCounts, last: FlowCounts) -> tuple[FlowCounts, float, float]:
-    """Return (growth of all counters from `first` to `last`, the jobs' stall time, their reading time), seconds."""
+    """Return (growth of all counters from `first` to `last`, stall seconds of the jobs, their reading seconds)."""
     readings = [(one, first.readings.get(name, JobCounts(0, 0.0, 0.0))) for name, one in last.readings.items()]
     counted = {name: getattr(last, name) - getattr(first, name) for name in _COUNTED}
     grown = FlowCounts(jobs=last.jobs, **counted)
@@ -156,7 +156,7 @@ class Figures:
 
 
 def measure(first: FlowCounts, last: FlowCounts, passed_s: float, before: Figures) -> Figures:
-    """Return the figures of a window of `passed_s` seconds. before: earlier figures, for rates missing in it."""
+    """Return the figures of a window of `passed_s` seconds. before: earlier figures, for missing rates."""
     grown, stall_s, reading_s = between(first, last)
 
     def share(part: float, whole: float) -> float:

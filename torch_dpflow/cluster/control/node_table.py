@@ -168,8 +168,8 @@ class NodeScaling:
     def wanted(self, workers: int, running: int, now: float) -> int:
         """Return the number of nodes that `workers` workers need, smoothed over time.
 
-        running: number of running nodes, from which the first call starts, as an earlier coordinator may have started
-            them.
+        running: number of running nodes, from which the first call starts, because an earlier coordinator may have
+            started them.
         """
         limits = self.limits
         needed = limits.clamp(-(-workers // limits.workers_each))

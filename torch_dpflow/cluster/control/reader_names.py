@@ -21,7 +21,7 @@ LEAVING_S = 3.0
 
 
 class Rivals(dict[int, float]):
-    """Processes that request what another process holds: the time of the first request, by their random numbers."""
+    """Processes that request what another process holds: time of the first request, by the process's random number."""
 
     def refuse(self, rival: int, renewed: float, now: float, *, busy: str, final: str) -> NoReturn:
         """Refuse a request.
@@ -29,8 +29,8 @@ class Rivals(dict[int, float]):
         renewed: when the holder last renewed its lease.
 
         Raises:
-            NameBusyError: the holder may have ended, with the text `busy`; the caller repeats the request.
-            UsageError: the holder is running, with the text `final`.
+            NameBusyError: with the text `busy`, if the holder may have ended; the caller repeats the request.
+            UsageError: with the text `final`, if the holder is running.
         """
         if renewed > self.setdefault(rival, now) + LEAVING_S:
             del self[rival]

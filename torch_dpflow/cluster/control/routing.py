@@ -69,7 +69,7 @@ class Routing:
         )
 
     def expect(self, shards: Collection[str]) -> None:
-        """Set the only shards that own keys, once they have registered. Raises OptionError if `shards` is empty."""
+        """Set which shards own keys, once they have registered. Raises OptionError if `shards` is empty."""
         if not shards:
             raise OptionError("expected=[]: at least one shard has to own the keys")
         self._expected = frozenset(shards)

@@ -61,7 +61,7 @@ class Kill(msgspec.Struct, frozen=True):
 
 
 class CleanUp(msgspec.Struct, frozen=True):
-    """Instruction: remove files that this process has left, such as its socket, as it will not be restarted."""
+    """Instruction: remove files that this process has left, such as its socket, because it is not restarted."""
 
     id: str
 

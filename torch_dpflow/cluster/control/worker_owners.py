@@ -125,10 +125,9 @@ class WorkerOwners:
             self._owners[shard].news.append(outcome)
 
     def news(self, shard: str, seen: int) -> tuple[int, list[Outcome]]:
-        """Forget the outcomes that a shard has received, and return (count, the next ones, at most `MAX_EVENTS`).
+        """Forget the outcomes that a shard has received; return (count, up to `MAX_EVENTS` further outcomes).
 
-        seen: the number of outcomes that the shard has received. The count is this number once it has received the
-        returned ones too.
+        seen: number of outcomes that the shard has received. The count is `seen` plus the number of returned outcomes.
         """
         owner = self._owners[shard]
         had = min(max(0, seen - owner.seen), len(owner.news))
@@ -156,7 +155,7 @@ class WorkerOwners:
         return due
 
     def strays(self, found: Iterable[str]) -> list[str]:
-        """Return those of the cluster's workers in `found` that no shard owns."""
+        """Return the cluster's workers in `found` that no shard owns."""
         return [name for name in found if name.startswith(self._prefix) and name not in self._members]
 
     def _doom(self, shard: str, end_at: float) -> list[str]:

@@ -121,7 +121,7 @@ def _sum_of(flow: str, rows: Sequence[JobRow]) -> JobRow:
 
 
 class _Collector:
-    """Converts the figures of a cluster to metric families of Prometheus."""
+    """Collector that converts a cluster's figures to metric families of Prometheus."""
 
     def __init__(self, views: Callable[[], Views]) -> None:
         self._views = views

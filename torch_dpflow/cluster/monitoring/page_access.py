@@ -50,7 +50,7 @@ def listen_at(host: str, port: int) -> socket.socket:
 
 
 def check_vacant(name: str, host: str, port: int) -> None:
-    """Raise OptionError if this process cannot listen there."""
+    """Raise OptionError if this process cannot listen at the address."""
     try:
         listen_at(host, port).close()
     except OSError as error:

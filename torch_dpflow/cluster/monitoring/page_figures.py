@@ -122,7 +122,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class History(msgspec.Struct, kw_only=True):
-    """Figures over time: for each moment in `at`, seconds since 1970, a value or None of each job and flow."""
+    """Figures over time: a value or None of each job and flow, for each moment in `at` (seconds since 1970)."""
 
     at: list[float]
     stall: dict[str, list[float | None]]

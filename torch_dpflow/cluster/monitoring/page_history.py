@@ -45,7 +45,7 @@ AT_WORK = (RUNNING, "working", "on deck")
 
 
 class PageHistory:
-    """Computes updates of the page from observations. Not thread-safe.
+    """Source of the page's updates, computed from observations. Not thread-safe.
 
     Args:
         kind: "cluster" or "loader".

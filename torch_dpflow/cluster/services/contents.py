@@ -83,7 +83,7 @@ class ContentFiles:
     def receive(self, piece: ContentPiece, data: memoryview) -> int:
         """Store a piece. Return the number of stored bytes: the offset of the next piece, or the content's size.
 
-        A piece at another offset is ignored, as several clients may upload one content. Raises UsageError if the
+        A piece at another offset is ignored, because several clients may upload one content. Raises UsageError if the
         complete content does not have its digest.
         """
         if piece.digest in self.digests:
@@ -104,7 +104,7 @@ class ContentFiles:
         return draft.held
 
     def read(self, request: ContentRequest) -> tuple[int, bytes]:
-        """Return the size of a content, bytes, and a piece of it. Raises UsageError if it is not stored."""
+        """Return a content's size in bytes, and a piece of the content. Raises UsageError if it is not stored."""
         if request.digest not in self.digests:
             raise UsageError(f"no content {request.digest!r} is stored")
         try:

@@ -135,7 +135,7 @@ class Coordinator:
         return self._by_node().get("", [])
 
     def assigned_to(self, node: str) -> list[Launch] | None:
-        """Return the processes that a joined node should run; None while an earlier coordinator's may be unknown."""
+        """Return the processes that a joined node should run; None while they may be incomplete."""
         return self._by_node().get(node, []) if self._has_observed else None
 
     def changed(self) -> None:

@@ -132,7 +132,7 @@ class CoordinatorLink:
         return self.has_joined
 
     def leave(self) -> None:
-        """Stop the node after jobs have left its shards. Any thread may call, and signal handlers."""
+        """Stop the node after jobs have left its shards. Any thread and any signal handler may call."""
         self.leaves = True
 
     def close(self) -> None:
@@ -301,7 +301,7 @@ class JoiningNode:
     def stop(self) -> None:
         """Leave the cluster once jobs have left the local shards; on a second call, at once.
 
-        Any thread may call, and signal handlers.
+        Any thread and any signal handler may call.
         """
         if self._link.leaves:
             self._node.stop()

@@ -244,7 +244,7 @@ class LocalCluster:
     def stop(self) -> None:
         """Stop the cluster as `dpflow down` does, notifying nodes of other hosts; on a second call, at once.
 
-        Any thread may call, and signal handlers.
+        Any thread and any signal handler may call.
         """
         if self._may_have_nodes and self._ending is None:
             self._ending = threading.Thread(target=self._end, name="dpflow-end", daemon=True)

@@ -166,7 +166,7 @@ class Node:
         self._supervisor.begin(incarnations)
 
     def stop(self) -> None:
-        """Make `serve` end everything and return. Any thread may call, and signal handlers."""
+        """Make `serve` end everything and return. Any thread and any signal handler may call."""
         self._stopped = True
         self._server.stop()
 

@@ -98,7 +98,7 @@ Finish: TypeAlias = Callable[[], Result | Later | None]
 
 
 class Restoring:
-    """Thread for calls that pass over all samples, as these take seconds in a large flow.
+    """Thread for calls that pass over all samples, which takes seconds in a large flow.
 
     Such calls restore the order of a job that resumes, or add a job that reads a part of the samples. While one runs,
     the server's thread answers heartbeats, and refuses calls that use the sampling group.

@@ -112,7 +112,7 @@ def _assignment(
 
 
 class SampleSource:
-    """Loads samples in a worker process, which becomes a DataLoader worker: one torch thread, `get_worker_info()`.
+    """Loader of samples that makes its process a DataLoader worker: one torch thread, `get_worker_info()`.
 
     An error here, including one in unpickling or in `worker_init_fn`, becomes the result of every task. The process
     continues, so that the job gets the user's own traceback and not a dead worker.

@@ -112,7 +112,7 @@ def _checksum(value: Any) -> str | None:
 
 
 class Importer(Protocol):
-    """Reads one source, in a fixed order, so that an import that was killed can be continued."""
+    """Reader of one source, in a fixed order, so that a killed import can be continued."""
 
     #: The URL of the directory that paths are relative to; None: all items have data.
     root: str | None

@@ -26,7 +26,7 @@ _ID_LIMIT = 2**63
 
 
 class CocoImporter(BaseImporter):
-    """Reads COCO's `instances_*.json`: one sample for each image, in the file's order.
+    """Importer of COCO's `instances_*.json`: one sample for each image, in the file's order.
 
     Annotations: `image_id`, `file_name`, `width`, `height` and `annotations`, a list of COCO's own records.
     `info` has `categories`. Ids are integers of 64 bits or texts, and keep their type and spelling: 7, "7" and "007"

@@ -70,7 +70,7 @@ IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff
 
 
 class ImageFolderImporter(BaseImporter):
-    """Reads `<root>/<class>/**/<image>`, in the order and with the labels of torchvision's ImageFolder.
+    """Importer of `<root>/<class>/**/<image>`, in the order and with the labels of torchvision's ImageFolder.
 
     As in torchvision, directories and files whose names begin with a dot are classes and images too. Annotations:
     `label` (number of the class) and `class` (its name). `info` has `classes`, by label. The listing of one class is in
@@ -119,7 +119,7 @@ class ImageFolderImporter(BaseImporter):
 
     @staticmethod
     def finds(files: SourceFiles) -> bool:
-        """Return whether the first directory in a directory has an image."""
+        """Return whether the first subdirectory of a directory contains an image."""
         if not files.folders:
             return False
         children = Files(files.given, files.options).children(files.folders[0])
@@ -190,7 +190,7 @@ _TRANSCRIPT = ".trans.txt"
 
 
 class SpeechImporter(BaseImporter):
-    """Reads `<root>/<speaker>/<chapter>/<utterance>.flac` and the chapter's `*.trans.txt`, sorted by name.
+    """Importer of `<root>/<speaker>/<chapter>/<utterance>.flac` and the chapter's `*.trans.txt`, sorted by name.
 
     A line of a transcript is an utterance's name, a space and its words, in UTF-8, with or without a byte-order mark.
     Annotations: `utterance`, `speaker`, `chapter` and `text`. Directories and files whose names begin with a dot are

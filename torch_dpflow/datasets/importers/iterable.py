@@ -17,7 +17,7 @@ IterableItem = Item | tuple[bytes, Mapping[str, Any]]
 
 
 class IterableImporter(BaseImporter):
-    """Reads `(bytes, annotations)` from any iterable, or from any dataset that can be indexed and has a length.
+    """Importer of `(bytes, annotations)` from any iterable, or any dataset with indices and a length.
 
     Bytes are packed into larger objects in the store. To continue after a kill, give an iterable that repeats the same
     items in the same order. An indexable source continues at once; any other iterable is read from the start again.

@@ -34,7 +34,7 @@ _MAX_NAMES = 5
 
 
 class ListingImporter(BaseImporter):
-    """Reads a table with a column of paths, or of the samples' bytes. Its other columns become annotations.
+    """Importer of a table with a column of paths or of the samples' bytes. Other columns become annotations.
 
     Null values are left out. The table may be larger than memory. A CSV or TSV file is quoted as in RFC 4180, and read
     twice: a column has the type that all of its rows allow. Integers with leading zeros, and those above 64 bits, stay

@@ -149,7 +149,7 @@ class PackedImporter(ShardImporter):
 
 
 class MDSImporter(PackedImporter):
-    """Reads a directory of MosaicML Streaming (MDS) in place.
+    """Importer of a directory of MosaicML Streaming (MDS), read in place.
 
     A sample is a dict of its columns' values, as MDS returns it, except that encoded images are bytes. Columns of
     pickles are refused.
@@ -181,7 +181,7 @@ class MDSImporter(PackedImporter):
 
 
 class LitDataImporter(PackedImporter):
-    """Reads a directory of LitData in place.
+    """Importer of a directory of LitData, read in place.
 
     A sample is the value that LitData returns, except that encoded images are bytes. Pickles, encrypted chunks, chunks
     for a loader other than `PyTreeLoader`, and chunks of frames of zstd are refused. Rows in Arrow's format are read by

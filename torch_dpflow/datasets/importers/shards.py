@@ -35,7 +35,7 @@ _POLL_S = 0.2
 
 
 class ForwardReader:
-    """Bytes of one object by position, mostly forward, in blocks of which the next are read ahead.
+    """Reader of one object, mostly forward, in blocks. The next blocks are read ahead.
 
     Args:
         fetch: takes start and stop of a block; returns the block's bytes, or a future of them.
@@ -172,7 +172,7 @@ class ShardImporter(BaseImporter):
         return [(file.state, self.files.path_of(file), file.size) for file in self.files.files]
 
     def size_of(self, number: int) -> int | None:
-        """Return the size of an object, bytes; None for local files, whose state shows it, or if samples are copied."""
+        """Return an object's size in bytes; None for local files, whose state contains it, or if samples are copied."""
         file = self.files.files[number]
         return None if self.may_copy or file.local_path is not None else file.size
 

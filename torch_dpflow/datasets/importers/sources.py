@@ -142,7 +142,7 @@ class SourceFiles:
         return [split_name(stored_url(file.url))[1] for file in self.files]
 
     def path_of(self, file: SourceFile) -> str:
-        """Return an object's path below `root`, or its URL if it is elsewhere, or if a joined path would be another."""
+        """Return an object's path below `root`; its URL if it is elsewhere, or the path would name another object."""
         url = stored_url(file.url)
         name = split_name(url)[1]
         return name if join_url(self.root, name) == url else url

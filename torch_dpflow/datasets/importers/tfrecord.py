@@ -24,7 +24,7 @@ _PIECE = 8 << 20
 
 
 class TFRecordImporter(ShardImporter):
-    """Reads the records of uncompressed TFRecord files in place. A sample's bytes are its record, without annotations.
+    """Importer of uncompressed TFRecord files, read in place. A sample is a record, without annotations.
 
     All data is read once: both checksums of each record are compared, and the sample gets a CRC-32. Arguments and
     errors are those of `ShardImporter`.

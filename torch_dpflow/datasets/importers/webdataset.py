@@ -239,7 +239,7 @@ class _Member(NamedTuple):
 
 
 class WebDatasetImporter(ShardImporter):
-    """Reads tar shards of WebDataset in place. Members `a/0001.jpg`, `a/0001.cls` are the sample `a/0001`.
+    """Importer of WebDataset's tar shards, read in place. Members `a/0001.jpg`, `a/0001.cls` are one sample.
 
     The sample's bytes are its main member. Other members of up to 256 bytes of UTF-8 text are annotations under their
     extension, as text. `__parts__` has the offset and length of all others in the shard. `__key__` is the sample's key,

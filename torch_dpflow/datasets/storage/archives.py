@@ -1,4 +1,4 @@
-"""Archives: members under the names by which they are extracted, and no member lost unseen."""
+"""Archives: members under the names by which they are extracted, without losing a member silently."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class Storage(Protocol):
         """Return size and state of the object of `span`, whose range is ignored, without reading it.
 
         Raises:
-            StorageError: as `fetch` does, also if size or state are not the ones in `span`.
+            StorageError: as `fetch` does, and if size or state differ from `span`.
         """
 
     def node(self, url: str) -> str:
@@ -338,7 +338,7 @@ def is_state_of_fields(state: str, fields: Mapping[str, str]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def conditions(state: str) -> dict[str, str]:
-    """Return request headers that match only an object of this state. Without a weak ETag, which matches no object."""
+    """Return request headers that match only an object of this state, without a weak ETag, which would match none."""
     tag, date = _parts(state)
     return {
         **({"if-match": tag} if tag[:1] == '"' else {}),

@@ -38,7 +38,7 @@ _MAX_COUNTED_S = 0.0005
 
 @dataclass(frozen=True)
 class Read:
-    """One request, and the positions, among the wanted ranges, of the ranges that it covers."""
+    """One request, with the positions in the list of wanted ranges that it covers."""
 
     span: ByteRange
     positions: list[int] = field(default_factory=list)
@@ -108,7 +108,8 @@ def _joined(one: ByteRange, other: ByteRange, merge_gap: int, max_merged: int) -
 class Overlap:
     """Threads for the reads of one process, started at the first reads that are slow enough. Thread-safe.
 
-    Several callers share them. Each caller also runs tasks itself, so a batch proceeds even if all threads are busy.
+    Several callers share the threads. Each caller also runs tasks itself, so a batch proceeds even if all threads are
+    busy.
 
     Args:
         concurrency: how many reads run at once, including the caller's.

@@ -194,7 +194,7 @@ _left_out: set[str] = set()
 
 @contextmanager
 def refuse_keys() -> Iterator[None]:
-    """Make pickling of objects with storage keys fail inside the body, as other users may read the pickle."""
+    """Make pickling of objects with storage keys fail inside the body: other users may read the pickle."""
     before = _key_policy.set("refuse")
     try:
         yield

@@ -109,7 +109,7 @@ class DiskCache:
     def get(self, key: str, *, is_mapped: Literal[True]) -> memoryview | None: ...
 
     def get(self, key: str, *, is_mapped: bool = False) -> bytes | memoryview | None:
-        """Return the bytes of an entry; None if there is none, or it cannot be read. A damaged entry is removed.
+        """Return the bytes of an entry; None if it is missing or cannot be read. A damaged entry is removed.
 
         is_mapped: whether to map the bytes instead of reading them, so that processes share their memory. Mapped bytes
             are compared with the checksum once, here.

@@ -120,7 +120,7 @@ def error_of_status(status: int, text: str) -> StorageError | None:
 
 
 def is_transient(error: StorageError) -> bool:
-    """Return whether a network or server failed, which may recover, rather than an object."""
+    """Return whether the error comes from a network or server, which may recover, and not from an object."""
     return isinstance(error, StorageUnavailableError | StorageTimeoutError)
 
 

@@ -69,7 +69,7 @@ _COMPRESSIONS = {
 
 
 class FsspecStorage:
-    """Reads through the fsspec file system of `address`, which gets `options`.
+    """Storage that is read through fsspec's file system of `address`, with `options`.
 
     The size and state of an object are requested after its bytes were read. If the object was replaced in between, they
     belong to the new object, and differ from the expected ones, which is an error. If they were requested first, the

@@ -311,7 +311,7 @@ class Connections:
 
     Args:
         tls: makes the context of TLS connections when the first one is needed.
-        limit: idle connections to all servers together, at most.
+        limit: maximum number of idle connections to all servers together.
     """
 
     def __init__(self, tls: Callable[[], ssl.SSLContext] = ssl.create_default_context, limit: int = MAX_IDLE) -> None:

@@ -146,7 +146,7 @@ _Take = Callable[[Response, ByteRange], T]
 
 
 class HttpStorage:
-    """Reads objects through the GETs of one service. Thread-safe."""
+    """Storage that is read by GETs of one service. Thread-safe."""
 
     is_remote = True
 

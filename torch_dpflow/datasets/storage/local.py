@@ -25,10 +25,10 @@ _MAX_REFUSALS = 100
 class LocalStorage:
     """Storage of local files, read with `pread`.
 
-    A file is opened for each read, which takes 4 µs, as it may be replaced. Its size and state are taken from the open
-    file, so they belong to the bytes that are read.
+    A file is opened for each read, because it may be replaced; this takes 4 µs. Its size and state are taken from the
+    open file, so they belong to the bytes that are read.
 
-    `deadline` is ignored, as a mount that hangs in the kernel cannot be interrupted.
+    `deadline` is ignored, because a mount that hangs in the kernel cannot be interrupted.
     """
 
     is_remote = False

@@ -54,7 +54,7 @@ _MAX_PLACES = 4096
 
 
 class ObjectReader:
-    """Reads objects of every storage: paths, `file://`, `s3://`, `oss://`, and all schemes of fsspec.
+    """Reader of objects of every storage: paths, `file://`, `s3://`, `oss://`, and all schemes of fsspec.
 
     S3, OSS and web servers are read by `HttpStorage`. All other storages are read through fsspec. So are S3 and OSS if
     `storage_options` contains options that only the vendor's client supports, and S3 buckets whose servers only

@@ -240,8 +240,8 @@ class S3Service(_ObjectStore):
     """S3 and compatible servers. options: some of `S3_OPTIONS`.
 
     With an `endpoint` the bucket is in the path, which every such server supports, unless `addressing_style` is
-    "virtual". At AWS itself it is in the host's name if possible. Raises OptionError for settings, also of the
-    environment and of AWS's shared configuration, that are malformed or contradict each other.
+    "virtual". At AWS itself it is in the host's name if possible. Raises OptionError for settings that are malformed or
+    contradict each other, including settings of the environment and of AWS's shared configuration.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:

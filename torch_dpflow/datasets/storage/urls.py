@@ -67,8 +67,8 @@ def check_url(url: str) -> None:
 def stored_url(url: str) -> str:
     """Return the form of a URL that is stored in metadata.
 
-    The parameters of a signature are removed, as they differ each time that a URL is signed. Bytes of a local path that
-    are not UTF-8 become private-use characters.
+    The parameters of a signature are removed, because they differ each time that a URL is signed. Bytes of a local path
+    that are not UTF-8 become private-use characters.
     """
     found = unsigned(url)
     return found if found.isascii() else found.translate(_PRIVATE)
@@ -85,7 +85,7 @@ def split_chain(url: str) -> ChainedUrl:
 
 
 def file_system_of(url: str) -> str:
-    """Return the identity of a URL's file system: the scheme, with the host or bucket if each has a separate one.
+    """Return the identity of a URL's file system: the scheme, and the host or bucket if each has a separate one.
 
     Raises OptionError for fsspec's caches.
     """

@@ -24,8 +24,8 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 class WebService:
     """`http://` and `https://`. `options`: `headers` for every request, `username` and `password`, `verify`.
 
-    A URL is sent as given, including its query. Characters that are not allowed are escaped, also "#", which some
-    names contain. Redirects are followed, to another server without the headers.
+    A URL is sent as given, including its query. Characters that are not allowed are escaped, including "#", which some
+    names contain. Redirects are followed; another server does not get the headers.
 
     Raises:
         OptionError, OptionTypeError: an option is none of these, or not allowed.

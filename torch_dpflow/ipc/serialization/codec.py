@@ -112,7 +112,7 @@ def decode(table: PayloadTable, frames: Sequence[Frame], *, reader: ArenaReader 
 def decode_heads(
     payloads: Sequence[tuple[PayloadTable, Sequence[Frame]]],
 ) -> list[tuple[bytes, memoryview]] | None:
-    """Return (pickled head, buffer) of each payload; None unless each has exactly one buffer, and that in a frame.
+    """Return (pickled head, buffer) of each payload, if each has exactly one buffer, in a frame; else None.
 
     As in `decode`, a frame can become an object's memory.
     """

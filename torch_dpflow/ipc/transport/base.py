@@ -54,7 +54,7 @@ class ServerKeys:
 class WorkerKeys:
     """A listener's own key pair, and the accepted keys of workers, each for one user. Thread-safe.
 
-    The identity of a user's connection must begin with the user's name and "/". Other messages are dropped, also on
+    The identity of a user's connection must begin with the user's name and "/". Other messages are dropped, even on
     connections that were accepted before.
 
     Args:

@@ -82,7 +82,7 @@ class AllocatedDataset:
 
 
 class Fill(msgspec.Struct, frozen=True):
-    """Instruct a server to read stripes from storage."""
+    """Instruction to a server: read stripes from storage."""
 
     server: str
     identity: bytes
@@ -90,7 +90,7 @@ class Fill(msgspec.Struct, frozen=True):
 
 
 class Drop(msgspec.Struct, frozen=True):
-    """Instruct a server to drop a dataset."""
+    """Instruction to a server: drop a dataset."""
 
     server: str
     identity: bytes
@@ -100,10 +100,10 @@ AllocatorInstruction: TypeAlias = Fill | Drop
 
 
 class StripeAllocator:
-    """Decides which server holds which stripes. One thread owns it.
+    """State machine that decides which server holds which stripes. One thread owns it.
 
     Args:
-        lease_s: a server is lost after this much silence, seconds.
+        lease_s: seconds without a message, after which a server is lost.
         idle_s: how long an implicit dataset stays after the last process has stopped reading it, seconds.
     """
 

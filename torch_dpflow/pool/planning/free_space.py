@@ -8,7 +8,7 @@ from torch_dpflow._core.checks import check_int
 
 
 class FreeSpace:
-    """Allocates places in `capacity` bytes, each in the first gap that is large enough. One thread owns it.
+    """Allocator of places in `capacity` bytes, each in the first gap that is large enough. One thread owns it.
 
     Raises OptionError for a capacity below 1.
     """

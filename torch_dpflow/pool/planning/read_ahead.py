@@ -125,7 +125,7 @@ ReadAheadInstruction: TypeAlias = StorageRequest | Serve | Cancel
 
 
 class ReadAhead:
-    """Decides which samples to fetch ahead, for readers that announce their orders. One thread owns it.
+    """State machine that decides which samples to fetch ahead, for announced orders. One thread owns it.
 
     Args:
         capacity_bytes: limit of samples that are held or in transit, shared equally by the readers; a reader that waits

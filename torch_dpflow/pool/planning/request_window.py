@@ -39,7 +39,7 @@ class RequestedBytes(NamedTuple):
 
 
 class FixedWindow:
-    """Decides how many of the next records may be requested now: up to `size` bytes, but at least one record."""
+    """Limit of the records that may be outstanding: up to `size` bytes, but at least one record."""
 
     def __init__(self, size: int) -> None:
         self._size = check_int("size", size, minimum=1)
@@ -88,8 +88,8 @@ class MeasuredWindow(FixedWindow):
     """Algorithm 1 of the DataServer paper, with measured rate and latency. It grants at least one record.
 
     The rate is the highest one while the window limits requests. The latency is the shortest one of records of about
-    the same length, as it grows with the queue that a window causes. Both count for `MEMORY_S`. Each batch begins with
-    nothing outstanding, so its first records show what the latency is without a queue.
+    the same length, because it grows with the queue that a window causes. Both count for `MEMORY_S`. Each batch begins
+    with nothing outstanding, so its first records show what the latency is without a queue.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Looks up which servers hold a dataset, at the configured server or another one that it has reported."""
+"""Lookup of the servers that hold a dataset, at the configured server or another one that it has reported."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def check_directory(address: PoolAddress) -> None:
 
 
 def log_fallback(what: str, error: DPFlowError) -> None:
-    """Log that storage is read instead of a server. It is a warning, once, if the user must change something.
+    """Log that storage is read instead of a server; as a warning, once, if the user must change something.
 
-    This is a setting, or a server of another release. A server that is missing or does not answer may return.
+    The user must change a wrong setting, or a server of another release. A server that is missing or silent may return.
     """
     must_change = isinstance(error, UsageError) or isinstance(error.__cause__, MessageError)
     if must_change and str(error) not in _WARNED:
@@ -56,7 +56,7 @@ _COUNTS_INTERVAL_S = 1.0
 
 
 class PoolLookup:
-    """Looks up one dataset in a pool, for one process. One thread at a time.
+    """Lookup of one dataset in a pool, for one process. One thread at a time.
 
     Args:
         silence_s: how long an answer may take, seconds.

@@ -1,4 +1,4 @@
-"""Reads samples of one cached dataset, from mapped memory and from servers of other hosts."""
+"""Reading of one cached dataset's samples, from mapped memory and from servers of other hosts."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _ANNOUNCING_S = 2.0
 
 
 class PoolReader:
-    """Reads samples of one dataset from memory, for one process. Thread-safe; never waits for a lost server.
+    """Reader of one dataset's samples from memory, for one process. Thread-safe; never waits for a lost server.
 
     Mapped segments stay readable when their server dies, so its samples still come from memory.
 
-    silence_s: after this long without an answer, or an expected sample, reading continues without the server, seconds.
+    silence_s: seconds without an answer or an expected sample, after which reading continues without the server.
     """
 
     def __init__(self, address: PoolAddress, source: AnySource, identity: bytes, silence_s: float) -> None:

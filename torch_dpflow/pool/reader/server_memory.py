@@ -1,4 +1,4 @@
-"""Reads records of one server: cached ones from its mapped segments, and ones that it reads ahead.
+"""Reading of one server's records: cached records from its mapped segments, and records that it reads ahead.
 
 Records ahead come from mapped memory, or over a data connection from another host.
 """
@@ -52,15 +52,15 @@ def pauses() -> Backoff:
 
 
 class LocalServer:
-    """Reads records of one dataset from a server on this host. One thread at a time.
+    """Reader of one dataset's records from a server on this host. One thread at a time.
 
     Mapped segments stay readable after the server is gone.
 
     Args:
         connect: returns the connection to the server in a directory; a `PoolLookup` may use the same connection.
-        silence_s: the connection is closed after this long without an answer, seconds.
-        ready: completely loaded stripes and their segments, also of other and earlier servers; this object adds stripes
-            of its server.
+        silence_s: seconds without an answer, after which the connection is closed.
+        ready: completely loaded stripes and their segments, including stripes of other and earlier servers; this object
+            adds stripes of its server.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ Receive: TypeAlias = Callable[[int, Sequence[AheadRecord]], dict[int, bytes]]
 
 
 def receive_ahead(data_reader: DataReader, server: str, number: int, there: Sequence[AheadRecord]) -> dict[int, bytes]:
-    """Return the requested records that have arrived. number: of the server's memory that contains them."""
+    """Return the requested records that have arrived. number: number of the server's memory that contains them."""
     filled = [one for one in there if one[2]]
     name, servers = memory_name(number), [server] * len(filled)
     contents = data_reader.read(name, servers, [WantedRecord(one[1], one[2]) for one in filled])
@@ -250,9 +250,9 @@ def receive_ahead(data_reader: DataReader, server: str, number: int, there: Sequ
 
 
 class AheadReader:
-    """Announces the order of a dataset's reads, and reads what the server has read ahead. One call at a time.
+    """Reader of the records that a server reads ahead, by the order that it announces. One call at a time.
 
-    silence_s: after this long without a sample, the other samples are read from storage, seconds.
+    silence_s: seconds without a sample, after which the other samples are read from storage.
     """
 
     def __init__(self, identity: bytes, silence_s: float) -> None:
@@ -273,7 +273,7 @@ class AheadReader:
 
         Does not wait for the server if `extends`, because a training loop draws the order meanwhile.
 
-        extends: whether to append to the plan of this name.
+        extends: whether to append to the existing plan named `plan`.
         """
         numbers = keys.astype("<i4")
         for first in range(0, max(len(numbers), not extends), MAX_ANNOUNCED):

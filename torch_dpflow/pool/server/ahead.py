@@ -86,7 +86,7 @@ _REFUSED_S, _ON_ITS_WAY_S = 0.05, 0.05
 
 
 class AheadReading:
-    """Reads ahead the records of one dataset that have no place in memory. Thread-safe.
+    """Reading ahead of one dataset's records that have no place in memory. Thread-safe.
 
     Args:
         may_read: for each record of the dataset, whether it is read ahead.

@@ -121,7 +121,7 @@ class _Connection:
 
 
 class DataSender:
-    """Answers the requests of all data connections, in a thread, until `close`. Any thread may call.
+    """Thread that answers the requests of all data connections, until `close`. Any thread may call.
 
     holdings: what this server holds.
     """

@@ -91,7 +91,7 @@ class _LeaderConnection:
 
 
 class PoolFollower:
-    """Answers clients of a server that is not the leader, and keeps it in the pool. Thread-safe.
+    """Role of a server that is not the leader: answers its clients, and keeps it in the pool. Thread-safe.
 
     server: description of this server.
     leader: address of the leader.

@@ -58,7 +58,7 @@ _HEARTBEAT_S, _TICK_S = 1.0, 0.5
 
 
 class PoolLeader:
-    """Decides what the pool holds. Thread-safe.
+    """Leader of a pool: decides what the pool holds. Thread-safe.
 
     Args:
         idle_s: how long a dataset that was not preloaded stays when no process reads it, seconds.

@@ -266,7 +266,7 @@ def find_base(
     """Return the stripes that a dataset shares with an older version; None if it shares none.
 
     A stored dataset shares only if its other stripes fit as well, or if all of it is required; and only in a pool of
-    one server, as the stripes of each version have separate owners in other pools.
+    one server, because the stripes of each version have separate owners in other pools.
 
     Raises UsageError if the older version of a pushed array is not here, or of another form.
     """

@@ -48,7 +48,7 @@ class _UnauthenticatedPeer:
 
 
 class PoolListener:
-    """Listens at a TCP port.
+    """Listener at a TCP port.
 
     Args:
         address: address to listen at; port 0 for any free port.

@@ -241,7 +241,7 @@ def connect_stream(address: PoolAddress, authenticator: StreamAuthenticator, pur
 
     silence_s: timeout of the handshake as a whole, and of each later wait for the server, seconds.
 
-    Raises PeerLostError if no server answers in time. If keys or protocol differ, it is also an OptionError.
+    Raises PeerLostError if no server answers in time. The error is also an OptionError if keys or protocol differ.
     """
     try:
         plain = socket.create_connection((address.host, address.port), silence_s)

@@ -126,7 +126,7 @@ class RequestedRecord(NamedTuple):
 class DataConnection:
     """Connection that requests records of datasets and receives them in request order.
 
-    silence_s: the server is lost after this long without an expected byte, seconds.
+    silence_s: seconds without an expected byte, after which the server is lost.
     memory: buffers for records that are not copied.
 
     Raises PeerLostError if there is no server, or it fails to prove that it belongs to the cluster.

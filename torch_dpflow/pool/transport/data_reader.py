@@ -1,4 +1,4 @@
-"""Reads batches over data connections, one to each server.
+"""Reading of batches over data connections, one to each server.
 
 A server sends what was requested at once, so a reader requests no more than it can receive.
 """
@@ -41,11 +41,11 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
 
 
 class DataReader:
-    """Reads records from the servers of one pool. One thread at a time. A failed server costs speed only.
+    """Reader of records from the servers of one pool. One thread at a time. A failed server costs speed only.
 
     Args:
         pool: address of any server of the pool; all its servers have the same keys.
-        silence_s: a server's connection is closed after this long without an expected byte, seconds.
+        silence_s: seconds without an expected byte, after which a server's connection is closed.
         window: limit of outstanding bytes; None for a measured one, or 8 MiB if all servers are on this host.
 
     Raises OptionError if there are no keys.

@@ -143,7 +143,7 @@ class RemoteWorkers:
 
     @property
     def importing(self) -> str:
-        """What a worker imports that does not load yet; empty if none does."""
+        """End of a message: what a worker imports before it can load; empty if no worker imports."""
         return next((f"; {one.name} starts: {one.importing}" for one in self._fleet.workers if one.importing), "")
 
     def resize(self, workers: int) -> None:
@@ -194,7 +194,8 @@ class RemoteWorkers:
     def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
         """Send a message like `Listener.send`, but return True for every worker that works, even if it is gone.
 
-        If the message is refused, the worker has ended, as its platform will report, or it is ended after `SUSPECT_S`.
+        If the message is refused, the worker has ended, which its platform will report, or it is ended after
+        `SUSPECT_S`.
         """
         worker, is_sent = self._fleet.by_user(split_identity(peer)[0]), self.listener.send(peer, frames)
         if worker is None or not worker.is_working:

@@ -70,7 +70,7 @@ def ports_in(listen: str) -> int | None:
 
 
 def to_bind(listen: str) -> str:
-    """Return the address to listen at, with names resolved, as libzmq accepts no names.
+    """Return the address to listen at, with names resolved, because libzmq accepts no names.
 
     Raises OptionError if a name cannot be resolved.
     """

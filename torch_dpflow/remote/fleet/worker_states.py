@@ -150,7 +150,7 @@ class FleetWorker:
         self.last_seen = self.worked = now
 
     def note_away(self, away_s: float) -> float:
-        """Record the worker's total time of waiting for its link, seconds; return the growth, or 0 unless it works."""
+        """Record the worker's total seconds of waiting for its link; return the growth, or 0 if it does not work."""
         more_s, self.away_s = away_s - self.away_s, away_s
         return max(0.0, more_s) if self.is_working else 0.0
 
@@ -188,7 +188,7 @@ def split_identity(peer: bytes) -> tuple[str, bytes, bytes]:
 
 
 class StartWorker(msgspec.Struct, frozen=True):
-    """Start this worker, whose name is new. The worker exits after `lifetime_s` seconds; None: never."""
+    """Instruction: start this worker, whose name is new. It exits after `lifetime_s` seconds; None: never."""
 
     name: str
     number: int
@@ -197,46 +197,46 @@ class StartWorker(msgspec.Struct, frozen=True):
 
 
 class AdmitWorker(msgspec.Struct, frozen=True):
-    """Assign tasks to this worker, as its number is free."""
+    """Instruction: assign tasks to this worker, because its number is free."""
 
     name: str
 
 
 class RejectWorker(msgspec.Struct, frozen=True):
-    """Make the worker of this name leave, and send it the reason."""
+    """Instruction: make the worker of this name leave, and send it the reason."""
 
     name: str
     why: str
 
 
 class DrainWorker(msgspec.Struct, frozen=True):
-    """Assign no more tasks to this worker, and make it leave when it has finished the present ones."""
+    """Instruction: assign this worker no more tasks, and make it leave once its present tasks are finished."""
 
     name: str
 
 
 class CheckWorker(msgspec.Struct, frozen=True):
-    """Query the platform about this worker."""
+    """Instruction: query the platform about this worker."""
 
     name: str
 
 
 class StopWorker(msgspec.Struct, frozen=True):
-    """Make the platform end this worker by force."""
+    """Instruction: make the platform end this worker by force."""
 
     name: str
     why: str
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Show this limit of the fleet, with details; empty if nothing limits it."""
+    """Instruction: show this limit of the fleet, with details; empty: nothing limits it."""
 
     limited_by: str
     text: str
 
 
 class Fail(msgspec.Struct, frozen=True):
-    """Report to the jobs why the fleet no longer starts workers."""
+    """Instruction: report to the jobs why the fleet no longer starts workers."""
 
     text: str
 
@@ -364,7 +364,7 @@ class StartLimits:
     def gives_up(self, now: float) -> bool:
         """Return whether a fleet without workers should fail, given the latest refusal.
 
-        A fleet waits for capacity without a limit, as other users release it.
+        A fleet waits for capacity without a limit, because other users release it.
         """
         match self._refusal:
             case None | QuotaError():

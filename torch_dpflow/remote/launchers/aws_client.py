@@ -134,7 +134,7 @@ class AwsClient:
 
 
 def aws_error(what: str, error: Exception) -> PlatformError | OptionError:
-    """Translate an error of boto3. For an unknown error it stays open whether the call took effect."""
+    """Translate an error of boto3. After an unknown error, the call may have taken effect."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "ClientError" in kinds:
         return _of_answer(what, error)

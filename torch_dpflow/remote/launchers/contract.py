@@ -70,7 +70,7 @@ class Launcher(Protocol):
         """
 
     def look(self, workers: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
-        """Return the fates of these workers; unknown ones are left out.
+        """Return the fates of these workers, without workers that are unknown.
 
         workers: the ref of each worker by its name; if a ref is None, the name identifies the worker.
         """
@@ -141,7 +141,7 @@ class RemotePlatform(Protocol):
         """
 
     def suspect(self, name: str) -> None:
-        """Query the platform about this worker soon, as it has not connected, is silent, or has sent a goodbye."""
+        """Query the platform soon about this worker, which has not connected, is silent, or has sent a goodbye."""
 
     def take(self) -> Sequence[Outcome]:
         """Return the outcomes since the last call, in order. A name's last outcome is `Refused` or `Ended`."""
@@ -258,7 +258,7 @@ def require(library: str, needs: str, extra: str) -> None:
 
 
 def check_tcp(address: str, *, loopback: bool = True, advice: str = "") -> None:
-    """Raise OptionError unless workers can reach the address: it must be tcp, and not loopback unless `loopback`."""
+    """Raise OptionError for an address that workers cannot reach: not tcp, or loopback with `loopback=False`."""
     if not address.startswith("tcp://"):
         raise OptionError(f"listen={address!r}: workers connect over tcp, as at tcp://10.0.0.5:7700")
     if not loopback and is_loopback(address):

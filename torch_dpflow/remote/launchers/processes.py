@@ -236,8 +236,7 @@ LOOK_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """`platform="processes"`: processes of this host, treated as remote workers. For trials and tests; slower than
-    forked workers.
+    """`platform="processes"`: processes of this host as remote workers, for trials and tests. Slower than forks.
 
     Args:
         python: the interpreter of workers; empty: this one, with this one's module path.

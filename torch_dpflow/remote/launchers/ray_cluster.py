@@ -184,7 +184,7 @@ def _split(address: str) -> tuple[str, str]:
 
 
 def ray_error(what: str, error: Exception) -> PlatformError:
-    """Translate an error of Ray. For an unknown error it stays open whether the call took effect."""
+    """Translate an error of Ray. After an unknown error, the call may have taken effect."""
     from ray import exceptions
 
     text = f"{what}: {_line_of(error)}"

@@ -1,4 +1,4 @@
-"""Checks, before anything is unpickled, that a worker has the versions and modules to load its content."""
+"""Check, before anything is unpickled, that a worker has the versions and modules to load its content."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def required_modules(pickled: bytes) -> frozenset[str]:
 
 
 def missing_modules(names: Iterable[str]) -> list[str]:
-    """Return those of the modules that cannot be imported here. Parents are imported only if necessary."""
+    """Return the modules that cannot be imported here. Parents are imported only if necessary."""
     found: set[str] = set()
     for name in names:
         if find_spec(name) is None:

@@ -148,7 +148,7 @@ def imports_of(source: bytes, package: str) -> Iterator[str]:
 
 
 def own_names(names: Iterable[str]) -> set[str]:
-    """Return those of these names, found in code, that may be the user's own modules."""
+    """Return the names, among names found in code, that may be the user's own modules."""
     tops = _own_tops()
     return {name for name in names if name.partition(".")[0] in tops}
 

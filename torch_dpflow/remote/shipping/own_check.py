@@ -1,4 +1,4 @@
-"""Checks in a worker that its modules have the same members as in the script's process; differing members are set."""
+"""Check in a worker that its modules have the same members as in the script's process; other members are set."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ SAME = "(is)"
 
 
 def shared_members(modules: Mapping[str, ModuleMembers]) -> dict[tuple[str, str], tuple[str, str]]:
-    """Return, by module and path, the earlier member that is the same object, for each member that has one."""
+    """Return, for each member whose object is an earlier member too, that earlier member; by module and path."""
     first: dict[int, tuple[str, str]] = {}
     found = {}
     for name, members in modules.items():

@@ -77,7 +77,7 @@ _NO_OBJECTS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunction
 
 
 def is_mutable(value: Any) -> bool:
-    """Return whether it matters if two names have the same object, or two equal objects."""
+    """Return whether one object with two names differs in effect from two equal objects."""
     kind = type(value)  # an object can raise when it is asked for its `__class__` or `__dict__`
     if issubclass(kind, _MUTABLE) or kind is object:
         return True

@@ -1,7 +1,7 @@
 """Handler of an AWS Lambda function whose invocations are workers.
 
-Each worker is a fork of the runtime's process, which imports torch once. The invocation's answer tells how the worker
-ended.
+Each worker is a fork of the runtime's process, which imports torch once. The invocation's answer contains how the
+worker ended.
 """
 
 from __future__ import annotations

@@ -25,14 +25,14 @@ from torch_dpflow.workers.scheduler.views import (
 
 
 class Assign(msgspec.Struct, frozen=True, gc=False):
-    """Append these tasks to the worker's local queue, in order."""
+    """Instruction: append these tasks to the worker's local queue, in order."""
 
     worker: WorkerId
     tasks: list[TaskId]
 
 
 class Revoke(msgspec.Struct, frozen=True, gc=False):
-    """Remove these tasks from the worker's local queue if they wait there.
+    """Instruction: remove these tasks from the worker's local queue if they wait there.
 
     This cancels earlier Assigns only: the same task may be assigned to the same worker again later. A task that runs or
     has run is not affected; its result is delivered or discarded when it arrives.
@@ -43,21 +43,21 @@ class Revoke(msgspec.Struct, frozen=True, gc=False):
 
 
 class Deliver(msgspec.Struct, frozen=True, gc=False):
-    """Deliver this worker's result of the task: it is the task's first result."""
+    """Instruction: deliver this worker's result, which is the first result of the task."""
 
     task: TaskId
     worker: WorkerId
 
 
 class Discard(msgspec.Struct, frozen=True, gc=False):
-    """Discard this result: another worker's came first, or the task was cancelled, poisoned or never submitted."""
+    """Instruction: discard this result. Another came first, or the task was cancelled, poisoned or unknown."""
 
     task: TaskId
     worker: WorkerId
 
 
 class Poison(msgspec.Struct, frozen=True, gc=False):
-    """Fail this task: each of these workers was lost while it ran the task.
+    """Instruction: fail this task, because each of these workers was lost while it ran the task.
 
     `late` of the workers were killed because they exceeded `task_timeout_s`.
     """
@@ -68,7 +68,7 @@ class Poison(msgspec.Struct, frozen=True, gc=False):
 
 
 class KillWorker(msgspec.Struct, frozen=True, gc=False):
-    """Kill this worker, and report its end by `lose`: it has run one task for longer than `task_timeout_s`.
+    """Instruction: kill this worker, which exceeded `task_timeout_s` in one task, and report its end by `lose`.
 
     Returned once, unless the worker exchanges again.
     """
@@ -221,7 +221,7 @@ class Scheduler:
     ) -> list[SchedulerInstruction]:
         """Process a worker's results, and assign more tasks to it.
 
-        A worker exchanges after at most N results, and whenever its local queue becomes empty, also by a Revoke.
+        A worker exchanges after at most N results, and whenever its local queue becomes empty, even by a Revoke.
 
         started: the task that the worker runs next; None: assume the head of its view.
         """

@@ -338,6 +338,6 @@ class Pace:
     def took(self, seconds: float) -> None:
         """Add the duration of one task.
 
-        At most `stuck_after_s` counts, as one stuck task would otherwise raise that limit.
+        At most `stuck_after_s` is added, because one stuck task would otherwise raise that limit.
         """
         self.usual_s += _WEIGHT * (min(seconds, self.stuck_after_s) - self.usual_s)
