@@ -129,14 +129,14 @@ class Mapper(DPFlowNode[T]):
         source: the node whose items are mapped. It is read in the thread that calls `next()`.
         fn: the function of one item. With a start method other than fork it has to be picklable; a platform takes
             lambdas and functions of a notebook too.
-        num_workers: processes that call `fn`; 0 calls it in this process.
+        num_workers: number of processes that call `fn`; 0 calls it in this process.
         platform: what runs the workers: a platform of `torch_dpflow.remote`; "processes" as a trial; None: this host.
         in_order: return results in the order of the source; else as they arrive. Without order, a node above that reads
             items again after a resume, such as torchdata's Unbatcher, loses and repeats items.
-        prefetch_factor: items in flight per worker. None: 2, or for quick items the number that is read and mapped in
-            0.06 s, at most 128 per worker, and 64 MiB together. Quick items are sent in groups.
-        snapshot_frequency: items between two states that are requested from the source, for a source whose state is
-            large. The items after a snapshot are read again when resuming, but not mapped again.
+        prefetch_factor: number of items in flight per worker. None: 2, or for quick items the number that is read and
+            mapped in 0.06 s, at most 128 per worker, and 64 MiB together. Quick items are sent in groups.
+        snapshot_frequency: number of items between two states that are requested from the source, for a source whose
+            state is large. The items after a snapshot are read again when resuming, but not mapped again.
         multiprocessing_context: how workers of this host start, as in torch's loader.
         options: a `LoaderOptions`; None for its defaults.
 
@@ -210,7 +210,7 @@ class StreamReader:
 
     Args:
         node: the source.
-        frequency: items between two states that are requested from it.
+        frequency: number of items between two states that are requested from `node`.
         encodes: whether the items are sent to workers.
     """
 

@@ -21,9 +21,9 @@ _CODE_AT = [(np.arange(256) >> 2 * place) & 3 for place in range(JOBS_PER_PLANE)
 class NextUseRanking(Ranking):
     """Ranking by distances from a timetable. Values that do not change with time are computed once and stored.
 
-    A key's distance combines its *anchor*, from its certain positions, which changes only when a job reads it, with a
-    *value* for each job, from the key's code for that job. The codes of four jobs share one byte, so a table with the
-    combined values of all 256 bytes serves four jobs with one lookup.
+    A key's distance combines two parts. Its *anchor* follows from its certain positions, and changes only when a job
+    reads it. Its *value* for each job follows from the key's code for that job. The codes of four jobs share one byte,
+    so a table with the combined values of all 256 bytes serves four jobs with one lookup.
     """
 
     #: the argument of `Timetable`: codes of a position, ABSENT, READ, LIKELY and UNKNOWN

@@ -1,8 +1,7 @@
 """A thread-safe store of samples within a budget, where simultaneous misses of one sample load it once.
 
-The size of a sample in memory, and a deep copy of it, follow lists, tuples, dicts, sets and attributes of objects, and
-handle tensors, numpy arrays and Pillow images. An object that is referenced twice counts once, and is one object in the
-copy too.
+Measuring and copying a sample follow lists, tuples, dicts, sets and attributes of objects. They handle tensors, numpy
+arrays and Pillow images. An object that is referenced twice counts once, and is one object in the copy too.
 """
 
 from __future__ import annotations

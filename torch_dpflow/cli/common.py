@@ -97,7 +97,7 @@ def store_options(command: Command) -> Command:
 
 
 def size_of(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
-    """Return the number of bytes in a size such as "8GiB" (click's callback)."""
+    """Return the number of bytes in a size such as "8GiB", None for None (click's callback)."""
     try:
         size = None if text is None else parse_bytes("size", text)
     except UsageError:

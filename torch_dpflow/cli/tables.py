@@ -235,7 +235,7 @@ def read_rates(before: CachedDatasetList, now: CachedDatasetList, seconds: float
 
 
 def datasets_table(listed: CachedDatasetList, rates: Mapping[bytes, tuple[float, float]] | None = None) -> Table:
-    """Return a table with one line for each dataset, and the free memory. rates: from `read_rates`, to be shown."""
+    """Return a table with one line per dataset, and the free memory. rates: result of `read_rates`, to be shown."""
     free = f"{listed.free:,} of {listed.capacity:,} bytes are free"
     table = Table("id", "dataset", "samples", "in memory", "bytes", "stays", "readers", caption=free)
     for heading in ("from memory/s", "from storage/s", "hit rate") if rates is not None else ():

@@ -91,7 +91,7 @@ class Draft:
         Args:
             variant: its name, such as "train".
             importer: reads the source.
-            shard_size: samples in a metadata shard, 1000 by default; a parent's variant keeps its own.
+            shard_size: number of samples in a metadata shard, 1000 by default; a parent's variant keeps its number.
             checksum: "crc32" or "sha256" of every sample, for which all data is read once; None: only items with data
                 get a checksum.
             progress: called with the number of samples written, after every shard.
@@ -146,7 +146,7 @@ class Draft:
             )
 
     def publish(self) -> Dataset:
-        """Make the version readable, with the variants that were added to this draft and the parent's. Atomic.
+        """Make the version readable, with the added variants and the variants of the parent. Atomic.
 
         Raises:
             PublishedError: another process has published it.

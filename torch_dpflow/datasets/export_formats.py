@@ -61,7 +61,7 @@ def ending_of(data: bytes) -> str | None:
 
 
 def main_ending(sample: ExportSample) -> str:
-    """Return the extension for a sample's bytes: the path's, else one found by the first bytes, else "bin"."""
+    """Return the extension for a sample's bytes: of its path, else by its first bytes, else "bin"."""
     ending = next(iter(sample.members))
     if sample.key is None and not _OF_PATHS.fullmatch(ending):
         return ending_of(sample.data) or "bin"

@@ -394,7 +394,7 @@ class Index:
 
 
 def local_path(files: Files) -> str | None:
-    """Return the path of a directory on a local disk or a mount."""
+    """Return the path of a directory on a local disk or a mount; None for other storages."""
     return files.url.removeprefix("file://") if files.url.startswith("file://") else None
 
 

@@ -48,7 +48,7 @@ def check_how_to_read(storage_options: object, read_options: object, check: obje
 
 @runtime_checkable
 class Through(Protocol):
-    """A source of samples of a stored dataset that is nearer than its storage.
+    """Protocol of a source of a stored dataset's samples that is nearer than its storage, such as a pool.
 
     It has compared the samples with their checksums. Its pickle can be used in other processes.
     """

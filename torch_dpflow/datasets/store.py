@@ -146,7 +146,7 @@ class DatasetStore:
         return dataset
 
     def open(self, ref: DatasetRef | str) -> StoredDataset:
-        """Open a variant to read, such as "core/mscoco:v1:train2017"; without a version, the last version's.
+        """Open a variant to read, such as "core/mscoco:v1:train2017"; by default the last version's variant.
 
         Raises:
             DatasetNotFoundError: there is no such variant; or the version has several variants and none is named.
@@ -204,7 +204,7 @@ class StoredDataset:
 
     @property
     def importer(self) -> str | None:
-        """The name of the importer that has described the samples."""
+        """The name of the importer that has described the samples; None if unknown."""
         return self.variant.source.get("importer")
 
     @property

@@ -43,7 +43,7 @@ _NOT_DECODED = re.compile(
 
 
 def view_of(importer: str | None, info: Mapping[str, Any]) -> View:
-    """Return the view of samples that this importer has described, with the `info` of its variant."""
+    """Return the function that makes samples' dicts from the bytes and annotations that this importer describes."""
     if importer == "mds":
         return partial(_mds, tuple(tuple(column) for column in info["columns"]))
     if importer == "litdata":

@@ -65,7 +65,7 @@ class DraftRecord(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="
 
 
 class ImportedShard(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-draft-shard"):
-    """One shard is written."""
+    """Record that one shard is written."""
 
     format: Literal[1]
     shard: WholeNumber
@@ -74,7 +74,7 @@ class ImportedShard(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag
 
 
 class ImportedVariant(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-draft-done"):
-    """A whole variant is written."""
+    """Record that a whole variant is written."""
 
     format: Literal[1]
     variant: Variant

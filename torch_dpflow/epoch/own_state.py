@@ -160,7 +160,7 @@ def restore_sampler(sampler: Any, state: Any, *, begun: bool) -> None:
 
 
 def at_rest(dataset: Any) -> dict[str, Any] | Unsaved | None:
-    """Return the state of a dataset that is not being iterated, in the form of `Stream.state`."""
+    """Return the state of a dataset that is not being iterated, in the form of `Stream.state`; None without a state."""
     kept = state_of(dataset)
     if kept is None or isinstance(kept, Unsaved):
         return kept
@@ -233,9 +233,9 @@ class Stream:
     Args:
         make_fetcher: makes torch's fetcher for the dataset, which calls `iter(dataset)`.
         state: an earlier result of `state()`; None for the beginning.
-        skip: batches to skip; only without `state`.
+        skip: number of batches to skip; only without `state`.
         failed: number of skipped batches that raised an error, which the training loop has caught.
-        batch_size: samples in one batch, None if the dataset yields whole batches.
+        batch_size: number of samples in a batch; None if the dataset yields whole batches.
     """
 
     def __init__(

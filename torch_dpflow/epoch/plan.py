@@ -75,8 +75,8 @@ class Plan:
 
     Args:
         batches: the running iteration of the loader's index sampler.
-        sampler: the sampler, if it has a state besides that of `batches`, or None; see `stateful_part`.
-        position: the batches that were drawn before this plan began.
+        sampler: the sampler; None if it has no state but that of `batches`, see `stateful_part`.
+        position: number of batches that were drawn before this plan began.
         ended_at: the epoch's length, if the sampler is known to have ended.
         end: the position at the end of a resumed epoch, if known.
         checksum: checksum of the indices before this plan began; None if the order needs none, or the indices are not

@@ -68,7 +68,7 @@ class LoaderShape:
         self._counted = None if now == self._epoch else now
 
     def generators(self, generator: torch.Generator | None) -> list[str]:
-        """Return the states of the samplers' generators, without the loader's. Some samplers make one when iterated."""
+        """Return the states of the samplers' generators, without the loader's generator. Iterating may make more."""
         return [*map(encode_generator, sampler_generators(self._index_sampler, self._sampler, generator))]
 
     def length(self) -> int | None:

@@ -44,7 +44,7 @@ class RankOrder:
 
     @classmethod
     def of(cls, index_sampler: Any, sampler: Any) -> RankOrder | None:
-        """Return the order of a loader's sampler; None unless it is DistributedSampler's."""
+        """Return the order of a loader's sampler; None if that is not DistributedSampler's order."""
         inner = inner_sampler(index_sampler, sampler)
         is_own = type(index_sampler) is BatchSampler or index_sampler is sampler
         is_torchs = isinstance(inner, DistributedSampler) and type(inner).__iter__ is DistributedSampler.__iter__

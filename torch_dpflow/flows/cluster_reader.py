@@ -278,7 +278,7 @@ class RemoteDataLoadFlowRead(DataLoadFlowRead):
         so random draws in them would change the training's random draws.
 
         Args:
-            batch_size: samples in a batch.
+            batch_size: number of samples in a batch.
             collate_fn: makes a batch of a list of samples; None: torch's default.
             prefetch: number of batches for each worker that are requested ahead of need; None: `JobOptions.requested`.
             options: further arguments of the loader.

@@ -199,7 +199,7 @@ class DataLoadFlowRead:
         """Return a DPFlowDataLoader that reads the samples in a new random order in each epoch.
 
         Args:
-            batch_size: samples in a batch.
+            batch_size: number of samples in a batch.
             collate_fn: makes a batch from a list of samples; None: torch's default.
             prefetch: number of batches that each worker loads ahead; None: torch's default.
             options: further arguments of the loader, such as `num_workers`, `generator` or `sampler`.
@@ -281,7 +281,7 @@ def random_split(
         flows: one read for each part, or a single read for all parts.
         lengths: the number of samples of each part, adding up to all samples; or shares, adding up to 1. Shares are
             rounded down, and the first parts get one more sample each until all samples are assigned.
-        seed: determines the parts.
+        seed: seed of the random parts, a whole number.
 
     Raises:
         OptionError: the lengths do not add up, the numbers of flows and lengths differ, or the flows read different

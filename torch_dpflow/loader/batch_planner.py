@@ -109,7 +109,7 @@ class InFlight:
             batch.outcome = outcome
 
     def due(self) -> PlannedBatch | None:
-        """Return the batch to deliver next, until it is removed; None while it has not arrived."""
+        """Return the batch to deliver next, the same one until it is removed; None if it has not arrived."""
         if self._in_order:
             batch = next(iter(self._batches.values()), None)
             return batch if batch is not None and batch.outcome is not None else None

@@ -208,7 +208,7 @@ def _check_alike(states: Sequence[LoaderState]) -> None:
 
 
 def set_counted_epoch(loader: Any, state: LoaderState) -> None:
-    """Set the sampler to the epoch after the state's, if it counts its iterations and has no saved state."""
+    """Set the sampler to the epoch after the state's epoch, if it counts iterations and has no saved state."""
     sampler, counted = epoch_setter(loader._index_sampler, loader.sampler), state.made_of.get(COUNTED)
     if state.fresh and state.sampler is None and sampler is not None and type(counted) is int:
         sampler.set_epoch(counted)

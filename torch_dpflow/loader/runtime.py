@@ -123,7 +123,7 @@ class LoaderRuntime:
         return None if is_over else self.resumed_end
 
     def take_pending(self) -> LoaderState | None:
-        """Return the loaded state and drop it, because it applies to one iteration only."""
+        """Return the loaded state, or None, and drop it, because it applies to one iteration only."""
         pending, self.pending, self.held = self.pending, None, _none
         if pending is None:
             self.resumed_end = None

@@ -213,7 +213,7 @@ class ArrayReader:
         self._hdf5: HDF5Dataset | None = None
 
     def read_each(self, blocks: Sequence[int]) -> list[tuple[bytes, dict[str, Any]] | DPFlowError]:
-        """Return each block of rows, as readers of datasets return samples, or its error."""
+        """Return the bytes of each block of rows, or the error of reading it."""
         rows, count = self._rows.per_block, self._rows.records
         read = self.read_rows([(one * rows, min((one + 1) * rows, count)) for one in blocks])
         return [one if isinstance(one, DPFlowError) else (one, {}) for one in read]

@@ -299,7 +299,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_near(self) -> bool:
-        """Whether this process may map the server's memory: same machine, and the server's directory is this user's.
+        """Whether this process may map the server's memory: same machine, and this user owns the server's directory.
 
         In another container the directory may be missing, or belong to another server.
         """

@@ -22,13 +22,13 @@ class BudgetBatchSampler(EpochSampler[list[int]]):
     """Batches of samples of similar length, each of which costs at most a budget: tokens, frames, pixels.
 
     A batch costs its number of samples times the length of its longest sample, as padding makes lengths equal. The
-    lengths of a batch mostly differ by at most the factor `1 + spread`, so at most the share `spread / (1 + spread)` of
-    it is padding, and about half of that on average.
+    lengths of a batch mostly differ by at most the factor `1 + spread`. So at most the share `spread / (1 + spread)` of
+    a batch is padding, and on average about half of this share.
 
     All ranks have the same number of batches. At each step they read batches of similar length, so no rank waits long
     for another. Seed and epoch determine which samples form a batch, and the order of the steps; the number of batches
-    is the same in every epoch. If a different number of ranks continues an epoch, its remaining steps stay as they were
-    formed, so the lengths of the ranks' batches differ more until the next epoch.
+    is the same in every epoch. If a different number of ranks continues an epoch, the remaining steps stay as they are.
+    The lengths of the ranks' batches then differ more until the next epoch.
 
     Without ranks every iteration is a new epoch; with ranks only `set_epoch` begins another.
 

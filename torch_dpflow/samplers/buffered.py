@@ -91,7 +91,7 @@ class Cells:
         return sum([sizes[cell] for cell in cells])
 
     def pick(self, cells: Iterable[int], rng: np.random.Generator) -> CellSlot:
-        """Return the slot of a sample drawn uniformly from the union of these cells, which holds at least one."""
+        """Return the slot (cell, index) of a sample drawn uniformly from the union of these cells, not all empty."""
         sizes = self.sizes
         slot = int(rng.random() * self.samples_in(cells))
         for cell in cells:

@@ -108,8 +108,8 @@ class Iteration:
 class EpochSampler(Sampler[T]):
     """Base of samplers whose epoch has `size` items, of which each rank gets every `num_replicas`-th.
 
-    Without ranks every iteration is a new epoch, as RandomSampler's. With ranks only `set_epoch` begins another one, as
-    DistributedSampler's.
+    Without ranks every iteration is a new epoch, as with RandomSampler. With ranks only `set_epoch` begins another
+    epoch, as with DistributedSampler.
 
     Args:
         size: number of items in an epoch, of all ranks together.

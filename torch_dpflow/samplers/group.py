@@ -79,7 +79,7 @@ class Member:
         return self._taken(epoch_order(self.length, self.seed + epoch))
 
     def own_order(self, epoch: int, *what: int) -> Order:
-        """Return a permutation that differs from every other job's, even with the same seed. what: as in `own_rng`."""
+        """Return a permutation that no other job has, even with the same seed. what: as in `own_rng`."""
         if self.length < MIN_LENGTH:
             return self._taken(self.own_rng(epoch, *what).permutation(self.length).astype(compact(self.length)))
         return self._taken(Permutation(self.length, np.random.MT19937(self._key(epoch, *what))))
@@ -253,7 +253,7 @@ class SamplingGroup(ABC):
         return drawn
 
     def next(self, job: str, n: int, now: float | None = None) -> IndexArray:
-        """Draw, and return the indices alone."""
+        """Draw like `draw`, and return only the indices (int64)."""
         return self.draw(job, n, now).indices
 
     def in_order(self, job: str) -> int:
@@ -294,7 +294,7 @@ class SamplingGroup(ABC):
         return self._near_lookahead(member, member.epoch, horizon)
 
     def resize(self, capacity: int) -> IndexArray:
-        """Set how many samples the caches hold together; returns the samples that this evicts.
+        """Set how many samples the caches hold together; return the samples (int64) that this evicts.
 
         Raises:
             OptionError: `capacity` is below 1.

@@ -265,8 +265,8 @@ def _rounded(shares: Sequence[Fraction]) -> tuple[int, ...]:
 def turns_of(parts: Sequence[int]) -> list[int]:
     """Return the source of each draw of a period: `sum(parts)` draws, of which source s has `parts[s]`.
 
-    With k sources in turn, the draws of a source in any prefix of n draws differ from n times its share by at most
-    1 - 1 / (2k - 2); with one source, by 0. No order of draws has a smaller bound for all weights.
+    With k sources, the number of draws of a source among the first n draws differs from n times its share by at most 1
+    - 1 / (2k - 2); with one source, by 0. No order of draws has a smaller bound for all weights.
     """
     period, sources = sum(parts), [source for source, part in enumerate(parts) if part]
     if len(sources) == 1:

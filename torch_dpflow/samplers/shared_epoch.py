@@ -205,7 +205,7 @@ class SharedEpoch:
         return picks
 
     def followable(self, directory: Directory, most: int | None = None) -> CompactArray:
-        """Return residents that could be followed now, the latest load first: all, or some of the `most` latest."""
+        """Return residents that the job could follow now, the latest load first; at most some of the `most` latest."""
         first = 0 if most is None else max(0, self._backlog_length - most)
         backlog = self._backlog[first : self._backlog_length][::-1]
         current: CompactArray = backlog[(self.need[backlog] == LISTED) & directory.resident(backlog)]

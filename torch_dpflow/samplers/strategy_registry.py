@@ -22,7 +22,7 @@ STRATEGIES: dict[str, type[SamplingGroup]] = {
 
 
 def sampling_group(strategy: str, size: int, *, capacity: int | None = None, seed: int = 0) -> SamplingGroup:
-    """Make an empty group.
+    """Make an empty sampling group, to be passed to samplers.
 
     Args:
         strategy: one of `STRATEGIES`.

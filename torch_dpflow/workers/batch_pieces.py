@@ -1,8 +1,8 @@
 """Batches that several workers load: one worker begins a batch, the others write rows into its memory.
 
-A worker begins each batch as a whole. If the batch is slow (`OPEN_S`, `REST_S`) and the loader allows it, the worker
-makes the batch's memory, writes the rows that it has, and returns the batch as opened. The shard then distributes the
-other rows to all workers, each of which collates its rows straight into that memory.
+A worker begins each batch as a whole. A slow batch (`OPEN_S`, `REST_S`) is opened if the loader allows it: the worker
+makes the batch's memory, writes the rows that it has, and returns the batch. The shard then distributes the other rows
+to all workers, each of which collates its rows straight into that memory.
 
 The result equals a batch that one worker loads, because torch's default collate joins rows independently. The batch is
 loaded again as a whole if later rows collate to a different shape or type, or if they draw random

@@ -193,7 +193,7 @@ class DeferredPickle:
     """Carrier of `value` to a process that multiprocessing starts, where `open` unpickles it.
 
     A forked process gets the object itself. For any other start method multiprocessing unpickles the target's arguments
-    before any code of ours runs, where a failing import would end the process with a traceback that nothing catches.
+    before any code of ours runs. A failing import would then end the process with a traceback that nothing catches.
     """
 
     def __init__(self, value: Any) -> None:

@@ -145,7 +145,7 @@ class BatchSource:
         _become_worker(spec, worker)
 
     def begin(self, epoch: EpochSpec) -> Begun | None:
-        """Begin an epoch; return the report if this worker has a separate stream.
+        """Begin an epoch; return the report if this worker has a separate stream, else None.
 
         An error here, including one in `worker_init_fn`, becomes the result of every task.
         """
@@ -351,7 +351,7 @@ def _become_worker(spec: LoadSpec, worker: int) -> None:
 def threaded_fetch(
     dataset: Any, collate_fn: Callable[[Any], Any], threads: int, clock: StageClock
 ) -> Callable[[Any], Any]:
-    """Return a fetch function that reads a batch's samples in several threads, so their waits overlap; in order."""
+    """Return a fetch function that reads a batch's samples in several threads, whose waits overlap; in order."""
     # numpy's error settings belong to a thread; these threads take over those of the worker.
     settings = partial(np.seterr, **np.geterr())
     pool = ThreadPoolExecutor(threads, thread_name_prefix="dpflow-read", initializer=settings)

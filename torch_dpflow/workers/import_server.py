@@ -119,7 +119,7 @@ class ImportServer:
         self._handle.kill(why)
 
     def failure(self) -> tuple[str, float]:
-        """Return why its processes import separately after `start` has raised, and for how long they do, seconds."""
+        """Return (why its processes import separately since `start` raised, for how many seconds they do)."""
         end = self._handle.describe()
         if end is not None and end.code in LASTING:
             return LASTING[end.code], math.inf

@@ -131,10 +131,10 @@ _ATTRIBUTES = struct.Struct("<IIQiIQQQ")
 def use_sched_batch() -> bool:
     """Give this thread, and threads that it starts, SCHED_BATCH and long time slices; return whether that succeeded.
 
-    Its share of the processor stays the same. Where more decoders run than there are cores, each time slice begins with
-    caches that another process has filled, so few long slices are faster than many short ones. And processes that wait
-    for results preempt the decoders. Four decoders on two cores then take 5% less processor time per image, or 2 to 3%
-    less while shard and jobs run too.
+    Its share of the processor stays the same. If more decoders run than there are cores, each time slice begins with
+    caches that another process has filled. So few long slices are faster than many short slices. And processes that
+    wait for results preempt the decoders. Four decoders on two cores then take 5% less processor time per image, or 2
+    to 3% less while shard and jobs run too.
 
     Linux has custom slices since 6.12; before, SCHED_BATCH only keeps these threads from preempting others when they
     wake. A scheduling policy that the user has chosen stays. Nothing changes on another system, or in a sandbox that

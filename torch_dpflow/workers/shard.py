@@ -112,7 +112,7 @@ class Sender(Protocol):
     """Sending side of a shard: a `Listener`, or a wrapper that counts messages."""
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
-        """Send a message to a worker's connection, like `Listener.send`."""
+        """Send a message to a worker's connection; return False if it cannot be sent, like `Listener.send`."""
 
 
 @dataclass(eq=False)

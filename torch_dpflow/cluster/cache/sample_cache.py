@@ -21,8 +21,8 @@ cacheable stage, called inputs here, are one entry for each sample, kept by the 
 each sample and draw, kept while a job wants them. To load a final sample is to run the per-draw stage: the load waits
 for its input like a request, and the input stays until the stage has run. Final samples may take half of the capacity,
 and inputs take what final samples do not use. At most `concurrency` final samples wait for inputs, so few inputs are
-held for them, and an input that a load waits for is treated like a sample that a job waits for. So neither kind can
-block the other forever.
+held for them. An input that a load waits for is treated like a sample that a job waits for. So neither kind can block
+the other forever.
 """
 
 from __future__ import annotations

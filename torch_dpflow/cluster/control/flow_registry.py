@@ -148,7 +148,7 @@ class FlowRegistry:
             self._add(Flow(spec, last_used=now))
 
     def find(self, name: str) -> Flow | None:
-        """Return a flow by its name and version, such as "imagenet/train:v2"; without a version, the highest one."""
+        """Return a flow by "name:v2", or the highest version of a name; None if there is none."""
         found = (flow for flow in self._flows.values() if flow.spec.name == name and not flow.replaced)
         return self._flows.get(name) or next(found, None)
 

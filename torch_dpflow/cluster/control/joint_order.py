@@ -91,7 +91,7 @@ class JointOrder:
     def drawn(self, most: int | None = None) -> IndexArray:
         """Return the drawn samples of the newest epoch, in order, each once, without those that ranks reported.
 
-        most: maximum number of samples, the last drawn ones; None: all.
+        most: return only the last drawn samples, at most this number; None: all.
         """
         if not self._epochs:
             return _NOTHING
@@ -99,7 +99,7 @@ class JointOrder:
 
     @property
     def done(self) -> IndexArray:
-        """Samples of the newest epoch that some rank had when the epoch began in this object, ascending."""
+        """Samples of the newest epoch that some rank had read before the epoch began in this object, ascending."""
         if not self._epochs:
             return _NOTHING
         return self._epochs[max(self._epochs)].done
@@ -112,7 +112,7 @@ class JointOrder:
             reader: name of the reader, if the rank has several readers.
             fresh: whether the rank has read nothing, in any epoch.
 
-        Raises UsageError: the ranks are too far apart, or this rank reports samples that are not the job's.
+        Raises UsageError: the ranks are too far apart, or this rank reports samples that the job does not read.
         """
         now = held[0]
         if len(now.earlier) > self._shares.length:

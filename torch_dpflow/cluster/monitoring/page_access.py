@@ -32,7 +32,7 @@ LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def parse_address(name: str, address: str, example: str) -> tuple[str, int]:
-    """Return (host, port) of the address HOST:PORT. Raises OptionError, whose text contains the option's `name`."""
+    """Return (host, port) of the address HOST:PORT. Raises OptionError, which names the option `name`."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]").lower()
     try:

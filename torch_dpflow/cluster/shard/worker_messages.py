@@ -43,7 +43,7 @@ class WorkerDemultiplexer:
         self.dropped = 0
 
     def receive(self, timeout_s: float | None) -> tuple[bytes, list[memoryview]] | None:
-        """Return the next message that is not a worker's; None on a timeout, or after handling messages of workers."""
+        """Return the next message of a client; None on a timeout, or after handling messages of workers."""
         if self.serve_remote is not None and self.serve_remote():
             timeout_s = 0
         for _ in range(_BURST):

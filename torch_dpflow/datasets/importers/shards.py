@@ -65,7 +65,7 @@ class ForwardReader:
         return self._cut(start, stop)
 
     def held(self, start: int, length: int) -> bytes | None:
-        """Return bytes if all of them are in memory, else None."""
+        """Return the requested bytes if all of them are in memory, else None."""
         blocks = range(start // self._block, -(-(start + length) // self._block))
         return self._cut(start, start + length) if all(number in self._blocks for number in blocks) else None
 

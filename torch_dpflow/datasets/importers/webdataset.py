@@ -57,7 +57,7 @@ def is_tar(head: bytes) -> bool:
 
 
 def compression_of(head: bytes) -> tuple[str, str] | None:
-    """Return the name of the compression that an object's first bytes show, and the program that decompresses it."""
+    """Return (compression, program that decompresses it), by an object's first bytes; None if it is not compressed."""
     return next((found for magic, found in _COMPRESSED.items() if head.startswith(magic)), None)
 
 

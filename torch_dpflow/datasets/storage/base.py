@@ -319,7 +319,7 @@ def _text(value: Any) -> str:
 
 
 def state_of_fields(fields: Mapping[str, str]) -> str | None:
-    """Return the state of an object from the headers of a response, whose names are in lower case."""
+    """Return an object's state from a response's headers (names in lower case); None if they contain no state."""
     return _of_http(fields.get("etag"), fields.get("last-modified"))
 
 

@@ -112,7 +112,7 @@ class Overlap:
     busy.
 
     Args:
-        concurrency: how many reads run at once, including the caller's.
+        concurrency: number of reads that run at once, including the reads of the callers.
         clock: returns a time in seconds.
     """
 

@@ -97,7 +97,7 @@ class CredentialSource:
 
 
 def find_s3_credentials(options: Mapping[str, Any]) -> Credentials | None:
-    """Return credentials from `options` (`key`, `secret`, `token`), AWS_* variables or the shared files."""
+    """Return credentials of `options` (`key`, `secret`, `token`), AWS_* variables or shared files; None without."""
     return (
         _from(options, "key", "secret", "token")
         or _from(os.environ, "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
@@ -106,7 +106,7 @@ def find_s3_credentials(options: Mapping[str, Any]) -> Credentials | None:
 
 
 def find_oss_credentials(options: Mapping[str, Any]) -> Credentials | None:
-    """Return credentials from `options` (as for S3), OSS_* or ALIBABA_CLOUD_* variables, or ossutil's file."""
+    """Return credentials of `options` (as for S3), OSS_* or ALIBABA_CLOUD_* variables, or ossutil's file, or None."""
     alibaba = [f"ALIBABA_CLOUD_{name}" for name in ("ACCESS_KEY_ID", "ACCESS_KEY_SECRET", "SECURITY_TOKEN")]
     return (
         _from(options, "key", "secret", "token")

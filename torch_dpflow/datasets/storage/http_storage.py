@@ -135,7 +135,7 @@ class Service(Protocol):
         """Return a signed request for the whole object, valid for some minutes. Raises AccessDeniedError."""
 
     def follow(self, url: str, request: GetRequest, refusal: ErrorResponse) -> GetRequest | None:
-        """Return the request to send after `request` was refused: to another server, or with other credentials."""
+        """Return the next request after `request` was refused, to another server or with other credentials, or None."""
 
     def tls(self) -> ssl.SSLContext:
         """Return the context that checks certificates of servers. Raises OptionError."""

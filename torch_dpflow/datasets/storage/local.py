@@ -126,7 +126,7 @@ def local_path(url: str) -> str:
 
 
 def beside_name(path: str) -> str:
-    """Return a new name for the bytes of a file that is being written."""
+    """Return a new temporary path, next to a file that is being written."""
     name = path.rpartition("/")[2]
     return f"{path[: len(path) - len(name)]}.{name}.{secrets.token_hex(4)}{UNFINISHED}"
 

@@ -85,7 +85,7 @@ def split_chain(url: str) -> ChainedUrl:
 
 
 def file_system_of(url: str) -> str:
-    """Return the identity of a URL's file system: the scheme, and the host or bucket if each has a separate one.
+    """Return the identity of a URL's file system: the scheme, for some with the host or bucket.
 
     Raises OptionError for fsspec's caches.
     """

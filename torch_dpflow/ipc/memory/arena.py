@@ -1,7 +1,8 @@
 """Shared memory on one host: large buffers travel from a worker to the training process without a copy.
 
-torch's loader makes a shared-memory file for every tensor of every batch, so every batch pays for new pages, zeroed by
-the kernel and faulted in one by one in both processes. An `Arena` reuses its segments, whose pages are mapped already.
+torch's loader makes a shared-memory file for every tensor of every batch. So every batch pays for new pages, which the
+kernel zeroes, and which both processes fault in one by one. An `Arena` reuses its segments, whose pages are mapped
+already.
 
 A segment is reused only when neither side still uses it. The reader's use is recorded in a byte of the segment, which a
 weakref callback of the `ArenaReader` clears when the last object over the memory is gone. The writer's use is a weakref

@@ -45,7 +45,7 @@ def differences(
 
     Pure. Parts inside a listed part are not listed, and neither are parts that one side has joined to their container.
 
-    here, there: digests of this job's content, and of the flow's.
+    here, there: digests of this job's content, and of the flow's content.
     ignore: patterns of the paths of parts to leave out; see `is_ignored`.
     """
     found: dict[str, str] = {}

@@ -60,7 +60,7 @@ def encode_launch_spec(spec: LaunchSpec) -> bytes:
 
 
 def checked_launch_spec(name: str, data: bytes) -> bytes:
-    """Return `data`, or raise OptionError if it is longer than `MAX_LAUNCH_SPEC_BYTES`. name: the worker's."""
+    """Return `data`, or raise OptionError if it is longer than `MAX_LAUNCH_SPEC_BYTES`. name: the worker's name."""
     if len(data) > MAX_LAUNCH_SPEC_BYTES:
         raise OptionError(
             f"the launch spec of {name} has {len(data)} bytes; at most {MAX_LAUNCH_SPEC_BYTES} are allowed: give fewer "

@@ -34,7 +34,7 @@ class FreeSpace:
         return None
 
     def free(self, offset: int, size: int) -> None:
-        """Free bytes that `take` has returned."""
+        """Free the bytes at an offset that `take` has returned."""
         if not size:
             return
         place = bisect(self._gaps, (offset, size))

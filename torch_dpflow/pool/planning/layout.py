@@ -238,13 +238,13 @@ ALL = 1 << 63
 
 
 def resident(identity: bytes, records: int, cut: int) -> Flags:
-    """Return for each record whether it stays in memory. This depends on the identity and the cut only."""
+    """Return for each record whether it stays in memory: whether a hash of dataset and number is below `cut`."""
     stays: Flags = _record_scores(identity, records) < np.uint64(cut)
     return stays
 
 
 def cut_that_fits(records: SampleLayout, room: int, largest: int) -> int:
-    """Return the cut that keeps as many records as fit into `room` bytes; `ALL` if all fit.
+    """Return the highest `cut` of `resident` with which the records fit into `room` bytes; `ALL` if all fit.
 
     largest: maximum bytes of a stripe, which has to fit on one server.
     """

@@ -106,7 +106,7 @@ class LocalServer:
         return None if segment is None else segment.read(stripe, number, copy=copy)
 
     def offsets(self, stripe: int, records: npt.NDArray[np.int64]) -> tuple[PoolSegment, npt.NDArray[np.int64]] | None:
-        """Return a stripe's segment, and the offsets of records in it; -1 for records not known to be in memory."""
+        """Return (a stripe's segment, offsets of records in it, -1 for a record not known to be in memory), or None."""
         segment = self._ready.get(stripe)
         here: npt.NDArray[np.bool_] | bool = True
         if segment is None and stripe in self._segments:
@@ -132,7 +132,7 @@ class LocalServer:
         return state == ELSEWHERE or (state == PENDING and not self.is_there)
 
     def refresh(self) -> None:
-        """Map further segments, and forget which records the server has reported as another server's."""
+        """Map further segments, and forget which records the server has reported as held by another server."""
         self._states = {one: state for one, state in self._states.items() if state != ELSEWHERE}
         if self._connection is not None and self._connection.is_open:
             self._try(self._map_more)

@@ -3,7 +3,7 @@
 A record that was read for one reader is served to all readers that need it soon; then its place is freed. Readers map
 the memory and copy from it, and the server writes to freed places again. So a place is kept while a reader may copy
 from it. A copy is valid only once the server has confirmed that the place was still the reader's (`confirm`). A reader
-whose connection ends before that discards its copy.
+whose connection ends before this answer discards its copy.
 """
 
 from __future__ import annotations

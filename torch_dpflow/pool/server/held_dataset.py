@@ -41,7 +41,7 @@ class HeldDataset:
 
     Args:
         opened: the opened source; `close` closes its reader.
-        cut: cut under which records have a place in memory; see `layout.resident`.
+        cut: which records have a place in memory; see `layout.resident`.
     """
 
     def __init__(self, source: AnySource, opened: OpenedSource, cut: int = ALL) -> None:

@@ -185,7 +185,7 @@ class Holdings:
         return held
 
     def on_data_connection(self, name: bytes) -> HeldDataset | AheadReading | None:
-        """Return the dataset, or its memory for reading ahead, of this name on data connections; None if dropped."""
+        """Return the dataset, or the memory for reading ahead, that data connections name so; None if dropped."""
         return self._held(name) if name in self._datasets else self.ahead.named(name)
 
     def all(self) -> list[HeldDataset]:

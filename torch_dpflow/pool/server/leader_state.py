@@ -53,7 +53,7 @@ class FollowerRecord:
         self.states.pop(instruction.identity, None)
 
     def take(self, heartbeat: FollowerHeartbeat) -> Iterator[DatasetState]:
-        """Accept the states of datasets whose instructions were all sent before, and so are applied."""
+        """Accept a heartbeat's states, except of datasets with instructions that are still to be sent."""
         waiting = {one.identity for one in self.instructions}
         for state in heartbeat.states:
             if state.identity not in waiting:
@@ -232,7 +232,7 @@ def check_pushed_dataset(request: PreloadDataset, others: Iterable[KnownDataset]
 
 
 def cut_in(records: SampleLayout, rooms: list[int]) -> int:
-    """Return the cut that keeps as many records as fit into servers with these free bytes."""
+    """Return the highest `cut` of `layout.resident` with which the records fit into servers with these free bytes."""
     room = sum(rooms) - _index_bytes(records.stripes, records.records)
     return cut_that_fits(records, room, max(rooms) - _index_bytes(1, len(records.records_of(0))))
 
@@ -311,7 +311,7 @@ def _common(opened: OpenedSource, older: HeldDataset) -> int:
 
 
 def droppable(datasets: Mapping[bytes, KnownDataset]) -> bytes | None:
-    """Return a dataset that was unloaded, and whose memory no further version shares."""
+    """Return an unloaded dataset whose memory no other version shares; None if there is none."""
     bases = {one.base for one in datasets.values()}
     free = (name for name, one in datasets.items() if one.is_unloaded and one.held and name not in bases)
     return next(free, None)

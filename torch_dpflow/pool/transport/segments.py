@@ -149,7 +149,7 @@ def sealed_memory(size: int, purpose: str) -> tuple[int, mmap.mmap]:
 
 
 def map_sealed(fd: int) -> mmap.mmap:
-    """Map memory from a server; the descriptor stays the caller's. Raises MessageError, OSError, ValueError."""
+    """Map memory from a server; the caller closes the descriptor. Raises MessageError, OSError, ValueError."""
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise MessageError("memory of the pool is not sealed, so it cannot be mapped safely")
     return mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
@@ -166,7 +166,7 @@ def check_pushed(fd: int, size: int) -> None:
 
 
 def map_segment(fd: int, identities: Collection[bytes]) -> PoolSegment:
-    """Map a segment that a server has sent; the descriptor stays the caller's.
+    """Map a segment that a server has sent; the caller closes the descriptor.
 
     Raises MessageError if it is not a segment of these datasets.
     """

@@ -71,7 +71,7 @@ class AlibabaClient(ABC):
         return ""
 
     def call(self, what: str, call: str, *arguments: Any, answer_s: float = ANSWER_S) -> Any:
-        """Make a call and return its answer. what: begins the text of an error, as "NAME cannot be started".
+        """Make a call and return its answer. what: beginning of an error's text, such as "NAME cannot be started".
 
         Raises PlatformError.
         """

@@ -106,7 +106,7 @@ class AwsClient:
 
     @contextmanager
     def calling(self, what: str) -> Iterator[Any]:
-        """Yield boto3's client, and translate its errors. what: begins their texts, as "NAME cannot be started"."""
+        """Yield boto3's client, and translate its errors. what: beginning of their texts."""
         try:
             yield self._current()
         except (PlatformError, OptionError):

@@ -70,7 +70,7 @@ class Launcher(Protocol):
         """
 
     def look(self, workers: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
-        """Return the fates of these workers, without workers that are unknown.
+        """Return the states of these workers, without workers that are unknown.
 
         workers: the ref of each worker by its name; if a ref is None, the name identifies the worker.
         """

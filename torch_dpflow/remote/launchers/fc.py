@@ -168,7 +168,7 @@ class FunctionCompute(FunctionSettings):
         lifetime: time after which a worker is replaced, such as "1h", or seconds; at most a day.
         role: role whose permissions the workers have, such as "acs:ram::123:role/dpflow-data"; empty: none.
         vpc: VPC of the workers: `id`, `vswitches`, `security_group`; empty: no VPC.
-        endpoint: address of the control plane, `https://HOST`; empty: the region's.
+        endpoint: address of the control plane, `https://HOST`; empty: the default of the region.
         price_per_hour: price of a worker, for reports.
 
     Raises:

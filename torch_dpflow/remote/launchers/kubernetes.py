@@ -53,7 +53,7 @@ class Kubernetes:
 
     Args:
         image: image of the pods, with torch_dpflow and torch; `dpflow image` writes its Dockerfile.
-        namespace: namespace of the pods; empty: the kubeconfig's, or this pod's.
+        namespace: namespace of the pods; empty: the namespace in the kubeconfig, or of this pod.
         requests: resources of each pod, such as {"cpu": "1", "memory": "2Gi"}; also its limits, except for "cpu".
         node_selector: labels of the nodes on which the pods may run.
         service_account: account of the pods; empty: the namespace's default account, without a mounted token.

@@ -61,7 +61,7 @@ class Pods:
     Credentials are looked up again once they were rejected.
 
     Args:
-        namespace: name of the namespace; empty: the kubeconfig's, or this pod's own.
+        namespace: name of the namespace; empty: the namespace in the kubeconfig, or of this pod.
         context: context in the kubeconfig; empty: the current context, or this pod's service account if there is no
             file.
 

@@ -1,4 +1,4 @@
-"""Canonical form of the objects that a pickler sends: a tree of digests, equal in every process that sends the same.
+"""Canonical form of the objects that a pickler sends: a tree of digests, equal for equal objects in any process.
 
 Objects are reduced by the pickler itself, so exactly the sent values are compared. The digests are of the reductions,
 and not of a pickle: that would contain random numbers of classes, memory addresses, line numbers, the order of sets,
@@ -122,7 +122,7 @@ class Walk:
         with_aliases(self.roots, dict(sorted(self._queued.items(), key=lambda one: one[0])))
 
     def digest_apart(self, obj: Any) -> PartNode:
-        """Digest an object at once; `run` digests the roots to which it refers."""
+        """Digest an object at once; `run` digests the added objects to which it refers."""
         part = self._digest(obj, "")
         part.is_known = self._is_known
         return part

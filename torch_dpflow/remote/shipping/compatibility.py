@@ -71,7 +71,7 @@ def warnings_of(worker: Mapping[str, str], here: Mapping[str, str]) -> list[str]
 
 
 def required_modules(pickled: bytes) -> frozenset[str]:
-    """Return the modules that unpickling imports, without the standard library's. Raises MessageError."""
+    """Return the modules that unpickling imports, without the standard library. Raises MessageError."""
     names = modules_in(pickled)
     return frozenset(name for name in names if name.partition(".")[0] not in sys.stdlib_module_names)
 

@@ -251,7 +251,7 @@ class Settled(NamedTuple):
 
     @classmethod
     def of(cls, module: Any, source: OwnSource, members: ModuleMembers, others: Collection[str]) -> Settled:
-        """Return the functions of a module that are settled.
+        """Return the functions of a module that equal its file's definitions.
 
         Args:
             source: definitions in the module's file.

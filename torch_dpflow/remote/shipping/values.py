@@ -129,7 +129,7 @@ HIDING: dict[type, Callable[[Any], Any]] = {
 
 
 class Bulk:
-    """Digests of large containers of plain values, by id of the container, for a second walk."""
+    """Digests of large containers of plain values, by the container's id, kept for a second `Walk`."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Any, bytes | None]] = {}
@@ -361,7 +361,7 @@ def _are_alike_and_small(arrays: Any) -> bool:
 
 
 class Memory(NamedTuple):
-    """Array or tensor by value: a label, its memory or other content, and a text."""
+    """Content of an array or a tensor: a label, its memory or other content, and a text for messages."""
 
     label: bytes
     values: Any

@@ -81,7 +81,7 @@ class Fork:
     def poll(self) -> End | None:
         """Return how the worker has ended, after all of its processes have; None while any runs. Does not wait.
 
-        The worker's standard error is copied to this process's; its last part is in the `End`.
+        The worker's standard error is copied to standard error of this process; its last part is in the `End`.
         """
         if self._end is not None:
             return self._end

@@ -34,7 +34,7 @@ losses and a copy an in-order consumer waits for two time limits. A third copy a
 more worker for each slow sample, and all three would fail in one outage of a storage.
 
 **Loss.** The window of a lost worker returns to the queue in its old order, before everything newer. The task that it
-ran is a suspect from then on and runs alone: only an empty worker gets it, and nothing else with it. Otherwise, where
-workers deliver several results at a time and the scheduler is mistaken about what ran, the neighbours of a task that
-kills workers could fail in its place.
+ran is a suspect from then on and runs alone: only an empty worker gets it, and nothing else with it. Otherwise the
+neighbours of a task that kills workers could fail in its place: workers deliver several results at a time, so the
+scheduler can be mistaken about what ran.
 """

@@ -180,7 +180,7 @@ class WorkerView:
         return None if self.running is None else self.held.get(self.running)
 
     def last_movable(self) -> Task | None:
-        """Return the last task behind the running one that another worker may take over."""
+        """Return the last task behind the running task that another worker may take over, or None."""
         for task in reversed(self.held.values()):
             if task.id == self.running:
                 return None
@@ -270,7 +270,7 @@ class WorkerViews:
         return GONE < view.level < self.window
 
     def emptiest(self) -> WorkerView | None:
-        """Return the view with room that has the lowest load; among equals, the one unchanged for longest."""
+        """Return the view with room of the lowest load; among equals, the one unchanged for longest. None: all full."""
         while self._lowest < self.window:
             if self.levels[self._lowest]:
                 return next(iter(self.levels[self._lowest].values()))

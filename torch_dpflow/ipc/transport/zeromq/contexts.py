@@ -61,7 +61,7 @@ class SharedContext:
         context.term()
 
     def leave_behind(self) -> zmq.SyncContext | None:
-        """Detach the parent's context in a forked child, and return it."""
+        """Detach the parent's context in a forked child, and return it, or None."""
         context, self._context = self._context, None
         self._lock = threading.RLock()
         self._users = 0
