@@ -224,7 +224,7 @@ class LoaderMeter:
         self.turn_stall_s += took_s
 
     def count(self, duplicates: int, steals: int) -> None:
-        """Count dropped results and moved batches."""
+        """Add numbers of dropped results and moved batches to the counters."""
         self.duplicates += duplicates
         self.steals += steals
 

@@ -35,7 +35,7 @@ MAX_PORT = 65535
 
 
 def as_integer(value: Any) -> int:
-    """Convert an integer of Python, numpy or torch to an int. Raises TypeError for anything else, also for a bool."""
+    """Convert an integer of Python, numpy or torch to an int. Raises TypeError for anything else, including a bool."""
     if type(value) is int:
         return value
     # NumPy's bool, "bool" or "bool_", is an index in NumPy before 2.3, and a tensor of a bool is one in torch.
@@ -92,7 +92,7 @@ def check_seconds(name: str, value: Any, *, zero: bool = False, maximum: float =
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Convert a bool, 0 or 1 to a bool. Raises OptionTypeError, also for text: "False" would count as true."""
+    """Convert a bool, 0 or 1 to a bool. Raises OptionTypeError, even for text: "False" would count as true."""
     # The two names are numpy's.
     is_bool = isinstance(value, int) or type(value).__name__ in ("bool", "bool_")
     if not is_bool or value not in (0, 1):
@@ -225,7 +225,7 @@ def counted(number: int, noun: str) -> str:
 def working(part: Any, name: str, default: Any = None) -> Any:
     """Return an optional attribute of a user's object, or `default` if there is none or reading it fails.
 
-    Errors of a property or a `__getattr__` of the object are ignored, as only this package reads the attribute.
+    Errors of a property or a `__getattr__` of the object are ignored, because only this package reads the attribute.
     """
     try:
         return getattr(part, name, default)

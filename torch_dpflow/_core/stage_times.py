@@ -106,7 +106,7 @@ class StageTimes(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         return StageTimes(**passed, counts={bucket: count for bucket, count in counts.items() if count > 0})
 
     def copy(self) -> StageTimes:
-        """Return a copy, also while another thread adds to this record."""
+        """Return a copy, even while another thread adds to this record."""
         return StageTimes(**{name: getattr(self, name) for name in _STAGES}, counts=self.counts.copy())
 
     def cumulative(self) -> list[tuple[str, float]]:

@@ -20,7 +20,7 @@ from torch_dpflow.lookahead import Lookahead, Order, announce_order
 
 
 class LookaheadSampler(Protocol):
-    """A sampler with lookaheads."""
+    """Protocol of a sampler that reports its future draws."""
 
     def lookahead(self) -> Lookahead | None:
         """Return the known future draws; None if nothing is known. Draws nothing."""
@@ -172,7 +172,7 @@ class ALSDCache(Dataset[Any]):
         announce_order(self.dataset, order, spread, extends)
 
     def statistics(self) -> CacheStatistics:
-        """Return this process's counts."""
+        """Return this process's counts of reads, loads and evictions."""
         return self._store.statistics()
 
     def clear(self) -> None:

@@ -152,7 +152,7 @@ class Policy(ABC):
         return np.array([key for key in gone if key not in self], dtype=np.int64)
 
     def statistics(self) -> PolicyStatistics:
-        """Return the counts."""
+        """Return the counts of accesses and of keys since the policy was made."""
         return PolicyStatistics(
             hits=self._hits,
             misses=self._misses,
@@ -175,7 +175,7 @@ class Policy(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """The total size of the resident keys."""
+        """Total size of the resident keys, bytes."""
 
     @abstractmethod
     def __contains__(self, key: object) -> bool: ...
@@ -197,13 +197,13 @@ class Policy(ABC):
 
 
 def check_key(key: int) -> None:
-    """Raise OptionError unless `key` is allowed."""
+    """Raise OptionError unless `key` is from 0 to `MAX_KEY`."""
     if not 0 <= key <= MAX_KEY:
         raise OptionError(f"key {key}: keys from 0 to {MAX_KEY} are allowed")
 
 
 def check_keys(keys: Keys) -> None:
-    """Raise OptionError unless all of `keys` are allowed."""
+    """Raise OptionError unless all of `keys` are from 0 to `MAX_KEY`."""
     if len(keys):
         check_key(int(keys.min()))
         check_key(int(keys.max()))

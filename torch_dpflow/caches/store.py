@@ -271,7 +271,7 @@ class SampleStore:
             self._empty()
 
     def statistics(self) -> CacheStatistics:
-        """Return the counts."""
+        """Return the counts of reads and loads since the store was made."""
         with self._lock:
             policy, counted = self._policy, self._policy.statistics()
             return CacheStatistics(

@@ -153,7 +153,7 @@ class Describer:
     def _warn_if_missing(self, url: str) -> None:
         """Warn if the first object that the source names is missing: with a wrong root, all objects are missing.
 
-        This is not an error, as objects may be written later than their descriptions.
+        This is not an error, because objects may be written later than their descriptions.
         """
         with ObjectReader(self._options, options=_ONE_ATTEMPT) as reader:
             try:

@@ -69,7 +69,7 @@ def main_ending(sample: ExportSample) -> str:
 
 
 class FileFormat:
-    """Encoder of files of one format."""
+    """Encoder of an export's files in one format."""
 
     def observe(self, number: int, fields: Mapping[str, Any]) -> None:
         """Observe a sample's fields. Called for all samples, before the first file.

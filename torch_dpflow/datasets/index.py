@@ -323,7 +323,7 @@ _PIECE = 64 << 20
 
 
 class Description(msgspec.Struct, frozen=True):
-    """What an index contains about all samples."""
+    """Facts about all samples, as an index stores them."""
 
     importer: str
     root: str

@@ -194,7 +194,7 @@ class StoredDataset:
 
     @property
     def ref(self) -> DatasetRef:
-        """The full name."""
+        """The full name: dataset, version and variant."""
         return DatasetRef(self.dataset.id, self.dataset.version, self.variant_name)
 
     @property

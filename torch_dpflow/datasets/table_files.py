@@ -52,7 +52,7 @@ def find_tables(found: SourceFiles, split: str | None) -> list[SourceFile]:
 
     Raises:
         OptionError: a directory has no such split.
-        SourceError: by its name, a file is not a table; or a directory is not a table, or has several splits.
+        SourceError: the name of a file is not that of a table; or a directory is not a table, or has several splits.
     """
     if found.is_directory:
         below = None if split is None else found.of_folder(split)

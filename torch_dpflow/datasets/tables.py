@@ -381,7 +381,7 @@ def _wrapped(number: int, count: int) -> int:
 
 
 class _DecodedBlock:
-    """A decoded block. Its columns are separated once, as this takes longer than reading a row."""
+    """A decoded block. Its columns are separated once, because this takes longer than reading a row."""
 
     def __init__(self, table: Any, cost: int) -> None:
         self.table = table

@@ -65,7 +65,7 @@ class Observed:
 
     @property
     def rate(self) -> float:
-        """Samples per second."""
+        """Samples per second of the time in iterations; 0.0 before the first."""
         return self.stats.samples / self.iterating_s if self.iterating_s else 0.0
 
 

@@ -147,7 +147,7 @@ def _order_of(loader: Any, pending: LoaderState | None) -> RoutedOrder | None:
 
 
 def _drawn_by_reader(progress: EpochProgress, positions: dict[int, int], *, batched: bool) -> Iterator[Any]:
-    """Yield the keys of each batch. The sampler's order must be fixed, as the reader's thread draws from it.
+    """Yield the keys of each batch. The sampler's order must be fixed, because the reader's thread draws from it.
 
     positions: this function stores each batch's position in the plan here, by the batch's number.
     """

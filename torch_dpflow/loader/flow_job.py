@@ -289,8 +289,8 @@ def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> Sha
 def _free_name(loader: Any, name: str, rank: int | None, group: Any) -> str:
     """Return the name, with "~2" and so on appended if other iterations of this process use it.
 
-    Ranks open their jobs in the same order, as they run the same script. Jobs of a former process group that have the
-    name are closed: their other ranks no longer exist to read the epoch to its end.
+    Ranks open their jobs in the same order, because they run the same script. Jobs of a former process group that have
+    the name are closed: their other ranks no longer exist to read the epoch to its end.
     """
     for free in chain([name], (f"{name:.{MAX_NAME - 5}}~{number}" for number in itertools.count(2))):
         is_used = False

@@ -48,7 +48,7 @@ class ItemPace:
         self._largest = max(self._largest, nbytes)
 
     def mapped(self, seconds: float, count: int) -> None:
-        """Record that a worker took this time to map `count` items."""
+        """Record how long a worker took to map `count` items."""
         self._map_s = _averaged(self._map_s, seconds / count, count)
 
     @property

@@ -84,7 +84,7 @@ class HDF5Dataset:
             raise
 
     def rows(self, first: int, stop: int) -> bytes:
-        """Return the bytes of rows. Raises StorageError."""
+        """Return the bytes of the rows `first` to before `stop`. Raises StorageError."""
         try:
             return bytes(self._data[first:stop].tobytes())
         except OSError as error:

@@ -20,7 +20,7 @@ from torch_dpflow.errors import DPFlowError
 
 
 class DatasetSource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Stored dataset to cache."""
+    """Stored dataset that the pool is to cache."""
 
     #: Directory of the dataset store, or of indexes, and fsspec's options for it.
     store: str
@@ -34,10 +34,7 @@ class DatasetSource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class ArraySource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Array whose rows are the records: in a file on any storage, or pushed by clients.
-
-    `pool.open_array` makes it.
-    """
+    """Array whose rows are the records: in a file on any storage, or pushed by clients. `pool.open_array` makes it."""
 
     #: Display name.
     ref: str
@@ -212,7 +209,7 @@ class CachedDataset(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class DatasetOpened(msgspec.Struct, frozen=True, tag=True):
-    """Answer: number of segments that come as descriptors, and of all segments of the dataset on this server."""
+    """Answer: how many segments come as descriptors, and how many the dataset has on this server."""
 
     segments: int
     total: int
@@ -332,7 +329,7 @@ class DatasetPart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Acknowledged(msgspec.Struct, frozen=True, tag=True):
-    """The message was accepted."""
+    """Answer: the message was accepted."""
 
 
 class JoinPool(msgspec.Struct, frozen=True, tag=True):
@@ -375,7 +372,7 @@ class DropDataset(msgspec.Struct, frozen=True, tag=True):
 
 
 class Instructions(msgspec.Struct, frozen=True, tag=True):
-    """Instructions for a follower, in order."""
+    """Answer: instructions for a follower, in order."""
 
     instructions: list[DatasetPart | DropDataset]
 
@@ -387,7 +384,7 @@ class GetStripeTable(msgspec.Struct, frozen=True, tag=True):
 
 
 class StripeTable(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Owners of a dataset's stripes."""
+    """Answer: the owners of a dataset's stripes."""
 
     per_stripe: int
     servers: list[ServerInfo]
@@ -404,7 +401,7 @@ class ListServers(msgspec.Struct, frozen=True, tag=True):
 
 
 class ServerList(msgspec.Struct, frozen=True, tag=True):
-    """The pool's servers, its leader first."""
+    """Answer: the pool's servers, its leader first."""
 
     servers: list[ServerInfo]
 

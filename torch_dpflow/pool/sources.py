@@ -231,7 +231,7 @@ class PoolComparison:
 
 
 def samples_of(stored: SampleTable | ArraySource) -> int:
-    """Return the number of samples or rows."""
+    """Return the number of samples of a stored dataset, or of rows of an array."""
     return stored.shape[0] if isinstance(stored, ArraySource) else len(stored)
 
 

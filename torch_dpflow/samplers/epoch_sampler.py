@@ -83,7 +83,7 @@ def restored_number(name: str, value: Any, *, minimum: int = 0, maximum: int | N
 
 
 class Start(NamedTuple):
-    """Where an iteration begins in its epoch."""
+    """Place in an epoch at which an iteration begins."""
 
     at: RankPosition
     #: The number of ranks that began the epoch.

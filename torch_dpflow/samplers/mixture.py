@@ -31,9 +31,10 @@ from torch_dpflow.samplers.indices import IndexArray, Order
 class MixtureSampler(EpochSampler[int]):
     """Positions in a `ConcatDataset` of several datasets, in the proportion of weights that may change by phase.
 
-    The proportion is exact in any part of the run, because nothing is drawn by chance. With k sources in a phase, the
-    number of samples of a source among the first n of the phase, of all ranks together, differs from n times its share
-    by at most 1 - 1 / (2k - 2) (Tijdeman 1980). So in a window of any length within a phase it differs by less than 2.
+    The proportion is exact in any part of the run, because nothing is drawn by chance. Take the first n samples of a
+    phase with k sources, of all ranks together. The number of a source's samples among them differs from n times its
+    share by at most 1 - 1 / (2k - 2) (Tijdeman 1980). So in a window of any length within a phase it differs by less
+    than 2.
 
     Each source is read in separate epochs: all its samples in an order that depends on seed, source and source epoch,
     then the next epoch. An epoch of the run, of `samples` samples, continues where the previous one ended.

@@ -43,8 +43,8 @@ _GROUP = 32
 class _Drawn:
     """One thread's tensors for a drawn number and a drawn position, and numpy views of their memory.
 
-    Between two images each call of torch takes tens of microseconds, as the decoder's pixels have evicted its code from
-    the processor's caches. Without this class, half of the calls would only make tensors and read their items.
+    Between two images each call of torch takes tens of microseconds, because the decoder's pixels have evicted its code
+    from the processor's caches. Without this class, half of the calls would only make tensors and read their items.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -243,7 +243,7 @@ class _Crop:
     """A box of an image, to be decoded and resized into its place.
 
     Making it does all that needs no pixels. Between a decoder and a resize the same steps take up to ten times as long,
-    as the decoder's pixels have evicted their code from the processor's caches.
+    because the decoder's pixels have evicted their code from the processor's caches.
 
     Args:
         out: the place, a batch of one in `torch.channels_last`.

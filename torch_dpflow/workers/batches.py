@@ -108,7 +108,7 @@ class Begun:
 
 
 class LoadedBatch(NamedTuple):
-    """The outcome of one task."""
+    """Outcome of one task: its kind and its value."""
 
     #: BATCH, FAILURE, END, OPENED or UNFIT.
     kind: int

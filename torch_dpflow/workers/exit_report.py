@@ -1,4 +1,4 @@
-"""Exit report of a worker: how the code that it runs ended it, in a file or, if none is shared, on standard error."""
+"""Exit report of a worker: how user code ended the process. A file, or standard error if no file is shared."""
 
 from __future__ import annotations
 

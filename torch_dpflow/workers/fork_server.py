@@ -205,7 +205,7 @@ class ForkServerPlatform(LocalPlatform):
     def _check_imports(self) -> None:
         """Raise ModuleEndedError if a module has ended the fork server, and not this process by its time limit.
 
-        After a first SIGKILL it is started once more, as others send that signal too.
+        After a first SIGKILL it is started once more, because others send that signal too.
         """
         pid = _fork_server()
         end = None if pid is None or pid == self._killed else _end_of(pid)

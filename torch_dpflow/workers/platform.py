@@ -136,7 +136,7 @@ def shortened(text: str, limit: int) -> str:
 
 
 class Handle(Protocol):
-    """One launched process."""
+    """Handle of one launched process: kills it, and reports how it ended."""
 
     #: As in its `ProcessSpec`.
     name: str

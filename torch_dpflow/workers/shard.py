@@ -372,7 +372,7 @@ class Shard:
         return known if known is not None and known.peer == peer else None
 
     def _send(self, worker: int, frames: list[Frame]) -> None:
-        """Send a message to an admitted worker; replace the worker if that fails, as its tasks would never end."""
+        """Send a message to an admitted worker; replace the worker if that fails, because its tasks would never end."""
         if not self.sender.send(self._workers[worker].peer, frames):
             self._requester.failed(worker, UNREACHABLE)
 

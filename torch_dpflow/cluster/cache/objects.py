@@ -49,7 +49,7 @@ CacheInstruction: TypeAlias = Load | Cancel | Serve
 
 
 class Arrival(NamedTuple):
-    """Outcome of a load."""
+    """Outcome of loading one sample."""
 
     load: int
     value: Any
@@ -230,7 +230,7 @@ class CacheReader:
 
 @dataclass(eq=False, slots=True)
 class FetchRequest:
-    """Fetch that has not been answered."""
+    """Request of a job for awaited samples, which has not been answered."""
 
     number: RequestId
     job: CacheReader

@@ -187,7 +187,7 @@ class DrawnEpoch:
 
     @property
     def place(self) -> EpochPlace:
-        """Position, as part of a `StartEpoch`."""
+        """Position in the epoch, as a part of the message `StartEpoch`."""
         return EpochPlace(self.number, self.position, self.earlier is not None)
 
     def frames(self) -> list[bytes]:

@@ -214,7 +214,7 @@ def imports_of(packed: bytes, settings: ScriptSettings) -> FlowImports | None:
 
 @dataclass(frozen=True)
 class FlowContent:
-    """Identity of a flow's content."""
+    """Identity of a flow's content, with names for messages."""
 
     #: By name, for messages.
     labels: dict[str, str]

@@ -41,7 +41,7 @@ LENT_BYTES = 1 << 28
 
 
 class EpochDraw(NamedTuple):
-    """An epoch and its random draws."""
+    """Number of an epoch, and the seed of its random draws."""
 
     epoch: int
     #: Seed, with a sample's key, of its random draws; None: the output of the cacheable stage is read.

@@ -125,10 +125,7 @@ class Routing:
 
 
 class RouteMap:
-    """A job's copy of a routing table.
-
-    Raises OptionError for a table that has no routes, or gaps in them.
-    """
+    """A job's copy of a routing table. Raises OptionError for a table that has no routes, or gaps in them."""
 
     def __init__(self, table: RoutingTable) -> None:
         self.generation = table.generation

@@ -36,10 +36,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """A named, versioned description of loading.
-
-    Raises OptionError from `check`.
-    """
+    """A named, versioned description of loading. `check` raises OptionError."""
 
     name: Name
     #: Counts the flow's definitions.
@@ -206,7 +203,7 @@ class Part(Body):
 
 
 class LifeStep(Body):
-    """Entry of a flow into a state."""
+    """Time at which a flow entered a state of its life cycle."""
 
     state: Name
     #: Seconds ago.

@@ -90,7 +90,7 @@ def serve_metrics(address: str, views: Callable[[], Views]) -> None:
 
 
 class UnnamedJobs:
-    """Combination of a flow's unnamed jobs into one row, as their random names would make a new series for each run."""
+    """Combination of a flow's unnamed jobs into one row: their random names would make a new series for each run."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

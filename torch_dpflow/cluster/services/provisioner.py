@@ -57,7 +57,7 @@ GRACE_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """Result of opening a platform."""
+    """Result of opening a platform: the platform, and its workers at that time."""
 
     platform: AdoptingPlatform
     launcher: Launcher

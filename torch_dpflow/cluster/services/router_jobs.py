@@ -40,7 +40,7 @@ class Reader:
 
 @dataclass
 class FlowJob:
-    """Job with all of its ranks."""
+    """Job of a flow, with all of its ranks."""
 
     order: JointOrder
     shares: RankShares

@@ -186,7 +186,7 @@ class ShardWorkers:
         SERVICE.error("no more workers: %s", error)
 
     def load(self, loads: Sequence[Load]) -> None:
-        """Queue loads, in this order."""
+        """Queue samples to be loaded, in this order."""
         if self._failure and not self._may_load():
             self._arrived += [(one.load, text_payload(WORKERLESS, self._failure)) for one in loads]
             return

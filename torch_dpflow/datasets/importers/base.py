@@ -90,7 +90,7 @@ def _check_path(path: Any) -> None:
 
 
 def _bytes_count(name: str, value: Any) -> int | None:
-    """Convert `value`, an integer of Python or numpy, to an int. Whole floats are refused, as they may be rounded."""
+    """Convert `value`, an integer of Python or numpy, to an int. Floats are refused, because they may be rounded."""
     if value is None:
         return None
     try:

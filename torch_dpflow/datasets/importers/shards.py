@@ -201,8 +201,8 @@ class ShardImporter(BaseImporter):
     def items_at(self, path: str, offset: int | None) -> Iterator[Item] | None:
         """Yield all samples starting at the one that begins at `offset` of `path`; nothing if there is no such sample.
 
-        So an import that was killed scans the object with its last sample again, and no earlier object. Return None if
-        an offset does not identify a sample: the source names the object twice, or samples are copied.
+        So an import that was killed scans the object with its last sample again, and no earlier object. The result is
+        None if an offset does not identify a sample: the source names the object twice, or samples are copied.
         """
         numbers = [number for number, file in enumerate(self.files.files) if self.files.path_of(file) == path]
         if len(numbers) > 1 or self.may_copy:

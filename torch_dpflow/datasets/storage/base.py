@@ -242,7 +242,7 @@ _SETTLED_S = 60.0
 
 
 class ObjectState(NamedTuple):
-    """What a storage reports about an object."""
+    """Size and state of an object, as its storage reports them."""
 
     #: bytes; None if it is not reported
     size: int | None
@@ -266,7 +266,7 @@ def is_state_of_file(state: str, found: os.stat_result) -> bool:
 def _numbers(state: str) -> tuple[int, int, int]:
     """Return (modification time, attribute-change time, inode or 0) in the state of a local file; times in ns.
 
-    Cached, as all reads of a file compare the same state.
+    Cached, because all reads of a file compare the same state.
     """
     if not is_local(state):
         return -1, -1, -1

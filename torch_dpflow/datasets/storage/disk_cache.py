@@ -63,7 +63,7 @@ _LAYOUT = "dpflow-samples-1"
 
 @dataclass(frozen=True)
 class CacheUsage:
-    """Usage of a disk cache."""
+    """Usage of a disk cache: entries, bytes and idle time."""
 
     #: The user's directory.
     directory: str

@@ -325,10 +325,7 @@ class Connections:
         weakref.finalize(self, _close_all, self._idle)
 
     def take(self, origin: Origin) -> KeepAliveConnection:
-        """Return a recently used connection, or a new one, which its first request opens.
-
-        Raises OptionError.
-        """
+        """Return a recently used connection, or a new one, which its first request opens. Raises OptionError."""
         with self._lock:
             idle = self._idle.get(origin)
             if idle is not None:

@@ -328,7 +328,7 @@ class OSSService(_ObjectStore):
 
 
 def _switch(options: Mapping[str, Any], name: str, default: bool) -> bool:
-    """Return an option as a bool. Raises OptionTypeError for other types, also for text such as "no"."""
+    """Return an option as a bool. Raises OptionTypeError for other types, including text such as "no"."""
     value = options.get(name, default)
     if value is not None:
         check_type(name, value, bool, "True or False")

@@ -247,7 +247,7 @@ class Segment:
 
 
 def _check_kind(path: str, claim: str) -> None:
-    """Check that a descriptor is a memfd before opening it, as a peer may claim a descriptor of another process."""
+    """Check that a descriptor is a memfd before opening it: a peer may claim a descriptor of another process."""
     with contextlib.suppress(OSError):  # it cannot be reached, as opening it will report
         kind = os.readlink(path)
         if not kind.startswith(f"/memfd:{_NAME}"):

@@ -154,7 +154,7 @@ class Session:
         self._send(self.client, [encode(header), *frames])
 
     def close(self) -> None:
-        """Release shared memory."""
+        """Release the shared memory that was lent to the client."""
         self.carrier.close()
 
 

@@ -147,7 +147,7 @@ class ClientSession:
             self.abandon(call, error)
 
     def close(self) -> None:
-        """Release shared memory."""
+        """Release the shared memory that was lent to the server."""
         self._carrier.close()
 
     def late(self, call: Call) -> DeadlineError:

@@ -47,7 +47,7 @@ class Expiry(Generic[K]):
         return name in self._renewed
 
     def renewed_at(self, name: K) -> float:
-        """Return when this name was renewed last."""
+        """Return the time at which this name was renewed last."""
         return self._renewed[name]
 
     def renew(self, name: K, now: float) -> None:
@@ -83,10 +83,7 @@ class Renewal(enum.Enum):
 
 
 class Leases:
-    """Leases of all peers of one service. Not thread-safe; every call is amortised O(1).
-
-    lease_s: as in `Expiry`.
-    """
+    """Leases of all peers of one service. Not thread-safe; every call is amortised O(1). lease_s: as in `Expiry`."""
 
     def __init__(self, *, lease_s: float) -> None:
         self._members: Expiry[str] = Expiry(lease_s)

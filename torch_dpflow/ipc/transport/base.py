@@ -151,7 +151,7 @@ class TransportOptions:
 
 
 class Listener(Protocol):
-    """Bound side of a transport."""
+    """Bound side of a transport: receives from many connections, and answers them."""
 
     #: Where connections reach this listener: the address given, with tcp port 0 replaced by the real port.
     address: str

@@ -20,7 +20,7 @@ class FreeSpace:
 
     @property
     def used(self) -> int:
-        """Bytes that are not free."""
+        """Number of bytes that are not free."""
         return self.capacity - sum(length for _, length in self._gaps)
 
     def take(self, size: int) -> int | None:

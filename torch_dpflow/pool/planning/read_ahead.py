@@ -145,12 +145,12 @@ class ReadAhead:
 
     @property
     def used(self) -> int:
-        """Bytes that are held or in transit."""
+        """Bytes of samples that are held or in transit."""
         return self._cache.used
 
     @property
     def room(self) -> int:
-        """Number of samples of each reader that fit."""
+        """Number of samples that fit into each reader's share of the capacity."""
         return self._cache.capacity // self._sample_bytes // max(1, len(self._readers))
 
     @staticmethod

@@ -220,7 +220,7 @@ class AheadReading:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no plan is left."""
+        """Whether no reader has an access plan."""
         return not self._plans and not self._parts
 
     def close(self) -> None:

@@ -84,7 +84,7 @@ class _LeaderConnection:
                 self._connection.send_nowait(reads)
 
     def close(self) -> None:
-        """Close the connection, also while an answer is outstanding."""
+        """Close the connection, even while an answer is outstanding."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()

@@ -91,7 +91,7 @@ class AheadMemory:
                     self._left += reading.memory_bytes
 
     def close(self) -> None:
-        """Drop everything."""
+        """Drop all plans, and free all memory."""
         with self._lock:
             self.drop([*self._readings])
 

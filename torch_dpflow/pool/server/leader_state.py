@@ -66,10 +66,7 @@ class FollowerRecord:
 
 
 class Followers(dict[str, FollowerRecord]):
-    """All followers, by name.
-
-    directory: the leader's own.
-    """
+    """All followers of a pool, by name. directory: directory of the leader's socket."""
 
     def __init__(self, directory: str) -> None:
         self._file = Path(directory, _FILE)

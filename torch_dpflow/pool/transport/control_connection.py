@@ -58,7 +58,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Channel:
-    """Control messages over one connection."""
+    """Sender and receiver of control messages over one connection."""
 
     def __init__(self, connection: Stream) -> None:
         self._socket = connection
@@ -262,7 +262,7 @@ class PoolConnection:
         self._channel.close()
 
     def _lost(self, error: Exception) -> PeerLostError:
-        """Close the connection, as a late answer would be taken for the next one; return the error with what to do."""
+        """Close the connection: a late answer would be taken for the next one; return the error with what to do."""
         self._channel.close()
         if isinstance(error, MessageError):
             why = f"{error}; have servers and clients use one release, and this side has {__version__}"

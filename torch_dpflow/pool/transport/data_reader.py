@@ -67,7 +67,7 @@ class DataReader:
     def read(
         self, identity: bytes, owners: Sequence[str], wanted: Sequence[WantedRecord], *, copy: bool = True
     ) -> list[Content | None]:
-        """Return records of one dataset, or parts of records; None for each that must be read from storage.
+        """Return records of one dataset, or parts of records; None for each record that must be read from storage.
 
         owners: the server of each record, tcp://HOST:PORT.
         copy: False returns large records as read-only memoryviews, whose memory is reused once they are gone. A record

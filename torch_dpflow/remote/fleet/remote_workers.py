@@ -68,7 +68,7 @@ class Shell(Protocol):
         """
 
     def fail(self, error: Exception) -> None:
-        """Handle that no more workers are started, because of `error`."""
+        """Handle the end of all starts of workers, because of `error`."""
 
 
 class RemoteWorkers:

@@ -66,7 +66,7 @@ _WEIGHT = 0.2
 
 @dataclass(slots=True, eq=False)
 class FleetWorker:
-    """A worker that has not ended, and its connections. Times are seconds on the clock of the fleet's caller."""
+    """A worker that has not ended, and its connections. Times are seconds on the clock that the fleet's caller uses."""
 
     name: str
     number: int
@@ -311,10 +311,7 @@ class StartLimits:
 
     @property
     def usual_s(self) -> float:
-        """Time from start to handshake that nearly all workers need at most, seconds.
-
-        0 while none has connected.
-        """
+        """Time from start to handshake that nearly all workers need at most, seconds. 0 while none has connected."""
         return sorted(self._delays)[math.ceil(0.95 * len(self._delays)) - 1] if self._delays else 0.0
 
     def ceiling(self, now: float) -> float:

@@ -80,10 +80,7 @@ class Pods:
         self.namespace, self.host = client.namespace, client.host
 
     def create(self, body: Mapping[str, Any], *, is_trial: bool = False) -> str:
-        """Create a pod, unless a pod of this name exists, and return its uid.
-
-        is_trial: only check the request.
-        """
+        """Create a pod, unless a pod of this name exists, and return its uid. is_trial: only check the request."""
         name = body["metadata"]["name"]
         options = {"dry_run": "All"} if is_trial else {}
         with self._calling(f"{name} cannot be started") as client:

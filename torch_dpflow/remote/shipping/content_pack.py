@@ -66,7 +66,7 @@ class Output(Protocol):
     """The file that a pickle is written to."""
 
     def write(self, chunk: Any, /) -> object:
-        """Write a chunk."""
+        """Write a chunk of a pickle."""
 
 
 class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -85,7 +85,7 @@ class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._replaced = replaced
 
     def pack(self, obj: Any) -> None:
-        """Write `obj` for `unpack`."""
+        """Write the pickle of `obj` that `unpack` reads."""
         with script_by_value():
             self.dump(obj)
             self.dump(self.own)

@@ -145,7 +145,7 @@ class ControlConnection(threading.Thread):
     # -- its thread --------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """The thread's body."""
+        """Connect, then send heartbeats until `goodbye`. The thread's main function."""
         try:
             self._call()
             self._stay()

@@ -206,7 +206,7 @@ class _SocketEndpoint:
 
 
 class ZeroMQListener(_SocketEndpoint):
-    """A bound ROUTER."""
+    """`Listener` over a bound ROUTER socket."""
 
     def __init__(self, address: str, options: TransportOptions) -> None:
         context, keys = None, options.keys
@@ -346,7 +346,7 @@ class ZeroMQListener(_SocketEndpoint):
 
 
 class ZeroMQConnection(_SocketEndpoint):
-    """A connected DEALER."""
+    """`Connection` over a connected DEALER socket."""
 
     def __init__(self, address: str, identity: bytes | None, options: TransportOptions) -> None:
         # With a fixed identity, the listener recognises the peer after a reconnect.
