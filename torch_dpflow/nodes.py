@@ -255,7 +255,7 @@ class StreamReader:
         return {"source": source, "items": number, "skip": consumed - number, "ended": ended}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the source. Raises StateError if its items differ from the earlier ones."""
+        """Restore the source. Raises StateError if its items differ from the earlier items."""
         self._node.reset(copy.deepcopy(state["source"]))
         self._start(state["items"], state["source"])
         for skipped in range(state["skip"]):

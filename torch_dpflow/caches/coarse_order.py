@@ -1,6 +1,6 @@
 """Keys in a coarse order: buckets with upper bounds, which are sorted further only when they are needed.
 
-The lower part of the queue in `residents`. It is incremental quicksort (Navarro and Paredes, "On sorting, heaps, and
+The lower part of the queue in `residents`, by incremental quicksort (Navarro and Paredes, "On sorting, heaps, and
 minimum spanning trees", 2010) over numpy arrays, for keys whose ranks shrink over time.
 """
 

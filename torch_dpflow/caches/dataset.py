@@ -32,7 +32,10 @@ _POLLS_PER_EPOCH = 64
 
 
 class LookaheadPoller:
-    """Poller of a sampler: requests a lookahead when the certain samples are read, or `epoch` changes."""
+    """Poller of a sampler: requests a lookahead when the certain samples are read, or `epoch` changes.
+
+    Raises OptionTypeError if `sampler` has no method `lookahead`.
+    """
 
     def __init__(self, sampler: LookaheadSampler) -> None:
         if not callable(working(sampler, "lookahead")):
@@ -97,7 +100,7 @@ class ALSDCache(Dataset[Any]):
     its sample is not kept.
 
     After a change of the dataset's content call `clear()` in each process that reads it, or make a new cache. Only a
-    change of its length or a new `dataset` is detected. Either drops all samples and resets the counts.
+    change of its length or a new `dataset` is detected. Either change drops all samples and resets the counts.
 
     Args:
         dataset: a map-style dataset; its `__getitems__` is used if it has one.

@@ -71,6 +71,7 @@ class Policy(ABC):
     """Cache policy: decides which keys stay, within a budget of items, of bytes, or of both.
 
     Every call costs O(log n) or better, amortised over calls; methods whose names end in `many` do the same for arrays.
+    Methods raise OptionError for a key or a size that is not allowed.
 
     Args:
         max_items: how many keys may be resident; None for any number.

@@ -1,10 +1,10 @@
 """The resident keys in eviction order: a lazy priority queue whose priorities shrink over time.
 
-A key's *distance* is the distance to its next use. The key with the greatest distance is evicted first; among equals
-the one loaded first. Every read shrinks the distances of all keys, each job's at its own pace, so storing distances
-would mean updating every key at every read. The queue stores upper bounds instead and computes the true distance only
-of keys that may be evicted next, as lazy greedy selection does. Amortised, an operation costs O(log n), mostly in
-numpy. A resident key takes 20 to 80 bytes, any other 4.
+A key's *distance* is the distance to its next use. The key with the greatest distance is evicted first; among equals,
+the key that was loaded first. Every read shrinks the distances of all keys, each job's at its own pace, so storing
+distances would mean updating every key at every read. The queue stores upper bounds instead and computes the true
+distance only of keys that may be evicted next, as lazy greedy selection does. Amortised, an operation costs O(log n),
+mostly in numpy. A resident key takes 20 to 80 bytes, any other 4.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Draft:
         store: the store to publish it in.
         dataset_id: "namespace/name".
         version: a version that is not published.
-        parent: a published version to append to: its samples come first, then the added ones.
+        parent: a published version to append to: its samples come first, then the added samples.
         description: a line or two for display.
 
     Raises:
@@ -187,7 +187,7 @@ class Draft:
         return dataset
 
     def discard(self) -> None:
-        """Remove everything that was written for this version, but no data that existed before."""
+        """Remove all that was written for this version, but no older data. Raises PublishedError if it is published."""
         self._check_unpublished()
         for variant in self._files.children(f"data/{self._version}"):
             for pack in packs_of(self._files, f"data/{self._version}/{variant.name}"):

@@ -72,10 +72,10 @@ def export(
     Args:
         stored: a variant from `DatasetStore.open`.
         target: the directory, a path or a URL.
-        format: "webdataset": `train-000000.tar`, … Samples that came from WebDataset keep keys and members. Others
-            get their number as key, a member with their bytes, and a member `json` with the annotations. "parquet":
+        format: "webdataset": `train-000000.tar`, … Samples that came from WebDataset keep keys and members. Others get
+            their number as key, a member with their bytes, and a member `json` with the annotations. "parquet":
             `train-00000-of-00042.parquet`, …, with a column of structs (bytes, path) as HuggingFace has for images, and
-            a column for each annotation. Fields that a sample lacks are null. It needs pyarrow.
+            a column for each annotation. Fields that a sample lacks are null. Parquet needs pyarrow.
         main: extension of the member, or name of the column, with the samples' bytes. None: for WebDataset the path's
             extension, or one that fits the first bytes, else "bin"; for Parquet "image" or "data".
         samples_per_file: number of samples in a file; None: limited by `file_size`.
@@ -89,7 +89,7 @@ def export(
     Raises:
         OptionError, OptionTypeError: an option is not allowed; the target has other files of these names; sizes of
             samples are unknown, so that `samples_per_file` is needed; samples are records of TFRecord, MDS or LitData.
-        SourceError: a sample has values or a size that the format cannot hold. It is named.
+        SourceError: a sample has values or a size that the format cannot hold. The message names the sample.
         DatasetError, StorageError: a sample cannot be read, or a file cannot be written.
         MissingExtraError: pyarrow is not installed.
     """

@@ -1,4 +1,4 @@
-"""Metadata of samples as rows of one width, in files that all processes of a host map instead of decoding it.
+"""Metadata of samples as rows of one width, in files that all processes of a host map without decoding them.
 
 A part holds the samples of one object, or of one metadata shard, as bytes that contain no positions, so that parts
 are joined by appending them::

@@ -147,7 +147,7 @@ def found_format(files: SourceFiles) -> str:
 
     Raises:
         OptionError: no format fits, or more than one.
-        SourceError: no format fits, because the directory contains only directories of splits.
+        SourceError: the directory contains only directories of splits.
     """
     kinds = {name: importer_class(name) for name in _INDEXED}
     found = [name for name, kind in kinds.items() if kind.finds(files)]

@@ -6,8 +6,8 @@ An unfinished import has these files under `drafts/<version>/<variant>/` in the 
     ms-<n>.json     ImportedShard: shard n is written, with all data of its samples
     done.json       ImportedVariant: all shards are written; publishing needs nothing else
 
-They are small and each is written once, so a kill costs one shard of work, and what an import writes is proportional to
-its samples. They are removed when the version is published.
+The files are small and each is written once, so a kill costs one shard of work, and what an import writes is
+proportional to its samples. The files are removed when the version is published.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def export_dataset(
 
     Worker processes read the samples; this process writes. The files do not depend on the number of workers. Random
     numbers of the dataset are seeded by the sample's number, so all runs over the same dataset write the same files.
-    Each file appears whole or not at all. One file and what workers have loaded ahead are in memory.
+    Each file appears whole or not at all. Memory holds one file, and the samples that workers have loaded ahead.
 
     Args:
         dataset: its samples are (bytes, mapping of annotations), or `encode` converts them to that.

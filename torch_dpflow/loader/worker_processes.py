@@ -126,7 +126,7 @@ class WorkerProcesses:
 
     @property
     def local(self) -> WorkerProcesses:
-        """This object, as all of its workers are on this host."""
+        """This object, because all of its workers are on this host."""
         return self  # no attribute, which would be a reference cycle
 
     @property

@@ -184,7 +184,7 @@ def push_decoded(
     """Decode and push the stripes of this rank: every `world`-th stripe, starting at stripe `rank`.
 
     Raises:
-        OptionError: the transform returns arrays of several shapes or dtypes, or ones that cannot be cached.
+        OptionError: the transform returns arrays of several shapes or dtypes, or arrays that cannot be cached.
         StorageError, and the transform's errors: a sample cannot be read or decoded; stripes that were pushed stay.
         PoolFullError, PeerLostError: see `push`.
     """

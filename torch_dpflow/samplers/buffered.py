@@ -188,8 +188,8 @@ def free_bit(taken: Iterable[int], limit: int = MAX_JOBS) -> int:
 class BufferedGroup(SamplingGroup):
     """Base of groups that pick samples for several jobs at once. Each job has unpicked samples, and a buffer of picks.
 
-    In lookaheads the samples in the buffer are certain. The unpicked ones are likely, weighted by the number of jobs
-    that need a sample: the more jobs need it, the sooner one of their draws may pick it.
+    In lookaheads the samples in the buffer are certain. The unpicked samples are likely, weighted by the number of jobs
+    that need a sample: the more jobs need it, the sooner a draw may pick it.
     """
 
     max_jobs: ClassVar[int] = MAX_JOBS

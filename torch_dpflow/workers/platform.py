@@ -154,8 +154,8 @@ class Handle(Protocol):
 class Platform(Protocol):
     """Platform of this host, whose processes end with the process that starts them, even if that is killed.
 
-    They can read each other's memory mappings, and others can connect to an address at which they listen. One thread
-    may launch while another, which waits for `wakeup_fd`, calls `take_ended`.
+    The processes can read each other's memory mappings, and other processes can connect to an address at which they
+    listen. One thread may launch while another, which waits for `wakeup_fd`, calls `take_ended`.
     """
 
     #: A descriptor that is readable while `take_ended` has something to return; users wait for it and their socket

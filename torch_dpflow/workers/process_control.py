@@ -39,9 +39,10 @@ def exit_with(pid: int, directory: str = "") -> None:
 def at_parents_end(number: int) -> None:
     """Make the kernel send this process a signal when the thread that started it ends, or the process of that thread.
 
-    SIGKILL ends it even if it is stopped, or never releases the interpreter's lock. It is only for a process that the
-    main thread of its parent has started, because the kernel does not distinguish the ends of thread and process.
-    SIGCONT is for all others: a process that is stopped continues, so that what watches the owner can end it.
+    SIGKILL ends this process even if it is stopped, or never releases the interpreter's lock. Use SIGKILL only if the
+    main thread of the parent has started this process, because the kernel does not distinguish the ends of thread and
+    process. SIGCONT is for all other processes: a stopped process continues, and the thread that watches its owner can
+    end it.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

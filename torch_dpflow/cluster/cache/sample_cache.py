@@ -231,7 +231,7 @@ class SampleCache:
         return None if entry is None else entry.key
 
     def loaded(self, arrivals: Iterable[Arrival]) -> list[CacheInstruction]:
-        """Store the results of loads; cancelled ones are ignored."""
+        """Store the results of loads; cancelled loads are ignored."""
         out: list[CacheInstruction] = []
         for load, value, size, keep in arrivals:
             arrived = self._loading.get(load)

@@ -55,7 +55,7 @@ READ_BY_ALL_S = 3.0
 class RouterLink:
     """One job's connection to its flow's router. Any thread may call.
 
-    A call is repeated for up to `reconnect_timeout_s`, also across restarts of the router and the coordinator. If
+    A call is repeated for up to `reconnect_timeout_s`, even across restarts of the router and the coordinator. If
     another cluster has replaced the joined cluster, the call is repeated there. Jobs restore the state of a restarted
     router when they join it.
 

@@ -233,7 +233,7 @@ class Autoscaler:
         """Process the present counts: set `target`, and return the limit that keeps jobs from reading faster.
 
         The limit is "workers", "processors", "cold start", "storage", "network", "job", "budget", or a limit that a
-        platform reports, such as "quota". It is empty if no job reads, or if it is not known yet.
+        platform reports, such as "quota". The result is empty if no job reads, or if the limit is not known yet.
         """
         if not self._history:
             self._read_at = self._requested_at = max(now, self._read_at)

@@ -78,8 +78,8 @@ class ClusterOptions:
         autoscale: MIN:MAX, between which the workers of all flows together follow the demand of jobs. None: the limits
             in the settings, or else the number that flows request. MAX must equal the number of workers in `limits`, if
             given.
-        nodes: with `platform`, how many nodes of the cluster it runs, each with shards and their workers: N, or MIN:MAX
-            for as many as the workers of all flows take. None: the platform runs single workers.
+        nodes: with `platform`, how many nodes of the cluster it runs, each with shards and their workers: N, or
+            MIN:MAX, between which the number follows the demand of jobs. None: the platform runs single workers.
         worker_listen: with `platform`, the address at which shards listen for workers: tcp://HOST:PORT, port 0 for a
             free one, or tcp://HOST:FIRST-LAST with one port for each shard. None: the default of the platform.
 

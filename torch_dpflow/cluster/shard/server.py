@@ -192,7 +192,7 @@ class SampleShard:
         return self._lookaheads.requests()
 
     def lookaheads_failed(self, requests: list[LookaheadRequest]) -> None:
-        """Make `lookahead_requests` return these again. Call this in the server's thread."""
+        """Make `lookahead_requests` return `requests` again. Call this in the server's thread."""
         self._lookaheads.failed(requests)
 
     def take_lookahead(self, request: LookaheadRequest, answer: JobLookahead, parts: LookaheadParts | None) -> None:

@@ -63,7 +63,7 @@ def plan_reads(
     wanted: ranges by position.
 
     Ranges of one object that are at most `merge_gap` bytes apart are merged into a request of up to `max_merged` bytes.
-    Overlapping ones are always merged.
+    Overlapping ranges are always merged.
     """
     by_object: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for position, span in wanted.items():

@@ -190,8 +190,8 @@ def with_retries(
 ) -> T:
     """Call `attempt` with the deadline, and retry transient failures with exponential back-off and full jitter.
 
-    It ends at the deadline or after `ReadOptions.attempts`. The last pauses are shortened, so that attempts reach the
-    deadline. Without `is_remote` there is one attempt.
+    The retries end at the deadline or after `ReadOptions.attempts`. The last pauses are shortened, so that attempts
+    reach the deadline. Without `is_remote` there is one attempt.
 
     Raises the last attempt's StorageError, with the number of attempts in its message. If that error is a timeout, as
     at the deadline, the message also contains the latest error that is no timeout.

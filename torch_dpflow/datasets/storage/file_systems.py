@@ -72,8 +72,8 @@ class FsspecStorage:
     """Storage that is read through fsspec's file system of `address`, with `options`.
 
     The size and state of an object are requested after its bytes were read. If the object was replaced in between, they
-    belong to the new object, and differ from the expected ones, which is an error. If they were requested first, the
-    replacement would not be noticed.
+    belong to the new object, and differ from the expected size and state, which is an error. If they were requested
+    first, the replacement would not be noticed.
     """
 
     is_remote = True

@@ -129,7 +129,7 @@ class Service(Protocol):
     checks_encoding: bool
 
     def origin(self, url: str) -> Origin:
-        """Return the server of an object. It stays the same after `follow` has led to another server."""
+        """Return the server of an object, the same server even after `follow` has led to another."""
 
     def request(self, url: str) -> GetRequest:
         """Return a signed request for the whole object, valid for some minutes. Raises AccessDeniedError."""

@@ -27,7 +27,7 @@ from torch_dpflow.ipc.transport import Frame, TransportOptions, check_frames, co
 
 @dataclass(frozen=True, kw_only=True)
 class ClientOptions:
-    """Timeouts and limits of a client."""
+    """Timeouts and limits of a client. Raises OptionError or OptionTypeError for a value that is not allowed."""
 
     #: How long a call waits for its answer by default, seconds.
     timeout_s: float = 60.0

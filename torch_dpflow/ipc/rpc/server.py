@@ -23,7 +23,7 @@ from torch_dpflow.log import TRANSPORT
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Limits that a server imposes on its clients."""
+    """Limits that a server imposes on its clients. Raises OptionError or OptionTypeError as `ClientOptions`."""
 
     max_clients: int = 4096
     #: Maximum calls of one client that run at once.
@@ -45,8 +45,8 @@ class RpcServer:
     The thread that calls `step` or `serve` is the server's: handlers run in it and must not block. Any thread may call
     `post` and `stop`.
 
-    A client's messages can harm that client only. Malformed ones are counted and dropped, or answered with an error if
-    their call is known. Calls beyond the limits are rejected.
+    A client's messages can harm that client only. Malformed messages are counted and dropped, or answered with an error
+    if their call is known. Calls beyond the limits are rejected.
     """
 
     def __init__(
@@ -83,6 +83,8 @@ class RpcServer:
 
         Args:
             body_type: the type of the arguments, e.g. a msgspec struct; anything else is answered with an error.
+
+        Raises OptionError if `method` is empty or longer than `MAX_NAME`.
         """
         if not 1 <= len(method) <= MAX_NAME:
             raise OptionError(f"method={method!r}: must be 1 to {MAX_NAME} characters")

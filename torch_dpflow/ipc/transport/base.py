@@ -9,9 +9,9 @@ Listener and connection belong to one thread; any thread may call `wake`. After 
 child every call but `close` raises StateError, and `close` does not affect the parent.
 
 A cluster has a server key pair, by which clients recognise its services, and a single client key pair, which its
-services accept. Both lie in a connection file that only its owner may read: its content allows running code on the
-cluster's workers. A remote worker has a separate key instead, which a listener with `WorkerKeys` accepts while the
-worker is expected or connected.
+services accept. Both key pairs are in a connection file that only its owner may read: its content allows running code
+on the cluster's workers. A remote worker has a separate key instead, which a listener with `WorkerKeys` accepts while
+the worker is expected or connected.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ MAX_IDENTITY_BYTES = 255
 
 @dataclass(frozen=True, kw_only=True)
 class TransportOptions:
-    """Limits and timeouts of one listener or connection."""
+    """Limits and timeouts of one listener or connection. Raises the errors of `check_fields`."""
 
     #: Maximum bytes of a received frame. A peer that sends a longer one is disconnected.
     max_frame_bytes: int = 1 << 31
@@ -208,7 +208,7 @@ class Connection(Protocol):
         """Make `receive` return None, like `Listener.wake`."""
 
     def close(self, *, linger_s: float = 0.0) -> None:
-        """Close, after at most `linger_s` seconds for unsent messages; later ones are lost. Idempotent."""
+        """Close, after at most `linger_s` seconds for unsent messages; later messages are lost. Idempotent."""
 
 
 def check_identity(identity: bytes) -> None:

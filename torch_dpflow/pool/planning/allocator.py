@@ -128,9 +128,9 @@ class StripeAllocator:
     ) -> list[AllocatorInstruction]:
         """Add a server, or renew its lease. Ignored for a generation of the server that was lost before.
 
-        held: stripes of each dataset that are already in the server's memory. It becomes the owner of stripes without
-            an owner, and keeps the others as copies. If most stripes of a dataset would be copies, the server drops the
-            dataset: a part of a segment cannot be freed.
+        held: stripes of each dataset that are already in the server's memory. The server becomes the owner of stripes
+            without an owner, and keeps the other stripes as copies. If most stripes of a dataset would be copies, the
+            server drops the dataset: a part of a segment cannot be freed.
         """
         if self._leases.renew(server, generation, now) is Renewal.REPLACED:
             self._lose([server], now)

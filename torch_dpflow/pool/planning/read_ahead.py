@@ -42,7 +42,7 @@ _SIDES: tuple[Any, Any] = ("left", "right")
 class KnownOrder:
     """Order of one epoch. Each position is taken once, together with several later positions.
 
-    It also holds the state that `ReadAhead` keeps for the reader. Takes 8 bytes per position.
+    This object also holds the state that `ReadAhead` keeps for the reader. Takes 8 bytes per position.
 
     order: keys in reading order; not copied if it is an array of int32.
     """
@@ -210,7 +210,7 @@ class ReadAhead:
         return self.consumed(reader, passed) if passed else []
 
     def arrived(self, arrivals: Sequence[Arrival]) -> list[ReadAheadInstruction]:
-        """Record loads that have ended; a failed load has its error as value. Cancelled ones are ignored."""
+        """Record loads that have ended; a failed load has its error as value. Cancelled loads are ignored."""
         out = self._run(self._cache.loaded(arrivals))
         return [*out, *itertools.chain.from_iterable(self._fill(reader) for reader in self._readers)]
 

@@ -87,9 +87,10 @@ class FixedWindow:
 class MeasuredWindow(FixedWindow):
     """Algorithm 1 of the DataServer paper, with measured rate and latency. It grants at least one record.
 
-    The rate is the highest one while the window limits requests. The latency is the shortest one of records of about
-    the same length, because it grows with the queue that a window causes. Both count for `MEMORY_S`. Each batch begins
-    with nothing outstanding, so its first records show what the latency is without a queue.
+    The rate is the highest one while the window limits requests. The latency is the shortest latency of records of
+    about the same length, because it grows with the queue that a window causes. Both measurements are used for
+    `MEMORY_S`. Each batch begins with nothing outstanding, so its first records show what the latency is without a
+    queue.
     """
 
     def __init__(self) -> None:
@@ -153,8 +154,8 @@ class MeasuredWindow(FixedWindow):
 class ConnectionQueues:
     """Records of a batch that are still to be requested, by connection.
 
-    The connection with the fewest outstanding bytes is next; among equal ones, the one with the most records left, so
-    that all finish together.
+    The connection with the fewest outstanding bytes is next; among equals, the connection with the most records left,
+    so that all finish together.
 
     Args:
         connections: connection of each record, any names.

@@ -191,7 +191,7 @@ class HeldDataset:
     def look(self, record: int, watch: Callable[[int], Callable[[bool], object] | None]) -> memoryview | int:
         """Return a record's memory, or its state. A record that was not read yet is read before all others.
 
-        watch: returns a callback for when a pending record is settled, or None.
+        watch: returns a callback, to be called once the pending record is settled; or None.
 
         Raises UsageError if there is no such record.
         """

@@ -1,7 +1,7 @@
 """Leader of a pool: decides what each server holds.
 
-If the leader dies, reads continue. Followers report their stripes to a new leader at the same address. It reassigns no
-stripe before all followers had time to report.
+If the leader dies, reads continue. Followers report their stripes to a new leader at the same address. The new leader
+reassigns no stripe before all followers had time to report.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Channel:
 
     @property
     def passes_memory(self) -> bool:
-        """Whether descriptors can be passed, because both sides are on one host."""
+        """Whether descriptors can be passed: whether both sides are on one host."""
         return self._here is not None
 
     def send(

@@ -75,7 +75,7 @@ class RemoteWorkers:
     """Remote workers of one shard, which a platform runs.
 
     Args:
-        platform: settings of the platform. It is opened here, and closed by `close`.
+        platform: settings of the platform, which is opened here and closed by `close`.
         content: the code and the dataset that are sent to each worker.
         listen_at: address to which workers connect, `tcp://HOST:PORT`, or `tcp://HOST:FIRST-LAST` for the first free
             port; empty: the platform chooses the address.

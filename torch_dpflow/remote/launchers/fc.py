@@ -155,7 +155,7 @@ _VPC = ("id", "vswitches", "security_group")
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionCompute(FunctionSettings):
-    """`platform="fc"`: workers as invocations of a function, which `dpflow deploy fc` creates. They are billed.
+    """`platform="fc"`: workers as invocations of a function, which `dpflow deploy fc` creates. Invocations are billed.
 
     Credentials are found as by the vendor's client: in ALIBABA_CLOUD_ACCESS_KEY_ID and related variables, in the
     client's files, or from the machine's role.

@@ -45,7 +45,7 @@ KEYS = {
 
 
 class RuntimeConnection(BaseHTTPRequestHandler):
-    """One connection of the platform; the server calls `handle_one_request` when data has arrived."""
+    """Connection from the platform's runtime; the server calls `handle_one_request` when data has arrived."""
 
     protocol_version = "HTTP/1.1"
     timeout = REQUEST_S
