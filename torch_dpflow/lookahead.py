@@ -125,10 +125,15 @@ def _check_keys(name: str, keys: Keys | None) -> None:
 Order: TypeAlias = Callable[[], npt.NDArray[np.integer[Any]]]
 
 
+def is_subset(dataset: Any) -> bool:
+    """Return whether a dataset is torch's `Subset`, without importing torch."""
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and type(dataset) is data.Subset
+
+
 def takes_orders(dataset: Any) -> bool:
     """Return whether `announce_order` has an effect for this dataset."""
-    data = sys.modules.get("torch.utils.data")
-    while data is not None and type(dataset) is data.Subset:
+    while is_subset(dataset):
         dataset = dataset.dataset
     return callable(getattr(type(dataset), "announce_order", None))
 
@@ -141,8 +146,7 @@ def announce_order(dataset: Any, order: Order, spread: int, extends: bool = Fals
         spread: how many samples may be requested before an earlier one: a loader's samples in flight.
         extends: whether these keys follow those announced before; else they replace them.
     """
-    data = sys.modules.get("torch.utils.data")
-    if data is not None and type(dataset) is data.Subset:
+    if is_subset(dataset):
         indices = dataset.indices
         announce_order(dataset.dataset, lambda: row_of(indices)[order()], spread, extends)
         return

@@ -284,7 +284,7 @@ def check_msgpack(data: bytes | bytearray | memoryview) -> None:
     """Raise RecursionError if this msgpack is nested too deep. Invalid msgpack is left to its decoder."""
     # The deepest container may have no elements.
     if len(data) > MAX_DEPTH and len(bytes(data).translate(None, _NO_CONTAINERS)) >= MAX_DEPTH:
-        _check(partial(msgspec.msgpack.decode, data, ext_hook=_no_value))
+        _check(partial(msgspec.msgpack.decode, data, ext_hook=lambda code, data: None))
 
 
 def load_json(data: bytes | str) -> Any:
@@ -307,7 +307,3 @@ def _check(decode: Callable[[], Any]) -> None:
         return
     if is_too_deep(value):
         raise RecursionError(TOO_DEEP)
-
-
-def _no_value(code: int, data: memoryview) -> None:
-    return None

@@ -248,7 +248,8 @@ class Residents:
         return ranks
 
     def _take_highest(self, ranks: Ranks, amount: int, by_size: bool) -> npt.NDArray[np.int64]:
-        wanted = self._guess(amount) if by_size else amount
+        # Sizes of keys differ: an estimate of the number of keys whose sizes sum to `amount`.
+        wanted = min(len(ranks), int(amount * self.count / max(1, self.size)) + 1) if by_size else amount
         cut = max(0, len(ranks) - wanted)
         order = ranks.argpartition(cut) if cut > 0 else np.arange(len(ranks))
         chosen = order[cut:]
@@ -268,10 +269,6 @@ class Residents:
         self.loads[keys] = 0
         self.count -= len(keys)
         return keys
-
-    def _guess(self, amount: int) -> int:
-        """Estimate the number of keys whose sizes sum to `amount`."""
-        return min(len(self._front), int(amount * self.count / max(1, self.size)) + 1)
 
     def raise_bounds(self, distance: float) -> None:
         """Raise the bounds: any distance may have grown by up to `distance` since its key's `add` or `renew`."""

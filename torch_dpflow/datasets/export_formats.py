@@ -180,7 +180,7 @@ class FieldType:
             return
         self._widen(_BYTES if isinstance(value, bytes) else _KINDS[type(value)], name, number)
         if type(value) is int:
-            self._observe_integer(value)
+            self.low, self.high = min(self.low, value), max(self.high, value)
         elif isinstance(value, list):
             self.inner = self.inner or FieldType()
             for one in value:
@@ -207,9 +207,6 @@ class FieldType:
                 f"sample {number}: {name} is {kind}, and {self.kind} in sample {self.first}; a column has one type: "
                 f"{_ADVICE}"
             )
-
-    def _observe_integer(self, value: int) -> None:
-        self.low, self.high = min(self.low, value), max(self.high, value)
 
     def count(self) -> int:
         """Return the number of fields in this field, including itself."""

@@ -120,7 +120,8 @@ class Files:
         is_needed = "://" not in address or service_of(file_system_of(address), self.options) is None
         self._is_of_keys = file_system_of(address) in _OF_KEYS
         self._is_local = is_needed and isinstance(self.filesystem, LocalFileSystem)
-        self.url = _trimmed(address)
+        inner, outer = split_chain(address)
+        self.url = (inner if inner.endswith("://") else inner.rstrip("/")) + outer
         if self._is_local:
             self.url = self.filesystem.unstrip_protocol(self._opened.get()[1])
 
@@ -407,12 +408,6 @@ class Files:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
-
-
-def _trimmed(url: str) -> str:
-    """Remove a slash at the end of the path."""
-    inner, outer = split_chain(url)
-    return (inner if inner.endswith("://") else inner.rstrip("/")) + outer
 
 
 def _exists(fs: Any, path: str) -> bool:

@@ -93,7 +93,8 @@ def export_dataset(
     count = _length_of(dataset)
     processes = len(os.sched_getaffinity(0)) if workers is None else check_int("workers", workers, minimum=0)
     encoded = EncodedSamples(dataset, encode)
-    first = _first_samples(encoded, count)
+    with preserved_rng():  # in this process, so that wrong input fails before anything is written
+        first = encoded.__getitems__(range(min(count, _MEASURED)))
     size = sum(len(data) + len(notes) for data, notes in first) // len(first)
     each = settings["samples_per_file"] or max(1, min(settings["file_size"], MAX_FILE_SIZE) // max(1, size))
     kind = format_of(settings, name=type(dataset).__name__)
@@ -188,12 +189,6 @@ def _length_of(dataset: Any) -> int:
     if not count:
         raise OptionError("the dataset has no samples, and nothing to export")
     return int(count)
-
-
-def _first_samples(encoded: EncodedSamples, count: int) -> list[tuple[bytes, bytes]]:
-    """Read the first samples in this process, so that wrong input fails before anything is written."""
-    with preserved_rng():
-        return encoded.__getitems__(range(min(count, _MEASURED)))
 
 
 class EncodedSamples(torch.utils.data.Dataset[tuple[bytes, bytes]]):

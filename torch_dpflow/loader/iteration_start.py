@@ -101,7 +101,10 @@ def _begin(iterator: Any, loader: Any, opening: list[OpeningStep], start: Callab
                 keeps_seed=loader.persistent_workers,
                 shape=LoaderShape(loader),
             )
-        _share_seed(iterator, shared_seed)
+        if shared_seed is not None and isinstance(iterator._dataset, IterDataPipe):
+            # A data pipe shuffles with this seed instead of the seed that torch drew.
+            iterator._shared_seed, drawn = shared_seed, torch.Generator().manual_seed(shared_seed)
+            iterator._dataset = graph_settings.apply_random_seed(iterator._dataset, drawn)
         iterator._base_seed = progress.base_seed
     if state is not None and state.fresh:
         kept = (state.dataset, *(stream.dataset for stream in state.streams))
@@ -140,13 +143,6 @@ def _with_shared_seeds(opening: Sequence[OpeningStep], loader: Any) -> list[Open
     first: list[OpeningStep] = ["seed"] if "seed" in opening else []
     last: list[OpeningStep] = ["seed"] if opening[-1] == "order" else []
     return [*first, *opening, *last]
-
-
-def _share_seed(iterator: Any, seed: int | None) -> None:
-    """Make a data pipe shuffle with this seed instead of the seed that torch drew."""
-    if seed is not None and isinstance(iterator._dataset, IterDataPipe):
-        iterator._shared_seed = seed
-        iterator._dataset = graph_settings.apply_random_seed(iterator._dataset, torch.Generator().manual_seed(seed))
 
 
 def _next_with_same_seed(loader: Any, state: LoaderState) -> tuple[EpochProgress, int | None]:

@@ -265,7 +265,8 @@ class WorkerIterator(DeliveringIterator):
 
     def _due(self) -> PlannedBatch:
         """Wait for the next batch to deliver. Raises StopIteration at the end of the epoch."""
-        self._handle_pending()
+        while self._shard is not None and (event := self._shard.poll()) is not None:
+            self._handle(event)
         while True:
             batch = self._in_flight.due()
             if batch is not None:
@@ -336,10 +337,6 @@ class WorkerIterator(DeliveringIterator):
             self._shard = None
 
     # -- events ------------------------------------------------------------------------------------------
-
-    def _handle_pending(self) -> None:
-        while self._shard is not None and (event := self._shard.poll()) is not None:
-            self._handle(event)
 
     def _await_event(self) -> None:
         """Wait for an event, and handle it. Rows of an opened batch and idle workers do not restart the timeout."""

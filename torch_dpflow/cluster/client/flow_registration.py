@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -38,6 +37,7 @@ from torch_dpflow.errors import (
 from torch_dpflow.ipc.messages.content_parts import RANDOM_STATE, differences
 from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.ipc.serialization import SCRIPT
+from torch_dpflow.lookahead import is_subset
 from torch_dpflow.options import Code
 from torch_dpflow.remote.shipping.code_bundle import top_level_names
 from torch_dpflow.remote.shipping.content_identity import ContentIdentity, identify, script_name
@@ -106,7 +106,7 @@ def without_subset(dataset: Any) -> tuple[Any, IndexArray | None]:
     returned unchanged.
     """
     places = None
-    while _is_subset(dataset):
+    while is_subset(dataset):
         try:
             own = check_indices(dataset.indices, len(dataset.dataset))
         except (OptionError, TypeError):
@@ -115,15 +115,10 @@ def without_subset(dataset: Any) -> tuple[Any, IndexArray | None]:
     return dataset, places
 
 
-def _is_subset(dataset: Any) -> bool:
-    data = sys.modules.get("torch.utils.data")
-    return data is not None and type(dataset) is data.Subset
-
-
 def _own_indices(dataset: Any) -> str:
     """Return why a `Subset` cannot be read as a part of the dataset below it; empty if it can, or is no `Subset`."""
     try:
-        if _is_subset(dataset):
+        if is_subset(dataset):
             check_indices(dataset.indices, len(dataset.dataset))
     except (OptionError, TypeError) as error:
         return f" (no part of another dataset: {error!s:.150})"

@@ -318,8 +318,8 @@ class LocalCluster:
         if self._state_lock is not None:
             os.close(self._state_lock)
         if self._state is not None:
-            with suppress(StateError):  # otherwise its lease expires
-                _release_state(self._state, self._owner)
+            with suppress(StateError), closing(open_store(self._state)) as store:  # otherwise its lease expires
+                store.release(self._owner)
 
 
 def scaled_limits(limits: ClusterLimits, text: str | None) -> ClusterLimits:
@@ -378,11 +378,6 @@ def _hold_state(url: str, owner: str) -> int | None:
     if lock is None:
         raise UsageError(f"--state {url!r}: another cluster stores its flows there; give another path")
     return lock
-
-
-def _release_state(url: str, owner: str) -> None:
-    with closing(open_store(url)) as store:
-        store.release(owner)
 
 
 def _host_of(listen: str) -> str:

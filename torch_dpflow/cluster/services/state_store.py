@@ -320,7 +320,9 @@ class WriteBehindStore:
             if not self._loaded.is_set():
                 self._read_all()
             self._write_all()
-            self._log_recovery()
+            if self.failure is not None:
+                self.failure = None
+                SERVICE.warning("state store recovered; all state is written")
         except Exception as error:
             failure = error
             raise
@@ -361,8 +363,3 @@ class WriteBehindStore:
             text = "%s; jobs read on, changes are written once it recovers"
             SERVICE.warning(text, error, exc_info=None if isinstance(error, StateError) else error)
         self.failure = error
-
-    def _log_recovery(self) -> None:
-        if self.failure is not None:
-            self.failure = None
-            SERVICE.warning("state store recovered; all state is written")

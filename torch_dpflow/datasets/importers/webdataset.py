@@ -28,7 +28,6 @@ _COMPRESSED = {
     b"BZh": ("bzip2", "bunzip2"),
     b"\x04\x22\x4d\x18": ("lz4", "unlz4"),
 }
-_REGULAR = frozenset(b"0\x007")
 _REFUSED = {
     b"S": "a sparse file, whose bytes are not where its offsets say",
     b"M": "the rest of a file that begins in another volume",

@@ -224,7 +224,9 @@ class RpcClient:
                     self._connection.wake()
                 self._changed.wait(deadline - now)
             else:
-                self._inquire(now)
+                if now >= self._inquire_at:
+                    self._inquire_at = now + self.options.inquire_s
+                    self._session.inquire(now, self.options.inquire_s)
                 self._lead(max(0.0, min(deadline, self._inquire_at) - now))
         return True
 
@@ -255,11 +257,6 @@ class RpcClient:
             self._changed.notify_all()
         if received is not None:
             self._session.on_message(received, time.monotonic())
-
-    def _inquire(self, now: float) -> None:
-        if now >= self._inquire_at:
-            self._inquire_at = now + self.options.inquire_s
-            self._session.inquire(now, self.options.inquire_s)
 
 
 def _make_carrier(address: str, options: ClientOptions) -> Carrier:

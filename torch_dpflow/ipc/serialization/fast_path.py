@@ -102,8 +102,9 @@ def _encode_tensor(
         rest = [pickle.dumps(number, 2)[2:-1] for number in numbers]
         value = b"".join((pickle.MARK, value, *rest, pickle.TUPLE))
     head = b"".join((_BEGIN, around[0], value, around[1], pickle.STOP))
-    if not large:
-        return _beside(head, tensor, nbytes)
+    if not large:  # in the same frame as its head
+        gap, behind, table = _layout_beside(len(head), nbytes)
+        return table, [b"".join((head, gap, ctypes.string_at(tensor.data_ptr(), nbytes), behind))]
     block = None if arena is None else arena.block_at(tensor.data_ptr(), nbytes) or arena.allocate(nbytes)
     if arena is None or block is None:
         return None
@@ -119,12 +120,6 @@ def _encode_tensor(
 def _layout_in_block(head: int, nbytes: int) -> tuple[BufferSpan, tuple[BufferSpan, ...]]:
     """Return the spans of a head in a frame and of its buffer in a block; the same objects, so payloads are grouped."""
     return BufferSpan(0, 0, head), (BufferSpan(-1, 0, nbytes),)
-
-
-def _beside(head: bytes, tensor: torch.Tensor, nbytes: int) -> tuple[PayloadTable, list[Frame]]:
-    """Encode a small tensor in the same frame as its head."""
-    gap, behind, table = _layout_beside(len(head), nbytes)
-    return table, [b"".join((head, gap, ctypes.string_at(tensor.data_ptr(), nbytes), behind))]
 
 
 @lru_cache(maxsize=512)

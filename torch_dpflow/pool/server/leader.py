@@ -108,7 +108,9 @@ class PoolLeader:
                 known.is_unloaded = False
                 if not known.is_explicit:
                     known.is_explicit = True
-                    self._send_changes(request.identity)
+                    if known.held is not None:
+                        for server in self._allocator.dataset(request.identity).owned():
+                            self._send(server, known.instruction([]))
                 known.whole |= request.whole
             return self._info(known)
 
@@ -316,12 +318,6 @@ class PoolLeader:
     def _drop_unloaded(self) -> None:
         while (free := droppable(self._datasets)) is not None:
             self._apply(self._allocator.unload(free), UNLOADED)
-
-    def _send_changes(self, identity: bytes) -> None:
-        """Send the servers of a dataset its changed fields."""
-        if self._datasets[identity].held is not None:
-            for server in self._allocator.dataset(identity).owned():
-                self._send(server, self._datasets[identity].instruction([]))
 
     def _forget_lost(self) -> None:
         self._followers.forget(self._allocator.lives)

@@ -106,7 +106,9 @@ class PoolListener:
                         self._go_on(fd, poll)
                 if listener in came:
                     self._accept(poll)
-                self._end_late(time.monotonic())
+                now = time.monotonic()
+                for fd in [fd for fd, one in self._unauthenticated.items() if now >= one.since + HANDSHAKE_TIMEOUT_S]:
+                    self._reject(fd, f"it did not authenticate within {HANDSHAKE_TIMEOUT_S:g} s")
             for fd in [*self._unauthenticated]:
                 self._end(fd)
 
@@ -174,11 +176,6 @@ class PoolListener:
             admitted.close()
         else:
             self._data_sender.adopt(admitted)
-
-    def _end_late(self, now: float) -> None:
-        late = [fd for fd, one in self._unauthenticated.items() if now >= one.since + HANDSHAKE_TIMEOUT_S]
-        for fd in late:
-            self._reject(fd, f"it did not authenticate within {HANDSHAKE_TIMEOUT_S:g} s")
 
     def _end(self, fd: int) -> str:
         """Close a peer's connection; return its name."""

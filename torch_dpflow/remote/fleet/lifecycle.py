@@ -130,7 +130,10 @@ class Fleet:
                 ):
                     self._fail(str(error))
             case Warned(_, until_s):
-                self._on_warned(worker, until_s, now)
+                # As the end of a lifetime: half of the time is for starting a successor, half for tasks.
+                worker.ends = min(worker.ends, now + until_s)
+                worker.rotates = min(worker.rotates, now)
+                worker.drains = min(worker.drains, now + until_s / 2)
             case Ended(_, end):
                 self._remove(worker, now, end.ran_s)
                 if not worker.arrived and worker.state is not WorkerState.STOPPING:
@@ -235,12 +238,6 @@ class Fleet:
             worker.state, worker.due = WorkerState.STARTING, now + self._limits.timeout_s
             if isinstance(outcome, Answerless):
                 self._limit("starts without an answer", outcome.text)
-
-    def _on_warned(self, worker: FleetWorker, until_s: float, now: float) -> None:
-        """Treat a warning as the end of a lifetime: half of the time is for starting a successor, half for tasks."""
-        worker.ends = min(worker.ends, now + until_s)
-        worker.rotates = min(worker.rotates, now)
-        worker.drains = min(worker.drains, now + until_s / 2)
 
     def _note_unfit(self, worker: FleetWorker, reason: str, now: float) -> None:
         self._out.append(RejectWorker(worker.name, reason))

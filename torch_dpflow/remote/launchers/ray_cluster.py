@@ -297,7 +297,9 @@ class WorkerActor:
         try:
             return _run(module, launch_spec)
         finally:
-            _current_actor().__ray_terminate__.remote()  # after this method's answer
+            sys.modules[
+                "ray"
+            ].get_runtime_context().current_actor.__ray_terminate__.remote()  # after this method's answer
 
 
 def _run(module: str, launch_spec: bytes) -> tuple[int, int, str]:
@@ -326,10 +328,6 @@ def _forward(source: IO[bytes], output: bytearray) -> None:
         del output[:-MAX_REPORT_CHARS]
         sys.stderr.write(chunk.decode(errors="replace"))
         sys.stderr.flush()
-
-
-def _current_actor() -> Any:
-    return sys.modules["ray"].get_runtime_context().current_actor
 
 
 def main(module: str, parent: int) -> Any:
