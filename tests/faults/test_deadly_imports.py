@@ -26,12 +26,13 @@ HERE, REMOTE = {"multiprocessing_context": "forkserver"}, {"platform": "processe
         (REMOTE, "os._exit(5)", "exited with code 5"),
         (REMOTE, "os.abort()", "was ended by SIGABRT"),
         (REMOTE, "os.kill(os.getpid(), 9)", "was ended by SIGKILL"),
+        (REMOTE, "ctypes.PyDLL(None).sleep(10**6)  # keeps the interpreter's lock", "no heartbeat for 10 s"),
     ],
 )
 def test_the_error_names_the_module_and_how_the_workers_ended(
     OurLoader: Any, tmp_path: Path, where: dict[str, Any], what: str, how: str
 ) -> None:
-    (tmp_path / "unfit.py").write_text(f"import os, sys\n{what}\n")
+    (tmp_path / "unfit.py").write_text(f"import ctypes, os, sys\n{what}\n")
     dataset = Importing(str(tmp_path), "unfit")
     loader = OurLoader(dataset, num_workers=1, options=LoaderOptions(restart_limit=0), **where)
     with pytest.raises(WorkerStartError) as raised:

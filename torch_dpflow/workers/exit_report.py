@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
@@ -53,19 +53,21 @@ def importing() -> str:
     return "" if starting is None else starting.line
 
 
-def report_start(report: IO[str] | None = None) -> None:
+def report_start(report: IO[str] | None = None, announce: Callable[[], None] | None = None) -> None:
     """Write to `report` what this process imports until `has_started`, and its stacks.
 
     None: standard error, whose end platforms return. It keeps all lines, so it gets only modules that no other imports.
+    announce: called before each module of the report is imported.
     """
     global _starting
-    _starting = _Start(report)
+    _starting = _Start(report, announce)
 
 
 class _Start:
     """Finder of modules that finds none, and writes to the report which module is looked for, and for which others."""
 
-    def __init__(self, report: IO[str] | None) -> None:
+    def __init__(self, report: IO[str] | None, announce: Callable[[], None] | None) -> None:
+        self._announce = announce
         self._report, self._is_log, self._owner = report or sys.stderr, report is None, os.getpid()
         self.line = ""
         self._has_ended, self._writing = threading.Event(), threading.Lock()
@@ -88,6 +90,8 @@ class _Start:
                 self._clear()
                 self.line = f"it was importing {' for '.join([name, *_importers()])}"
                 self._report.write(f"{self.line}\n")
+            if self._announce is not None:
+                self._announce()
 
     def end(self) -> None:
         with suppress(ValueError):  # code of the user has removed it

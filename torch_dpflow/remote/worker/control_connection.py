@@ -43,6 +43,8 @@ from torch_dpflow.workers.exit_report import importing
 CREDIT, AGAIN_S = 4, 5.0
 #: How long to try one of several addresses, and how long the last messages may take to leave, seconds.
 ADDRESS_S, GOODBYE_S = 5.0, 2.0
+#: How long an import waits for the heartbeat that names it, at most, seconds.
+ANNOUNCE_S = 1.0
 
 
 class _Download:
@@ -101,6 +103,8 @@ class ControlConnection(threading.Thread):
         self._begun = self._last_seen = self._sent_at = self._requested = time.monotonic()
         self._welcome: RemoteWelcome | None = None
         self._downloads: list[_Download] = []
+        self._announced = threading.Event()
+        self._announced.set()
         self._report: str | None = None
         self._missing: list[str] = []
         #: Removed if the process ends at once.
@@ -133,6 +137,13 @@ class ControlConnection(threading.Thread):
         inner = connect(self.address, identity=f"{self._identity}/work".encode(), options=self._options)
         self._work = CountedConnection(inner, LinkTime.of(self.address))
         return self._work
+
+    def announce(self) -> None:
+        """Wait until a heartbeat names the import that begins: it may keep the interpreter's lock."""
+        if self._connection is not None and self.is_alive():
+            self._announced.clear()
+            self._connection.wake()
+            self._announced.wait(ANNOUNCE_S)
 
     def goodbye(self, report: str, missing: Sequence[str] = ()) -> None:
         """Report to the shard that this worker ends, and why. missing: modules that the worker lacks."""
@@ -194,7 +205,10 @@ class ControlConnection(threading.Thread):
             for download in self._downloads:
                 for offset in download.due(now):
                     self._send(connection, encode(FetchPiece(download.digest, offset)))
-            if now - self._sent_at >= HEARTBEAT_S:
+            if not self._announced.is_set():
+                self._send(connection, encode(self._heartbeat()))
+                self._announced.set()
+            elif now - self._sent_at >= HEARTBEAT_S:
                 self._requested = now
                 self._send(connection, encode(self._heartbeat()))
             self._receive(connection, max(0.0, self._sent_at + HEARTBEAT_S - now))

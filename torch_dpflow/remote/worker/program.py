@@ -77,13 +77,13 @@ def _work(launch_spec: LaunchSpec, control: ControlConnection) -> None:
         connection, near = control.connect(), is_loopback(control.address)
         directory = "" if control.directory is None else control.directory.path
         samples = import_module(SAMPLES)
-        report_start()
+        report_start(announce=control.announce)
         samples.load_samples(
             packed, launch_spec.number, launch_spec.incarnation, connection, is_near=near, directory=directory
         )
         connection.close()
         return
-    report_start()
+    report_start(announce=control.announce)
     try:
         spec = remote_batches.open_spec(packed)
     except ModuleNotFoundError as error:  # of a module that those which were sent import
