@@ -107,10 +107,10 @@ def test_items_and_results_that_cannot_be_sent_are_named() -> None:
     first, second, third = results_of(node)
     assert first == 1
     assert type(second) is NotPicklableError
-    assert "item 1 of the stream" in str(second)
-    assert "lock" in str(second)
+    assert "item 1 of the stream: item of type _thread.lock cannot be pickled" in str(second)
     assert type(third) is NotPicklableError
     assert "item 2 of the stream" in str(third)
+    assert "result of type _thread.lock cannot be pickled" in str(third)
     node.shutdown()
 
 

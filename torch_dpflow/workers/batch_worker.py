@@ -45,6 +45,7 @@ from torch_dpflow.workers.batch_pieces import Lender, generation_of
 from torch_dpflow.workers.batches import BatchSource, EpochSpec, LoadedBatch, LoadSpec, unpicklable_failure
 from torch_dpflow.workers.exit_report import exit_report
 from torch_dpflow.workers.process_control import use_sched_batch
+from torch_dpflow.workers.stream_items import StreamItem
 from torch_dpflow.workers.task_worker import Compress, TaskWorker
 
 #: For each collate function that keeps no rows: the method of datasets that takes memory in its layout.
@@ -353,7 +354,8 @@ class BatchWorker(TaskWorker):
             encoded: tuple[Any, list[Frame]] = loaded.value
             return encoded
         try:
-            return encode_sample(loaded.value, arena=self._arena, keep_layout=True)
+            name = "result" if isinstance(index, StreamItem) else "batch"
+            return encode_sample(loaded.value, arena=self._arena, keep_layout=True, name=name)
         except NotPicklableError as error:
             if loaded.kind == FAILURE:
                 # The exception's class cannot be pickled; its text can.

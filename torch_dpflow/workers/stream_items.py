@@ -49,7 +49,7 @@ class StreamItem:
         Raises NotPicklableError, which names the part that cannot be pickled.
         """
         if type(self._value) not in _PLAIN:
-            self._table, self._frames = encode(self._value)
+            self._table, self._frames = encode(self._value, name="item")
         return self
 
     def open(self) -> Any:

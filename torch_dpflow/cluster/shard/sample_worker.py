@@ -157,7 +157,9 @@ class SampleWorker(TaskWorker):
         (kind, value), *times = timed(self._source.load, payload)
         loaded_at = time.perf_counter()
         try:
-            table, frames = encode_sample(value, arena=self._arena, keep_layout=self._source.keeps_layout)
+            table, frames = encode_sample(
+                value, arena=self._arena, keep_layout=self._source.keeps_layout, name="sample"
+            )
         except NotPicklableError as error:
             kind = FAILED
             table, frames = encode_sample(unpicklable_failure(self._number, error))

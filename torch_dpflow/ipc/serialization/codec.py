@@ -65,7 +65,9 @@ def encode_in(obj: Any, block: Block, arena: Arena) -> tuple[PayloadTable, list[
     return PayloadTable(1, (arena.publish(block, is_open=True),), BufferSpan(0, 0, len(head)), buffers), [head]
 
 
-def encode(obj: Any, *, arena: Arena | None = None, contiguous: bool = False) -> tuple[PayloadTable, list[Frame]]:
+def encode(
+    obj: Any, *, arena: Arena | None = None, contiguous: bool = False, name: str = "batch"
+) -> tuple[PayloadTable, list[Frame]]:
     """Encode `obj`. The frames refer to its memory, which must not change until they are sent.
 
     With `arena`, large buffers are copied into its blocks while it lends any. A buffer that is already in an
@@ -74,6 +76,7 @@ def encode(obj: Any, *, arena: Arena | None = None, contiguous: bool = False) ->
     Args:
         contiguous: make big tensors of up to three dimensions contiguous here. Tensors of PIL images have the channels
             last in memory, and each job would take three times as long to collate these.
+        name: what `obj` is, for the error.
 
     Raises NotPicklableError: a part of `obj` cannot be pickled; the message names it and its place.
     """
@@ -81,7 +84,7 @@ def encode(obj: Any, *, arena: Arena | None = None, contiguous: bool = False) ->
     try:
         pickler.dump(obj)
     except Exception as error:
-        raise explain(obj, error) from error
+        raise explain(obj, error, name=name) from error
     return _Packing(arena).pack(pickler.chunks, pickler.sources)
 
 

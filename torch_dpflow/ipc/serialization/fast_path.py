@@ -35,12 +35,13 @@ _ROW_BYTES = 16
 
 
 def encode_sample(
-    sample: Any, *, arena: Arena | None = None, keep_layout: bool = False
+    sample: Any, *, arena: Arena | None = None, keep_layout: bool = False, name: str = "batch"
 ) -> tuple[PayloadTable, list[Frame]]:
     """Encode a sample for `decode`, like `codec.encode` with `contiguous`. Raises the errors of `codec.encode`.
 
     keep_layout: do not make images contiguous; a worker that collates needs them in the layout in which they were
         decoded.
+    name: what `sample` is, for the error.
     """
     if not _QUICK:
         quick = None
@@ -52,7 +53,7 @@ def encode_sample(
         quick = _encode_tensor(sample[0], sample[1:], arena, keep_layout)
     else:
         quick = None
-    return quick or encode(sample, arena=arena, contiguous=not keep_layout)
+    return quick or encode(sample, arena=arena, contiguous=not keep_layout, name=name)
 
 
 def numbers_beside(heads: Sequence[bytes], tensor: torch.Tensor, *, alone: bool) -> list[tuple[Any, ...]] | None:

@@ -285,7 +285,7 @@ _MAX_TRIALS = 10_000
 _MAX_DEPTH = 50
 
 
-def explain(obj: Any, error: Exception, *, name: str = "batch") -> NotPicklableError:
+def explain(obj: Any, error: Exception, *, name: str) -> NotPicklableError:
     """Return the error for an object that cannot be pickled, with the part, its path, and advice."""
     path, culprit, reason = _find_culprit(obj, error, name, lambda part: PayloadPickler().dump(part))
     return _error_of(path, culprit, reason, _advice(culprit))
@@ -359,7 +359,7 @@ def _advice(culprit: Any) -> str:
     if isinstance(culprit, type | types.FunctionType | types.MethodType):
         return "Define it at the top level of a module that the training process can import"
     if isinstance(culprit, io.IOBase | types.GeneratorType):
-        return "Keep it out of the batch and return what is read from it"
+        return "Return what is read from it instead"
     return (
         "Return tensors, arrays, numbers, strings or containers of them, or give the class a __getstate__ "
         "that leaves out what belongs to one process"
