@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from torch_dpflow._core.checks import check_number
 from torch_dpflow._core.dealing import Places, taken
-from torch_dpflow._core.permutation import torch_order
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.samplers.epoch_sampler import EpochSampler, mixed_seed
 from torch_dpflow.samplers.indices import CompactArray, IndexArray, compact
@@ -88,7 +87,7 @@ class BudgetBatchSampler(EpochSampler[list[int]]):
     def _reader(self, epoch: int, began_with: int) -> Callable[[Places], list[list[int]]]:
         order: CompactArray = np.arange(len(self._lengths))
         if self.shuffle:
-            order = torch_order(len(order), mixed_seed(self.seed, epoch, 0))[:]
+            order = _permutation(len(order), mixed_seed(self.seed, epoch, 0))
         samples, batches = self._buckets.epoch(order)
         if self.shuffle:
             batches = self._shuffled_steps(batches, epoch, began_with)
@@ -111,7 +110,7 @@ class BudgetBatchSampler(EpochSampler[list[int]]):
         # Rotate each step by its number: otherwise the last rank would always get the longest batch.
         turned = (np.arange(ranks) + np.arange(len(steps))[:, None]) % ranks
         steps = np.take_along_axis(steps, turned, axis=1)
-        shuffled = steps[torch_order(len(steps), mixed_seed(self.seed, epoch, 2))[:]]
+        shuffled = steps[_permutation(len(steps), mixed_seed(self.seed, epoch, 2))]
         return np.concatenate([shuffled.ravel(), batches[at : at + short]])
 
     def _identity(self) -> dict[str, Any]:
@@ -121,6 +120,13 @@ class BudgetBatchSampler(EpochSampler[list[int]]):
             "spread": self.spread,
             "lengths": blake2b(self._lengths.tobytes(), digest_size=16).hexdigest(),
         }
+
+
+def _permutation(length: int, seed: int) -> CompactArray:
+    """Return `torch_order(length, seed)[:]`, in half of the time as all of it is needed at once."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn: CompactArray = torch.randperm(length, generator=generator, dtype=torch.int32).numpy()
+    return drawn
 
 
 def _checked(lengths: Any, budget: float) -> FloatArray:
@@ -181,7 +187,8 @@ class LengthBuckets:
         self.lengths = lengths
         edges = upper_edges(float(lengths.max()), float(lengths.min()), budget, spread)
         buckets = np.searchsorted(edges, lengths)
-        self._buckets = buckets.astype(np.int32)
+        # NumPy sorts 8 and 16 bits by radix, in a fraction of the time.
+        self._buckets = buckets.astype(np.min_scalar_type(len(edges)))
         longest = np.zeros(len(edges))
         np.maximum.at(longest, buckets, lengths)
         ends = np.cumsum(np.bincount(buckets, minlength=len(edges)))
