@@ -21,6 +21,8 @@ from torch_dpflow.workers.fork_server import ForkServerPlatform, end_fork_server
 from torch_dpflow.workers.import_server import StillImportingError
 from torch_dpflow.workers.platform import Imports, ProcessSpec
 
+HANG = "hangs", "holds", "stops", "blocks"
+
 def look(module, file):
     found = {"parent": os.getppid(), "has_module": module in sys.modules}
     Path(f"{file}.part").write_text(json.dumps(found))
@@ -53,7 +55,7 @@ if __name__ == "__main__":
         found(folder, ForkServerPlatform(preload=["torch"], timeouts_s=(60.0, 600.0), outlived=True), "hangs", "hangs")
     platform = ForkServerPlatform(preload=["torch"], timeouts_s=(60.0, 60.0), outlived=True)
     out = {}
-    for group, module in [("a", "good"), ("b", "good"), *((name, name) for name in sys.argv[2:] if name != "hangs")]:
+    for group, module in [("a", "good"), ("b", "good"), *((name, name) for name in sys.argv[2:] if name not in HANG)]:
         handles, out[group] = found(folder, platform, group, module)
         if group == "a":
             servers = list(platform._import_servers.values())
@@ -81,7 +83,8 @@ if __name__ == "__main__":
     forkserver.ForkServer.connect_to_new_process = changed
     _, out["changed"] = found(folder, platform, "changed", "json")
     hasty = ForkServerPlatform(timeouts_s=(60.0, 0.2), outlived=True)
-    _, out["hangs"] = found(folder, hasty, "hangs", "hangs")
+    for name in HANG:
+        _, out[name] = found(folder, hasty, name, name)
     hasty.close()
     platform.close()
     end_fork_server()
@@ -94,6 +97,9 @@ MODULES = {
     "exits": "raise SystemExit(3)",
     "ends": "import os; os._exit(3)",
     "starts": "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
+    "holds": "import ctypes; ctypes.PyDLL(None).sleep(600)  # keeps the interpreter's lock",
+    "stops": "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
+    "blocks": "import signal, time; signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65)); time.sleep(600)",
     "hangs": "import os, time; open('hanging', 'a').write(f'{os.getpid()} '); time.sleep(600)",
 }
 
