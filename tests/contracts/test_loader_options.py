@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, RandomSampler
 
 from tests.loader_cases import Batched, Counted, Indices, Rows, assert_same, epochs, patiently
 from torch_dpflow.errors import LoaderTimeoutError, OptionError, OptionTypeError, WorkerError
@@ -177,15 +178,16 @@ def test_what_is_in_flight_grows_no_further_than_allowed(OurLoader: Any, growth:
 
 
 class Late(Counted):
-    """Sample 0 comes when it is let through; all are of a megabyte."""
+    """One sample comes when it is let through; all are of a megabyte."""
 
-    def __init__(self, size: int, log: str) -> None:
+    def __init__(self, size: int, log: str, late: int = 0) -> None:
         super().__init__(size, log)
+        self.late = late
         self.gate = multiprocessing.get_context("fork").Event()
 
     def __getitem__(self, index: int) -> Any:
         super().__getitem__(index)
-        if index == 0:
+        if index == self.late:
             self.gate.wait()
         return torch.full((1 << 18,), index)
 
@@ -210,6 +212,29 @@ def test_what_is_in_flight_does_not_grow_where_memory_is_short(
     assert begun == most
     dataset.gate.set()
     assert [int(sample[0]) for sample in patiently(iterator)] == list(range(30))
+
+
+@pytest.mark.parametrize(("batch_size", "most"), [(None, 30), (4, 25), (5, 26)])
+def test_growth_does_not_change_when_a_generator_of_the_training_loop_is_drawn_from(
+    OurLoader: Any, tmp_path: Any, batch_size: int | None, most: int
+) -> None:
+    def drawn(loader: type, **options: Any) -> list[float]:
+        log = tmp_path / loader.__name__
+        log.touch()
+        first = int(torch.randperm(30, generator=torch.Generator().manual_seed(1))[0])
+        dataset, generator = Late(30, str(log), late=first), torch.Generator().manual_seed(1)
+        sampler = RandomSampler(dataset, generator=generator)
+        options = {"batch_size": batch_size, "sampler": sampler, "num_workers": 2, "prefetch_factor": 1, **options}
+        iterator = iter(loader(dataset, **options))
+        begun = 0
+        while loader is not DataLoader and (begun < most or len(set(dataset.loaded())) > begun):
+            begun = len(set(dataset.loaded()))
+            with pytest.raises(LoaderTimeoutError):
+                next(iterator)
+        dataset.gate.set()
+        return [float(torch.rand((), generator=generator)) for _ in patiently(iterator)]
+
+    assert drawn(OurLoader, timeout=1, options=LoaderOptions(prefetch_growth=30)) == drawn(DataLoader)
 
 
 def test_what_is_in_flight_does_not_grow_before_a_batch_tells_its_size(OurLoader: Any, tmp_path: Any) -> None:

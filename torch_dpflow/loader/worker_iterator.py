@@ -183,8 +183,11 @@ class WorkerIterator(DeliveringIterator):
         #: workers would wait for the others. In between each worker has batches, and rows that wait behind a slow one
         #: would delay more of them.
         self._opened: tuple[int, float] = WINDOW * self._num_workers, math.inf
-        if grows and (end := settled_length(loader._index_sampler, progress.plan.end)):
-            self._opened = self._opened[0], end - self._num_workers
+        #: Batches before this position may be drawn earlier than in torch. To draw those after it may also draw from a
+        #: generator that the training loop uses too.
+        self._settled = settled_length(loader._index_sampler, progress.plan.end) if grows else math.inf
+        if grows and self._settled:
+            self._opened = self._opened[0], self._settled - self._num_workers
         # Before new workers copy the dataset.
         self._announcement = EpochAnnouncement(loader, progress.plan, self._max_in_flight)
         self._runtime.meter.begin_epoch()
@@ -300,11 +303,14 @@ class WorkerIterator(DeliveringIterator):
         If that fails, for example in the sampler, `head` stays the next batch.
         """
         self._in_flight.remove(head.position)
-        while self._planner.planned < self._goal and self._plan_one():
+        while self._planner.planned < self._goal and self._may_draw() and self._plan_one():
             pass
         if self._rotation is not None:
             head.stream = getattr(head.outcome, "stream", None)
             head.workers_after = self._rotation.order()
+
+    def _may_draw(self) -> bool:
+        return self._progress.plan.drawn < self._settled or len(self._in_flight) < self._usual
 
     def _end_stream(self, head: PlannedBatch) -> None:
         """Drop the batches of a worker whose iterable dataset has ended."""
@@ -343,8 +349,12 @@ class WorkerIterator(DeliveringIterator):
         until = time.monotonic() + self._timeout if self._timeout else math.inf
         while True:
             assert self._shard is not None
-            in_flight = len(self._in_flight)
-            if self._has_idle_worker and self._limit.may_grow(in_flight + 1, self._largest, self._max_in_flight):
+            more = len(self._in_flight) + 1
+            if (
+                self._has_idle_worker
+                and self._may_draw()
+                and self._limit.may_grow(more, self._largest, self._max_in_flight)
+            ):
                 # A worker is idle because the due batch is late: load more batches meanwhile.
                 self._plan_one()
             event = self._shard.wait(max(until - time.monotonic(), 0.0) if self._timeout else None)
