@@ -38,7 +38,7 @@ address_option = click.option(
 
 
 def connect(address: str) -> RpcClient:
-    """Return a client of the coordinator. Raises UsageError if neither it nor a node next to it listens."""
+    """Return a client of the coordinator. Raises UsageError if neither it nor its node listens."""
     cluster = find_cluster(address)
     if is_refused(cluster.address) and (not (node := _node_at(cluster.address)) or is_refused(node)):
         raise UsageError(f"nothing listens at {cluster.address}; is the cluster up? Start one by `dpflow up`")

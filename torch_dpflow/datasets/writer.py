@@ -54,7 +54,7 @@ _READ_THREADS = 16
 
 
 class DraftRecord(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-draft"):
-    """Source and settings of an import. An import is continued only if all of them are the same."""
+    """Source and settings of an import. An import is continued only with the same source and settings."""
 
     format: Literal[1]
     data: Location

@@ -31,10 +31,7 @@ def interrupted_draw() -> WorkerError:
 
 
 def next_undelivered(plan: Plan, progress: EpochProgress) -> tuple[int, Any]:
-    """Return (position, indices) of the next undelivered batch, without drawing it.
-
-    Raises StopIteration at the epoch's end.
-    """
+    """Return (position, indices) of the next undelivered batch, drawing nothing. Raises StopIteration at the end."""
     plan.forget(progress.position)
     position, index = plan.peek()
     while progress.was_delivered(position):

@@ -99,7 +99,7 @@ class RemoteShard(PrivateShard):
         self._limit.look(self._scheduler, self._clock())
 
     def _shut_down(self) -> None:
-        """Stop the workers and wait for those that have tasks; the platform ends the others."""
+        """Stop the workers and wait for workers that have tasks; the platform ends all other workers."""
         self._shard.stop_workers()
         self._remote.dismiss()
         deadline = time.monotonic() + self._grace_s

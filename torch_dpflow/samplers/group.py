@@ -67,7 +67,7 @@ class Member:
         self.drew += n
 
     def samples(self) -> CompactArray:
-        """Return the job's set of samples as an array, in the order given."""
+        """Return the job's set of samples as an int32 or int64 array, in the order given."""
         return np.arange(self.length) if self.indices is None else self.indices
 
     def order(self, epoch: int) -> Order:

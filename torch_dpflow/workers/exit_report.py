@@ -110,7 +110,7 @@ class _Start:
 
 
 def _importers() -> Iterator[str]:
-    """Return the names of the modules whose bodies run, the innermost first, without the program's own."""
+    """Return the names of the modules whose bodies run, the innermost first, without modules of the program."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "<module>" and (name := str(frame.f_globals.get("__name__"))) != "__main__":

@@ -79,10 +79,7 @@ class Requester(Protocol):
         """Return the current epoch's parameters for this worker, encoded; the shard does not read them."""
 
     def begun(self, worker: int, frame: memoryview) -> None:
-        """Handle the report that a worker's stream has begun.
-
-        Raises MessageError if workers of this kind have no stream.
-        """
+        """Handle the report that a worker's stream has begun. Raises MessageError for workers without streams."""
 
     def timed(self, worker: int, times: StageTimes) -> None:
         """Record how long a worker's latest loads took, by stage. Called before their results are delivered."""

@@ -44,10 +44,7 @@ class StreamItem:
         self._frames: Sequence[Frame] = ()
 
     def encode(self) -> StreamItem:
-        """Return the item with its value encoded.
-
-        Raises NotPicklableError, which names the part that cannot be pickled.
-        """
+        """Return the item, encoded. Raises NotPicklableError, which names the part that cannot be pickled."""
         if type(self._value) not in _PLAIN:
             self._table, self._frames = encode(self._value, name="item")
         return self

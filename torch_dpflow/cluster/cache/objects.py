@@ -160,7 +160,7 @@ class CacheEntry:
 
     @property
     def is_spare(self) -> bool:
-        """Whether the entry's value may be dropped and loaded again: it was not served, and no request waits for it."""
+        """Whether the entry's value may be dropped and loaded again: no request has received it, and none waits."""
         return self.ready and bool(self.tickets) and not self.served and not self.requests
 
     def attach(self, reader: CacheReader, ticket: Ticket) -> None:
@@ -240,7 +240,7 @@ class FetchRequest:
 
     @property
     def first(self) -> CacheEntry:
-        """Entry of the request's first ticket; all its tickets refer to the same table."""
+        """Entry of the request's first ticket; the entries of all its tickets are in one table."""
         return self.job.wants[self.tickets[0]]
 
 

@@ -258,10 +258,7 @@ class _Saved:
 
 
 def check_resumable(state: dict[str, Any], replicas: int) -> None:
-    """Check that this number of ranks can resume the state, as far as the state itself shows.
-
-    Raises StateError if they cannot.
-    """
+    """Raise StateError if the state itself shows that this number of ranks cannot resume it."""
     is_joined = "ranks" in state
     parts = state["ranks"] if is_joined else [state]
     first = parts[0] if isinstance(parts, list) and parts and isinstance(parts[0], dict) else {}

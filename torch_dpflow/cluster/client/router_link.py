@@ -145,10 +145,7 @@ class RouterLink:
             self._attempt(lambda: self._announce(self._connected()))
 
     def draw(self, count: int, given_up: StopSignal) -> IndexArray:
-        """Return the epoch's next samples, at most `count`; empty at the end.
-
-        Raises PeerLostError once `given_up` is set.
-        """
+        """Return up to `count` next samples, none at the epoch's end. Raises PeerLostError once `given_up` is set."""
         with self._lock:
             epoch = self._epoch
             assert epoch is not None

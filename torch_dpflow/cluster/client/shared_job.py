@@ -142,8 +142,8 @@ class SharedJob:
     def traverse(self, epoch: int, *, done: dict[str, Any] | None = None, draw_seed: int | None = None) -> EpochReader:
         """Read an epoch in the order that the flow's router draws: each sample once, every order equally likely.
 
-        If the job has several ranks, each waits for the others before its first batch, unless none of them has begun. A
-        rank also waits if it resumes from a state that differs from the router's record of it. There is no time limit.
+        If the job has several ranks, a rank waits for all other ranks before its first batch, unless no rank has begun.
+        It also waits if it resumes from a state that differs from the router's record of it. There is no time limit.
 
         done: result of `state` in a run with any number of ranks; samples that were delivered by then are not read
             again.
@@ -171,7 +171,7 @@ class SharedJob:
         """Read the batches of `plan`, in its order.
 
         order: the samples of all batches, if they are known now; shards' caches then keep the samples that are read
-            next. If the dataset is a `Subset`, these are places in it, as in the plan.
+            next. If the dataset is a `Subset`, the numbers are places in the `Subset`, as in the plan.
         draw_seed: with `epoch`, the seed of the random draws; None: the job's seed.
         passed: called for each delivered batch with its number, counted from 0, and its number of samples. It is called
             before the next batch is delivered, or by the reader's `note_delivered`; after an interrupt perhaps twice.

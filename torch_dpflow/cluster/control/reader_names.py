@@ -21,7 +21,7 @@ LEAVING_S = 3.0
 
 
 class Rivals(dict[int, float]):
-    """Processes that request what another process holds: time of the first request, by the process's random number."""
+    """Requests for what another process holds: the time of each process's first request, by its random number."""
 
     def refuse(self, rival: int, renewed: float, now: float, *, busy: str, final: str) -> NoReturn:
         """Refuse a request.

@@ -145,10 +145,7 @@ def _draft(path: Path, connection: ConnectionFile) -> Iterator[tuple[Path, int]]
 
 
 def _lock_leftover(path: Path) -> int | None:
-    """Lock the file that a killed cluster has left; return None if there is none.
-
-    Raises the errors of `check_vacant`.
-    """
+    """Lock the file that a killed cluster has left; return None without one. Raises the errors of `check_vacant`."""
     while path.exists():
         try:
             found = read_connection_file(path, advice="remove it if it belonged to a cluster")

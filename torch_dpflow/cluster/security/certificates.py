@@ -93,7 +93,7 @@ def read_certificates(authority: Sequence[Path], client: Sequence[Path], server:
     authority: certificates of the authority.
     client, server: a certificate with its intermediate certificates and its key, in one or more files.
 
-    Raises OptionError if a file cannot be read, or as `check_certificates`.
+    Raises OptionError if a file cannot be read, or `check_certificates` refuses a certificate.
     """
     found = ClusterCertificates(
         authority=_pem("authority", authority), client=_pem("client", client), server=_pem("server", server)

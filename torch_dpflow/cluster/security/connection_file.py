@@ -216,7 +216,7 @@ LONGEST_SOCKET_PATH = 107
 
 
 def default_connection_file() -> Path:
-    """Return the path to which `dpflow up` writes the connection file, in a folder that containers have too."""
+    """Return the path to which `dpflow up` writes the connection file, in a folder that exists in containers too."""
     folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     return Path(folder) / f"dpflow-connection-{os.getuid()}.json"
 

@@ -336,10 +336,7 @@ class Coordinator:
         return LATER
 
     def _free_capacity_for(self, flow: Flow) -> None:
-        """Stop unread flows until this flow fits the cluster's limits.
-
-        Raises OverloadedError if the flow has to wait.
-        """
+        """Stop unread flows until this flow fits the cluster's limits. Raises OverloadedError if it has to wait."""
         most = self._limits.flows
         if most is not None and not self._has_observed:
             raise OverloadedError("the coordinator has just started and does not know yet what runs; retry")

@@ -290,10 +290,7 @@ class Node:
         return Result(HeartbeatReply(True, self._supervisor.settings_of(sent.id)))
 
     def _on_coordinator(self, sent: Heartbeat) -> None:
-        """Call `ready` once the first coordinator serves.
-
-        Raises StateError if the coordinator cannot use its state store.
-        """
+        """Call `ready` once the first coordinator serves. Raises StateError if that cannot use its state store."""
         waits_for = sent.status.get(WAITING)
         if self._ready is None or waits_for == "":
             return

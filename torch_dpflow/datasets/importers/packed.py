@@ -90,7 +90,7 @@ class PackedImporter(ShardImporter):
 
     @classmethod
     def finds(cls, files: SourceFiles) -> bool:
-        """Return whether a directory, or the first directory in it, has files with names of this format."""
+        """Return whether a directory, or its first subdirectory, contains files with names of this format."""
         if not files.is_directory or _INDEX not in files.names:
             return False
         if not any(map(cls.names.fullmatch, files.names)) and files.folders:

@@ -101,8 +101,8 @@ class ObjectReader:
         If no read of the batch succeeds for `deadline_s`, the reads that have not begun fail too.
 
         Args:
-            views: whether ranges of local files may be views of one read, which keep its memory: for callers that copy
-                the bytes.
+            views: whether ranges of local files may be views of the memory of one read, for callers that copy the
+                bytes.
         """
         return _ReadBatch(self._opened.get(), spans, self.options).read(views)
 

@@ -215,10 +215,10 @@ class Failure(Body, tag=12):
 
 
 class Inquiry(Body, tag=13):
-    """Client to server.
+    """Client to server: question whether these calls still run.
 
-    Do these calls still run? The server answers `Missing` for each call that does not. A reply in transit arrives
-    before that, because messages keep their order.
+    The server answers `Missing` for each call that does not run. A reply in transit arrives before `Missing`, because
+    messages keep their order.
     """
 
     calls: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]

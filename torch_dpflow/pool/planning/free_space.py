@@ -1,4 +1,4 @@
-"""Free bytes of one block of memory. Pure; the memory's owner copies the bytes. Nothing moves, unlike in the patent."""
+"""Free bytes of one block of memory. Pure; the memory's owner copies the bytes. Unlike in the patent, nothing moves."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ class PoolReader:
         return [*found]
 
     def _mapped(self, records: Sequence[int], *, copy: bool) -> list[Any]:
-        """Return each record of completely loaded, mapped stripes; None for the others."""
+        """Return each record of completely loaded, mapped stripes; None for all other records."""
         if self._table is None:
             return [None] * len(records)
         ready, size, found = self._ready, self._table.per_stripe, []

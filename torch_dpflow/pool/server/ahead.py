@@ -192,7 +192,7 @@ class AheadReading:
             return memoryview(self._memory)[offset : offset + length]
 
     def confirm(self, connection: str, records: Sequence[int]) -> None:
-        """Confirm copies, and free their places. Raises UsageError for a place that the connection was not given."""
+        """Confirm that copies are valid, and free their places. Raises UsageError for a place not lent to it."""
         with self._changed:
             lent = self._lent.get(connection, {})
             if missing := [one for one in records if one not in lent]:

@@ -70,8 +70,9 @@ class DataReader:
         """Return records of one dataset, or parts of records; None for each record that must be read from storage.
 
         owners: the server of each record, tcp://HOST:PORT.
-        copy: False returns large records as read-only memoryviews, whose memory is reused once they are gone. A record
-            with a `buffer` is returned as a view of it; if None is returned, the buffer may have been partly written.
+        copy: False returns large records as read-only memoryviews, whose memory is reused once no view is left. A
+            record with a `buffer` is returned as a view of it; if None is returned, the buffer may have been partly
+            written.
         """
         connections = [self._connection(owner) for owner in {*owners}]
         is_on_host = all(connection is not None and connection.is_on_host for connection in connections)

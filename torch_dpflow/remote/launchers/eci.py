@@ -85,10 +85,7 @@ class ContainerGroups(AlibabaClient):
                 return
 
     def delete(self, id: str) -> None:
-        """End a group: it is signalled, and killed after its grace period.
-
-        Raises MissingError if there is no such group.
-        """
+        """End a group: signal it, and kill it after its grace period. Raises MissingError if it does not exist."""
         request = self.package.models.DeleteContainerGroupRequest(region_id=self.region, container_group_id=id)
         self.call(f"{id} cannot be removed", "delete_container_group", request)
 

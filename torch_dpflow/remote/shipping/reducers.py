@@ -104,7 +104,7 @@ def with_class_bodies(function: types.FunctionType, reduced: Any) -> Any:
 
 
 def in_place_of_name(obj: Any, dispatch_table: Mapping[type, Any]) -> Any:
-    """Return an object's reduction by its own method, or by its attributes if the method returns a script's name.
+    """Return an object's reduction by its own method; by its attributes if that returns a name in the script.
 
     Functions under cachetools, and new types, are reduced to their names. Returns NotImplemented for objects without
     their own method.
