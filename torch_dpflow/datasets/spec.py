@@ -306,7 +306,7 @@ def data_url(dataset_url: str, root: str, path: str) -> str:
 
 
 def url_below(url: str, path: str) -> str:
-    """Return the URL of `path` below `url`, or `path` if it is a URL. Raises DamagedStoreError if it leads out of it."""
+    """Return the URL of `path` below `url`, or `path` if it is a URL. Raises DamagedStoreError if it leads out."""
     if "://" in path:
         return path
     if path.startswith("/") or (".." in path and ".." in path.split("/")):

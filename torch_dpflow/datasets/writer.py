@@ -65,7 +65,7 @@ class DraftRecord(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="
 
 
 class ImportedShard(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-draft-shard"):
-    """Record that one shard is written."""
+    """Record of one shard that is written."""
 
     format: Literal[1]
     shard: WholeNumber
@@ -74,7 +74,7 @@ class ImportedShard(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag
 
 
 class ImportedVariant(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-draft-done"):
-    """Record that a whole variant is written."""
+    """Record of a whole variant that is written."""
 
     format: Literal[1]
     variant: Variant
