@@ -190,8 +190,8 @@ class ALSD(LookaheadPolicy):
     - any other (S_uk): estimated by eq. 3-3
 
     A job without a lookahead is assumed to read all `keys` keys once in an epoch, in an unknown order. Samples that it
-    has read are evicted before the others, the oldest load first. For one job, this gives as many hits as if nothing
-    was ever replaced. If `keys` is not known either, the oldest load is evicted first.
+    has read are evicted before the others, the oldest load first. For one job, this gives the same number of hits as
+    never replacing a sample. If `keys` is not known either, the oldest load is evicted first.
 
     Amortised, an access costs O(log n); when a job begins an epoch or leaves, O(resident keys).
 

@@ -52,7 +52,7 @@ class ParquetBlocks:
             self.schema = self._parquet.schema_arrow
 
     def counts(self) -> list[int]:
-        """Return the rows of each block. Raises SourceError for files that were joined."""
+        """Return the number of rows of each block. Raises SourceError for files that were joined."""
         with errors_of(self._file):
             metadata = self._parquet.metadata
             self._check_begins_once(metadata)
@@ -125,7 +125,7 @@ class ArrowBlocks:
             self.schema = self._arrow.schema
 
     def counts(self) -> list[int]:
-        """Return the rows of each block. Raises SourceError for files that were joined."""
+        """Return the number of rows of each block. Raises SourceError for files that were joined."""
         with errors_of(self._file):
             if self._batches is not None:
                 self._check_end_of_stream()
@@ -197,7 +197,7 @@ class RemoteArrowBlocks:
             self.schema = self._stream(b"").schema
 
     def counts(self) -> list[int]:
-        """Return the rows of each block from the metadata before it."""
+        """Return the number of rows of each block, from the metadata before it."""
         with errors_of(self._file):
             spans = [(start, start + metadata) for start, metadata, _ in self._messages]
             return [_rows_of(data) for data in self._read(*spans)]

@@ -1,11 +1,11 @@
 """Support for accelerate, Fabric, Lightning and Ray Train, which then keep a loader's class, options and state.
 
 accelerate makes a new loader of torch's class, with torch's arguments, from the given loader, and has no hook. The two
-functions that do so are wrapped when accelerate is imported. Its wrapper and Fabric's count epochs from 0 and set them,
-so they count from the loaded state. Lightning sets the epoch of a sampler after it has begun a resumed iteration. If a
-state is at the end of an epoch, it goes on to the next epoch. For data without a length Lightning reads a batch ahead,
-as Ray Train's wrapper does; a saved position must not count that batch. `docs/howto/libraries.md` lists the ways for
-Ray Train and Ignite.
+functions that do so are wrapped when accelerate is imported. The wrappers of accelerate and Fabric count epochs from 0
+and set them; here they count from the loaded state. Lightning sets the epoch of a sampler after it has begun a resumed
+iteration. If a state is at the end of an epoch, it goes on to the next epoch. For data without a length Lightning reads
+a batch ahead, as Ray Train's wrapper does; a saved position must not count that batch. `docs/howto/libraries.md` lists
+the ways for Ray Train and Ignite.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ class LoaderTrace:
         self._ends[TRAINING] = left
 
     def loaded(self, worker: int | None, batch: int, times: StageTimes, arrived: float) -> None:
-        """Add a batch that a worker has loaded, or the training process if `worker` is None. It ends at `arrived`."""
+        """Add a batch that a worker has loaded, or if `worker` is None this process. Its load ended at `arrived`."""
         track = TRAINING if worker is None else worker + 1
         self._track(track)
         total = sum(times.stages.values())

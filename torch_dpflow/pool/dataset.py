@@ -50,7 +50,7 @@ class PoolSamples:
 
     @property
     def hits(self) -> int:
-        """Samples that this process has read from memory."""
+        """Number of samples that this process has read from memory."""
         return self._reading.get().hits
 
     @property
@@ -136,7 +136,7 @@ class PooledDataset(DatasetReader):
 
     @property
     def hits(self) -> int:
-        """Samples that this process has read from memory."""
+        """Number of samples that this process has read from memory."""
         return self._pool.hits
 
     @property

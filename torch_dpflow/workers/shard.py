@@ -68,7 +68,7 @@ class Requester(Protocol):
         """Return why the sender of this handshake is not, or no longer, a worker of the shard; empty if it is."""
 
     def admitted(self, handshake: WorkerHandshake, *, shares_memory: bool) -> None:
-        """Handle the admission of a worker. It may replace a worker whose end was not noticed.
+        """Handle the admission of a worker. The new worker may replace a worker whose end was not noticed.
 
         shares_memory: whether its shared memory can be read here.
 

@@ -362,7 +362,7 @@ def is_tag(state: str) -> bool:
 def is_settled(state: str) -> bool:
     """Return whether a later write to the object will certainly change its state, given the recorded state.
 
-    A modification time has a resolution of a second, so an object that is written twice within a second keeps it.
+    A modification time has a resolution of a second, so two writes within a second give an object the same time.
     """
     tag, date = _parts(state)
     return tag[:1] == '"' or (bool(date) and time.time() - parsedate_to_datetime(date).timestamp() > _SETTLED_S)

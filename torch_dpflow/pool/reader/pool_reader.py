@@ -70,7 +70,7 @@ class PoolReader:
     def announce(self, plan: str, keys: Order, spread: int, extends: bool) -> None:
         """Announce to the server the order in which records will be read, if that is useful.
 
-        keys: called at most once.
+        keys: returns the numbers of the records, in order; called at most once.
         spread, extends: as in `lookahead.announce_order`.
         """
         with self._lock, self._from_storage():

@@ -200,7 +200,7 @@ class KnownDataset:
         )
 
     def is_forgotten(self, now: float) -> bool:
-        """Return whether to forget the dataset, because it was refused: the next request then begins again."""
+        """Return whether the dataset was refused, and is to be forgotten, so that the next request begins again."""
         return self.refusal is not None and now - self.refused_at > _REFUSAL_S
 
     def instruction(self, stripes: list[int]) -> DatasetPart:

@@ -176,7 +176,7 @@ class TLSAuthenticator:
 
 
 class HMACAuthenticator:
-    """Plain bytes, after both sides have proved by HMAC that they hold the cluster's key.
+    """Authentication by HMAC: both sides prove that they hold the cluster's key, then send plain bytes.
 
     Methods raise OSError and DPFlowError.
     """

@@ -43,8 +43,8 @@ class ReceiveMemory:
 
     Fresh memory costs a page fault per 4 KiB, which takes longer than receiving into it.
 
-    max_bytes: memory that is reused, lent or not. Memory beyond this limit is not reused. Once that much was lent
-        beyond the limit, all blocks are dropped, as record sizes may have changed.
+    max_bytes: maximum bytes of all blocks that are reused. Blocks beyond this limit are not reused. Once `max_bytes`
+    more were lent, all blocks are dropped, because record sizes may have changed.
     """
 
     def __init__(self, max_bytes: int = _MAX_REUSED_BYTES) -> None:

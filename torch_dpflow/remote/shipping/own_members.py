@@ -70,7 +70,7 @@ def members_of(
 ) -> Iterator[tuple[str, ModuleMember]]:
     """Yield (path, member) for a module's variables, and for the parts of its functions and classes.
 
-    settled: settled functions, by path, each of which is yielded as one member.
+    settled: functions known to equal the file's definitions, by path; each is yielded as one member.
     """
     if not isinstance(module, types.ModuleType):  # an object in the place of the module
         yield "", ModuleMember(module, None, "object")

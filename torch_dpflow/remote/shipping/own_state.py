@@ -87,7 +87,7 @@ def set_members(
 ) -> dict[str, dict[str, tuple[PartNode, Any]]]:
     """Return the members of loaded modules, with values, that do not provably equal the files' definitions.
 
-    settled: settled functions of each module from an earlier call; this call updates them.
+    settled: the `Settled` of each module from an earlier call; this call updates them.
     """
     found, members = {}, dict[str, ModuleMembers]()
     for name in sorted(modules & sys.modules.keys()):
