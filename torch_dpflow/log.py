@@ -66,10 +66,10 @@ class LogOptions:
 
 
 class StructuredFormatter(logging.Formatter):
-    """One line for each record: time, level, logger, `SUBJECTS`, the process's fields, the text.
+    """Formatter that writes one line per record: time, level, logger, `SUBJECTS`, the process's fields, the text.
 
-    If a record does not name a subject, the process's own is written; without one, `-` in text, null in JSON. Values
-    are quoted where needed, so that a peer's text cannot start a line or field.
+    If a record does not name a subject, that of the process is written. If the process has none either, `-` is written
+    in text, null in JSON. Values are quoted where needed, so that a peer's text cannot start a line or field.
 
     Args:
         fields: fields for all lines of the process: any of `SUBJECTS`, and others.

@@ -26,8 +26,8 @@ from torch_dpflow.lookahead import Keys
 class RankedPolicy(Policy):
     """Policy that evicts the key of the greatest distance; among equals, the oldest load.
 
-    Offered keys compete too, so a key of a greater distance than all resident ones is not kept. Keys offered
-    together are admitted together before anything is evicted.
+    Offered keys compete too, so a key of a greater distance than all resident keys is not kept. Keys offered together
+    are admitted together before anything is evicted.
 
     Args:
         ranking: computes the distances.

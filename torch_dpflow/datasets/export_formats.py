@@ -75,8 +75,8 @@ class FileFormat:
         """Observe a sample's fields. Called for all samples, before the first file.
 
         Args:
-            fields: the annotations. For a sample from WebDataset: the key and all members but the main one, as text, or
-                as empty bytes for members that are not text.
+            fields: the annotations. For a sample from WebDataset: the key and all members except the main member, as
+                text; a member that is not text as empty bytes.
 
         Raises SourceError, which names the sample, if the format cannot hold them.
         """

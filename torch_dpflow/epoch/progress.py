@@ -68,7 +68,7 @@ class LoaderShape:
         self._counted = None if now == self._epoch else now
 
     def generators(self, generator: torch.Generator | None) -> list[str]:
-        """Return the states of the samplers' generators, without the loader's generator. Iterating may make more."""
+        """Return the states of the samplers' generators (not of the loader's); some exist only after iterating."""
         return [*map(encode_generator, sampler_generators(self._index_sampler, self._sampler, generator))]
 
     def length(self) -> int | None:

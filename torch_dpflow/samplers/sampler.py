@@ -57,8 +57,8 @@ class DynaGCSSampler(EpochSampler[int]):
         batch_size: samples that a rank takes at once; used in a group, where None draws 64 at a time.
         num_replicas: number of ranks; by default torch.distributed's, if it is initialised, else 1.
         rank: this rank; by default torch.distributed's, if it is initialised, else 0.
-        ranks: a 1-D DeviceMesh, such as `mesh["dp"]`, or a process group: `num_replicas` and `rank` are
-            this process's there. Its peers in other dimensions read the same samples.
+        ranks: a 1-D DeviceMesh, such as `mesh["dp"]`, or a process group, which defines `num_replicas` and `rank`.
+            Peers in other dimensions of the mesh read the same samples.
         shuffle: False reads the indices in the order given; not in a group.
         seed: determines the order; in a group together with the job's name. Seeds of one group may be equal.
         drop_last: leave out the last samples that do not divide evenly among the ranks, instead of repeating

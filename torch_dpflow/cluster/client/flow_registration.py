@@ -249,7 +249,7 @@ def content_of(
 
 
 def changes(now: FlowContent, then: FlowContent) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the changes of a content: (those in the dataset's own state, those in everything else), each by path."""
+    """Return (changes of the dataset's own state, all other changes) of a content, each by path."""
     names = dict.fromkeys([*now.labels, *then.labels])
     own = {name: "other" for name in names if now.labels.get(name) != then.labels.get(name)}
     found = differences(now.identity.parts, then.identity.parts, then.identity.ignore)

@@ -155,7 +155,7 @@ class ContentFiles:
 
 
 def check_piece(piece: ContentPiece, frames: Sequence[memoryview]) -> None:
-    """Raise UsageError unless the size of the content and of this piece of it are allowed."""
+    """Raise UsageError unless the sizes of the content and of the piece are allowed."""
     if piece.size > MAX_CONTENT_BYTES:
         raise UsageError(f"the content of a flow has {piece.size} bytes; {MAX_CONTENT_BYTES} are allowed")
     if len(frames) != 1 or not 1 <= frames[0].nbytes <= CONTENT_PIECE_BYTES:

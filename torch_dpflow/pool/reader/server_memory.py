@@ -250,7 +250,7 @@ def receive_ahead(data_reader: DataReader, server: str, number: int, there: Sequ
 
 
 class AheadReader:
-    """Reader of the records that a server reads ahead, by the order that it announces. One call at a time.
+    """Reader of records that a server reads ahead, in the order that the reader announces. One call at a time.
 
     silence_s: seconds without a sample, after which the other samples are read from storage.
     """
