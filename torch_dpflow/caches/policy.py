@@ -132,7 +132,7 @@ class Policy(ABC):
         """Drop the records of a job that left. An unknown job is ignored."""
 
     def access_many(self, keys: Keys, job: Job) -> Mask:
-        """Record that `job` reads `keys`, in order; returns a mask, of the shape of `keys`, of the resident keys.
+        """Record that `job` reads `keys`, in order; returns which are resident, as a bool array of the shape of `keys`.
 
         Raises OptionError for a key that is not allowed.
         """

@@ -154,7 +154,7 @@ class MixtureSampler(EpochSampler[int]):
         return {**super()._identity(), "sources": self.lengths}
 
     def _checked_rest(self, states: Sequence[dict[str, Any]], at: RankPosition) -> None:
-        """Also refuse a state of a run whose weights differed before it; weights of later phases may differ."""
+        """Refuse also a state of a run whose weights differed before it; weights of later phases may differ."""
         super()._checked_rest(states, at)
         for state in states:
             drawn = restored_number("drawn", state.get("drawn"))

@@ -132,7 +132,7 @@ class _ProcessName(str):
 
 
 def _run(spec: ProcessSpec, owner: int, by_kernel: bool, is_fork: bool) -> None:
-    """Main function of a process: make it end when process `owner` does, then run the target."""
+    """Run the target as the main function of a process, which ends when process `owner` does."""
     # Else the first full collection would visit everything imported, or copy all inherited pages.
     gc.freeze()
     if is_fork:  # the user's handlers are for their process: one may save a checkpoint, another wakes its event loop

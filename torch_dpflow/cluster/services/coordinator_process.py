@@ -58,7 +58,7 @@ IDLE_POLL_S, LOADING_POLL_S = 0.5, 0.02
 
 
 def run(service: ServiceSpec) -> None:
-    """Main function of a process that runs a coordinator."""
+    """Run a coordinator: the main function of its process."""
     arguments = msgpack_decoder(CoordinatorArguments).decode(service.arguments)
     server = RpcServer(service.listen(arguments.address))
     nodes: list[JoinedNodes] = []

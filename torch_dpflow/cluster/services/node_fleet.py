@@ -152,7 +152,7 @@ class PlatformNodes:
 
 
 def run(service: ServiceSpec) -> None:
-    """Main function of a process that runs a provisioner of nodes."""
+    """Run a provisioner of nodes: the main function of its process."""
     heartbeats = HeartbeatSender(service, "")
     nodes = PlatformNodes(service, cast(NodePlatform, service.platform))
     while True:

@@ -66,7 +66,7 @@ class ClusterObserver:
 
 
 def run(service: ServiceSpec) -> None:
-    """Main function of a process that serves the live page."""
+    """Serve the live page: the main function of its process."""
     from torch_dpflow.cluster.monitoring.page_server import PageServer  # needs an extra
 
     place = msgpack_decoder(PagePlace).decode(service.arguments)

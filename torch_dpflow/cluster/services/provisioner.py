@@ -302,7 +302,7 @@ class Provisioner:
 
 
 def run(service: ServiceSpec) -> None:
-    """Main function of a process that runs a provisioner."""
+    """Run a provisioner: the main function of its process."""
     assert service.place.worker_platform is not None
     assert service.platform is not None
     server = RpcServer(service.listen(service.place.provisioner_address), options=ServerOptions(shared_bytes=0))

@@ -417,7 +417,7 @@ class Router:
 
 
 def run(service: ServiceSpec) -> None:
-    """Main function of a process that runs a router."""
+    """Run a router: the main function of its process."""
     decoder = msgpack_decoder(RouterSettings)
     spec = msgpack_decoder(FlowSpec).decode(service.arguments)
     server = RpcServer(service.listen())

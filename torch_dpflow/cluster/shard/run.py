@@ -145,7 +145,7 @@ class WorkerWatch:
 
 
 def run(service: ServiceSpec) -> None:
-    """Main function of a process that runs a shard."""
+    """Run a shard: the main function of its process."""
     if service.place.worker_platform is not None:
         _run_with_platform(service, service.place.worker_platform)
         return

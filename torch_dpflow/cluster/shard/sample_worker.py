@@ -178,7 +178,7 @@ def _processor_time() -> dict[str, float]:
 
 
 def run(service: ServiceSpec) -> None:
-    """Main function of a process that runs a worker until it ends."""
+    """Run a worker until it ends: the main function of its process."""
     arguments = msgpack_decoder(WorkerArguments).decode(service.arguments)
     heartbeats = HeartbeatSender(service, "", figures=_processor_time, stuck_s=float("inf"))
     address = locate(service.place, arguments.shard)

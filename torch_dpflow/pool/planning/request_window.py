@@ -111,7 +111,7 @@ class MeasuredWindow(FixedWindow):
         self._settling, self._came, self._records, self._held, self._seconds = self.size(), 0, 0, 0.0, 0.0
 
     def size(self) -> int:
-        """Number of bytes that may be requested and not received."""
+        """Return the number of bytes that may be requested and not received."""
         return min(max(self._size, MIN_WINDOW, self._longest), max(MAX_WINDOW, self._longest))
 
     def grant(self, lengths: Sequence[int], now: float) -> int:

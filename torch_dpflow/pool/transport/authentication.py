@@ -143,7 +143,7 @@ class TLSAuthenticator:
             self._context = client_context(keys.certificates)
 
     def accept(self, connection: socket.socket) -> Handshake[socket.socket]:
-        """Server: authenticate the client; return the connection to use."""
+        """Authenticate the client of this server; return the connection to use."""
         if (yield from _when_ready(partial(connection.recv, 1, socket.MSG_PEEK))) != _HANDSHAKE:
             _refuse(connection)
             raise MessageError("a client that does not speak TLS")
@@ -158,7 +158,7 @@ class TLSAuthenticator:
         return admitted
 
     def connect(self, connection: socket.socket) -> Stream:
-        """Client: authenticate both sides; return the connection to use."""
+        """Authenticate this client and the server; return the connection to use."""
         try:
             return TLSStream(connection, self._context, SERVER_NAME)
         except ssl.SSLCertVerificationError as error:

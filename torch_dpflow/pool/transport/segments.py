@@ -74,12 +74,12 @@ class PoolSegment:
         return (self.memory if copy else self._view)[offset : offset + length]
 
     def write(self, stripe: int, number: int, content: bytes) -> None:
-        """Server: write a record to its place."""
+        """Write a record to its place. Server only."""
         offset, length = self.place(stripe, number)
         self.memory[offset : offset + length] = content
 
     def copy_from(self, fd: int, start: int, stripe: int, number: int) -> int:
-        """Server: copy a record from a file that `check_pushed` has accepted to its offset; return its bytes."""
+        """Copy a record from a file that `check_pushed` has accepted to its offset; return its bytes. Server only."""
         offset, length = self.place(stripe, number)
         copied = os.preadv(fd, [memoryview(self.memory)[offset : offset + length]], start)
         assert copied == length
@@ -92,13 +92,13 @@ class PoolSegment:
         return None if state == _MAGIC[0] else state
 
     def share(self) -> PoolSegment:
-        """Server: share the memory with another dataset. Raises OSError if no descriptor is free."""
+        """Share the memory with another dataset. Raises OSError if no descriptor is free. Server only."""
         other = PoolSegment(os.dup(self.fd), self.memory, self._owners)
         self._owners[0] += 1
         return other
 
     def retire(self, why: int) -> None:
-        """Server: report to readers that the dataset was dropped, unless another dataset shares the memory."""
+        """Report to readers that the dataset was dropped, unless another one shares the memory. Server only."""
         if self._owners[0] == 1:
             self.memory[0] = why
 

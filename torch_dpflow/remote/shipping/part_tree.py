@@ -89,7 +89,7 @@ def digests_of(objects: Iterable[Any]) -> Generator[Any, PartNode, list[bytes]]:
 
 
 def parts_of(named: Mapping[str, Any]) -> Generator[Any, PartNode, dict[str, PartNode]]:
-    """Generator that yields each object, receives its part by `send`, and returns the parts by name."""
+    """Yield each object, receive its part by `send`, and return the parts by name."""
     named = dict(sorted(named.items()))
     found: dict[str, PartNode] = {}
     for name, value in named.items():
