@@ -1,4 +1,4 @@
-"""UDR, the unified dataset reader, as a torch dataset: of bytes and annotations, and of decoded samples."""
+"""UDR, the unified dataset reader, as torch datasets: one of bytes and annotations, one of decoded samples."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ class ShardedIterableDataset(IterableDataset[Any]):
     contains the position in each shard, so a different number of workers or ranks can read the remaining epoch. The
     batches then differ, because each worker fills its own batches.
 
-    Give at least as many shards as there are workers in all ranks; further workers read nothing. Ranks read the same
-    number of samples only if their shards have the same number.
+    Give at least as many shards as there are workers in all ranks; further workers read nothing. Ranks read equal
+    numbers of samples only if their shards contain equal numbers.
 
     Args:
         num_shards: number of shards.

@@ -97,7 +97,7 @@ def _first_repeated(array: IndexArray) -> int | None:
 
 
 def mark(marks: NDArray[np.uint8], samples: CompactArray) -> None:
-    """Set the bits of these samples, the most significant bit of a byte first."""
+    """Set the bits of these samples in a bitmap, the most significant bit of a byte first."""
     np.bitwise_or.at(marks, samples >> 3, (128 >> (samples & 7)).astype(np.uint8))
 
 

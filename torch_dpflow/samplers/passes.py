@@ -42,7 +42,7 @@ class GlobalBatches:
 
     Args:
         batch_size: samples for each rank.
-        position: samples, of all ranks, that were drawn before; the group's epoch was started with them.
+        position: number of samples, of all ranks, that were drawn before; the group's epoch was started with them.
         first: the attribute `first` of the pass that drew these samples; it fills up an uneven end.
     """
 

@@ -5,7 +5,8 @@ digest instead of `done` while its order follows from seed and epoch. With the s
 with "shared-log" until the job first reads a sample that another job has loaded.
 
 - `done`: samples that were delivered to this rank.
-- `together`: samples that all ranks had read when each had read as many samples as this one, by the router's answer.
+- `together`: samples that all ranks had read when each rank had read the same number as this rank, by the router's
+  answer.
 - `earlier`: samples that had been read when the unread samples were divided among the present ranks.
 
 A run with the same number of ranks resumes each rank from its own `done`. With a different number of ranks, or if ranks

@@ -294,7 +294,7 @@ def explain(obj: Any, error: Exception, *, name: str) -> NotPicklableError:
 def explain_loading(
     loads: Mapping[str, Any], error: Exception, *, dump: Callable[[Any], object], workers: str
 ) -> NotPicklableError:
-    """Return the error for the named objects `loads`, which workers load and for which `dump` raised `error`."""
+    """Return the error for objects that workers load, given by name in `loads`, of which `dump` raised `error`."""
     for name, obj in loads.items():
         failure = _failure_of(obj, dump)
         if failure is not None:
