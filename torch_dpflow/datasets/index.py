@@ -371,7 +371,7 @@ class Index:
         return Rows(data, firsts, bases, self.root, given_urls or {}, self._damaged)
 
     def lost(self, span: ByteRange, error: DPFlowError) -> DPFlowError:
-        """Return the error of a sample that cannot be read. Remove its part if it is a damaged copy in a pack.
+        """Return the error of a sample that cannot be read. For a damaged copy in a pack, remove its part of the index.
 
         The pack stays, because other samples in it may be whole. The next opening writes the part and the pack again.
         """
