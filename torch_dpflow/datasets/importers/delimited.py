@@ -13,6 +13,8 @@ from torch_dpflow.errors import SourceError
 
 #: Maximum characters of a cell. Python's own limit, 128 KiB, is too small for outlines and transcripts.
 _MAX_CELL = 2**24
+#: What to do with a file in another encoding, or a binary one.
+_CONVERT = "convert it from its encoding, which the command `file` prints, as in iconv -f UTF-16 -t UTF-8 or -f LATIN1"
 #: A line end as Python's file objects have it.
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,7}$")
@@ -43,6 +45,8 @@ class DelimitedRows:
         header = next(self._cells(), None)
         if header is None:
             raise SourceError(f"{name} cannot be read: it is empty; give a header with the names of the columns")
+        if any("\0" in cell for cell in header):  # valid in UTF-8, and half of the bytes of a text in UTF-16
+            raise self._unreadable(f"its header has NUL characters; {_CONVERT}")
         check_names(header, name)
         self.header = header
         self._delimiter = delimiter
@@ -85,8 +89,7 @@ class DelimitedRows:
                 cells = next(self._reader, None)
             except UnicodeDecodeError as error:
                 raise self._unreadable(
-                    f"it is no UTF-8 text ({error.reason}: {error.object[error.start : error.start + 4]!r}); convert "
-                    "the file, as in iconv -f LATIN1 -t UTF-8"
+                    f"it is no UTF-8 text ({error.reason}: {error.object[error.start : error.start + 4]!r}); {_CONVERT}"
                 ) from error
             except csv.Error as error:
                 raise self._unreadable(

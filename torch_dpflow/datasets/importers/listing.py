@@ -250,8 +250,8 @@ def _taken(row: dict[str, Any], column: str) -> Any:
 #: Rows whose distinct cells are matched at a time.
 _ROWS = 4096
 #: Spellings of a missing value, those of pandas and Arrow. In a column of texts they are texts.
-_MISSING = frozenset(["", "NULL", "null", "NA", "#NA", "N/A", "n/a", "#N/A", "#N/A N/A", "NaN", "nan"]).union(
-    ["-NaN", "-nan", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"]
+_MISSING = frozenset(["", "NULL", "null", "NA", "#NA", "N/A", "n/a", "#N/A", "#N/A N/A", "None", "NaN", "nan"]).union(
+    ["-NaN", "-nan", "<NA>", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"]
 )
 _BOOLEANS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 #: Integers that JSON readers can hold. Longer ones are mostly identifiers, and stay texts.
@@ -307,9 +307,9 @@ class ColumnTypes:
 
 
 def _kind_of(cell: str, may_be_padded: bool) -> _Kind:
-    if cell in _MISSING:
-        return "missing"
     stripped = cell.strip()
+    if stripped in _MISSING:
+        return "missing"
     if (_PADDED_INTEGER if may_be_padded else _INTEGER).fullmatch(stripped):
         value = int(stripped)
         return "small integer" if abs(value) <= _EXACT else "integer" if value in _INTEGERS else "text"
@@ -332,11 +332,11 @@ def _converter(found: frozenset[_Kind]) -> Callable[[str], Any]:
     if not kinds and found:
         return str
     if kinds <= {"small integer", "integer"}:
-        return lambda cell: None if cell in _MISSING else int(cell)
+        return lambda cell: None if (text := cell.strip()) in _MISSING else int(text)
     if "number" in kinds and kinds <= {"small integer", "number", "exponent"}:
-        return lambda cell: None if cell in _MISSING else float(cell)
+        return lambda cell: None if (text := cell.strip()) in _MISSING else float(text)
     if kinds == {"boolean"}:
-        return lambda cell: None if cell in _MISSING else _BOOLEANS[cell.strip()]
+        return lambda cell: None if (text := cell.strip()) in _MISSING else _BOOLEANS[text]
     if kinds == {"time"}:
-        return lambda cell: None if cell in _MISSING else cell
+        return lambda cell: None if cell.strip() in _MISSING else cell
     return str
