@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from tests.new_process import run_interpreter
 from torch_dpflow.workers.platform import End
 from torch_dpflow.workers.process_control import oom_kills
 
@@ -35,3 +39,56 @@ def test_a_kernel_without_counts_has_killed_none(tmp_path: Path) -> None:
 def test_an_end_for_lack_of_memory_says_so() -> None:
     assert "memory ran out" in str(End(signal=9, is_short_of_memory=True))
     assert "memory ran out" not in str(End(signal=9))
+
+
+#: Enters a control group, starts a process there that takes more memory than the group has, and prints how it ended.
+PROGRAM = """
+import multiprocessing, os, select, sys
+from pathlib import Path
+from torch_dpflow.workers.local_platform import LocalPlatform
+from torch_dpflow.workers.platform import ProcessSpec
+
+def take_memory():
+    taken = []
+    while True:
+        taken.append(b"1" * 2**20)
+
+if __name__ == "__main__":
+    Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+    platform = LocalPlatform(multiprocessing.get_context("fork"))
+    platform.launch(ProcessSpec(name="greedy", incarnation=0, target=take_memory))
+    while not (ended := platform.take_ended()):
+        select.select([platform.wakeup_fd], [], [])
+    print(ended[0].describe())
+    platform.close()
+"""
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group with 128 MiB of memory and no swap."""
+    for top, limits in (
+        (Path("/sys/fs/cgroup"), ("memory.max", "memory.swap.max")),
+        (Path("/sys/fs/cgroup/memory"), ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")),
+    ):
+        group = top / f"dpflow-test-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            if (group / limits[0]).exists():
+                (group / limits[0]).write_text(str(128 * 2**20))
+                with suppress(OSError):  # a kernel without swap has no such limit
+                    (group / limits[1]).write_text("0" if limits[1] == "memory.swap.max" else str(128 * 2**20))
+                yield group
+                return
+        finally:
+            group.rmdir()
+    pytest.skip("no control group with a limit of memory can be made here")
+
+
+def test_a_worker_that_the_kernel_kills_for_lack_of_memory_is_reported_so(small_group: Path) -> None:
+    done = run_interpreter(PROGRAM, str(small_group))
+    assert "was ended by SIGKILL" in done.stdout, done.stderr
+    assert "memory ran out" in done.stdout
