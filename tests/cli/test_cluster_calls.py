@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -52,3 +53,16 @@ def test_a_coordinator_that_never_starts_says_why(
     monkeypatch.setattr(cluster_views, "READY_S", 0.3)
     with pytest.raises(UsageError, match="the coordinator is starting"):
         cluster_views.ask(starting(float("inf")), "flows", int)
+
+
+def test_an_address_in_a_directory_that_is_closed_to_this_user_is_refused_as_such(tmp_path: Path) -> None:
+    user = os.geteuid()
+    tmp_path.chmod(0)
+    try:
+        if user == 0:  # which may enter all directories
+            os.seteuid(65534)
+        with pytest.raises(UsageError, match="Permission denied; a cluster is for the user who started it"):
+            cluster_views.connect(f"ipc://{tmp_path}/coordinator")
+    finally:
+        os.seteuid(user)
+        tmp_path.chmod(0o700)

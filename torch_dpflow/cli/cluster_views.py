@@ -38,9 +38,18 @@ address_option = click.option(
 
 
 def connect(address: str) -> RpcClient:
-    """Return a client of the coordinator. Raises UsageError if neither it nor its node listens."""
+    """Return a client of the coordinator.
+
+    Raises UsageError if neither it nor its node listens, or this user may not connect.
+    """
     cluster = find_cluster(address)
-    if is_refused(cluster.address) and (not (node := _node_at(cluster.address)) or is_refused(node)):
+    try:
+        is_down = is_refused(cluster.address) and (not (node := _node_at(cluster.address)) or is_refused(node))
+    except PermissionError as error:
+        raise UsageError(
+            f"{cluster.address}: {error.strerror}; a cluster is for the user who started it. Run this as that user"
+        ) from error
+    if is_down:
         raise UsageError(f"nothing listens at {cluster.address}; is the cluster up? Start one by `dpflow up`")
     return cluster.connect(timeout_s=ANSWER_S)
 

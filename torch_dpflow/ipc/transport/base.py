@@ -234,7 +234,10 @@ def check_frames(frames: Sequence[Frame], options: TransportOptions) -> None:
 
 
 def is_refused(address: str) -> bool:
-    """Return whether nothing listens at `address`, by the kernel's answer; a `Connection` would try again."""
+    """Return whether nothing listens at `address`, by the kernel's answer; a `Connection` would try again.
+
+    Raises PermissionError if this user may not connect.
+    """
     parts = urlsplit(address)
     try:
         if parts.scheme == "tcp":
@@ -243,6 +246,8 @@ def is_refused(address: str) -> bool:
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.settimeout(PROBE_S)
                 probe.connect(address.removeprefix("ipc://"))
+    except PermissionError:
+        raise
     except OSError as error:
         return isinstance(error, (ConnectionRefusedError, FileNotFoundError))
     return False
