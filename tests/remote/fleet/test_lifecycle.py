@@ -67,6 +67,19 @@ def test_a_worker_that_is_connected_and_never_ready_is_replaced() -> None:
     assert starts(machine.tick(101.0 + READY_S)) == [named(0, 2)]
 
 
+@pytest.mark.parametrize("has_been_ready", [False, True])
+def test_the_first_worker_that_hangs_at_an_import_ends_the_fleet_unless_another_was_ready(has_been_ready: bool) -> None:
+    machine = fleet()
+    machine.target(2, 0.0)
+    if has_been_ready:
+        come(machine, named(0, 1), 0.0)
+    machine.arrived(named(1, 2), "", 0.0)
+    machine.workers[-1].importing = "it was importing unfit"
+    told, reason = machine.tick(READY_S), f"it has not become ready within {READY_S:g} s; it was importing unfit"
+    assert only(RejectWorker, told) == [RejectWorker(named(1, 2), reason)]
+    assert [one.text for one in only(Fail, told)] == ([] if has_been_ready else [reason])
+
+
 def test_a_worker_lives_from_its_start_to_its_end() -> None:
     machine = fleet(lifetime_s=100.0)
     assert machine.target(1, 0.0) == [StartWorker(named(0, 1), 0, 1, 100.0)]

@@ -92,7 +92,7 @@ class Fleet:
         self._incarnation = 0
         self._target = 0
         self._workers: dict[str, FleetWorker] = {}
-        self._has_arrived = False
+        self._has_arrived = self._has_been_ready = False
         self._unfit: Counter[str] = Counter()
         self._out: list[FleetInstruction] = []
         #: How long all workers that have ended have run together, seconds.
@@ -173,7 +173,7 @@ class Fleet:
         """Handle a worker that has loaded its content and can work."""
         worker = self._workers.get(name)
         if worker is not None:
-            worker.ready = True
+            worker.ready = self._has_been_ready = True
             if worker.state is WorkerState.ON_DECK:
                 worker.due = math.inf
 
@@ -295,7 +295,10 @@ class Fleet:
                 self._leave(worker, now)  # the platform may report its end
             elif worker.state is WorkerState.ON_DECK:
                 imports = f"; {worker.importing}" if worker.importing else ""
-                self._note_unfit(worker, f"it has not become ready within {READY_S:g} s{imports}", now)
+                reason = f"it has not become ready within {READY_S:g} s{imports}"
+                self._note_unfit(worker, reason, now)
+                if imports and not self._has_been_ready:  # the next one would hang too, for as long
+                    self._fail(reason)
             elif worker.state is WorkerState.STOPPING:
                 self._remove(worker, now)
             else:
