@@ -40,7 +40,7 @@ def exit_report(path: str) -> Iterator[None]:
 
 
 def has_started() -> None:
-    """Clear the report: this process's worker has started, and what it imports later is no reason for its end."""
+    """Clear the report: the worker has started, so its later imports are not reported as the reason of its end."""
     global _starting
     if _starting is not None:
         started, _starting = _starting, None

@@ -132,7 +132,7 @@ class History(msgspec.Struct, kw_only=True):
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """Update of the page: everything, or, if `whole` is False, the changes since the previous update."""
+    """Update of the page: everything if `whole` is True, else the changes since the previous update."""
 
     number: int
     whole: bool
