@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch_dpflow.samplers.budget import BudgetBatchSampler
     from torch_dpflow.samplers.group import Draw, SamplingGroup
     from torch_dpflow.samplers.mixture import MixtureSampler, Phase
-    from torch_dpflow.samplers.passes import GlobalBatches, RankShares
+    from torch_dpflow.samplers.passes import RankShares
     from torch_dpflow.samplers.sampler import DynaGCSSampler
     from torch_dpflow.samplers.strategy_registry import STRATEGIES, sampling_group
 
@@ -18,7 +18,6 @@ __all__ = [
     "BudgetBatchSampler",
     "Draw",
     "DynaGCSSampler",
-    "GlobalBatches",
     "MixtureSampler",
     "Phase",
     "RankShares",
@@ -34,7 +33,7 @@ __getattr__, __dir__ = lazy_names(
         "budget": ["BudgetBatchSampler"],
         "mixture": ["MixtureSampler", "Phase"],
         "group": ["Draw", "SamplingGroup"],
-        "passes": ["GlobalBatches", "RankShares"],
+        "passes": ["RankShares"],
         "strategy_registry": ["STRATEGIES", "sampling_group"],
         "sampler": ["DynaGCSSampler"],
     },

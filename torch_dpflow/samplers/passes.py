@@ -37,54 +37,6 @@ class RankShares:
         return self.per_rank * self.replicas
 
 
-class GlobalBatches:
-    """The running epoch of a job of a group, as batches for all ranks of the job together.
-
-    Args:
-        batch_size: samples for each rank.
-        position: number of samples, of all ranks, that were drawn before; the group's epoch was started with them.
-        first: the attribute `first` of the pass that drew these samples; it fills up an uneven end.
-    """
-
-    def __init__(
-        self,
-        group: SamplingGroup,
-        job: str,
-        shares: RankShares,
-        batch_size: int,
-        *,
-        position: int = 0,
-        first: IndexArray = _NOTHING,
-    ) -> None:
-        self._group = group
-        self._job = job
-        self._shares = shares
-        self._batch_size = batch_size
-        #: Samples of the epoch that were drawn, including those that fill it up.
-        self.position = position
-        #: Its first samples, at most one for each rank.
-        self.first = first
-
-    def draw(self, now: float | None = None) -> IndexArray:
-        """Draw the next global batch, which divides evenly among the ranks; empty at the end of the epoch."""
-        size = min(self._batch_size * self._shares.replicas, self._shares.total - self.position)
-        if not size:
-            return _NOTHING
-        fresh = self._group.next(self._job, size, now) if self.position < self._shares.length else _NOTHING
-        if len(self.first) < self._shares.replicas:
-            self.first = np.concatenate([self.first, fresh])[: self._shares.replicas]
-        self.position += size
-        if len(fresh) == size:
-            return fresh
-        return np.concatenate([fresh, np.resize(self.first, size - len(fresh))])
-
-
-def rank_slice(batch: IndexArray, rank: int, replicas: int) -> IndexArray:
-    """Return a rank's part of a global batch: consecutive samples, rank 0's first."""
-    part = len(batch) // replicas
-    return batch[rank * part : (rank + 1) * part]
-
-
 class SharedPass:
     """One rank's iteration over the global batches that a group draws for an epoch.
 
@@ -104,10 +56,11 @@ class SharedPass:
         position: int = 0,
     ) -> None:
         self._epoch, self._group, self._job = epoch, group, job
-        self._rank, self._replicas, self._length = rank, shares.replicas, shares.per_rank
-        drawn, self._done, first, pending = _checked(state, group.size, rank)
+        self._rank, self._shares, self._batch_size = rank, shares, batch_size
+        #: Number of samples of all ranks that were drawn, including those that fill up the epoch; the samples that
+        #: earlier passes have drawn; and the epoch's first samples, at most one for each rank, which fill it up.
+        self._count, self._done, self._first, pending = _checked(state, group.size, rank)
         group.start_epoch(job, epoch, done=self._done)
-        self._batches = GlobalBatches(group, job, shares, batch_size, position=drawn, first=first)
         #: The position at which this rank's record begins, and its slices since then, in order.
         self._recorded_from = position
         self._record: list[IndexArray] = [pending]
@@ -127,12 +80,23 @@ class SharedPass:
             yield from part.tolist()
             if self._ended is not None:
                 raise UsageError(self._ended)
-            batch = self._batches.draw()
+            batch = self._draw()
             if not len(batch):
                 return
-            part = rank_slice(batch, self._rank, self._replicas)
+            length = len(batch) // self._shares.replicas
+            part = batch[self._rank * length : (self._rank + 1) * length]
             self._drawn.append(batch)
             self._record.append(part)
+
+    def _draw(self) -> IndexArray:
+        """Draw the next global batch, which divides evenly among the ranks; empty at the end of the epoch."""
+        shares = self._shares
+        size = min(self._batch_size * shares.replicas, shares.total - self._count)
+        fresh = self._group.next(self._job, size) if size and self._count < shares.length else _NOTHING
+        if len(self._first) < shares.replicas:
+            self._first = np.concatenate([self._first, fresh])[: shares.replicas]
+        self._count += size
+        return fresh if len(fresh) == size else np.concatenate([fresh, np.resize(self._first, size - len(fresh))])
 
     def shared_state(self, consumed: int) -> dict[str, Any] | None:
         """Return the samples that the job has drawn, and the drawn samples that this rank has not consumed.
@@ -150,9 +114,9 @@ class SharedPass:
             return None
         return {
             "rank": self._rank,
-            "drawn": self._batches.position,
+            "drawn": self._count,
             "done": _encode(drawn, self._group.size),
-            "head": self._batches.first.tolist(),
+            "head": self._first.tolist(),
             "pending": record[consumed - self._recorded_from :].tolist(),
         }
 
@@ -161,8 +125,8 @@ class SharedPass:
 
         A rank's slice of a global batch is not known before the batch is drawn.
         """
-        if self._replicas > 1:
-            return Lookahead(epoch=self._epoch, length=self._length, position=position)
+        if self._shares.replicas > 1:
+            return Lookahead(epoch=self._epoch, length=self._shares.per_rank, position=position)
         ahead = self._group.lookahead(self._job)
         pending = np.concatenate(self._record)[position - self._recorded_from :]
         return replace(ahead, position=ahead.position - len(pending), certain=np.concatenate([pending, ahead.certain]))
