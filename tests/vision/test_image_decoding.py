@@ -28,8 +28,6 @@ from torch_dpflow.vision import (
     DecodeCenterCrop,
     DecodeRandomResizedCrop,
     collate_channels_last,
-    decode_center_crop,
-    decode_random_resized_crop,
     encoded,
     load_rgb,
     random_resized_crop_params,
@@ -174,7 +172,7 @@ def test_other_files_give_what_pillow_gives(decoder: str, tmp_path: Path) -> Non
         path.write_bytes(data)
         for source in (data, bytearray(data), memoryview(data), path, str(path)):
             assert np.array_equal(load_rgb(source).permute(1, 2, 0).numpy(), by_pillow(data)), name
-        crop = decode_center_crop(data, 20, 24)
+        crop = DecodeCenterCrop(20, 24)(data)
         assert off(crop, transforms.CenterCrop(20)(transforms.Resize(24)(Image.fromarray(by_pillow(data))))) < 0.5
 
 
@@ -183,7 +181,7 @@ def test_values_that_pillow_would_clip_are_refused(decoder: str, dtype: Any, kin
     values = np.arange(1200) / (1200 if dtype is np.float32 else 1)
     data = encode(Image.fromarray(values.astype(dtype).reshape(30, 40)), kind)
     assert by_pillow(data).max() in (0, 255)  # clipped
-    for decode in (load_rgb, lambda source: decode_center_crop(source, 20, 24)):
+    for decode in (load_rgb, DecodeCenterCrop(20, 24)):
         with pytest.raises(ValueError, match=r"its values, 0 to .* do not fit the 8 bits of RGB"):
             decode(data)
 
@@ -242,7 +240,7 @@ def test_whatever_a_decoder_raises_is_left_to_pillow(
     data = encode(photograph(64, 48))
     monkeypatch.setattr(simplejpeg, function, failing(error))
     assert np.array_equal(load_rgb(data).permute(1, 2, 0).numpy(), by_pillow(data))
-    assert decode_random_resized_crop(data, 8).shape == (3, 8, 8)
+    assert DecodeRandomResizedCrop(8)(data).shape == (3, 8, 8)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +326,7 @@ def test_random_crops_are_torchvision_s_within_the_tolerance(kind: str, decoder:
         data = jpeg(photograph(width, height, number), kind)
         for size in (64, (96, 48)):
             torch.manual_seed(number)
-            ours = decode_random_resized_crop(data, size)
+            ours = DecodeRandomResizedCrop(size)(data)
             torch.manual_seed(number)
             theirs = transforms.RandomResizedCrop(size)(Image.open(io.BytesIO(data)).convert("RGB"))
             assert ours.permute(1, 2, 0).is_contiguous()
@@ -342,7 +340,7 @@ def test_crops_of_larger_images_differ_by_less_than_one(kind: str, decoder: str)
         data = jpeg(photograph(640, 640, seed), kind)
         image = Image.open(io.BytesIO(data)).convert("RGB")
         torch.manual_seed(seed)
-        ours = decode_random_resized_crop(data, size, scale=(0.5, 1.0))
+        ours = DecodeRandomResizedCrop(size, scale=(0.5, 1.0))(data)
         torch.manual_seed(seed)
         assert off(ours, transforms.RandomResizedCrop(size, scale=(0.5, 1.0))(image)) < 1
     assert encoded.open_image(data).unevenness == {"4:2:2": 2, "4:4:0": 2, "4:1:1": 4, "4:4:1": 4}.get(kind, 1)
@@ -358,11 +356,11 @@ def test_larger_images_are_decoded_smaller_and_differ_little(decoder: str) -> No
     ]
     for seed, size in enumerate((200, 128, 64, 40)):
         torch.manual_seed(seed)
-        ours = decode_random_resized_crop(data, size, scale=(0.5, 1.0))
+        ours = DecodeRandomResizedCrop(size, scale=(0.5, 1.0))(data)
         torch.manual_seed(seed)
         assert off(ours, transforms.RandomResizedCrop(size, scale=(0.5, 1.0))(image)) < TOLERANCE
         theirs = transforms.CenterCrop(size)(transforms.Resize(size + 16)(image))
-        assert off(decode_center_crop(data, size, size + 16), theirs) < TOLERANCE
+        assert off(DecodeCenterCrop(size, size + 16)(data), theirs) < TOLERANCE
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])

@@ -15,9 +15,6 @@ from torch_dpflow.vision.crops import (
     DecodeCenterCrop,
     DecodedImages,
     DecodeRandomResizedCrop,
-    decode_center_crop,
-    decode_random_resized_crop,
-    decode_random_resized_crops,
     random_resized_crop_params,
 )
 from torch_dpflow.vision.encoded import DECODER, load_rgb
@@ -28,9 +25,6 @@ __all__ = [
     "DecodeRandomResizedCrop",
     "DecodedImages",
     "collate_channels_last",
-    "decode_center_crop",
-    "decode_random_resized_crop",
-    "decode_random_resized_crops",
     "load_rgb",
     "random_resized_crop_params",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias, get_args
@@ -100,87 +100,18 @@ def random_resized_crop_params(height: int, width: int, scale: Range = SCALE, ra
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def decode_random_resized_crop(
-    source: Source,
-    size: Size,
-    scale: Range = SCALE,
-    ratio: Range = RATIO,
-    interpolation: Interpolation = "bilinear",
-) -> torch.Tensor:
-    """Decode a random part of an image and resize it, with antialiasing: uint8 RGB, (3, height, width).
-
-    The channels of a pixel are next to each other in memory, as from `load_rgb`. The draws from torch's generator are
-    those of torchvision's `RandomResizedCrop`. Rows below the crop are not decoded, and JPEGs much larger than the
-    output are decoded at a half, a quarter or an eighth of their size.
-
-    Args:
-        source: the path of a file, or its bytes.
-        size: size of the output: a side in pixels, or (height, width).
-        scale, ratio: as in `random_resized_crop_params`.
-
-    Raises:
-        The errors of `load_rgb`.
-    """
-    crop = _empty(1, _pair(size))
-    with stage("decode"), closing(open_image(source)) as image:
-        box = random_resized_crop_params(image.height, image.width, scale, ratio)
-        _crop_into(crop, [image], [box], interpolation)
-    return crop[0]
-
-
-def decode_random_resized_crops(
-    sources: Sequence[Source],
-    size: Size,
-    scale: Range = SCALE,
-    ratio: Range = RATIO,
-    interpolation: Interpolation = "bilinear",
-    *,
-    lend: Lend | None = None,
-) -> torch.Tensor:
-    """Decode random parts of several images: uint8 RGB, (images, 3, height, width), in `torch.channels_last`.
-
-    The crops are the same as if `decode_random_resized_crop` were called for one image after the other. This takes less
-    processor time: all files are read and all boxes drawn before the first image is decoded, so the decoder's pixels do
-    not evict that code from the processor's caches.
-
-    Args:
-        sources, size, scale, ratio: as in `decode_random_resized_crop`.
-        lend: function that returns memory of the given size for the result, or None; None: allocate new memory.
-    """
-    crops = _empty(len(sources), _pair(size), lend)
-    for first in range(0, len(sources), _GROUP):
-        with stage("decode"), ExitStack() as stack:
-            group = []
-            for source in sources[first : first + _GROUP]:
-                group.append(open_image(source))
-                stack.callback(group[-1].close)
-            boxes = [random_resized_crop_params(one.height, one.width, scale, ratio) for one in group]
-            _crop_into(crops[first : first + len(group)], group, boxes, interpolation)
-    return crops
-
-
-def decode_center_crop(
-    source: Source, size: Size, resize: int, interpolation: Interpolation = "bilinear"
-) -> torch.Tensor:
-    """Decode an image, resize its shorter side to `resize` and cut out the centre: uint8 RGB, (3, height, width).
-
-    Like torchvision's `Resize(resize)` and `CenterCrop(size)`. `resize` must be at least `size`. Raises the errors of
-    `load_rgb`.
-    """
-    with stage("decode"):
-        image = open_image(source)
-        whole = _resized_size(image, resize)
-        resized = _empty(1, whole)
-        _crop_into(resized, [image], [(0, 0, image.height, image.width)], interpolation)
-    height, width = _pair(size)
-    top, left = round((whole[0] - height) / 2), round((whole[1] - width) / 2)
-    part = resized[0, :, top : top + height, left : left + width]
-    return part.permute(1, 2, 0).contiguous().permute(2, 0, 1)
-
-
 @dataclass(frozen=True)
 class DecodeRandomResizedCrop:
-    """`decode_random_resized_crop` as a callable: a `loader` for ImageFolder, or the function of a flow's stage.
+    """Decoder of a random part of an image, resized: a `loader` for ImageFolder, or the function of a flow's stage.
+
+    The result is uint8 RGB, (3, height, width), resized with antialiasing. The channels of a pixel are next to each
+    other in memory, as from `load_rgb`. The draws from torch's generator are those of torchvision's
+    `RandomResizedCrop`. Rows below the crop are not decoded, and JPEGs much larger than the output are decoded at a
+    half, a quarter or an eighth of their size.
+
+    Args:
+        size: size of the output: a side in pixels, or (height, width).
+        scale, ratio: as in `random_resized_crop_params`.
 
     Raises:
         OptionError, OptionTypeError: an argument is not allowed.
@@ -198,15 +129,38 @@ class DecodeRandomResizedCrop:
         _check_interpolation(self.interpolation)
 
     def __call__(self, source: Source) -> torch.Tensor:
-        return decode_random_resized_crop(source, self.size, self.scale, self.ratio, self.interpolation)
+        """Decode a crop of one image: the path of a file, or its bytes. Raises the errors of `load_rgb`."""
+        return self.batch([source])[0]
 
     def batch(self, sources: Sequence[Source], *, lend: Lend | None = None) -> torch.Tensor:
-        return decode_random_resized_crops(sources, self.size, self.scale, self.ratio, self.interpolation, lend=lend)
+        """Decode the same crops of several images: (images, 3, height, width), in `torch.channels_last`.
+
+        This takes less processor time: all files are read and all boxes drawn before the first image is decoded, so the
+        decoder's pixels do not evict that code from the processor's caches.
+
+        lend: function that returns memory of the given size for the result, or None; None: allocate new memory.
+        """
+        crops = _empty(len(sources), _pair(self.size), lend)
+        for first in range(0, len(sources), _GROUP):
+            with stage("decode"), ExitStack() as stack:
+                group = []
+                for source in sources[first : first + _GROUP]:
+                    group.append(open_image(source))
+                    stack.callback(group[-1].close)
+                boxes = [random_resized_crop_params(one.height, one.width, self.scale, self.ratio) for one in group]
+                _crop_into(crops[first : first + len(group)], group, boxes, self.interpolation)
+        return crops
 
 
 @dataclass(frozen=True)
 class DecodeCenterCrop:
-    """`decode_center_crop` as a callable: a `loader` for ImageFolder, or the function of a flow's stage.
+    """Decoder of the centre of an image whose shorter side is resized; used like `DecodeRandomResizedCrop`.
+
+    The result is uint8 RGB, (3, height, width), as from torchvision's `Resize(resize)` and `CenterCrop(size)`.
+
+    Args:
+        size: as in `DecodeRandomResizedCrop`.
+        resize: pixels of the shorter side; at least `size`.
 
     Raises:
         OptionError, OptionTypeError: an argument is not allowed.
@@ -222,7 +176,17 @@ class DecodeCenterCrop:
         _check_interpolation(self.interpolation)
 
     def __call__(self, source: Source) -> torch.Tensor:
-        return decode_center_crop(source, self.size, self.resize, self.interpolation)
+        """Decode the crop of an image: the path of a file, or its bytes. Raises the errors of `load_rgb`."""
+        with stage("decode"):
+            image = open_image(source)
+            shorter = min(image.height, image.width)
+            whole = int(self.resize * image.height / shorter), int(self.resize * image.width / shorter)
+            resized = _empty(1, whole)
+            _crop_into(resized, [image], [(0, 0, image.height, image.width)], self.interpolation)
+        height, width = _pair(self.size)
+        top, left = round((whole[0] - height) / 2), round((whole[1] - width) / 2)
+        part = resized[0, :, top : top + height, left : left + width]
+        return part.permute(1, 2, 0).contiguous().permute(2, 0, 1)
 
 
 @lru_cache(maxsize=16)
@@ -299,12 +263,6 @@ def _reduction(times: float, unevenness: int | None) -> int:
         return 1
     # The decoder reduces colours along both sides equally, also along one where they are subsampled already.
     return next((k for k in (8, 4, 2) if times >= _GAP * unevenness * k), 1)
-
-
-def _resized_size(image: EncodedImage, shorter: int) -> tuple[int, int]:
-    if image.width <= image.height:
-        return int(shorter * image.height / image.width), shorter
-    return shorter, int(shorter * image.width / image.height)
 
 
 def _pair(size: Size) -> tuple[int, int]:
