@@ -31,7 +31,6 @@ def launch_spec(**fields: Any) -> LaunchSpec:
         "server_public": "s" * 40,
         "public": "p" * 40,
         "secret": SECRET,
-        "start_within_s": 60.0,
         "lifetime_s": None,
         "silence_s": 30.0,
     }

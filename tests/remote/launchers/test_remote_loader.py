@@ -351,7 +351,6 @@ def test_a_worker_that_is_refused_while_it_imports_torch_ends_and_says_why_if_th
         server_public=public.decode(),
         public=own_public.decode(),
         secret=own_secret.decode(),
-        start_within_s=PATIENCE_S,
         lifetime_s=None,
         silence_s=PATIENCE_S,
     )

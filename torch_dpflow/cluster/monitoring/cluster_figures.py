@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -13,6 +14,7 @@ from torch_dpflow.cluster.control.flow_registry import FlowState
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.node import ProcessView, by_flow
 
+T = TypeVar("T")
 #: Little is shared if at least this many samples were served and this share of them was loaded for it.
 MIN_SERVED, LITTLE = 100, 0.9
 
@@ -207,7 +209,7 @@ def _shard_row(instance: str, view: ProcessView, own: Sequence[ProcessView]) -> 
     return ShardRow(
         flow=instance,
         shard=view.id.rpartition("/")[2],
-        figures=ShardFigures(**counts, times=_times_of(view.status)),
+        figures=ShardFigures(**counts, times=figure_of(view.status, "times", StageTimes)),
         restarts=view.restarts,
         worker_restarts=sum(one.restarts for one in workers),
     )
@@ -228,11 +230,11 @@ def _sum(figures: Sequence[ShardFigures]) -> ShardFigures:
     return ShardFigures(**counts, times=total_of([one.times for one in figures]))
 
 
-def _times_of(status: dict[str, Any]) -> StageTimes:
-    try:
-        return converted(status.get("times", []), StageTimes)
-    except msgspec.ValidationError:
-        return StageTimes()  # a figure for display: one of a later release is not an error
+def figure_of(status: dict[str, Any], name: str, kind: type[T]) -> T:
+    """Return a figure in the status of a process; the empty one if there is none, or if it is of a later release."""
+    with suppress(msgspec.ValidationError):
+        return converted(status.get(name, []), kind)
+    return kind()
 
 
 def count_of(status: dict[str, Any], name: str) -> int:

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from torch_dpflow._core.decoding import converted
 from torch_dpflow.cluster.control.flow_registry import LITTLE_STALL
 from torch_dpflow.cluster.control.supervision import UP
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.node import ProcessView, instance_of
-from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, figures_of
+from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, figure_of, figures_of
 from torch_dpflow.ipc.messages.remote_worker import RemoteWorkerView
 
 #: Maximum jobs and processes on one page, which shows the number of the others.
@@ -174,15 +173,8 @@ def _rows_of(view: ProcessView) -> Iterator[ProcessRow]:
         restarts=view.restarts,
         ended=view.ended.partition("\n")[0],
     )
-    for worker in _remote_workers_of(view.status):
+    for worker in figure_of(view.status, "remote_workers", list[RemoteWorkerView]):
         yield ProcessRow(id=worker.name, flow=flow, role="worker", state=worker.state, where=worker.where)
-
-
-def _remote_workers_of(status: dict[str, Any]) -> list[RemoteWorkerView]:
-    try:
-        return converted(status.get("remote_workers", []), list[RemoteWorkerView])
-    except msgspec.ValidationError:
-        return []  # a figure for display: one of a later release is not an error
 
 
 class Limit(NamedTuple):

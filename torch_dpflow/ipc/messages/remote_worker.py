@@ -24,7 +24,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Launch spec of one remote worker: its role, and where it connects. JSON, because environments carry it.
 
     All times are durations from the worker's own start: no two clocks are compared. The spec contains no credentials
-    except its key. The key admits only this worker, and expires after `start_within_s` unless the worker has connected.
+    except its key. The key admits only this worker, and expires if the worker does not connect in time.
     """
 
     version: Literal[2] = 2
@@ -38,8 +38,6 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     server_public: Key
     public: Key
     secret: Key
-    #: How long after its start its key is accepted, seconds.
-    start_within_s: Seconds
     #: After how long it ends by itself, seconds; None: never.
     lifetime_s: Seconds | None
     #: After how long without a message it ends, seconds.

@@ -162,7 +162,6 @@ class WorkerListener:
                 server_public=self._keys.public.decode(),
                 public=public.decode(),
                 secret=secret.decode(),
-                start_within_s=within_s,
                 lifetime_s=lifetime_s,
                 silence_s=SILENCE_S,
             )

@@ -63,12 +63,11 @@ _CHECK = "`aws sts get-caller-identity` says whose they are"
 
 
 class AwsClient:
-    """Client of one of AWS's services. Thread-safe. No call is retried.
+    """Client of AWS Lambda. Thread-safe. No call is retried.
 
     After rejected credentials, boto3's client is created again and the credentials are looked up again.
 
     Args:
-        service: boto3's name of the service.
         region: AWS region; empty: the region in AWS's own settings.
         read_timeout_s: how long a call may take, seconds.
         connections: maximum number of calls at once.
@@ -79,13 +78,12 @@ class AwsClient:
         DeniedError: AWS's own settings name a profile that does not exist.
     """
 
-    def __init__(self, service: str, region: str, *, read_timeout_s: float, connections: int) -> None:
+    def __init__(self, region: str, *, read_timeout_s: float, connections: int) -> None:
         require("boto3", *REQUIRED)
         import boto3
         from botocore.config import Config
 
         self._boto3 = boto3
-        self._service = service
         self._region = region
         self._client_config = Config(
             connect_timeout=CONNECT_S,
@@ -129,7 +127,7 @@ class AwsClient:
         with self._lock:  # sessions are not thread-safe
             if self._client is None:
                 session = self._boto3.Session(region_name=self._region or None)
-                self._client = session.client(self._service, config=self._client_config)
+                self._client = session.client("lambda", config=self._client_config)
             return self._client
 
 

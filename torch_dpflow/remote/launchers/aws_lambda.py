@@ -236,7 +236,7 @@ class _HeldCall(threading.Thread):
 
 
 def _client(settings: Lambda) -> AwsClient:
-    return AwsClient("lambda", settings.region, read_timeout_s=MAX_INVOCATION_S + ANSWER_S, connections=MAX_HELD + 8)
+    return AwsClient(settings.region, read_timeout_s=MAX_INVOCATION_S + ANSWER_S, connections=MAX_HELD + 8)
 
 
 def _findings_of(result: Mapping[str, Any], settings: Lambda, region: str) -> list[Finding]:

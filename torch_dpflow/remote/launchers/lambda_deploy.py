@@ -89,7 +89,7 @@ def remove(settings: Lambda, *, dry_run: bool = False) -> Iterator[str]:
 
 
 def _client(settings: Lambda) -> AwsClient:
-    return AwsClient("lambda", settings.region, read_timeout_s=CALL_S, connections=1)
+    return AwsClient(settings.region, read_timeout_s=CALL_S, connections=1)
 
 
 def _place(client: AwsClient, settings: Lambda) -> str:
