@@ -315,9 +315,10 @@ def _object(
     return given_urls.get(url, url), state or None, int(size) if size else None
 
 
-#: Begin of a joined file: kind, its bytes, where the tables begin, parts, bytes of the description, CRC-32 of tables.
-HEAD = struct.Struct("<8sQQQII")
-KIND = b"DPFIDX3\n"
+#: Begin of a joined file: kind, its bytes, where the tables begin, parts, bytes of the description. A CRC-32 follows.
+_HEAD = struct.Struct("<8sQQQI")
+HEAD_BYTES = _HEAD.size + 4
+_KIND = b"DPFIDX4\n"
 #: Bytes that are copied at a time.
 _PIECE = 64 << 20
 
@@ -408,7 +409,7 @@ def _mapped(files: Files, name: str) -> mmap.mmap:
     path = joined_path(files, name)
     try:
         if local_path(files) is None and not os.path.exists(path):
-            size = HEAD.unpack(files.read(f"joined/{name}", 0, HEAD.size))[1]
+            size = _HEAD.unpack(files.read(f"joined/{name}", 0, _HEAD.size))[1]
             with written(path) as file:
                 for start in range(0, size, _PIECE):
                     file.write(files.read(f"joined/{name}", start, min(start + _PIECE, size)))
@@ -424,18 +425,38 @@ def _mapped(files: Files, name: str) -> mmap.mmap:
         raise StorageError(f"{path} cannot be written: {error}") from error
 
 
+def joined_head(size: int, at: int, parts: int, described: int, tables: bytes) -> bytes:
+    """Return the begin of a joined file. Its checksum covers itself and the tables."""
+    head = _HEAD.pack(_KIND, size, at, parts, described)
+    return head + zlib.crc32(tables, zlib.crc32(head)).to_bytes(4, "little")
+
+
+def _layout(data: mmap.mmap, name: str) -> tuple[int, int, int]:
+    """Return where the tables of a joined file begin, parts, bytes of the description. Raises DamagedStoreError."""
+    if len(data) >= HEAD_BYTES:
+        _, _, at, parts, described = _HEAD.unpack_from(data)
+        if data[:HEAD_BYTES] == joined_head(len(data), at, parts, described, data[at:]):
+            return at, parts, described
+    raise _damaged_index(name)
+
+
 def _tables(data: mmap.mmap, name: str) -> tuple[Sequence[int], Sequence[int], Description]:
     """Return first samples and offsets of the parts of a joined file, and its description. Raises DamagedStoreError."""
-    try:
-        kind, size, at, parts, described, crc = HEAD.unpack_from(data)
-        if (kind, size) == (KIND, len(data)) and zlib.crc32(data[at:]) == crc:
-            view = memoryview(data)
-            middle, stop = at + 8 * (parts + 1), at + 8 * (2 * parts + 1)
-            description = json_decoder(Description).decode(data[size - described :])
-            return view[at:middle].cast("q"), view[middle:stop].cast("q"), description
-    except (struct.error, msgspec.MsgspecError, TypeError):
-        pass
-    raise _damaged_index(name)
+    at, parts, described = _layout(data, name)
+    view = memoryview(data)
+    middle, stop = at + 8 * (parts + 1), at + 8 * (2 * parts + 1)
+    description = json_decoder(Description).decode(data[len(data) - described :])
+    return view[at:middle].cast("q"), view[middle:stop].cast("q"), description
+
+
+def keys_in(path: str) -> list[str]:
+    """Return the names of the parts of a joined file; none if another process has removed it, or it is damaged."""
+    with suppress(FileNotFoundError, DPFlowError):
+        data = map_file(path)
+        at, parts, described = _layout(data, path)
+        keys = data[at + 8 * (2 * parts + 1) : len(data) - described]
+        return [keys[first : first + 16].hex() for first in range(0, len(keys), 16)]
+    return []
 
 
 def _damaged_index(name: str) -> DamagedStoreError:

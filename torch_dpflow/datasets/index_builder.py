@@ -25,13 +25,14 @@ from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.shards import ShardImporter
 from torch_dpflow.datasets.index import (
-    HEAD,
-    KIND,
+    HEAD_BYTES,
     Description,
     Index,
     PartRows,
     index_directory,
+    joined_head,
     joined_path,
+    keys_in,
     local_path,
     map_file,
 )
@@ -43,9 +44,9 @@ from torch_dpflow.datasets.writer import ProgressCallback
 from torch_dpflow.errors import DamagedStoreError, SourceError, StorageError
 
 #: The number of what importers write into an index. A release that writes something else builds indexes again.
-_INDEX = 4
-#: Begin of a part's file: number of samples, CRC-32 of the rows.
-_PART = struct.Struct("<QI")
+_INDEX = 5
+#: Begin of a part's file: number of samples, CRC-32 of this number and the rows.
+_PART = struct.Struct("<8sI")
 #: Samples that are described at a time, parts that are read at a time, and attempts to join parts.
 _BATCH, _READ_THREADS, _ATTEMPTS = 1000, 8, 5
 #: Bytes up to which an index is uploaded in one request.
@@ -164,7 +165,8 @@ class _Builder:
         packs.flush()
         rows = part.encoded()
         key = key or sha256_of(rows)[:32]
-        self._put(f"parts/{self._folder}/{key}", _PART.pack(len(part), zlib.crc32(rows)) + rows)
+        count = len(part).to_bytes(8, "little")
+        self._put(f"parts/{self._folder}/{key}", _PART.pack(count, zlib.crc32(count + rows)) + rows)
         return key, len(part)
 
     def _put(self, path: str, content: Any) -> None:
@@ -201,10 +203,10 @@ class _Builder:
             content = self._files.read(path)
         except FileNotFoundError:
             return None
-        samples, crc = _PART.unpack_from(content) if len(content) >= _PART.size else (0, -1)
+        count, crc = _PART.unpack_from(content) if len(content) >= _PART.size else (b"", -1)
         rows = content[_PART.size :]
-        if zlib.crc32(rows) == crc:
-            return samples, rows
+        if zlib.crc32(count + rows) == crc:
+            return int.from_bytes(count, "little"), rows
         self._files.remove(path)
         return None
 
@@ -213,7 +215,7 @@ class _Builder:
         path = joined_path(self._files, name)
         counts, bases = [0], []
         with self._hints(), written(path) as file:
-            file.write(bytes(HEAD.size))
+            file.write(bytes(HEAD_BYTES))
             for samples, rows in self._parts(keys):
                 counts.append(samples)
                 bases.append(file.tell())
@@ -227,9 +229,9 @@ class _Builder:
             tables += b"".join(map(bytes.fromhex, keys)) + description
             at = file.tell()
             file.write(tables)
-            head = (KIND, file.tell(), at, len(bases), len(description), zlib.crc32(tables))
+            head = joined_head(file.tell(), at, len(bases), len(description), tables)
             file.seek(0)
-            file.write(HEAD.pack(*head))
+            file.write(head)
         if local_path(self._files) is None:
             joined = map_file(path)
             self._put(f"joined/{name}", joined[:] if len(joined) <= _PIECE else joined)
@@ -296,7 +298,7 @@ def _remove_unused(folder: str) -> None:
                 with suppress(OSError):
                     os.unlink(path)
             elif kind == "joined" and not path.endswith(UNFINISHED):
-                used |= {*_keys(path)}
+                used |= {*keys_in(path)}
     for kind in ("parts", "packs"):
         for group in _files(f"{folder}/{kind}"):
             for path in _files(group):
@@ -323,13 +325,3 @@ def _is_unused(path: str) -> bool:
         return time.time() - os.stat(path).st_mtime > _UNUSED_S
     except OSError:
         return False
-
-
-def _keys(path: str) -> list[str]:
-    """Return the names of the parts of a joined file; none if another process has removed it, or it is damaged."""
-    with suppress(OSError, struct.error), open(path, "rb") as file:
-        _, size, at, parts, described, _ = HEAD.unpack(file.read(HEAD.size))
-        file.seek(at + 8 * (2 * parts + 1))
-        keys = file.read(size - described - file.tell())
-        return [keys[first : first + 16].hex() for first in range(0, len(keys), 16)]
-    return []

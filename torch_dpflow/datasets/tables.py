@@ -8,7 +8,7 @@ import operator
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -225,18 +225,18 @@ class _OpenedTable:
         finally:
             opened.close()
 
-    def rows(self, wanted: Mapping[int, list[int]]) -> Iterator[list[dict[str, Any]]]:
-        """Yield the rows of each block. wanted: by block, the numbers of rows within it."""
-        unchanged = set()
+    def rows(self, wanted: Mapping[int, list[int]]) -> list[list[dict[str, Any]]]:
+        """Return the rows of each block. wanted: by block, the numbers of rows within it."""
+        found = []
+        files = {number: self._table._files[number] for number in (self._table._places[block][0] for block in wanted)}
+        for file in files.values():  # a mapped file may have changed below the block that is held
+            _check_unchanged(file)
         for block, numbers in wanted.items():
-            number = self._table._places[block][0]
-            file = self._table._files[number]
-            with errors_of(file):
-                if number not in unchanged:  # a mapped file may have changed below the block that is held
-                    _check_unchanged(file)
-                    unchanged.add(number)
-                rows = self._block(block).rows(numbers)
-            yield rows
+            with errors_of(files[self._table._places[block][0]]):
+                found.append(self._block(block).rows(numbers))
+        for file in files.values():  # it may have been written in place while it was read
+            _check_unchanged(file)
+        return found
 
     def _block(self, block: int) -> _DecodedBlock:
         with self._lock:

@@ -45,6 +45,21 @@ def test_all_damaged_parts_are_written_in_one_opening(
     assert sorted(names) == [part.name for part in parts[:count]]
 
 
+@pytest.mark.parametrize("kind", ["joined/*", "parts/*/*"])
+def test_no_sample_is_lost_by_a_damaged_count(tmp_path: Path, index_dir: Path, kind: str) -> None:
+    """Positions and counts at the begin of a file of the index are covered by its checksum too."""
+    samples = write_shards(tmp_path / "data", 3, 2)
+    open_dataset(tmp_path / "data")
+    (joined,), damaged = index_dir.glob("joined/*"), min(index_dir.glob(kind))
+    for bit in range(320 if kind == "joined/*" else 96):
+        data = bytearray(damaged.read_bytes())
+        data[bit // 8] ^= 1 << bit % 8
+        joined.unlink()
+        damaged.write_bytes(data)
+        assert open_dataset(tmp_path / "data").__getitems__([*range(6)]) == samples, bit
+        assert len(open_dataset(tmp_path / "data")) == 6, bit
+
+
 @pytest.mark.parametrize("place", ["disk", "memory"])
 @pytest.mark.parametrize(
     "change",

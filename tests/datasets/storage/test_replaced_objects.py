@@ -115,6 +115,25 @@ def test_no_image_of_the_new_file_gets_a_label_of_the_old_one(
         assert [(sample["cls"], sample["jpg"][0]) for sample in again.__getitems__([0, 1])] == [(b"5", 5)] * 2
 
 
+def test_a_file_that_is_written_in_place_during_a_read_gives_no_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.tar"
+    tar(path, 3)
+    new, read = tar(tmp_path / "made.tar", 5), os.pread
+
+    def read_half(descriptor: int, length: int, position: int) -> bytes:
+        half = read(descriptor, -(-length // 2), position)
+        with open(path, "r+b") as file:
+            file.write(new)
+        return half
+
+    with closing(open_dataset(path, index_dir=tmp_path / "index")) as opened:
+        monkeypatch.setattr("os.pread", read_half)
+        with pytest.raises(ChecksumError, match=r"a\.tar.*written again"):
+            opened[0]
+
+
 @pytest.mark.parametrize("headers", [{}, {"ETag": '"1"'}, {"Last-Modified": OLD}])
 @pytest.mark.parametrize("has_ranges", [True, False])
 def test_a_response_of_another_size_is_of_another_object(

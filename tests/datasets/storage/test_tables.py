@@ -28,6 +28,7 @@ from torch_dpflow import DPFlowDataLoader
 from torch_dpflow._core.threads import RunningLoads
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.storage.disk_cache import DiskCache
+from torch_dpflow.datasets.table_blocks import ArrowBlocks, ParquetBlocks
 from torch_dpflow.datasets.tables import TableDataset, _OpenedTable
 from torch_dpflow.errors import ChecksumError, OptionError, OptionTypeError, SourceError
 
@@ -234,6 +235,26 @@ def test_a_file_that_is_written_again_is_refused(tmp_path: Path, write: Write, e
 
 
 @WRITERS
+def test_a_file_that_is_written_in_place_during_a_read_is_refused(
+    tmp_path: Path, write: Write, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = tmp_path / f"a{ending}", tmp_path / "other"
+    write(path, [{"number": n} for n in range(ROWS)])
+    write(other, [{"number": n} for n in range(1000, 1000 + ROWS)])
+    table, kind = TableDataset(path), ParquetBlocks if ending == ".parquet" else ArrowBlocks
+    read: Any = kind.read
+
+    def read_later(blocks: Any, block: int, columns: Any) -> Any:
+        with open(path, "r+b") as file:
+            file.write(other.read_bytes()[: path.stat().st_size])
+        return read(blocks, block, columns)
+
+    monkeypatch.setattr(kind, "read", read_later)
+    with pytest.raises((ChecksumError, SourceError), match=rf"a{ending}"):
+        table[0]
+
+
+@WRITERS
 def test_joined_files_are_refused(tmp_path: Path, write: Write, ending: str) -> None:
     """Arrow reads a part of them."""
     for name, first in (("one", 0), ("two", 50)):
@@ -347,6 +368,7 @@ def test_columns_that_no_type_holds_without_a_loss_are_refused(tmp_path: Path, e
 
 _MANY = """
 import pathlib, resource, sys
+from torch_dpflow.datasets.table_blocks import ArrowBlocks, ParquetBlocks
 from torch_dpflow.datasets.tables import TableDataset, _OpenedTable
 count, limit = int(sys.argv[2]), int(sys.argv[3])
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))

@@ -25,8 +25,8 @@ _MAX_REFUSALS = 100
 class LocalStorage:
     """Storage of local files, read with `pread`.
 
-    A file is opened for each read, because it may be replaced; this takes 4 µs. Its size and state are taken from the
-    open file, so they belong to the bytes that are read.
+    A file is opened for each read, because it may be replaced; this takes 4 µs. Its state is taken from the open file
+    after the bytes, so they are those of this state even if the file is written in place meanwhile.
 
     `deadline` is ignored, because a mount that hangs in the kernel cannot be interrupted.
     """
@@ -63,25 +63,25 @@ class LocalStorage:
 
     def _read(self, descriptor: int, span: ByteRange) -> bytes:
         stop = span.stop  # reading a range of a file that is not regular fails or ends
-        if stop is None or span.state is not None:
+        if stop is None:
             found = os.fstat(descriptor)
-            if stop is None:
-                stop = found.st_size
-            if span.size is not None or span.state is None or not is_state_of_file(span.state, found):
-                _check(span, found)  # else the state shows that it is the same regular file
+            _check(span, found)
+            stop = found.st_size
         if stop - span.start > self._longest:
             raise StorageError(f"{span}: {stop - span.start} bytes are above the limit of {self._longest}")
         if stop < span.start:
             raise TruncatedObjectError(f"{span}: the file has only {stop} bytes")
         parts: list[bytes] = []
         position = span.start
-        while position < stop:
-            part = os.pread(descriptor, stop - position, position)
-            if not part:
-                size = os.fstat(descriptor).st_size
-                raise TruncatedObjectError(f"{span}: the file has only {size} bytes")
+        while position < stop and (part := os.pread(descriptor, stop - position, position)):
             parts.append(part)
             position += len(part)
+        if span.state is not None or position < stop:
+            found = os.fstat(descriptor)  # after reading, as the file may be written in place until then
+            if span.state is not None and (span.size is not None or not is_state_of_file(span.state, found)):
+                _check(span, found)  # else the state shows that it is the same regular file
+            if position < stop:
+                raise TruncatedObjectError(f"{span}: the file has only {found.st_size} bytes")
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def node(self, url: str) -> str:
