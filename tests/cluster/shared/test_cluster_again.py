@@ -17,7 +17,7 @@ from tests.cluster.client.failing_service import FailingService
 from tests.shared_cluster import TestCluster, free_port, open_job, wait
 from tests.shared_datasets import Numbers
 from tests.worker_cases import has_ended
-from torch_dpflow.cluster.client.open_job import JobOptions
+from torch_dpflow.cluster.client.open_job import JobOptions, Replica
 from torch_dpflow.cluster.messages.coordinator import Scale
 from torch_dpflow.cluster.security.connection_file import (
     find_cluster,
@@ -51,6 +51,32 @@ def test_a_job_registers_again_with_a_cluster_at_the_same_address_and_keys(tmp_p
             assert sorted(keys(job.traverse(1))) == list(range(400))
     finally:
         first.stop()
+
+
+def test_a_rank_reads_on_in_a_new_cluster_while_the_other_rank_has_read_its_part(tmp_path: Path, flow: str) -> None:
+    cluster = TestCluster.start(tmp_path)
+    try:
+        with ExitStack() as stack:
+            jobs = [
+                stack.enter_context(
+                    open_job(
+                        flow,
+                        Numbers(400),
+                        address=cluster.address,
+                        batch_size=4,
+                        replica=Replica(rank=rank, num_replicas=2),
+                        options=JobOptions(name="job", ready=1, requested=2),
+                    )
+                )
+                for rank in range(2)
+            ]
+            slow, fast = (job.traverse(0) for job in jobs)
+            seen = keys(fast) + keys(islice(slow, 3))
+            cluster.stop()
+            cluster = TestCluster.start(tmp_path)
+            assert sorted(seen + keys(slow)) == list(range(400))
+    finally:
+        cluster.stop()
 
 
 @pytest.mark.parametrize("part", ["{}:v1/router", "coordinator"])

@@ -152,6 +152,12 @@ class RouterLink:
             return self._attempt(lambda: self._draw(epoch, count), given_up)
 
     @property
+    def is_replaced(self) -> bool:
+        """Whether the job's address now names a cluster that has replaced the joined one."""
+        found = None if self._failover is None else self._failover.find()
+        return found not in (None, self.cluster)
+
+    @property
     def in_order(self) -> int:
         """Number of samples at the epoch's start whose order follows from seed and epoch."""
         return 0 if self._epoch is None else self._epoch.in_order
@@ -179,14 +185,12 @@ class RouterLink:
         with self._lock:
             if self._generation == stale:
                 self._is_stale = True
-                # Even with nothing left to draw: other ranks may wait for this one's position.
-                mend = self._connected if self._epoch is None else self._in_epoch
-                self._attempt(mend, given_up, deadline)
+                self._attempt(self._in_step, given_up, deadline)
 
     def refresh_routes(self, given_up: StopSignal | None = None, deadline: float | None = None) -> None:
         """Fetch the present routing table. Arguments as for `rejoin`."""
         with self._lock:
-            self._attempt(lambda: self._fetch_routes(self._connected(), self._call_s), given_up, deadline)
+            self._attempt(lambda: self._fetch_routes(self._in_step(), self._call_s), given_up, deadline)
 
     def send_heartbeat(self, figures: JobFigures, *, reads: bool) -> None:
         """Renew the lease, report the job's figures, and fetch the routing table if it has changed. Never repeated.
@@ -337,6 +341,13 @@ class RouterLink:
                 found: list[NameHolder] = router.call("holders", name, reply_type=kind, timeout_s=self._call_s).body
                 return [one.holder for one in found if has_ended(one.process)][:MAX_RANKS]
         return []
+
+    def _in_step(self) -> RpcClient:
+        """Return the client of the router, which knows the job's position in its epoch if the router draws one.
+
+        A rank with nothing left to draw also reports its position: other ranks may wait for it.
+        """
+        return self._connected() if self._epoch is None else self._in_epoch()
 
     def _in_epoch(self) -> RpcClient:
         """Return the client of the router, after reporting the job's position in its epoch if necessary."""

@@ -347,7 +347,8 @@ class SharedJob:
                 raise
         except DPFlowError:
             # Between two epochs the flow may have been stopped for another one; locating its router would start it.
-            if reads:
+            # In a cluster that has replaced this one, other ranks may wait for this rank's position.
+            if reads or (self.replicas > 1 and self._router.is_replaced):
                 self._router.refresh_routes(self._closed)
 
     def _figures(self) -> JobFigures:
