@@ -127,7 +127,9 @@ def read():
     threading.Event().wait()
 
 if __name__ == "__main__":
-    threading.Thread(target=read).start()
+    reading = threading.Thread(target=read)
+    reading.start()
+    reading.join()  # Python 3.12 forks no process once its main thread has ended
 """
 
 

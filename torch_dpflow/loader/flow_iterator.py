@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from torch_dpflow._core.torch_private import pin_memory
 from torch_dpflow.cluster.client.collate import PlanFeed
 from torch_dpflow.cluster.client.options import JobOptions
 from torch_dpflow.cluster.control.lookaheads import MAX_WHOLE
@@ -22,7 +23,7 @@ from torch_dpflow.epoch.state import LoaderState, held_ahead
 from torch_dpflow.errors import StateError
 from torch_dpflow.loader.batch_planner import BatchPlanner, DeliveringIterator, interrupted_draw
 from torch_dpflow.loader.flow_job import RoutedOrder, job_of, routed_order
-from torch_dpflow.loader.iteration_start import LoaderView, Pin, begin, flat_keys
+from torch_dpflow.loader.iteration_start import LoaderView, begin, flat_keys
 from torch_dpflow.loader.runtime import LoaderRuntime
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ class SharedLoaderIterator(DeliveringIterator):
             raise
         # Releases the samples in the shards if the iterator is dropped in mid-epoch.
         weakref.finalize(self, self._batches.abandon).atexit = False
-        self._pin = Pin(self._pin_memory_device) if self._pin_memory else None
         self._runtime.meter.begin_epoch()
 
     def _begin_traversal(self, loader: Any, order: RoutedOrder) -> EpochReader:
@@ -133,7 +133,7 @@ class SharedLoaderIterator(DeliveringIterator):
             if self._planner is not None:
                 self._planner.draw_beyond(ready.number + 1)
         self._meter_once(len(ready.keys))
-        return ready.outcome if self._pin is None else self._pin(ready.outcome)
+        return pin_memory(ready.outcome, self._pin_memory_device) if self._pin_memory else ready.outcome
 
 
 def _order_of(loader: Any, pending: LoaderState | None) -> RoutedOrder | None:

@@ -21,6 +21,7 @@ from tests.shared_cluster import TestCluster
 from tests.shared_datasets import Numbers
 from torch_dpflow import DPFlowDataLoader, JobOptions, LoaderOptions
 from torch_dpflow.errors import NotPicklableError, OptionError, OptionTypeError, StateError, UsageError
+from torch_dpflow.loader import flow_iterator
 
 Make = Callable[..., DPFlowDataLoader[Any]]
 QUICK = JobOptions(idle_s=3.0)
@@ -59,6 +60,20 @@ def test_any_other_order_is_torchs(make: Make, given: dict[str, Any]) -> None:
     for _ in range(2):
         for mine, expected in zip(ours, theirs, strict=True):
             assert all(torch.equal(one, other) for one, other in zip(mine, expected, strict=True))
+
+
+def test_pinning_leaves_the_training_thread_its_number_of_threads(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training thread pins the batches of a flow, and computes with all of its threads."""
+    pinned: list[Any] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(flow_iterator, "pin_memory", lambda batch, device: pinned.append(batch) or batch)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert sorted(keys(make(Numbers(12), batch_size=4, pin_memory=True))) == list(range(12))
+        assert (len(pinned), torch.get_num_threads()) == (3, 3)
+    finally:
+        torch.set_num_threads(threads)
 
 
 class Drawing(Sampler[int]):
