@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -261,3 +262,40 @@ def test_every_importer_is_made_from_text(tmp_path: Path, pets: Path) -> None:
 def test_what_is_wrong_with_text_is_told(name: str, source: str, settings: dict[str, str], told: str) -> None:
     with pytest.raises(OptionError, match=told):
         make_importer(name, source, settings)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "parquet directory", "coco"])
+def test_an_import_does_not_continue_with_corrected_labels(
+    tmp_path: Path, local_store: DatasetStore, kind: str
+) -> None:
+    """Labels of the first samples would be the old ones, also if those where the import stopped are equal."""
+
+    def importer(label: int) -> Any:
+        labels = [label if number < 3 else 0 for number in range(9)]
+        if kind == "coco":
+            boxes = [{"image_id": n, "category_id": one, "bbox": [0, 0, 1, 1]} for n, one in enumerate(labels)]
+            images = [{"id": n, "file_name": f"{n}.jpg"} for n in range(9)]
+            content = {"images": images, "categories": [{"id": 0}, {"id": 1}], "annotations": boxes}
+            (tmp_path / "a.json").write_text(json.dumps(content))
+            return CocoImporter(tmp_path / "a.json", images=tmp_path)
+        if kind == "csv":
+            lines = ["path,label", *(f"{n}.jpg,{one}" for n, one in enumerate(labels))]
+            (tmp_path / "a.csv").write_text("\n".join(lines))
+            return ListingImporter(tmp_path / "a.csv")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        table = pytest.importorskip("pyarrow").table({"path": [f"{n}.jpg" for n in range(9)], "label": labels})
+        (tmp_path / "rows").mkdir(exist_ok=True)
+        parquet.write_table(table, tmp_path / "rows/a.parquet")
+        return ListingImporter(tmp_path / "rows/a.parquet" if kind == "parquet" else f"{tmp_path}/rows/")
+
+    class Stop(Exception):
+        """The import is killed."""
+
+    def stops(samples: int) -> None:
+        if samples == 6:
+            raise Stop
+
+    with pytest.raises(Stop):
+        Draft(local_store, "core/labels", "v1").add("train", importer(0), shard_size=3, progress=stops)
+    with pytest.raises(OptionError, match="an unfinished import is in the way"):
+        Draft(local_store, "core/labels", "v1").add("train", importer(1), shard_size=3)

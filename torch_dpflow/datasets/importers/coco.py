@@ -15,6 +15,7 @@ from torch_dpflow.datasets.annotations import encode_annotations
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import BaseImporter, Item
 from torch_dpflow.datasets.importers.folders import check_folder
+from torch_dpflow.datasets.importers.sources import state_of_objects
 from torch_dpflow.datasets.storage.urls import join_url, split_name
 from torch_dpflow.errors import SourceError
 
@@ -56,11 +57,18 @@ class CocoImporter(BaseImporter):
         self._images = Files(images, options)
         self.options = self._images.options
         self.root: str | None = self._images.url
-        self.source = {
+        self._segmentation = segmentation
+        self._url = join_url(self._files.url, self._name)
+
+    @property
+    def source(self) -> Mapping[str, Any]:
+        """Description as in `Importer`. Its `state` changes with each write of the file."""
+        return {
             "importer": "coco",
-            "annotations": join_url(self._files.url, self._name),
+            "annotations": self._url,
             "root": self.root,
-            "segmentation": segmentation,
+            "segmentation": self._segmentation,
+            "state": state_of_objects(self._files, [self._name]),
         }
 
     def items(self, start: int = 0) -> Iterator[Item]:
@@ -103,7 +111,7 @@ class CocoImporter(BaseImporter):
                     "do not have"
                 )
             kept = {field: one[field] for field in self._kept if field in one}
-            where = f"number {position} of 'annotations' in {self.source['annotations']}"
+            where = f"number {position} of 'annotations' in {self._url}"
             annotations[one["image_id"]].append(encode_annotations(kept, where))
         return images, annotations
 
@@ -117,7 +125,7 @@ class CocoImporter(BaseImporter):
             if is_too_deep(content):
                 raise RecursionError
         except FileNotFoundError as error:
-            raise SourceError(f"there is no {self.source['annotations']}") from error
+            raise SourceError(f"there is no {self._url}") from error
         except RecursionError as error:
             raise self._malformed(TOO_DEEP) from error
         except ValueError as error:
@@ -144,7 +152,7 @@ class CocoImporter(BaseImporter):
             yield position, record
 
     def _malformed(self, how: str) -> SourceError:
-        return SourceError(f"{self.source['annotations']} is no file of COCO annotations: {how}")
+        return SourceError(f"{self._url} is no file of COCO annotations: {how}")
 
 
 def _no_number(name: str) -> Any:

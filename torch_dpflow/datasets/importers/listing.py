@@ -16,6 +16,7 @@ from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import BaseImporter, Item
 from torch_dpflow.datasets.importers.delimited import DelimitedRows, check_names
 from torch_dpflow.datasets.importers.folders import files_below
+from torch_dpflow.datasets.importers.sources import state_of_objects
 from torch_dpflow.datasets.importers.splits import check_no_log, check_no_log_above, files_of_split
 from torch_dpflow.datasets.storage.urls import join_url, printable_url, split_name
 from torch_dpflow.errors import DPFlowError, OptionError, SourceError, StorageError
@@ -99,12 +100,17 @@ class ListingImporter(BaseImporter):
         data = self._files if root is None else Files(root, options)
         self.root: str | None = data.url if data_column is None else None
         self.options = data.options
-        self.source = {
+
+    @property
+    def source(self) -> Mapping[str, Any]:
+        """Description as in `Importer`. Its `state` changes with each write of a file of the listing."""
+        return {
             "importer": "listing",
             "listing": self._url_of(self._name),
             "root": self.root,
             "columns": self._columns,
-            **({} if split is None else {"split": split}),
+            **({} if self._split is None else {"split": self._split}),
+            "state": state_of_objects(self._files, [self._name] if self._name else self._parquet_files()),
         }
 
     def items(self, start: int = 0) -> Iterator[Item]:
@@ -130,10 +136,10 @@ class ListingImporter(BaseImporter):
             return Item(**fields, meta={name: value for name, value in row.items() if value is not None})
         except SourceError as error:
             columns = ", ".join(f"{field}={column!r}" for field, column in used.items())
-            raise SourceError(f"{self.source['listing']}, row {number}: {error} (columns: {columns})") from error
+            raise SourceError(f"{self._url_of(self._name)}, row {number}: {error} (columns: {columns})") from error
 
     def _text_rows(self, start: int) -> Iterator[dict[str, Any]]:
-        name = str(self.source["listing"])
+        name = self._url_of(self._name)
         with self._opened(self._name) as file:
             rows = DelimitedRows(file, _SEPARATORS[self._ending], name, self._columns["path"])
             header = rows.header

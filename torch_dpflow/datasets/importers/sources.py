@@ -19,7 +19,7 @@ from torch_dpflow.datasets.importers.splits import (
     split_of,
 )
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
-from torch_dpflow.datasets.storage.base import check_storage_options, state_of_file
+from torch_dpflow.datasets.storage.base import check_storage_options, sha256_of, state_of_file
 from torch_dpflow.datasets.storage.object_reader import warn_without_state
 from torch_dpflow.datasets.storage.urls import join_url, printable_url, split_login, split_name, stored_url
 from torch_dpflow.errors import DPFlowError, ObjectMissingError, OptionError, OptionTypeError, SourceError
@@ -388,6 +388,13 @@ def _local_file(path: str) -> SourceFile:
     if not os.path.isfile(path):
         raise SourceError(f"{path} is no regular file; give files, or one directory alone")
     return SourceFile(f"file://{path}", found.st_size, state_of_file(found))
+
+
+def state_of_objects(files: Files, paths: Sequence[str]) -> str:
+    """Return a text that changes with each write of one of these objects of a directory, or if one is missing."""
+    with ObjectReader(files.options) as reader:
+        found = reader.look_each([ByteRange(join_url(files.url, path)) for path in paths])
+    return sha256_of(repr([None if isinstance(one, DPFlowError) else tuple(one) for one in found]).encode())
 
 
 def is_changed(file: SourceFile) -> bool:
