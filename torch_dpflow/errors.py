@@ -36,6 +36,7 @@
     │   ├── ThrottledError         too many calls: retry later
     │   ├── QuotaError             the account or cluster has no capacity for another worker
     │   ├── DeniedError            (PermissionError)  wrong or expired credentials, or a missing right
+    │   │   └── ExpiredError       expired credentials
     │   ├── RejectedError          (ValueError)  no such image, function or parameter: do not retry
     │   ├── UnavailableError       (ConnectionError)  no connection, or the platform is broken
     │   └── AnswerLostError        (TimeoutError)  no answer in time; the request may have been executed
@@ -46,8 +47,8 @@
         ├── DeadlineError          (TimeoutError)  no answer in time
         └── RemoteCallError        (RuntimeError)  the peer answered with an error
 
-Each also derives from the error of torch or Python in its place, so `except RuntimeError` written for torch's loader
-keeps working. Messages show what was given, what is allowed and what to do. All of them pickle.
+A class also derives from Python's classes in brackets, so `except RuntimeError`, written for torch's loader, keeps
+working. Messages show what was given, what is allowed and what to do. All errors can be pickled.
 """
 
 import enum
@@ -107,7 +108,7 @@ class NewerFormatError(DatasetError, ValueError):
 
 
 class PublishedError(DatasetError, FileExistsError):
-    """A published version never changes; publish another one."""
+    """A published version of a dataset would have to change; publish a new version instead."""
 
 
 class SourceError(DatasetError, ValueError):
@@ -159,11 +160,11 @@ class ObjectMissingError(StorageError, FileNotFoundError):
 
 
 class AccessDeniedError(StorageError, PermissionError):
-    """The storage refused the credentials, or requires some and got none."""
+    """The storage refused the credentials or the request, or requires credentials and got none."""
 
 
 class TruncatedObjectError(StorageError, EOFError):
-    """An object ended before the bytes that were requested or announced."""
+    """An object has fewer bytes than were requested or announced."""
 
 
 class ChecksumError(StorageError, ValueError):
@@ -173,7 +174,7 @@ class ChecksumError(StorageError, ValueError):
 class StorageUnavailableError(StorageError, ConnectionError):
     """The storage refused or reset the connection, or reported that it is overloaded."""
 
-    #: Seconds that the server requested to wait.
+    #: Seconds that the server requested to wait; 0 if it requested no wait.
     retry_after_s: float = 0.0
 
 
@@ -276,7 +277,7 @@ class RemoteCallError(TransportError, RuntimeError):
 
     def __init__(self, text: str, kind: ErrorKind = ErrorKind.INTERNAL) -> None:
         super().__init__(text, kind)
-        #: The peer's error message, and its reason.
+        #: The peer's error message, and the kind of its error.
         self.text = text
         self.kind = kind
 

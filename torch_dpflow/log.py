@@ -46,7 +46,7 @@ _PLAIN = re.compile(r"[\x21\x23-\x3c\x3e-\x7e]+")
 
 @dataclass(frozen=True, kw_only=True)
 class LogOptions:
-    """How services log.
+    """Format and level of the services' logs.
 
     Args:
         format: "text", lines of name=value; or "json", one object per line.
@@ -97,7 +97,7 @@ class StructuredFormatter(logging.Formatter):
 
 
 def write_lines(options: LogOptions, fields: Mapping[str, object], *, stream: TextIO | None = None) -> None:
-    """Write this process's log to `stream`, stderr by default; for services."""
+    """Write all log lines of this process to `stream`, by default stderr, and nowhere else. For services."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(StructuredFormatter(options, fields))
     _ROOT.handlers[:] = [handler]

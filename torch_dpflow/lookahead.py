@@ -98,7 +98,7 @@ class Lookahead:
 
     @classmethod
     def unknown(cls, length: int, *, epoch: int, members: Keys | None = None) -> Lookahead:
-        """Make the lookahead of a job of which only the number, or the set (`members`), of samples is known."""
+        """Make the lookahead of a job that reads `length` samples (`members`, if known) in an unknown order."""
         return cls(epoch=epoch, length=length, members=members)
 
     @property
@@ -120,8 +120,8 @@ def _check_keys(name: str, keys: Keys | None) -> None:
         raise OptionError(f"{name}: keys must not be negative, got {int(keys.min())}")
 
 
-#: Returns the keys of an epoch that will be read from now on, in the loader's order; none if the order may change.
-#: Called only if the dataset uses it.
+#: Function that returns the keys of an epoch that will be read from now on, in the loader's order; no keys if the order
+#: may change. Called only if the dataset uses the order.
 Order: TypeAlias = Callable[[], npt.NDArray[np.integer[Any]]]
 
 
@@ -144,7 +144,7 @@ def announce_order(dataset: Any, order: Order, spread: int, extends: bool = Fals
     Args:
         order: returns the keys, in order.
         spread: how many samples may be requested before an earlier one: a loader's samples in flight.
-        extends: whether these keys follow those announced before; else they replace them.
+        extends: whether these keys follow the keys announced before; otherwise they replace them.
     """
     if is_subset(dataset):
         indices = dataset.indices

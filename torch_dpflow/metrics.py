@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class LoaderStats:
     """Counters of a loader since it was made, over all its epochs. Prints as a table, in a notebook too.
 
-    Stall is the time that the training loop waited in `next()`; its share is of the time from the start of each
-    iteration to its latest batch.
+    Stall is the time that the training loop waited in `next()`. `stall_share` is its share of the time from the start
+    of each iteration to the iteration's latest batch.
     """
 
     #: Seconds that the training loop waited in `next()`.
@@ -34,9 +34,9 @@ class LoaderStats:
     epochs: int
     #: Batches handed to the training loop.
     batches: int
-    #: Samples in them, if the plan has their number (an unbatched item counts one).
+    #: Samples in these batches, if the plan has their number (an unbatched item counts one).
     samples: int
-    #: Bytes in them, as received from the workers; 0 with num_workers=0 and for a shared flow, whose services count.
+    #: Bytes of these batches, as workers sent them; 0 with num_workers=0 and for a shared flow, whose services count.
     bytes: int
     #: Workers replaced after they ended; not counted for a shared flow.
     restarts: int
@@ -44,8 +44,8 @@ class LoaderStats:
     duplicates: int
     #: Batches moved from a busy worker to an idle one.
     steals: int
-    #: Seconds that all remote workers have run, as functions are billed, without their start. For a shared flow: the
-    #: flow's worker time divided among jobs by the samples that each has read; the second field has it for all jobs.
+    #: Seconds that all remote workers have run, as functions are billed, without their start. For a shared flow: this
+    #: job's share of the flow's worker time, by the samples that each job has read; and that time for all jobs.
     worker_s: float = 0.0
     flow_worker_s: float = 0.0
     #: For a shared flow: samples delivered to and loaded for all jobs since its shards were started; and the reason if
@@ -59,15 +59,15 @@ class LoaderStats:
     limited_by: str = ""
     #: Seconds from the start of each iteration to its latest batch.
     iterating_s: float = 0.0
-    #: What loading has taken the workers, by stage, and how long samples took; of the batches that have arrived. For a
-    #: shared flow: of its workers, since its shards were started, for all jobs.
+    #: How long workers have loaded the batches that have arrived, by stage, and how long samples took. For a shared
+    #: flow: how long its workers have loaded for all jobs, since its shards were started.
     times: StageTimes = field(default_factory=StageTimes)
 
     def since(self, before: LoaderStats) -> LoaderStats:
         """Return the counters of the time between an earlier snapshot of the same loader and this one.
 
-        Values that are not counts, such as `limited_by`, are those of this snapshot. `stall_share` is of the time in
-        between.
+        Values that are not counts, such as `limited_by`, are those of this snapshot. `stall_share` is the share of the
+        time in between.
 
         Raises:
             OptionError: `before` is of another loader, or later.
@@ -138,9 +138,9 @@ class WorkerTime:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        #: For how long workers that could load waited for their network, as they report, summed.
+        #: Seconds for which working workers were idle because of their network, as they report, summed.
         self.away_s = 0.0
-        #: Whether all of them have ended.
+        #: Whether all workers of the fleet have ended.
         self.is_over = False
 
 
@@ -184,7 +184,7 @@ class LoaderMeter:
             self.trace.epoch(self.epochs, self._began_s)
 
     def waiting(self) -> _WaitingTime:
-        """Return a context manager around one `next()` of the training loop."""
+        """Return a context manager that measures one `next()` of the training loop."""
         return _WaitingTime(self)
 
     def waited(self, entered_s: float) -> None:
@@ -216,7 +216,7 @@ class LoaderMeter:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Record the time of the body, in which an iteration's workers are ended, inside a `next()`."""
+        """Record the time of the `with` block, in which an iteration's workers are ended, inside a `next()`."""
         began_s = time.perf_counter()
         yield
         took_s = time.perf_counter() - began_s

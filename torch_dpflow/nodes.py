@@ -237,7 +237,7 @@ class StreamReader:
         return iter(self._draw, _END)
 
     def forget(self, delivered: int) -> None:
-        """Drop the snapshots that no state still needs, once the first `delivered` items are delivered."""
+        """Drop the snapshots that no state needs any more, because the first `delivered` items are delivered."""
         while len(self._snapshots) > 1 and self._snapshots[1][0] <= delivered:
             self._snapshots.popleft()
 
@@ -255,7 +255,7 @@ class StreamReader:
         return {"source": source, "items": number, "skip": consumed - number, "ended": ended}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the source. Raises StateError if its items differ from the earlier items."""
+        """Restore the source, and skip delivered items. Raises StateError if it now ends earlier or later."""
         self._node.reset(copy.deepcopy(state["source"]))
         self._start(state["items"], state["source"])
         for skipped in range(state["skip"]):

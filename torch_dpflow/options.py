@@ -19,7 +19,7 @@ from torch_dpflow.errors import OptionError, OptionTypeError
 MAX_GROWTH = 1000
 
 Seeding = Literal["auto", "batch", "sample", "worker"]
-#: Which of the user's code is sent to remote workers. "auto": what the pickle needs; paths: these too; None: none.
+#: The user's code that is sent to workers. "auto": the modules that the pickle needs; paths: these too; None: none.
 Code: TypeAlias = Literal["auto"] | Sequence[str] | None
 
 
@@ -47,7 +47,7 @@ class LoaderOptions:
             order at the start of the epoch, because drawing further ahead cannot change it.
         restart_limit: how many times in a row workers are replaced without a batch in between, before the loader
             raises WorkerStartError. None: 8, and before the first batch at most the number of workers plus two.
-        poison_limit: after how many ended workers a batch raises PoisonTaskError.
+        poison_limit: a batch raises PoisonTaskError once this many workers have ended while they loaded it.
         task_timeout_s: how long a worker may take for one batch, for its part of a batch, or for its start, seconds;
             None: no limit, as with torch. A worker that takes longer is killed and replaced, which counts for
             `poison_limit`. torch's `timeout` instead limits how long the training loop waits for a batch.
@@ -56,7 +56,7 @@ class LoaderOptions:
         listen: with `platform=`, where to listen for workers: "tcp://HOST:PORT", port 0 for a free one. Workers must
             be able to reach it. None: an address of this host that the platform suggests.
         code: with `platform=` or `flow=`, which of your modules are sent to workers: "auto", the modules that the
-            dataset needs; a list of files and folders, these too; None, none.
+            dataset needs; a list of files and folders: these in addition; None: none.
         min_workers: with `platform=`, how many workers must be connected before the first batch is loaded.
         watch: HOST:PORT, such as "127.0.0.1:8265", of a live page about the loaders of this process (extra `web`);
             None: the environment variable DPFLOW_WATCH, if set. LOCAL_RANK, as torchrun sets it, is added to the

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FailedSample(Failed):
-    """Placeholder for a sample that a worker could not load."""
+    """Placeholder for sample `index` of a shared flow, which a worker could not load; `error` is the reason."""
 
     index: int
 
@@ -40,7 +40,7 @@ def stand_in(index: int, error: Exception) -> FailedSample:
 
 
 class PerDrawStages:
-    """Stages of a flow that run for each draw of a sample, after the stages whose output is kept."""
+    """Function that applies the stages that run each time a sample is drawn, after the stages whose output is kept."""
 
     def __init__(self, stages: Sequence[Stage], flow: str) -> None:
         self._staged = StagedDataset((), stages, flow)
@@ -51,7 +51,7 @@ class PerDrawStages:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedFlow:
-    """Flow of a cluster, described the same by all jobs that read it together."""
+    """Flow of a cluster, and how to join it. Its jobs must give the same name, version and dataset."""
 
     name: str
     version: int
@@ -62,7 +62,7 @@ class SharedFlow:
     options: JobOptions
 
     def open(self) -> SharedJob:
-        """Join as a job that reads lists of cacheable samples.
+        """Join the flow, and return the job, whose batches are lists of samples.
 
         Raises the errors of `cluster.client.open_job.open_job`.
         """
@@ -76,10 +76,10 @@ class SharedFlow:
 
 
 class ClusterSamples(Dataset[Any]):
-    """The output of a shared flow's cacheable stages, by sample number.
+    """Map-style dataset of a shared flow's samples: the output of the cacheable stages.
 
-    Each process joins the flow at its first request, including a forked child, and leaves when it ends. Thread-safe;
-    the threads of a process wait for each other.
+    Each process, also a forked child, joins the flow at its first request. It leaves the flow when it ends or when this
+    object is freed. Thread-safe; the threads of a process wait for each other.
     """
 
     def __init__(self, shared: SharedFlow) -> None:
@@ -102,7 +102,7 @@ class ClusterSamples(Dataset[Any]):
         return samples
 
     def read_each(self, indices: list[int]) -> list[Any]:
-        """Return the samples, in order, with a FailedSample for each that failed, if the flow skips samples."""
+        """Return the samples, in order. If the flow skips samples that fail, a FailedSample stands in place of each."""
         if not indices:
             return []
         opened = self._opened.get()
@@ -138,7 +138,7 @@ class SubsetOrder(Sampler[Any]):
 
     Args:
         order: a sampler or batch sampler.
-        indices: the flow's sample number for each place in the subset.
+        indices: the flow's sample number for each index of the subset.
     """
 
     def __init__(self, order: _Order, indices: np.ndarray[Any, np.dtype[np.int64]]) -> None:
@@ -160,14 +160,14 @@ class RemoteDataLoadFlowReader:
     """Reader that builds flows on a cluster (`dpflow up`), whose workers load each sample once for all jobs.
 
     Jobs that read the same flow must describe it with the same name and version; a changed flow needs a higher version.
-    Its dataset and stages are sent to the workers, which must be able to open the data: on other hosts a shared mount
+    The dataset and stages are sent to the workers, which must be able to open the data: on other hosts a shared mount
     or an object store.
 
     The output of the stages before the first with `cache="never"` must depend only on the sample. The shards keep this
     output in memory (`JobOptions.memory_bytes`, `policy`), once for all jobs.
 
-    - `to_mapped()` fetches those stages' output from the cluster, and runs the later stages in the process that indexes
-      it. Samples equal those of a `LocalDataLoadFlowReader` with the same seed.
+    - `to_mapped()` fetches this output from the cluster, and runs the later stages in the process that indexes the
+      dataset. Samples equal those of a `LocalDataLoadFlowReader` with the same seed.
     - `to_shuffled()` runs all stages in the cluster's workers. The later stages run for each job and epoch, with random
       draws that depend only on the loader's seed, the epoch and the sample.
 
@@ -176,7 +176,7 @@ class RemoteDataLoadFlowReader:
     Args:
         store: see `LocalDataLoadFlowReader`.
         address: the cluster's address; "auto": DPFLOW_ADDRESS, or the cluster on this machine.
-        workers: number of loading processes, if this job starts the flow; its loaders have this `num_workers` too.
+        workers: number of loading processes, if this job starts the flow; also `num_workers` of `to_shuffled()`.
         job: options of the job; None for the defaults.
         seed: for `to_mapped()` as for `LocalDataLoadFlowReader`; for `to_shuffled()` it seeds the loader's generator if
             none is given.
@@ -205,7 +205,7 @@ class RemoteDataLoadFlowReader:
         self._job = job or JobOptions()
 
     def read(self, flow: DataLoadFlow) -> DataLoadFlowRead:
-        """Build `flow` on the cluster; its services start when a sample is first read.
+        """Build `flow` on the cluster, and return the built flow; its services start when a sample is first read.
 
         Raises:
             UsageError: the flow has no dataset, or names a stored dataset although no store was given.
@@ -271,7 +271,7 @@ class RemoteDataLoadFlowRead(DataLoadFlowRead):
         prefetch: int | None = None,
         **options: Any,
     ) -> DPFlowDataLoader[Any]:
-        """Make a DPFlowDataLoader over the shared flow, whose batches have another random order in each epoch.
+        """Return a DPFlowDataLoader that reads the shared flow in a new random order in each epoch.
 
         The services draw a uniform order, together with the orders of other jobs. If `sampler` is given, it decides the
         order instead. Functions of `local_map` and `collate_fn` run in the read-ahead thread of the training process,
@@ -328,7 +328,7 @@ class RemoteDataLoadFlowRead(DataLoadFlowRead):
 
 @dataclass(frozen=True)
 class Assembly:
-    """Function that makes a batch of samples from the cluster: local functions, the flow's `on_error`, `collate_fn`."""
+    """Function that makes a batch: applies local functions to samples, leaves out failed ones, calls `collate_fn`."""
 
     collate_fn: Callable[[list[Any]], Any]
     local: tuple[Stage, ...]

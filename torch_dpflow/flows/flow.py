@@ -48,11 +48,11 @@ class FlowSource:
     ref: DatasetRef
     #: A map-style dataset that replaces the stored one; None: the stored one is read.
     samples: Any = None
-    #: Whether the stored one is read from the memory of the pool.
+    #: Whether the stored dataset is read from the memory of the pool.
     in_pool: bool = False
 
     def is_same(self, other: FlowSource) -> bool:
-        """Return whether both sources have the same samples, as far as can be determined."""
+        """Return whether both sources have the same samples; False if `samples` cannot be compared."""
         if (self.ref, self.in_pool) != (other.ref, other.in_pool):
             return False
         if self.samples is other.samples:
@@ -188,7 +188,7 @@ class DataLoadFlow:
         return kept.index(False) if False in kept else len(kept)
 
     def prepare_read(self, reader: DataLoadFlowReader[Read_co]) -> Read_co:
-        """Build the flow with `reader`, which determines where the stages run. Raises the errors of `reader.read`."""
+        """Return the result of `reader.read(self)`, or raise its errors. The reader determines where the stages run."""
         if isinstance(reader, type) or not callable(working(reader, "read")):
             raise OptionTypeError(
                 f"reader={reader!r:.80} cannot build a flow; give a reader, such as LocalDataLoadFlowReader(store)"
@@ -265,6 +265,7 @@ class FlowRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     format: Literal[2]
     name: str
     version: Annotated[int, msgspec.Meta(ge=1)]
+    #: The text of the flow: `str(flow)`.
     shown: str
     #: The minor version of Python, which must be the same to load the code: "3.11".
     python: str
@@ -276,6 +277,10 @@ def save_flow(flow: DataLoadFlow, url: str | os.PathLike[str], **storage_options
     """Write a flow to a file, atomically; an existing file is replaced.
 
     The flow's functions are saved as code, except functions of installed modules, which are saved by name.
+
+    Args:
+        url: path or URL of the file.
+        storage_options: fsspec's options for the URL.
 
     Raises:
         OptionTypeError: `flow` is not a DataLoadFlow.
@@ -299,7 +304,7 @@ def save_flow(flow: DataLoadFlow, url: str | os.PathLike[str], **storage_options
 
 
 def describe_flow(url: str | os.PathLike[str], **storage_options: Any) -> FlowRecord:
-    """Return a saved flow's description; runs no code. Raises DamagedStoreError, NewerFormatError, StorageError."""
+    """Read a saved flow's description; runs no code. Raises DamagedStoreError, NewerFormatError, StorageError."""
     return _read(url, storage_options)[0]
 
 

@@ -77,9 +77,11 @@ class Skips:
 
 
 def without_failed(samples: Sequence[Any], name_of: Callable[[int], str], skips: Skips | None, flow: str) -> list[Any]:
-    """Return the loaded samples; count and log the failed samples. If all have failed, raise the last error.
+    """Return the loaded samples, without the failed ones. If all have failed, raise the last error.
 
     name_of: returns the name of a sample for the log, given its index in `samples`.
+    skips: counts the failed samples, which are also logged; None: they are neither counted nor logged.
+    flow: the name of the flow, for the log.
     """
     found = [sample for sample in samples if not isinstance(sample, Failed)]
     for place, sample in enumerate(samples):
@@ -96,9 +98,9 @@ def without_failed(samples: Sequence[Any], name_of: Callable[[int], str], skips:
 class MappedDataset(Dataset[Any]):
     """Map-style dataset of a read's samples. Made by `DataLoadFlowRead.to_mapped()`.
 
-    If the flow skips samples that cannot be loaded, batches may have fewer samples. The last error is raised for a
-    batch in which all samples failed, and for a failed sample that is read singly. The errors are logged
-    (`torch_dpflow.flows`) and counted.
+    If the flow skips samples that cannot be loaded, batches may have fewer samples; the errors are logged
+    (`torch_dpflow.flows`) and counted. A batch in which all samples failed raises the last error. A failed sample that
+    is indexed alone raises its error, which is neither logged nor counted.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class MappedDataset(Dataset[Any]):
     ) -> None:
         self._samples = StagedDataset(samples, local, flow) if local else samples
         self._epochs = samples.epochs
-        #: The flow's samples, by number here; None: all.
+        #: The flow's sample number for each index of this dataset; None: all samples of the flow.
         self.indices = indices
         self._flow = flow
         self._skips = skips
@@ -131,7 +133,7 @@ class MappedDataset(Dataset[Any]):
         return list(self._samples.__getitems__(places))
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
-        """Announce the order of an epoch to the flow's dataset; see `lookahead`."""
+        """Announce the order of an epoch to the flow's dataset; see `lookahead.announce_order`."""
         indices = self.indices
         places = order if indices is None else lambda: indices[order()]
         self._samples.announce_order(places, spread, extends)
@@ -162,7 +164,7 @@ class MappedDataset(Dataset[Any]):
 class DataLoadFlowRead:
     """Built flow that torch's loaders can read, as a whole or a subset.
 
-    Readers create it. Methods that change how it is read return a new read, which shares the samples and the cache.
+    Readers create it. `local_map` and `subset` return a new read, which shares the samples and the cache.
 
     Args:
         flow: the flow that was built.
@@ -213,9 +215,9 @@ class DataLoadFlowRead:
         )
 
     def local_map(self, function: Callable[[Any], Any], name: str = "local_map") -> DataLoadFlowRead:
-        """Return a read that applies `function` last, in the process that uses the samples.
+        """Return a read that applies `function` last, in the process that uses the samples. Its output is not cached.
 
-        Its output is not cached.
+        name: name of the function in logs, errors and `skipped()`.
         """
         read = copy.copy(self)
         read._local = (*self._local, Stage(name, function, SampleTransform(), "never"))
@@ -352,7 +354,7 @@ class LocalDataLoadFlowReader:
     """Reader that builds flows in this process and in the workers of its loaders.
 
     Args:
-        store: where stored datasets are: a DatasetStore, or its path or URL.
+        store: where stored datasets are: a DatasetStore, or its path or URL. None: flows must have `samples`.
         cache: the capacity of an `ALSDCache` ("4GiB", or a number of samples) for the output of the stages before the
             first with `cache="never"`; None: no cache.
         seed: seeds random stages by (seed, epoch, sample), the same in any process; for the epochs see
@@ -396,7 +398,7 @@ class LocalDataLoadFlowReader:
         }
 
     def read(self, flow: DataLoadFlow) -> DataLoadFlowRead:
-        """Build `flow` here.
+        """Build `flow` in this process, and return the built flow.
 
         Raises:
             UsageError: the flow has no dataset, or names a stored dataset although no store was given.

@@ -69,6 +69,8 @@ CacheControl = Literal["always", "never"]
 class Stage:
     """Named step of preprocessing. Its pickle includes the function's code, even that of a lambda.
 
+    For the arguments see `DataLoadFlow.map`.
+
     Raises:
         OptionError, OptionTypeError: an argument is not allowed.
     """
@@ -121,7 +123,7 @@ def _restored(parts: bytes) -> Stage:
     return Stage(*cloudpickle.loads(parts))
 
 
-#: What decodes JPEGs: Pillow, or libjpeg-turbo by simplejpeg.
+#: The library that decodes JPEGs: Pillow, or simplejpeg, which uses libjpeg-turbo.
 JpegDecoder = Literal["pillow", "simplejpeg"]
 
 
@@ -168,9 +170,9 @@ _IS_SET, _SET, _COUNTED, _HEAD = range(4)
 class EpochCounter:
     """Counter of epochs: returns the epoch in which a sample is read. Shared by a process and its workers.
 
-    The epoch is, in this order: the epoch that was set; the epoch of a DPFlowDataLoader; a count of reads, because
-    torch's loader passes no epoch to a dataset. By that count a sample's epoch is how often it was read before, but at
-    least the highest epoch that any sample has reached. In passes over all samples it is the number of the pass.
+    The epoch is the first of these that exists: the epoch passed to `set`; the epoch of a DPFlowDataLoader; a count of
+    reads, because torch's loader passes no epoch to a dataset. This count is how often the sample was read before, but
+    at least the highest epoch that any sample has reached. In passes over all samples it is the number of the pass.
 
     Two processes that count at the same time may each miss the other's increment. Both then return the same epoch.
 
@@ -229,7 +231,7 @@ def _without_counts(samples: int, was_set: int | None) -> EpochCounter:
 
 @dataclass(frozen=True)
 class Failed:
-    """Placeholder for a sample that could not be loaded."""
+    """Placeholder for a sample that could not be loaded; `error` is the reason."""
 
     error: Exception
 
@@ -239,11 +241,11 @@ class StagedDataset(Dataset[Any]):
 
     Args:
         samples: a map-style dataset. `__getitems__` is used if it exists, so that reads overlap.
-        stages: in order.
+        stages: the stages to apply, in order.
         flow: name of the flow in errors.
         seed: torch's, Python's and numpy's generators are seeded by (seed, epoch, index) for each sample, and restored
-            afterwards; not in threads, which share the generators. None: stages draw from the generators without
-            seeding.
+            afterwards. Use it in one thread only, because threads share the generators. None: stages draw from the
+            generators without seeding.
     """
 
     def __init__(self, samples: Any, stages: Sequence[Stage], flow: str, *, seed: int | None = None) -> None:
@@ -271,11 +273,11 @@ class StagedDataset(Dataset[Any]):
         return [self.through(index, sample) for index, sample in zip(indices, samples)]
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
-        """Announce the order of an epoch to the wrapped dataset; see `lookahead`."""
+        """Announce the order of an epoch to the wrapped dataset; see `lookahead.announce_order`."""
         announce_order(self._samples, order, spread, extends)
 
     def load_each(self, indices: list[int]) -> list[Any]:
-        """Return each sample, or a Failed in its place; an error of one sample does not affect the others."""
+        """Return the samples, in order, with a Failed in place of each sample that raised an error."""
         return [
             sample if isinstance(sample, Failed) else _attempt(self.through, index, sample)
             for index, sample in zip(indices, _each(self._samples, indices))

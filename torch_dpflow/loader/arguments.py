@@ -107,7 +107,7 @@ def _is_of_accelerate(part: Any) -> bool:
 
 
 def check_options(options: LoaderOptions, flow: str | None = None) -> None:
-    """Raise OptionError for options that would have no effect in a loader without a platform."""
+    """Raise OptionError for options that have no effect in a loader without a platform, or with this flow."""
     usual = LoaderOptions()
     given = {name: f"{name}={value!r}" for name, value in vars(options).items() if value != getattr(usual, name)}
     remote = [text for name, text in given.items() if name in _REMOTE_OPTIONS]
@@ -187,7 +187,7 @@ def check_shareable(loader: Any) -> None:
 
 
 def flow_version(flow: str) -> tuple[str, int]:
-    """Return the name and the version in "name" (version 1) or "name:v3". Raises OptionError for anything else."""
+    """Return (name, version) from "name", whose version is 1, or "name:v3". Raises OptionError for anything else."""
     parts = _FLOW.fullmatch(flow) if isinstance(flow, str) else None
     if parts is None:
         raise OptionError(

@@ -31,7 +31,7 @@ def interrupted_draw() -> WorkerError:
 
 
 def next_undelivered(plan: Plan, progress: EpochProgress) -> tuple[int, Any]:
-    """Return (position, indices) of the next undelivered batch, drawing nothing. Raises StopIteration at the end."""
+    """Return (position, indices) of the next undelivered batch, without drawing it. Raises StopIteration at the end."""
     plan.forget(progress.position)
     position, index = plan.peek()
     while progress.was_delivered(position):
@@ -48,7 +48,7 @@ class DeliveringIterator(BaseDataLoaderIter):
     """
 
     _runtime: LoaderRuntime
-    #: The batch that is due.
+    #: The batch to deliver next.
     _head: Any
     #: The latest batch that the meter has counted.
     _metered: Any = None
@@ -166,7 +166,7 @@ class InFlightLimit:
         return max(0, min(2, max(self.at_start(largest), ahead or 0) - in_flight + 1))
 
     def may_grow(self, batches: int, largest: int, limit: int) -> bool:
-        """Return whether `batches`, at most `limit`, may be in flight while a worker is idle."""
+        """Return whether `batches` may be in flight while a worker is idle: at most `limit`, if memory allows."""
         if batches > limit or not largest:
             return False
         more = (batches - self._usual) * largest
@@ -196,7 +196,7 @@ class Rotation:
         self.next = first % workers
 
     def in_turn(self) -> int | None:
-        """Return the worker for the next batch; None if no worker may get one. Then set `next` to `after(worker)`."""
+        """Return the worker for the next batch, or None. The caller then sets `next` to `after(worker)`."""
         share = self._limit // max(1, sum(self._active))
         for turn in range(len(self._active)):
             worker = (self.next + turn) % len(self._active)
@@ -212,7 +212,7 @@ class Rotation:
         self._active[worker] = False
 
     def order(self) -> tuple[list[int], int]:
-        """Return (the worker of each batch in flight, the worker after them)."""
+        """Return (the worker of each batch in flight, the worker of the batch after these)."""
         # A worker whose stream has ended may have a second report of its end in flight.
         return [worker for worker in self._in_flight.workers() if self._active[worker]], self.next
 
@@ -227,7 +227,7 @@ class BatchPlanner:
     def __init__(self, progress: EpochProgress, rotation: Rotation | None = None) -> None:
         self._progress = progress
         self._rotation = rotation
-        #: The workers of the next batches, where a resumed state names them.
+        #: The workers of the next batches, if a resumed state names them.
         self._scheduled = list(progress.due)
         #: The batch that was drawn and not submitted yet.
         self.drawn: PlannedBatch | None = None
@@ -266,7 +266,7 @@ class BatchPlanner:
 
 
 def fit_streams(progress: EpochProgress, workers: int, *, own_stream: bool) -> None:
-    """Make the epoch's progress have one stream for each worker, or none.
+    """Give the epoch's progress one stream for each worker if `own_stream`, otherwise none.
 
     Streams of a different number of workers cannot continue: they are dropped, with a warning.
     """

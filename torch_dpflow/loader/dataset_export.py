@@ -75,7 +75,7 @@ def export_dataset(
         resume: whether to keep the files of an earlier run of this export that was killed. The dataset must not have
             changed: only its class, its length and its first samples are compared.
         write_options: timeouts and retries of writing files.
-        progress: called with the number of samples that are written, or kept.
+        progress: called after each file, with the number of samples written or kept so far.
 
     Raises:
         OptionError, OptionTypeError: an option is not allowed; the dataset is empty or has no length; the target has
@@ -192,7 +192,7 @@ def _length_of(dataset: Any) -> int:
 
 
 class EncodedSamples(torch.utils.data.Dataset[tuple[bytes, bytes]]):
-    """Dataset of (bytes, JSON) pairs, each loaded with the seed of its number. Raises SourceError with the number."""
+    """Dataset of (bytes, JSON) pairs, loaded with seeds that depend on the sample's number. Raises SourceError."""
 
     def __init__(self, dataset: Any, encode: Encode | None) -> None:
         self._dataset, self._encode = dataset, encode

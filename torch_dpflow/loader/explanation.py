@@ -30,8 +30,8 @@ class Observed:
     """Figures of a loader, from which `explain` decides."""
 
     stats: LoaderStats
-    #: Seconds from `iter` to the latest batch, over all epochs; the part of them before first batches and while workers
-    #: ended; and how long the training loop waited in this part.
+    #: Seconds from `iter` to the latest batch, over all epochs; of these, seconds of turns: before first batches and
+    #: while workers ended; and seconds that the training loop waited in turns.
     iterating_s: float
     turns_s: float
     turn_stall_s: float
@@ -42,8 +42,8 @@ class Observed:
     read_threads: int = 1
     #: Processors of this host that this process may use.
     processors: int
-    #: Seconds for which the workers of this host were watched; in these, seconds that they ran on a processor and
-    #: seconds that they waited for one.
+    #: Seconds for which the workers of this host were watched; and how long, in this time, workers ran on a processor
+    #: and waited for a processor.
     watched_s: float = 0.0
     cpu_s: float = 0.0
     queued_s: float = 0.0
@@ -55,7 +55,7 @@ class Observed:
 
     @property
     def wait_s(self) -> float:
-        """Time that the training loop waited for batches, except each epoch's first batch, seconds."""
+        """Time that the training loop waited, except for first batches and for ends of epochs, seconds."""
         return max(0.0, self.stats.stall_s - self.turn_stall_s)
 
     @property
@@ -65,7 +65,7 @@ class Observed:
 
     @property
     def rate(self) -> float:
-        """Samples per second of the time in iterations; 0.0 before the first."""
+        """Samples per second of the time in iterations; 0.0 before the first iteration."""
         return self.stats.samples / self.iterating_s if self.iterating_s else 0.0
 
 

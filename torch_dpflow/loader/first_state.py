@@ -27,10 +27,10 @@ class FirstState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put the first values back within the block, in which a replacement copies the dataset.
+        """Put the first values back during the `with` block, in which a replacement copies the dataset.
 
-        Only changed values are touched, as another thread may be reading the dataset. A value that the block itself
-        replaces, such as a file that `__getstate__` closes, is kept.
+        After the block the present values are back. Only changed values are touched, because another thread may be
+        reading the dataset. A value that the block itself replaces, such as a file that `__getstate__` closes, is kept.
         """
         changed = [(holder, first, holder.copy()) for holder, first in self._kept if not _are_same(holder, first)]
         try:

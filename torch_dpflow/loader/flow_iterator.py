@@ -36,7 +36,7 @@ class SharedLoaderIterator(DeliveringIterator):
 
     If `routed_order` supports the sampler, such as that of `shuffle=True`, the flow's router draws the orders of all
     jobs together: every order is equally likely, and contains each sample once. The order of any other sampler is kept.
-    So is the order if processes of torch.distributed may have to read the same samples.
+    It is also kept if processes of torch.distributed may have to read the same samples.
 
     Args:
         loader: a `DPFlowDataLoader` with a `flow`.
@@ -221,8 +221,8 @@ class RoutedProgress:
     def state(self, held: int = 0) -> LoaderState:
         """Return the state to resume the epoch, or to begin the next epoch if this one has ended.
 
-        The state has one bit for each sample of the flow; up to three if the job has ranks. Raises StateError if `held`
-        is not 0 within an epoch.
+        The state has one bit for each sample of the flow; up to three if the job has ranks. Raises StateError within
+        an epoch if `held` (see `LoaderRuntime`) is not 0.
         """
         if held and not self.finished:
             raise held_ahead(held)
@@ -282,7 +282,7 @@ class FlowPlanner:
         self._draw(taken, max(1, self._ahead))
 
     def draw_beyond(self, taken: int) -> None:
-        """Draw batches beyond the first `taken` batches. Raises the errors of the sampler."""
+        """Draw the batches that may be drawn ahead of the first `taken`. Raises the errors of the sampler."""
         self._draw(taken, self._ahead)
 
     def _draw(self, taken: int, ahead: int) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch_dpflow.cluster.client.shared_job import SharedJob
     from torch_dpflow.loader.runtime import LoaderRuntime
 
-#: Counts the jobs of each flow in this process: ranks open them in the same order, as they run the same script.
+#: Counts the jobs of each flow in this process: ranks open them in the same order, because they run the same script.
 _opened: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 #: The store that carries the names of those jobs: another process group counts from 0.
 _counted_by: Any = None
@@ -52,15 +52,15 @@ _readers: weakref.WeakKeyDictionary[SharedJob, tuple[Any, ...]] = weakref.WeakKe
 class RoutedOrder:
     """Order that the router decides: each sample of the sampler once, every order equally likely.
 
-    The only job of a flow reads the order of its sampler.
+    If a flow has a single job, this order equals that of torch's DistributedSampler with the same seed.
     """
 
     sampler: Any
     #: Seeds the order, with the epoch; None: the loader's base seed.
     seed: int | None = None
-    #: The samples; None: all.
+    #: The samples to read; None: all samples of the dataset.
     indices: IndexArray | None = None
-    #: The part of them that this process reads; None: all.
+    #: The part of these samples that this process reads; None: all.
     replica: Replica | None = None
     #: Whether the sampler has an epoch; else the loader counts its iterations.
     counts: bool = False
@@ -70,7 +70,7 @@ class RoutedOrder:
     independence: float = 0.0
 
     def next_epoch(self, iterations: int, resumed: int | None, *, resumes: bool) -> int:
-        """Return the number of the epoch that the next iteration reads.
+        """Return the number of the epoch that the next iteration reads; set the sampler's epoch, if it has one.
 
         Args:
             iterations: number of the loader's iteration, from 0.
@@ -168,8 +168,8 @@ def _replica_of(sampler: Any) -> Replica | None:
 def job_of(loader: Any, seed: int, order: RoutedOrder | None = None, resumed_seed: int | None = None) -> SharedJob:
     """Return a job of the loader that no iteration reads; open one if necessary. The loader closes it at its end.
 
-    So iterations can run concurrently, as with torch. All iterations of a rank count as one job, so ranks need not
-    begin the same number of iterations.
+    So iterations can run concurrently, as with torch. The flow counts all iterations of a rank as one job, so ranks
+    need not begin the same number of iterations.
 
     Args:
         seed: seed of the order, if it is the loader's first job.

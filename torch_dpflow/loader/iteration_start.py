@@ -180,8 +180,8 @@ _SAMPLES = 1024
 class EpochAnnouncement:
     """Announcement of an epoch's remaining order to the loader's dataset, if the dataset accepts announcements.
 
-    A fixed order is announced as a whole, any other batch by batch as it is drawn. Announcing does not change the
-    plan's batches.
+    A fixed order is announced as a whole. Any other order is announced batch by batch, as batches are drawn. Announcing
+    does not change the plan's batches.
 
     Args:
         batches: maximum number of batches in flight.
@@ -228,7 +228,9 @@ def _batch_size(batch_sampler: Any) -> int | None:
 
 
 class Pin:
-    """Function that copies a batch into pinned memory. Made in the training thread, called in the shard's thread.
+    """Function that copies a batch into pinned memory. Made in the training thread, called in one thread only.
+
+    The first call limits torch to one thread there, as torch's pinning thread does.
 
     Args:
         device: the kind of accelerator, as torch's iterator has found it.

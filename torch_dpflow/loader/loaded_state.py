@@ -156,7 +156,7 @@ def _with_unread(kept: list[Any]) -> list[Any]:
 
 
 def with_seed_of(state: LoaderState, rank: int) -> LoaderState:
-    """Replace the workers' seed in a state by this rank's seed, if it is the seed of another rank.
+    """Return the state; if its workers' seed is another rank's, with a seed for this rank in place of it.
 
     The seed of an iterable dataset's state stays, because skipping a stream to its position needs the seed of its
     start.
@@ -208,7 +208,7 @@ def _check_alike(states: Sequence[LoaderState]) -> None:
 
 
 def set_counted_epoch(loader: Any, state: LoaderState) -> None:
-    """Set the sampler to the epoch after the state's epoch, if it counts iterations and has no saved state."""
+    """Set a sampler that counts iterations to its next epoch, if the state ends an epoch without a sampler's state."""
     sampler, counted = epoch_setter(loader._index_sampler, loader.sampler), state.made_of.get(COUNTED)
     if state.fresh and state.sampler is None and sampler is not None and type(counted) is int:
         sampler.set_epoch(counted)
@@ -217,7 +217,7 @@ def set_counted_epoch(loader: Any, state: LoaderState) -> None:
 def begin_saved_epoch(loader: Any, *, is_over: bool) -> None:
     """Set the sampler to the pending state's epoch, for trainers that call `set_epoch` only after `iter`.
 
-    is_over: the trainer continues with the epoch after the state's, so the next iteration must read that epoch.
+    is_over: the trainer continues with the epoch after the state's: drop the state, and set the sampler to that epoch.
     """
     state: LoaderState | None = loader._runtime.pending
     if state is None or state.fresh:
@@ -305,6 +305,8 @@ UNKNOWN = -1
 def end_of_epoch(loader: Any, state: LoaderState) -> int | None:
     """Return the number of the batch at which the epoch of a state ends in this loader; None: at the usual end.
 
+    Returns `UNKNOWN` if the router decides the order, and the number of ranks or the batch size has changed.
+
     Raises StateError: the states do not cover all ranks; or the script has read `len(loader)` before, so that it may
     count batches up to a number at which this epoch does not end.
     """
@@ -367,7 +369,7 @@ def _check_workers(loader: Any, state: LoaderState) -> None:
 
 
 def join_flow_states(states: Sequence[LoaderState], rank: int) -> LoaderState:
-    """Return the state with which a rank of any number of ranks resumes.
+    """Return the state with which this rank resumes, whatever the number of ranks is now.
 
     All states are of an epoch whose order the flow's router decides: at least one has `shared`. The others have read
     nothing of the epoch. A rank resumes with the seeds of the state that has its number, or else with the seeds of any

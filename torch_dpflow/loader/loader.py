@@ -205,7 +205,7 @@ class DPFlowDataLoader(DataLoader[T]):
         return iterator
 
     def check_worker_number_rationality(self) -> None:
-        """Warn as torch about more workers than processors, if the workers run on this machine."""
+        """Warn like torch about more workers than processors, if the workers run on this machine."""
         if self.flow is None and self.platform is None:
             super().check_worker_number_rationality()
 
@@ -295,10 +295,10 @@ class DPFlowDataLoader(DataLoader[T]):
         )
 
     def explain(self) -> Explanation:
-        """Return the limit of the run and a change that helps, by the measurements so far. `print` shows three lines.
+        """Explain the speed so far: return its limit, the measurements, and a change that helps. `print` shows them.
 
-        Call it in the training thread, in or after an iteration. `limited_by` is one word for programs, empty if too
-        little was read.
+        Call it in the training thread, in or after an iteration. `limited_by` names the limit for programs; it is empty
+        if too little was read.
         """
         return self._explain(self._runtime.workload)
 

@@ -24,7 +24,7 @@ class Opening(NamedTuple):
     """State of a batch when a worker opened it."""
 
     opened: OpenedBatch
-    #: It encoded, for other workers.
+    #: The `OpenedBatch`, encoded for other workers.
     payload: PayloadTable
     head: Frame
     #: Ends the writing of workers into the batch; returns False if that fails.
@@ -45,6 +45,7 @@ class OpenBatches:
 
     Args:
         submit: submits (task, payload) pairs, to be loaded before all batches at later positions.
+        cancel: cancels tasks.
         deliver: called with a batch's task, kind, value and size in bytes.
     """
 
@@ -58,7 +59,7 @@ class OpenBatches:
         self._workers = workers
         self._submit, self._cancel, self._deliver = submit, cancel, deliver
         self._batches: dict[int, _Open] = {}
-        #: Whether batches may be opened. No more after one that had to be loaded as a whole.
+        #: Whether batches may be opened; False once the rows of a batch did not fit, so that no other will either.
         self.opens = True
 
     def __len__(self) -> int:
@@ -100,7 +101,7 @@ class OpenBatches:
             self._end(task - part_of(task), batch)
 
     def drop(self, task: int) -> int:
-        """Drop the open batch that this task is a piece of, if any; return the number of the batch's task."""
+        """Drop the open batch to which this task belongs, if any; return the task that began the batch."""
         whole = task - part_of(task)
         batch = self._batches.pop(whole, None)
         if batch is not None:

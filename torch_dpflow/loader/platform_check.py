@@ -44,7 +44,9 @@ class Probe(Dataset[Any]):
 
 
 def check_platform(platform: str | PlatformSpec, *, listen: str | None = None) -> Iterator[Finding]:
-    """Yield the findings about a platform, then the findings of a worker that is started there and ended.
+    """Yield the findings about a platform; if all are good, start a worker there and yield the findings about it.
+
+    An error of the platform or the worker is yielded as the last finding.
 
     listen: as in `LoaderOptions`.
 

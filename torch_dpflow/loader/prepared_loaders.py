@@ -3,7 +3,7 @@
 accelerate makes a new loader of torch's class, with torch's arguments, from the given loader, and has no hook. The two
 functions that do so are wrapped when accelerate is imported. The wrappers of accelerate and Fabric count epochs from 0
 and set them; here they count from the loaded state. Lightning sets the epoch of a sampler after it has begun a resumed
-iteration. If a state is at the end of an epoch, it goes on to the next epoch. For data without a length Lightning reads
+iteration; from a state at the end of an epoch, the next epoch follows. For data without a length Lightning reads
 a batch ahead, as Ray Train's wrapper does; a saved position must not count that batch. `docs/howto/libraries.md` lists
 the ways for Ray Train and Ignite.
 """
@@ -39,7 +39,7 @@ _PREPARED: ContextVar[Any] = ContextVar("prepared", default=None)
 
 
 def keep_class_when_prepared(ours: type[Any]) -> None:
-    """Make these libraries keep the class of loaders of class `ours`, now or once they are imported."""
+    """Patch accelerate, Fabric, Lightning and Ray Train to keep loaders of class `ours`, now or once imported."""
     amend_by_module = {
         _ACCELERATE: _amend_accelerate,
         _RAY: _amend_ray,

@@ -67,7 +67,7 @@ SIGNALS_S = 1.0
 class PrivateShard:
     """Shard of one loader, in a thread of this process.
 
-    All methods belong to the training thread.
+    Only the training thread calls the methods, except `close` and the callbacks of `Requester`.
 
     Args:
         processes: the workers, not started yet; `close` closes them.
@@ -136,7 +136,10 @@ class PrivateShard:
     # -- for the training thread -------------------------------------------------------------------------
 
     def submit(self, task: int, index: Any, *, pinned_to: int | None = None) -> None:
-        """Submit the batch of these indices. Task numbers must rise; a repeated number is ignored."""
+        """Submit the batch of these indices, for any worker or only for `pinned_to`.
+
+        Task numbers must rise; a repeated number is ignored.
+        """
         self._command(partial(self._submit, [(task, pickle.dumps(index, pickle.HIGHEST_PROTOCOL))], pinned_to))
 
     def cancel(self, tasks: Sequence[int]) -> None:
@@ -144,11 +147,11 @@ class PrivateShard:
         self._command(lambda: self._shard.cancel(tasks))
 
     def ahead(self, largest: int) -> int | None:
-        """Return how many batches may be in flight; None: as many as at the start. largest: bytes of the largest."""
+        """Return how many batches may be in flight; None: as at the start. largest: bytes of the largest batch."""
         return None
 
     def wait(self, timeout_s: float | None) -> Event | None:
-        """Return the next event, in the order in which they happened; None on timeout.
+        """Wait for the oldest event that was not acknowledged, and return it; None on timeout.
 
         The same event is returned until `acknowledge`, because Control-C may interrupt the training thread between any
         two steps.
@@ -186,7 +189,7 @@ class PrivateShard:
         return self._events[0] if self._events else None
 
     def acknowledge(self) -> None:
-        """Remove the next event, which was handled."""
+        """Remove the event that `wait` or `poll` has returned, after it was handled."""
         self._events.popleft()
 
     def begin_epoch(self, epoch: EpochSpec, streams: Sequence[StreamState | None]) -> None:
@@ -206,7 +209,7 @@ class PrivateShard:
         return self._owner == os.getpid()
 
     def totals(self) -> Counters:
-        """Return the scheduler's counts since the start. They continue to grow."""
+        """Return the scheduler's own counters since the start, which continue to grow."""
         return self._scheduler.counters
 
     def elsewhere(self) -> tuple[int, str]:
@@ -214,7 +217,7 @@ class PrivateShard:
         return 0, ""
 
     def close(self, *, grace_s: float = GRACE_S) -> None:
-        """End the workers and the thread. Idempotent; any thread may call."""
+        """End the workers, which have `grace_s` seconds to finish, and the thread. Idempotent; any thread may call."""
         if not self.is_own:
             return
         if threading.current_thread() is self._thread:

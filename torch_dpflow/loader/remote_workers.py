@@ -114,7 +114,8 @@ class LoaderLimit:
     """Diagnosis of what limits a loader with remote workers, by the autoscaler's rule. Only the shard's thread uses it.
 
     Args:
-        meter: the loader's meter, which receives the result.
+        meter: the loader's meter, whose `limited_by` is set.
+        workers: the loader's number of workers.
     """
 
     def __init__(self, meter: LoaderMeter, remote: RemoteWorkers, workers: int) -> None:

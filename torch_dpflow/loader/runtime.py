@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Workload:
     """Processor time of a loader's workers on this host, over all iterations. Only the training thread uses it.
 
-    The time is read from the kernel by `look`, and before the workers end.
+    `look` and `end` read the time from the kernel.
     """
 
     def __init__(self, meter: LoaderMeter) -> None:
@@ -34,7 +34,7 @@ class Workload:
         self.working, self.refused = 0, ""
 
     def begin(self, shard: PrivateShard) -> None:
-        """Watch these workers, which have just been started."""
+        """Watch the workers of this shard, which have just been started."""
         self._shard = weakref.ref(shard)
         self._seen, self._seen_at = {}, self._meter.iterating_s
 
@@ -56,7 +56,7 @@ class Workload:
         self._seen_at = now_s
 
     def end(self) -> None:
-        """Add the workers' processor time a last time, just before they end."""
+        """Add the workers' processor time since the last call, and stop watching. Call this just before they end."""
         self.look()
         self._shard = None
 
@@ -87,7 +87,7 @@ class LoaderRuntime:
         self.epoch = epoch
         #: A state that the next iteration begins with.
         self.pending: LoaderState | None = None
-        #: Number of the batch at which the epoch of that state ends, also while it is read; None: as any epoch.
+        #: Number of the batch at which the epoch of that state ends, also while it is read; None: at the usual end.
         self.resumed_end: int | None = None
         #: Whether the script has read the loader's length before a state was loaded.
         self.is_measured = False
@@ -100,9 +100,9 @@ class LoaderRuntime:
         self.jobs: dict[int, SharedJob] = {}
         #: The arguments that the jobs were opened with, compared at the next iteration.
         self.opened_for: Any = None
-        #: What the workers of the flow were sent when the first of the jobs was opened; None: no job was.
+        #: The content that the flow's workers received when the first job was opened; None: no job was opened.
         self.content: FlowContent | None = None
-        #: Parts of it that have changed in this process, which was logged.
+        #: Parts of this content that have changed in this process, as was logged.
         self.warned: set[str] = set()
         self.meter = LoaderMeter()
         self.workload = Workload(self.meter)
@@ -118,7 +118,7 @@ class LoaderRuntime:
         return LoaderRuntime, (self.epoch,)
 
     def end_of_epoch(self) -> int | None:
-        """Return the number of the batch at which the resumed epoch ends; None if none is resumed, or it has ended."""
+        """Return the number of the batch at which the resumed epoch ends; None: the usual end, or none is resumed."""
         is_over = self.pending is None and (self.progress is None or self.progress.finished)
         return None if is_over else self.resumed_end
 

@@ -19,13 +19,14 @@ class Arrived(msgspec.Struct, frozen=True):
     """The first result of a task has arrived, opened and pinned."""
 
     task: int
-    #: Its worker; -1 if there were several.
+    #: The worker that loaded it; -1 if there were several.
     worker: int
+    #: BATCH, FAILURE or END; with the batch, or the wrapped error.
     kind: int
     value: Any
     stream: StreamState | None
     size: int
-    #: How long loading has taken its worker, by stage, since the worker's previous result; None if not known.
+    #: How long the worker has loaded, by stage, since its previous result; None if not known.
     times: StageTimes | None = None
     #: When it arrived, by `time.perf_counter`.
     at: float = 0.0

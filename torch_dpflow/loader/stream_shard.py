@@ -1,6 +1,6 @@
 """The private shard of a mapped stream: quick items travel in groups.
 
-Each item is a separate task, which can be stolen, is repeated after a worker's death, and can be suspected of it. But a
+Each item is a separate task: it can be stolen, is repeated after a worker's death, and can be suspected as the cause. A
 message costs the time of several quick items. So a worker holds the number of items that it maps within `WINDOW_S`, and
 sends the results of half of them together. Slow items travel one by one.
 """
@@ -30,7 +30,7 @@ class ItemPace:
     The training thread calls `read`, the shard's thread calls `mapped`.
 
     Args:
-        fixed: fixed maximum of items in flight; None: two windows for each worker, by the averages.
+        fixed: maximum number of items in flight; None: two windows for each worker, by the averages.
     """
 
     def __init__(self, workers: int, fixed: int | None) -> None:
@@ -61,7 +61,7 @@ class ItemPace:
         return max(WINDOW, min(self._max_window, int(WINDOW_S / max(each_s, 1e-9))))
 
     def ahead(self, largest: int) -> int | None:
-        """Return how many items may be in flight; None if that is fixed. largest: bytes of the largest result."""
+        """Return how many items may be in flight; None if `fixed` limits them. largest: bytes of the largest result."""
         if self._is_fixed:
             return None
         return min(2 * self.window * self._workers, GROWTH_BYTES // max(largest, self._largest))

@@ -99,7 +99,7 @@ class TraceFile:
         return round((at - self._began) * 1e6, 1)
 
     def add(self, *events: dict[str, Any]) -> None:
-        """Add events. A later call writes them, after a second at most, or else the end of the process."""
+        """Buffer events. This or a later call writes them, or the end of the process."""
         if os.getpid() != self._owner:
             return  # a fork has the file too
         with self._lock:
@@ -174,7 +174,7 @@ class LoaderTrace:
         self._ends[TRAINING] = left
 
     def loaded(self, worker: int | None, batch: int, times: StageTimes, arrived: float) -> None:
-        """Add a batch that a worker has loaded, or if `worker` is None this process. Its load ended at `arrived`."""
+        """Add a batch that `worker` has loaded (None: this process). Its load ended at `arrived`."""
         track = TRAINING if worker is None else worker + 1
         self._track(track)
         total = sum(times.stages.values())

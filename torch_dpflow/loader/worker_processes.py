@@ -78,7 +78,7 @@ def has_own_streams(loader: Any, options: LoaderOptions) -> bool:
 
 
 def divides_batches(iterator: Any, loader: Any, options: LoaderOptions) -> bool:
-    """Return whether several workers may load parts of one batch. Batches that are bound to workers are not considered.
+    """Return whether several workers may load parts of one batch, if batches are not bound to workers.
 
     The workers must share memory, and the batches must be joined by torch's own collate, which treats each sample
     independently. A dataset with `__getitems__` gets whole batches; the worker checks that.
@@ -95,7 +95,7 @@ def local_workers(loader: Any, spec: LoadSpec, workers: int) -> WorkerProcesses:
 
 
 class WorkerProcesses:
-    """Latest process of each worker number.
+    """Workers of a loader on this host: the latest process of each worker number.
 
     The training thread starts and releases processes; the shard's thread may call `ended`, `refusal` and `kill`.
 
@@ -116,7 +116,7 @@ class WorkerProcesses:
         self.directory = PrivateDirectory()
         self.listener = listen(f"ipc://{self.directory.path}/shard")
         self.listener.watch(platform.wakeup_fd)
-        #: By the names under which they are launched.
+        #: Worker numbers by the names under which workers are launched.
         self._numbers = {f"worker-{worker}": worker for worker in range(workers)}
         self._handles: dict[int, Handle] = {}
         self._incarnations = [0] * workers
@@ -235,10 +235,10 @@ class Restarts:
         self._meter = meter
         #: How many batches workers have loaded, or died over; counted by the iterator.
         self.results = 0
-        #: Deaths since the latest result, and how many results there were at the latest death.
+        #: Deaths since the latest result, and the number of results at the latest death.
         self._deaths = self._results_before = 0
         self._exit_report = ""
-        #: How the process of each worker before the present one ended.
+        #: By worker number, how the worker's previous process ended.
         self.ends: dict[int, str] = {}
 
     def replace(self, processes: WorkerProcesses, worker: int, dead: Handle) -> None:

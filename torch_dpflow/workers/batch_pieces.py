@@ -58,7 +58,7 @@ def position_of(task: int) -> int:
     return (task >> PART_BITS) & ((1 << POSITION_BITS) - 1)
 
 
-#: Collates samples as `default_collate`, and stacks into these tensors, in turn, while they fit.
+#: Function that collates samples like `default_collate`, and stacks into the given tensors, in turn, while they fit.
 CollateAt: TypeAlias = Callable[[list[Any], list[torch.Tensor]], Any]
 
 
@@ -73,11 +73,12 @@ class Lender(NamedTuple):
 class OpenedBatch(NamedTuple):
     """Batch whose memory is allocated and whose first rows are loaded."""
 
-    #: As the default collate makes it, of all rows.
+    #: The batch as the default collate makes it, with memory for all rows.
     value: Any
     indices: Sequence[Any]
+    #: How many rows are loaded.
     rows: int
-    #: How long the rest may take, seconds.
+    #: How long the other rows may take, seconds.
     left_s: float
     lender: Lender
 
@@ -110,7 +111,7 @@ def _joins_rows() -> bool:
 
 
 class PieceLoader:
-    """Loader of whole batches, of slow batches, which it opens, and of rows of batches that others opened.
+    """Loader of whole batches and of rows of batches that other workers opened; it opens batches that are slow.
 
     Args:
         arena: lends the memory of opened batches.

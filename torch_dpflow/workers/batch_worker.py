@@ -48,7 +48,7 @@ from torch_dpflow.workers.process_control import use_sched_batch
 from torch_dpflow.workers.stream_items import StreamItem
 from torch_dpflow.workers.task_worker import Compress, TaskWorker
 
-#: For each collate function that keeps no rows: the method of datasets that takes memory in its layout.
+#: By collate function that keeps no rows, the method by which a dataset receives `lend` for batches in its layout.
 FILLS = {default_collate: "fill_batches", collate_channels_last: "fill_images"}
 
 _arena: Arena | None = None

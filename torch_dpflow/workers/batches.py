@@ -62,14 +62,14 @@ class LoadSpec:
     base_seed: int
     #: Whether random numbers are one stream per worker, as in torch, and not seeded by batch.
     own_stream: bool
-    #: Whether they are seeded by sample.
+    #: Whether random numbers are seeded by sample.
     by_sample: bool = False
     #: Whether other workers may load rows of a batch.
     divides: bool = False
     read_threads: int
-    #: Bytes; None: the share of a worker on its host.
+    #: Bytes of shared memory for each worker; None: a worker's share of its host's memory.
     shared_memory: int | None
-    #: Whether results may wait for others: of a stream of single items.
+    #: Whether a result may wait to be sent with later results: only of a stream of single items.
     holds: bool = False
     #: The script's settings; None: workers are started from its process and inherit them.
     settings: ScriptSettings | None = None
@@ -90,7 +90,7 @@ class EpochSpec:
     shared_seed: int | None
     #: Where this worker's own stream starts; None: at its beginning.
     stream: StreamState | None
-    #: Counts the epochs of these workers.
+    #: Number of the epoch among the epochs of these workers.
     generation: int = 0
     #: Whether `stream` comes from a saved state, and not from the end of the worker's own last epoch.
     resumes: bool = False
@@ -101,9 +101,9 @@ class Begun:
     """Report that a worker with a separate stream has begun an epoch."""
 
     generation: int
-    #: Its beginning, if the dataset has a state.
+    #: The stream's state at its beginning, if the dataset has a state.
     stream: StreamState | None
-    #: The error in place of it, an ExceptionWrapper.
+    #: The error because of which it cannot begin, an ExceptionWrapper; None: it has begun.
     failure: Any
 
 
@@ -170,7 +170,7 @@ class BatchSource:
         return Begun(generation=epoch.generation, stream=self._beginning(), failure=self._broken)
 
     def share(self, arena: Arena, lender: Lender, collate_at: CollateAt) -> None:
-        """Open batches to other workers, if the load spec allows it. The arguments are as in `PieceLoader`."""
+        """Let other workers load rows of slow batches, if the load spec allows it. For arguments see `PieceLoader`."""
         if self._load_spec.divides and loads_by_sample(self._dataset):
             self._pieces = PieceLoader(arena, lender, self._rows, collate_at, self._clock)
 
@@ -351,7 +351,7 @@ def _become_worker(spec: LoadSpec, worker: int) -> None:
 def threaded_fetch(
     dataset: Any, collate_fn: Callable[[Any], Any], threads: int, clock: StageClock
 ) -> Callable[[Any], Any]:
-    """Return a fetch function that reads a batch's samples in several threads, whose waits overlap; in order."""
+    """Return a function that loads the batch of given indices in several threads, so that their waits overlap."""
     # numpy's error settings belong to a thread; these threads take over those of the worker.
     settings = partial(np.seterr, **np.geterr())
     pool = ThreadPoolExecutor(threads, thread_name_prefix="dpflow-read", initializer=settings)

@@ -22,8 +22,8 @@ _starting: _Start | None = None
 def exit_report(path: str) -> Iterator[None]:
     """Write to the file `path` how the body ends this process.
 
-    The report has the traceback of an error, or the stacks of a fatal signal. Until
-    `has_started` is called, it also has the module that is being imported, and the stacks of a start that takes long.
+    The report has the traceback of an error, or the stacks of a fatal signal. Until `has_started` is called, it also
+    has the module that is being imported, and the stacks of a start that takes long.
     """
     with open(path, "w", buffering=1) as report:
         faulthandler.enable(file=report)
@@ -48,15 +48,16 @@ def has_started() -> None:
 
 
 def importing() -> str:
-    """Return the module that this process imports while its worker starts, as text; empty afterwards."""
+    """Return a text that names the module which a starting worker imports now; empty after the start."""
     starting = _starting  # the worker's thread may clear it meanwhile
     return "" if starting is None else starting.line
 
 
 def report_start(report: IO[str] | None = None, announce: Callable[[], None] | None = None) -> None:
-    """Write to `report` what this process imports until `has_started`, and its stacks.
+    """Write to `report` which module this process imports, and its stacks, until `has_started` is called.
 
-    None: standard error, whose end platforms return. It keeps all lines, so it gets only modules that no other imports.
+    report: a file, which is cleared before each module. None: standard error, whose last lines platforms return. It
+        cannot be cleared, so it gets only modules that no other module imports.
     announce: called before each module of the report is imported.
     """
     global _starting

@@ -31,9 +31,9 @@ REQUEST_S = 5.0
 
 
 def receive(connection: socket, limit: int) -> list[int]:
-    """Receive at most `limit` descriptors of a request.
+    """Receive the descriptors of a request: at least 2, and fewer than `limit`.
 
-    Raises the error that the server's loop treats as a lost connection.
+    Raises ConnectionAbortedError for anything else; the server's loop then drops the connection.
     """
     connection.settimeout(REQUEST_S)
     try:

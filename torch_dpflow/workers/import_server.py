@@ -44,8 +44,8 @@ class StillImportingError(DPFlowError):
 class ImportServer:
     """Second-level fork server for one group of processes, itself forked by this process's fork server.
 
-    It imports the group's modules, then forks the group's processes. It ends when this process has ended, and
-    when the group has. It ends before any fork if an import does one of the following:
+    It imports the group's modules, then forks the group's processes. It ends with this process, and after `close` with
+    the last process of the group. It ends before any fork if an import does one of the following:
 
     - it raises
     - it starts a thread, which a fork does not copy
@@ -119,7 +119,7 @@ class ImportServer:
         self._handle.kill(why)
 
     def failure(self) -> tuple[str, float]:
-        """Return (why its processes import separately since `start` raised, for how many seconds they do)."""
+        """Return (why `start` has failed, for how many seconds the group's processes are to import by themselves)."""
         end = self._handle.describe()
         if end is not None and end.code in LASTING:
             return LASTING[end.code], math.inf

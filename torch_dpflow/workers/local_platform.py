@@ -76,7 +76,7 @@ class LocalPlatform:
         return handle
 
     def interrupt(self) -> None:
-        """Do nothing: no launch waits."""
+        """Do nothing, because no launch of this class waits. Later launches start processes as before."""
 
     def take_ended(self) -> list[LocalHandle]:
         ended = [self._running[descriptor] for descriptor, _ in self._poller.poll(0)]

@@ -23,7 +23,7 @@ MAX_REPORT_CHARS = 4000
 class Limits:
     """The properties and limits of a platform of remote workers: see `remote.launchers.contract`."""
 
-    #: Seconds after which the platform ends a process; None: never. Users handle that as any other end.
+    #: Seconds after which the platform ends a process; None: never. Callers handle this end like any other.
     max_lifetime_s: float | None = None
     #: The time between the request to end and the kill of a worker, seconds.
     grace_s: float = 0.0
@@ -34,7 +34,7 @@ class Limits:
     calls_at_once: int = 8
     #: Lower and upper limit of the timeout from a worker's start to its handshake, seconds; adapted in between.
     start_timeout_s: tuple[float, float] = (10.0, 120.0)
-    #: Whether it can list the workers of a dead starter, and kill one.
+    #: Whether the platform can list the workers of a dead starter, and whether it can kill a worker.
     can_list: bool = True
     can_stop: bool = True
 
@@ -46,10 +46,10 @@ class Imports:
     A platform that starts each process from scratch ignores this; its processes import the modules themselves.
     """
 
-    #: Identifies the group. No other process is forked from one that has imported for it.
+    #: Name of the group. A process that has imported the group's modules forks only processes of this group.
     group: str
     modules: tuple[str, ...]
-    #: Top-level modules of the user. If one of `modules` looks for one of these, each process imports for itself.
+    #: Top-level modules of the user. If one of `modules` tries to import one of them, each process imports for itself.
     own: tuple[str, ...] = ()
     #: The current directory of the imports, and `sys.argv[0]`; empty: as they are.
     directory: str = ""
@@ -68,8 +68,8 @@ class ProcessSpec:
             Unpickling tensors may connect back to this process, which takes the `authkey` of its
             `multiprocessing.current_process()`.
         report_file: path of its exit report; empty if the process does not share this host's files.
-        directory: a directory to remove at the end: by the launching process, or by the launched ones if that is
-            killed; empty: none.
+        directory: a directory that the launching process removes at its end; the launched processes remove it if that
+            process is killed. Empty: none.
         imports: modules that its group of processes imports; None: unknown.
     """
 
@@ -84,7 +84,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How a process ended, as far as known: the one record of all platforms.
+    """Record of how a process ended, as far as known; the same for all platforms.
 
     `str` returns the text for messages; its first line is complete without the exit report.
     """
@@ -93,11 +93,11 @@ class End:
     code: int | None = None
     #: The number of the signal that ended it, or None.
     signal: int | None = None
-    #: Whether the kernel has killed processes of its host or container for lack of memory while it ran.
+    #: Whether the kernel has killed processes of this host or container for lack of memory while the process ran.
     is_short_of_memory: bool = False
     #: The reason given to `Handle.kill`, or empty.
     killed_for: str = ""
-    #: What it wrote to its report file, at most `MAX_REPORT_CHARS` characters.
+    #: The content of its report file, at most `MAX_REPORT_CHARS` characters.
     report: str = ""
     #: The place where it ran, as "pid 17".
     place: str = ""
@@ -152,7 +152,7 @@ class Handle(Protocol):
 
 
 class Platform(Protocol):
-    """Platform of this host, whose processes end with the process that starts them, even if that is killed.
+    """Platform of this host, whose processes end with the process that starts them, even if the starter is killed.
 
     The processes can read each other's memory mappings, and other processes can connect to an address at which they
     listen. One thread may launch while another, which waits for `wakeup_fd`, calls `take_ended`.
@@ -175,7 +175,10 @@ class Platform(Protocol):
         """
 
     def interrupt(self) -> None:
-        """Refuse all later launches, and end one that waits. Any thread and any signal handler may call."""
+        """End a launch that waits, with LaunchError. Any thread and any signal handler may call.
+
+        Do not launch afterwards: a platform whose launches can wait refuses later launches, others do not.
+        """
 
     def take_ended(self) -> Sequence[Handle]:
         """Return the processes that have ended, each once; does not wait."""

@@ -41,7 +41,7 @@ class ScriptSettings:
     matmul_precision: str = "highest"
     #: The current directory, in which relative paths are looked for; empty if it was removed.
     directory: str = ""
-    #: `sys.argv[0]`. The arguments are not sent: jobs of a search differ in them, and what they send is to be the same.
+    #: `sys.argv[0]`. Without arguments: these differ in the jobs of a search, which must send the same content.
     script: str = ""
 
     @classmethod
@@ -107,9 +107,9 @@ class RelativePaths:
     """Search for paths relative to the current directory, in texts that are sent to workers."""
 
     def __init__(self) -> None:
-        #: The first one.
+        #: The first relative path that was found; empty: none.
         self.found = ""
-        #: How many more texts are looked at.
+        #: How many more texts may be checked.
         self._left = MAX_LOOKED_AT
 
     def look(self, text: str) -> None:

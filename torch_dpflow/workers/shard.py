@@ -87,7 +87,7 @@ class Requester(Protocol):
     def open(
         self, worker: int, reader: ArenaReader | None, finished: Finished, payloads: list[list[memoryview]]
     ) -> list[Any]:
-        """Decode or copy the frames of each result. Raises SegmentLostError if the worker's shared memory is lost."""
+        """Decode or copy each result for `delivered`. Raises SegmentLostError if the worker's shared memory is lost."""
 
     def delivered(self, task: int, worker: int, finished: Finished, opened: Any) -> None:
         """Handle the first result of this task."""
@@ -96,7 +96,7 @@ class Requester(Protocol):
         """Fail a task during which these workers died, `late` of them killed by the time limit."""
 
     def starved(self) -> None:
-        """Handle an idle worker."""
+        """Handle that workers have become idle, because no task is left for them."""
 
     def failed(self, worker: int, why: str) -> None:
         """Replace a worker that broke the protocol, cannot be reached, or whose shared memory cannot be read."""
@@ -132,7 +132,7 @@ class Shard:
 
     Args:
         sender: sends to workers.
-        scheduler: decides who loads what.
+        scheduler: decides which worker loads which task.
         requester: receives the results.
         clock: returns the time for the scheduler, seconds.
         start_timeout_s: the time from a worker's handshake until it is ready, seconds; None: no limit.
@@ -209,7 +209,7 @@ class Shard:
         return tasks
 
     def set_window(self, worker: int, window: int) -> None:
-        """Set how many tasks this worker holds at most."""
+        """Set the maximum number of tasks that this worker holds."""
         self._apply(self._scheduler.set_window(worker, window, self._clock()))
 
     def is_starting(self, worker: int) -> bool:
@@ -226,7 +226,7 @@ class Shard:
             self._send(worker, [encode(Stop())])
 
     def on_message(self, peer: bytes, frames: list[memoryview]) -> None:
-        """Handle one message of a worker. A malformed one is counted and dropped."""
+        """Handle one message of a worker. A malformed message is dropped, and its sender is replaced or refused."""
         try:
             header = decode(frames[0])
             match header:

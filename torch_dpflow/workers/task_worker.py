@@ -34,7 +34,7 @@ from torch_dpflow.ipc.messages.payload_groups import frames_of_tasks, group_payl
 from torch_dpflow.ipc.transport import Connection
 from torch_dpflow.workers.exit_report import has_started
 
-#: Compresses the frames of a message; returns the size of each before, or 0, and no sizes if it changed none.
+#: Compresses frames; returns them and the original size of each, 0 if unchanged; no sizes if all are unchanged.
 Compress = Callable[[Sequence[Frame]], tuple[list[Frame], list[int]]]
 
 
@@ -49,9 +49,9 @@ class TaskWorker:
 
     #: How often a worker that has tasks polls its socket, seconds; 0: after each task.
     look_s = 0.0
-    #: How many results are sent in the middle of the window at least.
+    #: Minimum number of results that are sent in the middle of the window.
     min_group = 1
-    #: After how long without a task or message it is idle, seconds; None: it waits.
+    #: After how long without a task or message `_on_idle` is called, seconds; None: never.
     idle_s: float | None = None
 
     def __init__(
@@ -81,7 +81,7 @@ class TaskWorker:
         self._send_handshake()
 
     def step(self) -> None:
-        """Handle the messages that have arrived, then load tasks for a time; wait if there is no task."""
+        """Handle the messages that have arrived, then load tasks for about `look_s`; wait if there is no task."""
         for frames in self._received():
             self._handle(decode(frames[0]), frames[1:])
         look_at = self._looked_at + self.look_s
@@ -193,11 +193,12 @@ class ResultOutbox:
     it begins with cold caches, and so does decoding afterwards. The code of shard, job and worker around a sample takes
     100 µs alone; with decoders on the same two cores, it took 700 µs. One thread at a time uses the connection.
 
-    Only the worker's thread calls `add` and `flush`; a thread of the outbox sends results that have waited too long. It
-    is not a `PeriodicCall`, because it must not wake up during decoding while no result waits.
+    Only the worker's thread calls `add` and `flush`; a thread of the outbox sends results that have waited too long.
+    This thread is not a `PeriodicCall`, because it must not wake up during decoding while no result waits.
 
     Args:
         connection: connection to the shard. Other users of it must hold `lock` while results wait.
+        hold_s, late_s: see `HOLD_S` and `LATE_S`.
         compress: compresses frames; None: they are sent unchanged.
         clock: measures loading in the worker's thread; its times are sent with the results.
     """

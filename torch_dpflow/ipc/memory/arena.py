@@ -48,7 +48,7 @@ _NONE: deque[Segment] = deque()
 
 
 class Block:
-    """Memory lent by an arena, which reuses it once nothing refers to `memory`."""
+    """Memory lent by an arena, which reuses it once nothing here or in the reader refers to `memory`."""
 
     __slots__ = ("memory", "segment")
 
@@ -96,7 +96,11 @@ class Arena:
         return len(self._by_address)
 
     def allocate(self, nbytes: int) -> Block | None:
-        """Lend a block of `nbytes`, uninitialized; None if the budget or the system's memory is exhausted."""
+        """Lend an uninitialized block of `nbytes`.
+
+        Returns None if the budget or the system's memory is exhausted, or if the arena is closed, was inherited by a
+        forked child, or is on a system without memfds.
+        """
         if nbytes <= 0 or not self._usable or os.getpid() != self._pid:
             return None
         with self._lock:
@@ -136,7 +140,7 @@ class Arena:
         return None if memory is None else Block(memory, segment)
 
     def probe_ref(self) -> ProbeRef | None:
-        """Publish a token for `ArenaReader.probe`; return None if no block can be lent."""
+        """Publish a block with a random token, for `ArenaReader.probe`; return None if no block can be lent."""
         block = self.allocate(segments.TOKEN_BYTES)
         if block is None:
             return None
@@ -266,9 +270,9 @@ class RunningTask:
         self.ref: BlockRef | None = None if arena is None or block is None else arena.publish(block)
 
     def note(self, task: int | None) -> None:
-        """Record the task that the worker now runs, or None.
+        """Record the task that the worker now runs; None: it runs no task.
 
-        Earlier tasks are then not suspected if the worker dies.
+        Only this task is suspected if the worker dies.
         """
         if self._memory is not None:
             _WORD.pack_into(self._memory, 0, 0 if task is None else task + 1)

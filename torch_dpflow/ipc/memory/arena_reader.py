@@ -134,12 +134,12 @@ class ArenaReader:
 
 
 class SharedBlocks(ArenaReader):
-    """Open blocks of a sibling process, mapped to write parts of them. Only the reader releases the blocks."""
+    """Mapping of a sibling worker's open blocks, for writing. Only the arena's reader releases the blocks."""
 
     def view(self, ref: BlockRef) -> Memory:
         """Return the block as a writable uint8 array.
 
-        Write to it only within `writing`. Raises the errors of `_map`.
+        Write to it only within `writing`. Raises MessageError, SegmentLostError or DescriptorLimitError.
         """
         return self._take(ref).payload(ref.nbytes)
 
@@ -148,7 +148,7 @@ class SharedBlocks(ArenaReader):
 
     @contextmanager
     def writing(self, ref: BlockRef) -> Iterator[bool]:
-        """Keep the block open during the body. Yields False if the reader has ended writing, or the block is lost."""
+        """Keep the block open during the `with` block. Yields False if the reader has ended writing, or it is lost."""
         segment = self._take(ref)
         with segments.locked(self._pid, ref.fd, segment, alone=False) as is_locked:
             yield is_locked and segment.is_open_for(ref.generation)
@@ -210,7 +210,7 @@ def _release(hold: Any, getpid: Callable[[], int] = os.getpid, held: set[_Hold] 
 
 
 class ArenaPeers:
-    """Watch over writers' processes, by pidfds. Not thread-safe."""
+    """Watcher of the writers' processes, which notices their ends by pidfds. Not thread-safe."""
 
     def __init__(self) -> None:
         self._poller = select.poll()
@@ -234,7 +234,7 @@ class ArenaPeers:
         return True
 
     def ended(self) -> list[int]:
-        """Return the watched processes that have ended; each is returned until `forget`."""
+        """Return the numbers of the watched processes that have ended; each is returned until `forget`."""
         ended = {descriptor for descriptor, _ in self._poller.poll(0)}
         return [number for number, descriptor in self._descriptors.items() if descriptor in ended] if ended else []
 

@@ -21,7 +21,7 @@ _UNKNOWN_BYTES = 4 << 30
 
 
 def machine_total() -> int:
-    """Return the bytes of the machine's memory; a moderate number if unknown."""
+    """Return the bytes of the machine's memory; 4 GiB if unknown."""
     return _known_total() or _UNKNOWN_BYTES
 
 
@@ -108,13 +108,16 @@ class Headroom:
         return min([self._machine, *limits])
 
     def available(self) -> int:
-        """Return the available bytes. Raises OSError if this process has no descriptor left."""
+        """Return the bytes that this process can still allocate. Raises OSError if no descriptor is left."""
         left = (_left_in(folder, files) for folder, files in self._groups)
         return min([_machine_available(), *(one for one in left if one is not None)])
 
 
 def check_memory(name: str, size: int) -> None:
-    """Raise OptionError if this process can never allocate this many bytes."""
+    """Raise OptionError if `size` exceeds the memory limit of this process, bytes; do nothing if no limit is known.
+
+    name: name of the option, for the error.
+    """
     headroom = Headroom()
     total = headroom.total()
     if size > total and (_known_total() or headroom.is_limited):

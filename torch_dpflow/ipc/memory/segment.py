@@ -87,7 +87,7 @@ def tensor_over(
     stride: Sequence[int] | None = None,
     offset: int = 0,
 ) -> torch.Tensor:
-    """Return a tensor over `storage`, which is no view of another tensor; contiguous if `stride` is None."""
+    """Return a tensor over `storage` that is no view of another tensor; contiguous if `stride` is None."""
     # Twice as fast as `torch.empty`.
     empty: Any = _empty(dtype).new_empty(0)
     if stride is None:
@@ -137,6 +137,7 @@ class Forks:
         os.register_at_fork(before=self._begin, after_in_parent=self._running.pop, after_in_child=self._running.clear)
 
     def stamp(self) -> int:
+        """Return the stamp of a loan that begins now, for `since`."""
         # Another thread may be between its hook and its fork: such a loan counts as forked.
         return -1 if self._running else self._count
 
@@ -185,13 +186,13 @@ class Segment:
     #: The writer's descriptor, by which the reader finds it; -1 in the reader.
     fd: int
     address: int
-    #: Identifies the file, where another process's segment is mapped: device and inode.
+    #: Device and inode of the file, if another process created the segment.
     file: tuple[int, int] = (0, 0)
-    #: Writer: how often it was lent. Reader: the last loan that was opened.
+    #: Writer: how often the segment was lent. Reader: the number of the last loan that was opened.
     generation: int = 0
-    #: Writer: when it was last lent, in allocations of its arena.
+    #: Writer: how many allocations its arena had made when the segment was last lent.
     used: int = 0
-    #: Writer: the stamp of this loan.
+    #: Writer: the latest loan's stamp, by `Forks`.
     stamp: int = 0
     #: Writer: bytes requested in this loan.
     nbytes: int = 0
@@ -255,7 +256,10 @@ def _check_kind(path: str, claim: str) -> None:
 
 
 def create_memfd(number: int, capacity: int, token: bytes) -> Segment:
-    """Create an anonymous segment. Raises OSError if memory or descriptors are exhausted."""
+    """Create an anonymous segment with its number and its arena's token in the header.
+
+    capacity: bytes of the payload. Raises OSError or RuntimeError if memory or descriptors are exhausted.
+    """
     size = HEADER_BYTES + capacity
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -272,9 +276,12 @@ def create_memfd(number: int, capacity: int, token: bytes) -> Segment:
 def open_memfd(pid: int, fd: int, number: int, capacity: int, token: bytes | None) -> tuple[Segment, bytes]:
     """Map another process's memfd; return it with the token of its arena.
 
+    pid, fd, number, capacity: as the other process reports them.
+    token: the token that the segment must have; None: any.
+
     Raises:
         SegmentLostError: the process, or its descriptor, does not exist or cannot be accessed.
-        MessageError: the descriptor is not the claimed segment, or its size cannot be mapped.
+        MessageError: the descriptor is not the claimed segment, belongs to another arena, or cannot be mapped.
         DescriptorLimitError: this process has too many files open.
     """
     claim = f"segment {number} (descriptor {fd} of process {pid}, {capacity} bytes)"
@@ -294,8 +301,9 @@ def open_memfd(pid: int, fd: int, number: int, capacity: int, token: bytes | Non
 
 @contextlib.contextmanager
 def locked(pid: int, fd: int, segment: Segment, *, alone: bool) -> Iterator[bool]:
-    """Lock the file of another process's segment during the body; yield False if it cannot be locked now.
+    """Lock the file of another process's segment during the `with` block; yield whether it is locked.
 
+    pid, fd: the process that created the segment, and its descriptor.
     alone: take an exclusive lock; otherwise a shared lock.
     """
     try:

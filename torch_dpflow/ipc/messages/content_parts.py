@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-#: Maximum parts of a description, whose smaller parts are joined; maximum characters of a part's name and text.
+#: Maximum parts of a description, beyond which small parts are joined; maximum characters of a part's name and text.
 MAX_PARTS, MAX_PATH, MAX_SHOWN = 512, 300, 80
 #: Maximum patterns of parts that do not count.
 MAX_IGNORED = 64
@@ -25,11 +25,11 @@ class PartDigest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     #: Digest of the part with everything inside it; 16 hexadecimal digits.
     digest: Annotated[str, msgspec.Meta(max_length=64)]
-    #: Digest of the part without inner parts that have an entry; empty if there are none.
+    #: Digest of the part without the inner parts that have entries; empty if no inner part has an entry.
     own: Annotated[str, msgspec.Meta(max_length=64)] = ""
     #: For messages: the value, if it is short, or its kind.
     text: Annotated[str, msgspec.Meta(max_length=MAX_SHOWN)] = ""
-    #: Whether the other description may lack it: it is derived from other parts when it is first read.
+    #: Whether another description may lack this part, because it is derived from other parts when it is first read.
     optional: bool = False
 
 

@@ -50,7 +50,7 @@ class StaleJobError(RecoverableError, kind=ErrorKind.STALE_JOB):
 
 
 class MisdirectedError(RecoverableError, kind=ErrorKind.MISDIRECTED):
-    """The job has called a service of another flow, at an address that was the job's own.
+    """The job has called a service of another flow, at an address where its own service was before.
 
     The job has to locate its service again.
     """
@@ -65,7 +65,7 @@ class StaleRoutingError(RecoverableError, kind=ErrorKind.STALE_ROUTING):
 
 
 class StaleShardError(RecoverableError, kind=ErrorKind.STALE_SHARD):
-    """Another process has replaced the shard; its node will end this one."""
+    """Another process has replaced this shard, which its node will end."""
 
 
 class OutOfStepError(RecoverableError, kind=ErrorKind.OUT_OF_STEP):

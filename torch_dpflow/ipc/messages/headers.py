@@ -106,12 +106,12 @@ class PayloadGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True, 
 
     #: The task, or the ticket, of each payload.
     numbers: Annotated[list[Count], msgspec.Meta(min_length=1, max_length=1 << 16)]
-    #: The outcome of each; the message says what the numbers mean.
+    #: The outcome of each; the message that contains the group defines the values.
     kind: Annotated[int, msgspec.Meta(ge=0, le=4)]
     payload: PayloadTable
     #: Bytes of each payload's only frame, if these are joined to one frame; 0: each payload has separate frames.
     joined: Count = 0
-    #: The block of each payload after the first, which has the table's, if the table has a block and frames are joined.
+    #: If frames are joined and the table has a block: the blocks of the other payloads; the table's is the first one's.
     blocks: Annotated[list[BlockRef], msgspec.Meta(max_length=1 << 16)] = []
 
     @property
@@ -150,7 +150,7 @@ class PayloadOffer(msgspec.Struct, array_like=True, forbid_unknown_fields=True, 
 
     #: The sender's process.
     pid: Count
-    #: Whether to compress what is sent to it, because the peers are on different hosts.
+    #: Whether to compress frames for the sender, because the peers are on different hosts.
     compress: bool = False
     #: A `ProbeRef` of the sender's shared memory, msgpack-encoded; None without any.
     probe: msgspec.Raw = EMPTY_BODY
@@ -168,7 +168,7 @@ class Handshake(Body, tag=1):
 
 
 class Welcome(Body, tag=2):
-    """Server to client: the answer to `Handshake`. A client of another version disconnects."""
+    """Server to client: the answer to `Handshake`. In a client of another version all open calls then fail."""
 
     version: Count
     #: How the client's payload may travel.
@@ -176,11 +176,11 @@ class Welcome(Body, tag=2):
 
 
 class NoSession(Body, tag=3):
-    """Server to client: the session no longer exists. Send `Handshake`, then repeat the open calls."""
+    """Server to client: the session no longer exists. Send `Handshake`, then inquire about the open calls."""
 
 
 class Reading(Body, tag=6):
-    """Either way: the sender can read the receiver's shared memory, and accepts large frames in it."""
+    """In both directions: the sender can read the receiver's shared memory, so large frames may be sent there."""
 
 
 # --- calls --------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class Failure(Body, tag=12):
 
 
 class Inquiry(Body, tag=13):
-    """Client to server: question whether these calls still run.
+    """Client to server: do these calls still run?
 
     The server answers `Missing` for each call that does not run. A reply in transit arrives before `Missing`, because
     messages keep their order.
@@ -251,17 +251,17 @@ class WorkerHandshake(Body, tag=30):
     pid: Count
     #: Probe of the worker's shared memory; None without any.
     probe: ProbeRef | None
-    #: Where the worker writes which task it runs (`RunningTask`); None if it does not.
+    #: Where the worker records which task it runs (`RunningTask`); None: it records nothing.
     running: BlockRef | None = None
     version: Count = PROTOCOL_VERSION
-    #: Whether it runs none of the user's code before its first task, so that it sends no `WorkerReady`.
+    #: Whether the worker runs none of the user's code before its first task, so that it sends no `WorkerReady`.
     is_ready: bool = False
 
 
 class WorkerWelcome(Body, tag=31):
     """Shard to worker: the answer to `WorkerHandshake`. One frame follows: the epoch, as the requester describes it."""
 
-    #: Whether the worker's shared memory can be read here.
+    #: Whether the shard can read the worker's shared memory.
     shared_memory: bool
 
 
@@ -294,7 +294,7 @@ class Window(Body, tag=33):
     """Shard to worker: append these tasks to the local queue. One frame follows for each task, or one for all."""
 
     tasks: Annotated[list[Count], msgspec.Meta(max_length=MAX_TASKS)]
-    #: Tasks that others take over: drop those that have not begun.
+    #: Tasks that other workers take over: drop each that has not begun.
     revoked: Annotated[list[Count], msgspec.Meta(max_length=MAX_TASKS)]
     #: Bytes of each task in the one frame that follows; 0: each has a separate frame.
     joined: Count = 0
@@ -306,7 +306,7 @@ class Finished(PayloadGroup):
     Part of `Exchange`; the payloads' frames follow.
     """
 
-    #: Whether the last frame of each is the state of the worker's own stream.
+    #: Whether the last frame of each result is the state of the worker's own stream.
     has_stream: bool = False
 
     @property

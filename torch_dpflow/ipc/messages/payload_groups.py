@@ -100,7 +100,7 @@ def _with_own_blocks(group: Group, parts: list[list[memoryview]]) -> list[tuple[
 
 
 def split_frame(frames: Sequence[memoryview], size: int, count: int) -> list[memoryview]:
-    """Split the only frame into `count` parts of `size` bytes. Raises MessageError unless it has this size."""
+    """Split the only frame into `count` parts of `size` bytes. Raises MessageError for other frames or sizes."""
     nbytes = sum(frame.nbytes for frame in frames)
     if len(frames) != 1 or nbytes != size * count:
         raise MessageError(f"{count} parts of {size} bytes are announced, and {len(frames)} frames have {nbytes}")
@@ -109,7 +109,7 @@ def split_frame(frames: Sequence[memoryview], size: int, count: int) -> list[mem
 
 
 def join_tasks(window: Window, tasks: Sequence[Frame]) -> list[Frame]:
-    """Return the frames that follow a window: one for each task, or a single one if all are small and equally long."""
+    """Return the frames that follow `window`: one for each task; or one, with `joined` set, for equal, small tasks."""
     sizes = {len(task) for task in tasks}
     if len(tasks) > 1 and len(sizes) == 1 and 0 < (size := sizes.pop()) <= JOINED_BYTES:
         window.joined = size

@@ -38,9 +38,9 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     server_public: Key
     public: Key
     secret: Key
-    #: After how long it ends by itself, seconds; None: never.
+    #: After how long the worker ends by itself, seconds; None: never.
     lifetime_s: Seconds | None
-    #: After how long without a message it ends, seconds.
+    #: After how long without a message of the shard the worker ends, seconds.
     silence_s: Seconds
 
     def __repr__(self) -> str:
@@ -92,13 +92,13 @@ class RemoteWorkerView(Body):
     """
 
     name: Name
-    #: Its place among the workers of the shard.
+    #: The worker's number in the shard.
     number: Count
     #: As in `fleet.worker_states.WorkerState`.
     state: Name
     #: Seconds since its start was requested.
     age_s: Seconds
-    #: Its host and process; empty before it has connected.
+    #: Host and process of the worker; empty before it has connected.
     where: Text
     #: How many samples the shard has received from it.
     samples: Count = 0
@@ -123,17 +123,17 @@ class RemoteHandshake(Body, tag=40):
     version: Count
     #: By the name of an installed distribution; also "python".
     versions: Annotated[dict[_Short, _Short], msgspec.Meta(max_length=MAX_NAMES)]
-    #: Its host and process, for display.
+    #: Host and process of the worker, for display.
     where: _Short = ""
 
 
 class RemoteWelcome(Body, tag=41):
     """Shard to remote worker: fetch the contents with these digests. An empty digest: nothing to fetch."""
 
-    #: What it loads, and its size.
+    #: Digest and size of what the worker loads.
     content: _Short
     nbytes: Count
-    #: The modules that this needs.
+    #: Digest and size of the modules that this content needs.
     code: _Short
     code_nbytes: Count
 
@@ -157,21 +157,21 @@ class WorkerHeartbeat(Body, tag=44):
 
     #: Messages that the worker has sent on the other connection so far; 0 in the answer.
     sent: Count
-    #: Messages that it has received there; None while its main thread is busy, as it may not have read all.
+    #: Messages received on that connection; None while the main thread is busy, because it may not have read all.
     received: Count | None = None
-    #: The worker's round trip of an earlier heartbeat, and how long it has waited for its link, seconds.
+    #: The round-trip time of an earlier heartbeat, and how long in total the worker was idle because of its network.
     round_trip_s: Seconds = 0.0
     away_s: Seconds = 0.0
-    #: What it imports while it starts.
+    #: The module that the worker imports while it starts, as text; empty afterwards.
     importing: Text = ""
 
 
 class WorkerGoodbye(Body, tag=45):
     """Remote worker to shard, as last message: the worker ends now."""
 
-    #: Why, as a traceback; empty if it was requested.
+    #: The reason, as a traceback; empty if the shard requested the end.
     report: Text
-    #: Messages that it has sent on the other connection.
+    #: Messages that the worker has sent on the other connection.
     sent: Count
-    #: Modules that it lacks and without which it cannot load the content.
+    #: Missing modules without which the worker cannot load the content.
     missing: Annotated[list[_Short], msgspec.Meta(max_length=MAX_NAMES)] = []

@@ -31,9 +31,9 @@ def kind_of(error: BaseException) -> ErrorKind:
 
 
 def describe(error: BaseException) -> tuple[ErrorKind, str]:
-    """Return (kind, text) of an error, cut to a header's limit.
+    """Return (kind, text) of an error; the text has at most `MAX_TEXT` characters.
 
-    The text of an unexpected error is its traceback's end.
+    The text of an unexpected error is the end of its traceback.
     """
     kind = kind_of(error)
     is_foreseen = kind is not ErrorKind.INTERNAL or isinstance(error, StateError)
@@ -90,7 +90,7 @@ class IncomingCall:
         self._finish(Result(body, frames))
 
     def fail(self, error: Exception) -> None:
-        """Answer the call with an error: the client receives its kind and text."""
+        """Answer the call with an error: the client receives the error's kind and text."""
         self._finish(error)
 
 
@@ -99,7 +99,8 @@ class IncomingCall:
 Handler: TypeAlias = Callable[[IncomingCall], "Result | Later | None"]
 
 
-#: Sends a message to a client; False if it is gone or its queue is full. That may be ignored: the client inquires.
+#: Sends a message to a client; returns False if the client is gone or its queue is full. Callers may ignore False: a
+#: client inquires about calls without an answer.
 Send: TypeAlias = Callable[[bytes, Sequence[Frame]], bool]
 
 
@@ -113,7 +114,7 @@ class ServerStats:
     #: Messages of peers without a session: no handshake yet, or the session was dropped.
     without_session: int = 0
     calls: int = 0
-    #: Repeated calls that were ignored, as the first was still running.
+    #: Repeated calls that were ignored, because the first was still running.
     repeats: int = 0
     #: Calls answered with an error.
     failures: int = 0
@@ -126,9 +127,9 @@ class Session:
     def __init__(self, client: bytes, carrier: Carrier, send: Send) -> None:
         self.client = client
         self.carrier = carrier
-        #: When its latest message arrived; the server's clock, seconds.
+        #: When the client's latest message arrived; the server's clock, seconds.
         self.received_at = 0.0
-        #: Calls that run, and when their callers stop waiting; the server's clock, seconds.
+        #: For each running call, when its caller stops waiting; the server's clock, seconds.
         self.running: dict[int, float] = {}
         self._send = send
 
@@ -178,7 +179,7 @@ class SessionTable:
         return self._sessions.get(client)
 
     def on_message(self, client: bytes, now: float) -> Session | None:
-        """Record that a client has sent a message; return its session, or None."""
+        """Record that a client has sent a message; return the client's session, or None if it has none."""
         session = self._sessions.get(client)
         if session is not None:
             self._active.renew(client, now)
@@ -233,7 +234,7 @@ class CallService:
         self._methods[name] = _Method(handler, msgpack_decoder(body_type))
 
     def on_request(self, session: Session, header: messages.Request, frames: list[memoryview]) -> None:
-        """Execute a call, unless it runs already."""
+        """Run the handler of a call, and answer the call. A repetition of a call that still runs is ignored."""
         if header.call in session.running:
             self._stats.repeats += 1
             session.carrier.unpack(frames, header.packing)  # opening shared memory is what releases it to the client

@@ -45,7 +45,7 @@ _MAX_EXPANSION = 22
 
 
 def pays(frame: Frame) -> bool:
-    """Return whether compression pays for `frame`, judged by parts of it."""
+    """Return whether to compress `frame`: it is long enough, and a trial with parts of it shrinks them enough."""
     size = memoryview(frame).nbytes
     if size < MIN_FRAME_BYTES:
         return False
@@ -147,7 +147,7 @@ class Carrier:
         return self._reader is not None
 
     def pack(self, frames: Sequence[Frame]) -> tuple[Sequence[Frame], Packing | None]:
-        """Return (frames to send, `Packing` by which the peer restores the original frames). None: sent unchanged."""
+        """Return (frames to send, how the peer restores the original frames, or None if they are sent unchanged)."""
         if self.shares:
             return self._share(frames)
         if self.compresses:

@@ -42,14 +42,14 @@ class ClientOptions:
 
 
 class PendingCall:
-    """Sent call; any thread may wait for its `result`."""
+    """Call that was sent; any thread may wait for its `result`."""
 
     def __init__(self, client: RpcClient, call: Call) -> None:
         self._client = client
         self._call = call
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s`; return whether `result` would return at once.
+        """Wait up to `timeout_s` seconds; return whether `result` would now return or raise without waiting.
 
         Raises PeerLostError if the client was closed.
         """
@@ -65,7 +65,8 @@ class PendingCall:
             RemoteCallError: the server answered with an error.
             DeadlineError: the server did not answer in time.
             PeerLostError: the client was closed.
-            MessageError: the answer is not of the type `reply_type`.
+            MessageError: the answer is not of the type `reply_type`, or the server has another protocol version.
+            DescriptorLimitError: this process has too many files open to map the answer's shared memory.
         """
         if self._call.is_over:
             return self._call.outcome()
@@ -139,8 +140,9 @@ class RpcClient:
         body: small arguments; anything that msgpack can encode.
         frames: bulk data.
         reply_type: the type that the answer's body must have.
-        timeout_s: deadline of the call, seconds; None: the client's default. Raises MessageError if the call exceeds a
-        limit, PeerLostError if the connection accepts no more messages.
+        timeout_s: how long the call may take, seconds; None: the client's default.
+
+        Raises MessageError if the call exceeds a limit, PeerLostError if the connection accepts no more messages.
         """
         with self._usable:
             call = self._begin(method, body, frames, reply_type, timeout_s)

@@ -44,11 +44,11 @@ class Call:
     method: str
     body: msgspec.Raw
     frames: Sequence[Frame]
-    #: When it began and when its caller stops waiting; seconds of the caller's clock.
+    #: When the call began, and when its caller stops waiting; seconds of the caller's clock.
     began: float
     deadline: float
     decoder: msgspec.msgpack.Decoder[Any]
-    #: Whether it was inquired about since it was sent last.
+    #: Whether an inquiry about the call was sent since the call was sent last.
     is_inquired: bool = False
     answer: Answer | None = None
     error: DPFlowError | None = None
@@ -119,7 +119,7 @@ class ClientSession:
         now: float,
         timeout_s: float,
     ) -> Call:
-        """Create a call, put its request into the outbox, and return it. Raises MessageError if it exceeds a limit."""
+        """Put the request of a new call into the outbox; return the call. Raises MessageError if it exceeds a limit."""
         call = Call(next(self._numbers), method, body, frames, now, now + timeout_s, decoder)
         self._send_request(call, now)
         self.open[call.id] = call

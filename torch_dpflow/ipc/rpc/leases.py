@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from torch_dpflow._core.checks import check_seconds
 
 K = TypeVar("K", bound=Hashable)
-#: Maximum lost peers whose generation is remembered, and for how long, seconds. A forgotten peer may rejoin under its
+#: Maximum lost peers whose generations are remembered, and for how long, seconds. A forgotten peer may rejoin under its
 #: old generation.
 MAX_REMEMBERED, REMEMBER_S = 1 << 14, 3600.0
 
@@ -25,8 +25,9 @@ MAX_REMEMBERED, REMEMBER_S = 1 << 14, 3600.0
 class Expiry(Generic[K]):
     """Set of names that expire unless they are renewed. Not thread-safe; every call is amortised O(1).
 
-    Only `expire` ends a lease. A service that was delayed first handles the messages that arrived meanwhile, and so
-    loses no living peer. If the clock runs backwards, time stands still.
+    A name stays in the set until a call of `expire` or `drop`, even after its lease has run out. So a service that was
+    delayed can first handle the messages that arrived meanwhile, and loses no living peer. If the clock runs backwards,
+    time stands still.
 
     lease_s: seconds of silence after which a name expires.
     """
@@ -55,11 +56,11 @@ class Expiry(Generic[K]):
         self._renewed.move_to_end(name)
 
     def drop(self, name: K) -> bool:
-        """End a lease; return whether there was one."""
+        """Remove a name; return whether it was in the set."""
         return self._renewed.pop(name, None) is not None
 
     def expire(self, now: float) -> list[K]:
-        """End all expired leases; return their names."""
+        """Remove the names that were not renewed for `lease_s` seconds, and return them."""
         self._now = max(self._now, now)
         expired: list[K] = []
         for name, renewed in self._renewed.items():
@@ -75,10 +76,10 @@ class Renewal(enum.Enum):
     """Effect of a message from a peer's generation."""
 
     RENEWED = enum.auto()
-    #: The generation is a member now; `REPLACED`: instead of an earlier generation, whose work goes to others.
+    #: The generation is now a member; `REPLACED`: in place of an earlier generation, whose work goes to other peers.
     GRANTED = enum.auto()
     REPLACED = enum.auto()
-    #: No effect: the generation is lost, or replaced.
+    #: No effect: the generation is lost, or a newer one has replaced it.
     STALE = enum.auto()
 
 
@@ -108,7 +109,7 @@ class Leases:
         return self._newest.get(peer, 0)
 
     def renew(self, peer: str, generation: int, now: float) -> Renewal:
-        """Record a message from this generation of a peer, which renews or begins its lease."""
+        """Record a message from this generation of a peer: renew or begin its lease, except if the message is stale."""
         is_member, newest = peer in self._members, self._newest.get(peer)
         if newest is not None and (generation < newest or (generation == newest and not is_member)):
             return Renewal.STALE
@@ -120,7 +121,7 @@ class Leases:
         return Renewal.RENEWED if generation == newest else Renewal.REPLACED
 
     def leave(self, peer: str, generation: int, now: float) -> bool:
-        """End this and earlier generations of a peer; return whether one of them was a member."""
+        """End a peer's generations up to this one, if none is newer; return whether one of them was a member."""
         if generation < self._newest.get(peer, generation):
             return False
         was_member = self._members.drop(peer)

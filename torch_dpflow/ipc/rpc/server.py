@@ -23,7 +23,7 @@ from torch_dpflow.log import TRANSPORT
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Limits that a server imposes on its clients. Raises OptionError or OptionTypeError as `ClientOptions`."""
+    """Limits that a server imposes on its clients. Raises OptionError or OptionTypeError like `ClientOptions`."""
 
     max_clients: int = 4096
     #: Maximum calls of one client that run at once.
@@ -91,7 +91,10 @@ class RpcServer:
         self._calls.register(method, handler, body_type=body_type)
 
     def step(self, timeout_s: float | None) -> bool:
-        """Run posted actions, housekeeping and one message; return whether a message arrived."""
+        """Run posted actions, drop idle sessions, and handle one message; return whether a message arrived.
+
+        timeout_s: how long to wait for the message, seconds; None: until sessions must be checked again.
+        """
         self._thread = threading.get_ident()
         self._run_posted()
         now = self._clock()

@@ -68,15 +68,15 @@ def encode_in(obj: Any, block: Block, arena: Arena) -> tuple[PayloadTable, list[
 def encode(
     obj: Any, *, arena: Arena | None = None, contiguous: bool = False, name: str = "batch"
 ) -> tuple[PayloadTable, list[Frame]]:
-    """Encode `obj`. The frames refer to its memory, which must not change until they are sent.
+    """Encode `obj`. The frames refer to the memory of `obj`, which must not change until they are sent.
 
-    With `arena`, large buffers are copied into its blocks while it lends any. A buffer that is already in an
+    With `arena`, large buffers are copied into its blocks as long as it lends any. A buffer that is already in an
     unpublished block is not copied.
 
     Args:
-        contiguous: make big tensors of up to three dimensions contiguous here. Tensors of PIL images have the channels
-            last in memory, and each job would take three times as long to collate these.
-        name: what `obj` is, for the error.
+        contiguous: make big tensors of up to three dimensions contiguous. Tensors of PIL images have the channels last
+            in memory, and each job would take three times as long to collate them.
+        name: name of `obj` in the error.
 
     Raises NotPicklableError: a part of `obj` cannot be pickled; the message names it and its place.
     """

@@ -39,9 +39,8 @@ def encode_sample(
 ) -> tuple[PayloadTable, list[Frame]]:
     """Encode a sample for `decode`, like `codec.encode` with `contiguous`. Raises the errors of `codec.encode`.
 
-    keep_layout: do not make images contiguous; a worker that collates needs them in the layout in which they were
-        decoded.
-    name: what `sample` is, for the error.
+    keep_layout: do not make images contiguous, because they are collated already, or will be in this layout.
+    name: name of `sample` in the error.
     """
     if not _QUICK:
         quick = None
@@ -57,9 +56,10 @@ def encode_sample(
 
 
 def numbers_beside(heads: Sequence[bytes], tensor: torch.Tensor, *, alone: bool) -> list[tuple[Any, ...]] | None:
-    """Return the numbers in each sample's head, after its tensor. None if a head contains anything else.
+    """Return the numbers of each sample, which is a tensor followed by numbers; None if a sample is anything else.
 
-    tensor: has the dtype, shape and layout of every sample's tensor.
+    heads: the pickled head of each encoded sample.
+    tensor: a tensor with the dtype, shape and layout of every sample's tensor.
     alone: whether the samples are tensors, and not tuples that begin with a tensor.
     """
     value = _instructions(tensor.dtype, tensor.shape, _is_in_pixels(tensor))

@@ -140,7 +140,7 @@ class PayloadPickler(pickle.Pickler):
         super().__init__(stream, protocol=5, buffer_callback=partial(_take_buffer, self.sources))
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce an object that is not a plain builtin (pickle's hook)."""
+        """Return how to pickle an object, or NotImplemented for pickle's own way. Called by pickle."""
         reduce = _REDUCERS.get(type(obj))
         if reduce is not None:
             return reduce(self, obj)
@@ -286,7 +286,7 @@ _MAX_DEPTH = 50
 
 
 def explain(obj: Any, error: Exception, *, name: str) -> NotPicklableError:
-    """Return the error for an object that cannot be pickled, with the part, its path, and advice."""
+    """Return the error for an object that cannot be pickled: the part, its path beginning with `name`, and advice."""
     path, culprit, reason = _find_culprit(obj, error, name, lambda part: PayloadPickler().dump(part))
     return _error_of(path, culprit, reason, _advice(culprit))
 
@@ -294,7 +294,12 @@ def explain(obj: Any, error: Exception, *, name: str) -> NotPicklableError:
 def explain_loading(
     loads: Mapping[str, Any], error: Exception, *, dump: Callable[[Any], object], workers: str
 ) -> NotPicklableError:
-    """Return the error for objects that workers load, given by name in `loads`, of which `dump` raised `error`."""
+    """Return the error for objects that cannot be sent to workers: the part, its path and advice, as in `explain`.
+
+    loads: the objects, by their names in the error.
+    error: the error of `dump` for all of them together; `dump` is also called for each of them and its parts.
+    workers: whose workers these are, such as "a platform".
+    """
     for name, obj in loads.items():
         failure = _failure_of(obj, dump)
         if failure is not None:

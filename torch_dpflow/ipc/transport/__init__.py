@@ -29,8 +29,9 @@ def listen(address: str, *, options: TransportOptions = _DEFAULT) -> Listener:
 def connect(address: str, *, identity: bytes | None = None, options: TransportOptions = _DEFAULT) -> Connection:
     """Connect to the listener at `address`. The listener may start later.
 
-    identity: identifies this connection at the listener, 1 to 255 bytes, unique among its peers. None: random. Raises
-    OptionError for an `address` or `identity` that is not allowed.
+    identity: identifies this connection at the listener, 1 to 255 bytes, unique among its peers. None: random.
+
+    Raises OptionError for an `address` or `identity` that is not allowed.
     """
     _check_address(address)
     from torch_dpflow.ipc.transport.zeromq import ZeroMQConnection

@@ -72,14 +72,14 @@ class WorkerKeys:
         self._keys: dict[str, bytes] = {}
 
     def expect(self, user: str, key: bytes, for_s: float) -> None:
-        """Accept a new user's key for `for_s` seconds."""
+        """Accept a new user's key for `for_s` seconds, or longer if `keep` is called."""
         _check_keys(key=key)
         with self._lock:
             self._keys[user] = key
             self._admitted[key] = user, self._clock() + for_s
 
     def keep(self, user: str) -> None:
-        """Accept a connected user's key until `drop`, because its connections may break."""
+        """Accept a connected user's key without a time limit, until `drop`, because it may have to reconnect."""
         with self._lock:
             if user in self._keys:
                 self._admitted[self._keys[user]] = user, None
@@ -124,7 +124,7 @@ MAX_IDENTITY_BYTES = 255
 
 @dataclass(frozen=True, kw_only=True)
 class TransportOptions:
-    """Limits and timeouts of one listener or connection. Raises the errors of `check_fields`."""
+    """Limits and timeouts of one listener or connection. Raises OptionError or OptionTypeError."""
 
     #: Maximum bytes of a received frame. A peer that sends a longer one is disconnected.
     max_frame_bytes: int = 1 << 31
@@ -153,7 +153,7 @@ class TransportOptions:
 class Listener(Protocol):
     """Bound side of a transport: receives from many connections, and answers them."""
 
-    #: Where connections reach this listener: the address given, with tcp port 0 replaced by the real port.
+    #: Address at which connections reach this listener: the given address, with the real port in place of tcp port 0.
     address: str
     #: Messages that were dropped because they exceeded `max_frames`.
     dropped: int
@@ -234,7 +234,7 @@ def check_frames(frames: Sequence[Frame], options: TransportOptions) -> None:
 
 
 def is_refused(address: str) -> bool:
-    """Return whether nothing listens at `address`, by the kernel's answer; a `Connection` would try again.
+    """Return whether the kernel refuses a connection, because nothing listens at `address`. Other failures: False.
 
     Raises PermissionError if this user may not connect.
     """

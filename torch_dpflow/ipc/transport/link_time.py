@@ -33,7 +33,7 @@ class LinkTime:
         return cls(int(address.rpartition(":")[2]) if address.startswith("tcp://") else 0)
 
     def passed_s(self) -> float:
-        """Return how long sent data was in transit since the last call, summed over all connections, seconds.
+        """Return for how long data waited or was in transit since the last call, summed over connections, seconds.
 
         Counts only connections with data in transit at this moment. Returns 0 if the kernel does not report the
         figures. Do not call this for every message: it reads all descriptors of the process.

@@ -157,7 +157,7 @@ class Scheduler:
 
     @property
     def workers(self) -> tuple[int, int]:
-        """Return (number of workers, number of workers that have tasks)."""
+        """The pair (number of workers, number of workers that have tasks)."""
         return len(self._views.views), len(self._views.views) - len(self._views.levels[0])
 
     @property
@@ -209,7 +209,7 @@ class Scheduler:
         return self._settled(now)
 
     def set_window(self, worker: WorkerId, window: int, now: float) -> list[SchedulerInstruction]:
-        """Set how many tasks a worker holds at most, up to the scheduler's window. Unknown workers are ignored."""
+        """Set the maximum number of tasks that a worker holds, up to `max_window`. Unknown workers are ignored."""
         view = self._views.views.get(worker)
         if view is not None:
             view.window = min(check_int("window", window, minimum=1), self._views.window)
@@ -221,9 +221,10 @@ class Scheduler:
     ) -> list[SchedulerInstruction]:
         """Process a worker's results, and assign more tasks to it.
 
-        A worker exchanges after at most N results, and whenever its local queue becomes empty, even by a Revoke.
+        A worker must exchange whenever its local queue becomes empty, even by a Revoke.
 
-        started: the task that the worker runs next; None: assume the head of its view.
+        finished: the tasks whose results arrived; a task may be unknown.
+        started: the task that the worker runs next; None: assume the first task of its view.
         """
         view = self._views.views.get(worker)
         for task_id in finished:
@@ -248,8 +249,8 @@ class Scheduler:
     def lose(self, worker: WorkerId, now: float, at: tuple[TaskId, ...] | None = None) -> list[SchedulerInstruction]:
         """Remove a worker that has died or does not answer. Unknown workers are ignored.
 
-        at: the task that the worker ran, which becomes a suspect unless it has finished; empty: no task. None: suspect
-            the task that the scheduler believes was running.
+        at: the task that the worker ran, which becomes a suspect if it is unfinished; empty: no task. None: the task
+            that the scheduler believes was running.
         """
         self._lose(worker, at)
         return self._settled(now)

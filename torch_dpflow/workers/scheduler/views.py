@@ -26,13 +26,13 @@ class Task:
         #: Smaller is older.
         self.id = task_id
         self.pinned_to = pinned_to
-        #: Where it waits for a worker; None while workers hold it.
+        #: The backlog in which the task waits for a worker; None while workers hold the task.
         self.backlog: Backlog | None = None
-        #: The views that hold it: one, or two if it was copied.
+        #: The views that hold the task: one, or two if the task was copied.
         self.holders: tuple[WorkerView, ...] = ()
-        #: The workers that were lost while they ran it. If there are any, the task is a suspect and runs alone.
+        #: The workers that were lost while they ran the task. If there are any, the task is a suspect and runs alone.
         self.losses: tuple[WorkerId, ...] = ()
-        #: How many of them were killed because it took too long.
+        #: How many of these workers were killed because the task took too long.
         self.late = 0
 
     def is_movable(self) -> bool:
@@ -147,7 +147,7 @@ class WorkerView:
 
     def __init__(self, worker: WorkerId, reserved: Backlog, now: float, window: int) -> None:
         self.worker = worker
-        #: Maximum tasks that the worker holds, at most that of all.
+        #: Maximum number of tasks that the worker holds, at most `WorkerViews.window`.
         self.window = window
         #: Assigned and unfinished, in the order of the worker's local queue; more than `window` where that fell.
         self.held: dict[TaskId, Task] = {}
@@ -158,13 +158,13 @@ class WorkerView:
         self.running: TaskId | None = None
         #: When `running` is believed to have started, seconds.
         self.since = now
-        #: It was reported as idle, and has got nothing since.
+        #: Whether the worker was reported as idle, and has got no task since.
         self.starved = False
-        #: Others have taken over its tasks, or it has not answered many messages; it gets no task until it exchanges.
+        #: Whether the worker gets no task until it exchanges: others took over its tasks, or it answers no messages.
         self.overtaken = False
-        #: How many messages it was sent since it last exchanged.
+        #: How many messages were sent to the worker since it last exchanged.
         self.unanswered = 0
-        #: It is to be killed, because it has run one task for too long.
+        #: Whether the worker is to be killed, because it has run one task for too long.
         self.condemned = False
         #: Index into `WorkerViews.levels`, or GONE.
         self.level = GONE
@@ -270,7 +270,7 @@ class WorkerViews:
         return GONE < view.level < self.window
 
     def emptiest(self) -> WorkerView | None:
-        """Return the view with room of the lowest load; among equals, the one unchanged for longest. None: all full."""
+        """Return the least loaded view with room; among equals, the one unchanged for longest. None: all are full."""
         while self._lowest < self.window:
             if self.levels[self._lowest]:
                 return next(iter(self.levels[self._lowest].values()))
@@ -336,8 +336,8 @@ class Pace:
         return max(self._min_s, _STUCK_FACTOR * self.usual_s)
 
     def took(self, seconds: float) -> None:
-        """Add the duration of one task.
+        """Add the duration of one task to the average.
 
-        At most `stuck_after_s` is added, because one stuck task would otherwise raise that limit.
+        A longer duration counts as `stuck_after_s`, because one stuck task would otherwise raise that limit.
         """
         self.usual_s += _WEIGHT * (min(seconds, self.stuck_after_s) - self.usual_s)

@@ -137,11 +137,11 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def check_path(path: str, *, take_leftover: bool) -> None:
-    """Raise OSError if another process listens at `path`, whose socket libzmq would silently replace.
+    """Raise OSError if there is a file at `path` that a new listener must not replace; libzmq replaces any silently.
 
-    A file without a listener was left by a killed process, or a closing process is about to remove it.
+    A socket without a listener was left by a killed process, or a closing process is about to remove it.
 
-    take_leftover: whether a file without a listener is allowed.
+    take_leftover: whether such a socket may be replaced; a socket with a listener, or another file, never is.
     """
     try:
         mode = os.stat(path).st_mode

@@ -195,7 +195,7 @@ class _SocketEndpoint:
                 self._own_context.term()
 
     def disown(self) -> list[object]:
-        """Make this object unusable in a forked child, without a call into the parent's socket."""
+        """Make this object unusable in a forked child; return the parent's objects, which must never be collected."""
         self._foreign = True
         self._wake_lock = threading.RLock()
         return [self._socket, self._own_context, self._monitor]
