@@ -49,8 +49,9 @@ class ShardPacks:
     A pack is written once, as a whole.
 
     Args:
-        write: writes a file, by its path below the dataset's directory.
+        write: function that writes a file, of its path below the dataset's directory and its bytes.
         folder: the folder of the packs, below the dataset's directory.
+        shard: number of the metadata shard.
     """
 
     def __init__(self, write: Callable[[str, bytes], None], folder: str, shard: int) -> None:
@@ -72,7 +73,7 @@ class ShardPacks:
         return place
 
     def flush(self) -> None:
-        """Write the pending pack, whose samples cannot be read before."""
+        """Write the pending pack. Its samples can be read only afterwards."""
         if self._samples:
             self._write(f"{self.folder}/{self._name()}", bytes(self._pending))
             self._packs += 1
@@ -118,13 +119,14 @@ class Describer:
     def describe(self, items: Iterable[Item], packs: ShardPacks) -> list[SampleMeta]:
         """Return the metadata of a shard's items. Items with data are added to the packs.
 
-        Raises SourceError: an item has no object, its path leads out of its root, or its annotations are not JSON.
+        Raises SourceError: an item's path leads out of its root, its annotations are not JSON, or its object cannot be
+            read for a checksum.
         """
         samples = [self.found(item) if item.data is None else self._packed(item, packs) for item in items]
         return samples if self._checksum is None else self._checked(samples, self._checksum)
 
     def found(self, item: Item) -> SampleMeta:
-        """Return the metadata of an item with a path."""
+        """Return the metadata of an item with a path. Logs a warning if the first item's object is missing."""
         assert isinstance(item.path, str)
         try:
             url = data_url(self._dataset_url, self._own_root, self._below_root(item.path))

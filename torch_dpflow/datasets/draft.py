@@ -35,10 +35,10 @@ _IMPORTER = ("root", "options", "source", "extend", "items", "total", "info")
 
 
 class Draft:
-    """A version that is being written: add variants, then publish. Until then it cannot be read.
+    """Version that is being written: add variants, then publish it. It cannot be read before that.
 
-    All progress is kept in the store, so a draft that was killed continues when the same variants are added again, from
-    any machine. If two processes publish the same version, one gets a PublishedError.
+    All progress is kept in the store. If the process was killed, a draft of the same version continues when the same
+    variants are added, on any machine. If two processes publish the same version, one gets a PublishedError.
 
     Args:
         store: the store to publish it in.
@@ -86,7 +86,7 @@ class Draft:
         checksum: ChecksumAlgorithm | None = None,
         progress: ProgressCallback = lambda samples: None,
     ) -> Variant:
-        """Import a source into a variant. Continues an earlier run that was killed, and can be called again.
+        """Import a source into a variant, and return its description. Continues an earlier run that was killed.
 
         Args:
             variant: its name, such as "train".

@@ -67,7 +67,7 @@ def export(
 
     The files are equal in every run. Each appears whole or not at all. To continue an export that was killed, call
     `export` again: existing files are kept, except on a storage that cannot rename, where they are written again.
-    Several variants may be exported to one directory. One file is in memory at a time.
+    Several variants can be exported to one directory. One file is in memory at a time.
 
     Args:
         stored: a variant from `DatasetStore.open`.
@@ -78,10 +78,11 @@ def export(
             a column for each annotation. Fields that a sample lacks are null. Parquet needs pyarrow.
         main: extension of the member, or name of the column, with the samples' bytes. None: for WebDataset the path's
             extension, or one that fits the first bytes, else "bin"; for Parquet "image" or "data".
-        samples_per_file: number of samples in a file; None: limited by `file_size`.
-        file_size: bytes of samples after which a file ends, such as "256MiB", at most 4 GiB.
-        row_group_size: bytes of samples after which a row group of Parquet ends, at most 1 GiB.
-        annotations: "columns", or "json": one column of JSON texts, for annotations without a common type.
+        samples_per_file: maximum number of samples in a file, in place of `file_size`; None: `file_size` is the limit.
+        file_size: maximum bytes of samples in a file, such as "256MiB", unless one sample is larger; at most 4 GiB.
+        row_group_size: the same for a row group of Parquet; at most 1 GiB.
+        annotations: for Parquet, "columns": a column for each annotation; "json": one column of JSON texts, for
+            annotations without a common type.
         options: fsspec's options for the target.
         read_options: timeouts and retries of reading samples and writing files.
         progress: called with the number of samples that were written or kept so far.
@@ -125,7 +126,10 @@ def export(
 def checked_settings(
     format: object, main: object, samples_per_file: int | None, file_size: str, row_group_size: str, annotations: object
 ) -> dict[str, Any]:
-    """Return the options on which the bytes of files depend. Raises OptionError, OptionTypeError."""
+    """Check options of `export`, and return the options on which the files' bytes depend, by name.
+
+    Raises OptionError, OptionTypeError: an option is not allowed.
+    """
     for name, value, allowed in (("format", format, Format), ("annotations", annotations, Annotations)):
         if value not in get_args(allowed):
             raise OptionError(f"{name}={value!r}: give one of {get_args(allowed)}")
@@ -149,7 +153,14 @@ def checked_settings(
 
 
 def format_of(settings: Mapping[str, Any], *, name: str, is_webdataset: bool = False) -> FileFormat:
-    """Return the object that makes the files. name: name of the dataset in errors. Raises MissingExtraError."""
+    """Return the encoder of files with these settings, a result of `checked_settings`.
+
+    Args:
+        name: name of the dataset in errors.
+        is_webdataset: whether the samples came from WebDataset, so that annotations are members and get columns.
+
+    Raises MissingExtraError if pyarrow is needed and not installed.
+    """
     if settings["format"] == "webdataset":
         return TarFiles(settings["main"])
     return ParquetFiles(
@@ -213,14 +224,16 @@ def _size_of(number: int, meta: SampleMeta, fields: Mapping[str, Any], *, is_nee
 
 
 class ExportTarget:
-    """The directory of an export, with a record of dataset and options that is written before the first file.
+    """Directory of an export, with a record of dataset and options that is written before the first file.
 
     Args:
+        files: the directory.
         variant: the beginning of the files' names.
         made_from: everything on which the bytes of the files depend.
+        names: the names of all files of the export.
         resumes: whether files of an earlier run are allowed, and kept.
 
-    Raises OptionError if there are files of another export.
+    Raises OptionError if there are files of another export, or, without `resumes`, of this one.
     """
 
     def __init__(
@@ -236,7 +249,7 @@ class ExportTarget:
             self._check(variant, present, names, resumes=resumes)
         files.sweep("")
         self._is_begun = bool(present)
-        #: The files that an earlier run has written. A part of a file would be taken for the whole.
+        #: Names of files that an earlier run has written; empty on a storage where a kill can leave part of a file.
         self.present = present if files.writes_whole else set()
 
     def _check(self, variant: str, present: set[str], names: list[str], *, resumes: bool) -> None:

@@ -41,11 +41,12 @@ IMAGES = frozenset({"jpg", "png", "gif", "webp", "tif"})
 
 class ExportSample(NamedTuple):
     number: int
-    #: Members by extension, its bytes first. If it did not come from WebDataset: one, by the path's extension or "".
+    #: Members by extension, the sample's bytes first. Samples that did not come from WebDataset have this one member,
+    #: under the extension of their path, or "".
     members: dict[str, bytes]
     #: The key in WebDataset; None if it came from elsewhere.
     key: str | None
-    #: The annotations as a JSON object; those from WebDataset are members.
+    #: The annotations as a JSON object; empty for samples from WebDataset, whose annotations are members.
     annotations: bytes
     path: str
 
@@ -61,7 +62,7 @@ def ending_of(data: bytes) -> str | None:
 
 
 def main_ending(sample: ExportSample) -> str:
-    """Return the extension for a sample's bytes: of its path, else by its first bytes, else "bin"."""
+    """Return the extension for a sample's bytes: that of its member, else one that fits its first bytes, else "bin"."""
     ending = next(iter(sample.members))
     if sample.key is None and not _OF_PATHS.fullmatch(ending):
         return ending_of(sample.data) or "bin"
@@ -72,28 +73,31 @@ class FileFormat:
     """Encoder of an export's files in one format."""
 
     def observe(self, number: int, fields: Mapping[str, Any]) -> None:
-        """Observe a sample's fields. Called for all samples, before the first file.
+        """Observe the fields of sample `number`. Called for all samples, before the first file.
 
         Args:
             fields: the annotations. For a sample from WebDataset: the key and all members except the main member, as
                 text; a member that is not text as empty bytes.
 
-        Raises SourceError, which names the sample, if the format cannot hold them.
+        Raises SourceError, which names the sample, if the format cannot hold the fields.
         """
 
     def begin(self, first: ExportSample) -> None:
-        """Observe the first sample. Raises SourceError if the format cannot hold the annotations."""
+        """Fix the layout of all files, by the observed fields and the first sample. Called before `content`.
+
+        Raises SourceError if the format cannot hold the annotations.
+        """
 
     def difference(self) -> str:
-        """Return the difference that later samples have made to the layout at `begin`, as text; "" for none."""
+        """Return how fields observed after `begin` differ from the layout, as text; "" if they fit."""
         return ""
 
     def name(self, variant: str, number: int, count: int) -> str:
-        """Return the name of file `number`, from 0."""
+        """Return the name of file `number` (from 0) of the `count` files of a variant."""
         raise NotImplementedError
 
     def content(self, samples: Iterator[ExportSample]) -> bytes:
-        """Return the bytes of a file with these samples. Raises SourceError, which names the sample."""
+        """Return the bytes of a file with these samples. Raises SourceError, which names a sample that does not fit."""
         raise NotImplementedError
 
 
@@ -149,7 +153,7 @@ def _check_name(sample: ExportSample, key: str, ending: str) -> None:
 _JSON_COLUMN = "annotations"
 #: Bytes of one value, as Arrow counts them in 32 bits.
 _MAX_VALUE = 2**31 - 1
-#: Fields of all annotations, those within others too. Each is a column of the file, and costs its memory.
+#: Maximum fields of all annotations, nested fields too. Each is a column of the file, and costs a column's memory.
 MAX_FIELDS = 10_000
 #: The largest integer up to which every one is equal to a float.
 _EXACT = 2**53
@@ -161,7 +165,7 @@ _ADVICE = "annotations='json' (--annotations json) writes one column of JSON tex
 
 
 class FieldType:
-    """The type that all values of a field have in common; it grows as values are observed."""
+    """Type that all observed values of a field have in common. Observing further values widens it."""
 
     __slots__ = ("fields", "first", "high", "inner", "kind", "low")
 
@@ -175,7 +179,10 @@ class FieldType:
         self.fields: dict[str, FieldType] = {}
 
     def observe(self, value: Any, name: str, number: int) -> None:
-        """Widen the type by a value of sample `number`. Raises SourceError if there is no common type."""
+        """Widen the type so that it holds a value of the field `name` of sample `number`.
+
+        Raises SourceError if the values have no common type.
+        """
         if value is None:
             return
         self._widen(_BYTES if isinstance(value, bytes) else _KINDS[type(value)], name, number)
@@ -214,7 +221,7 @@ class FieldType:
         return 1 + inner + sum(field.count() for field in self.fields.values())
 
     def arrow(self, name: str) -> Any:
-        """Return the type of pyarrow. Raises SourceError for objects without fields."""
+        """Return the type of pyarrow. Raises SourceError, which contains `name`, for objects without fields."""
         import pyarrow as pa
 
         if self.kind == _LIST:
@@ -238,8 +245,8 @@ class ParquetFiles(FileFormat):
 
     Args:
         main: the column of the samples' bytes; None: "image" if the first sample is one, else "data".
-        row_group_size: bytes of samples after which a row group ends.
-        as_json: annotations are one column of JSON texts.
+        row_group_size: maximum bytes of samples in a row group, unless one sample is larger.
+        as_json: whether annotations are one column of JSON texts.
         name: the dataset, for errors.
 
     Raises MissingExtraError if pyarrow is not installed.

@@ -76,7 +76,7 @@ class Files:
 
     A file appears with all its bytes or not at all, even if the writer is killed: on disks, mounts and hosts it is
     written under another name and renamed, on object stores it is one put. See `writes_whole`. Thread-safe; a pickle or
-    a fork opens its own connection. Reading and listing have a deadline on every storage, writing has none.
+    a fork opens a separate connection. Reading and listing a remote storage have a deadline; writing has none.
 
     Failures of the storage are raised as StorageError, which names the file, such as AccessDeniedError; a missing file
     as FileNotFoundError.
@@ -88,9 +88,9 @@ class Files:
         read_options: timeouts and retries of reading and listing.
 
     Raises:
-        OptionError: `url` names no directory, its protocol is unknown, or the protocol's package is missing;
-            S3 or OSS has no such option.
-        OptionTypeError: `read_options` is not a ReadOptions.
+        OptionError: `url` names no directory, its protocol is unknown, or the protocol has no such option.
+        OptionTypeError: an argument is of the wrong type.
+        MissingExtraError: the protocol's package is not installed.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Files:
         return Files(self._url(path), self.options, self.read_options)
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the bytes of a file. Raises ObjectMissingError, which is a FileNotFoundError."""
+        """Return bytes `start` to `stop` (None: the end) of a file. Raises ObjectMissingError, a FileNotFoundError."""
         return self._reader.read(self._url(path), start, stop)
 
     @contextmanager
@@ -169,9 +169,9 @@ class Files:
             yield file
 
     def check_regular(self, path: str) -> None:
-        """Raise StorageError for a pipe, socket or device: opening a pipe on a local disk would wait for a writer.
+        """Raise StorageError for a pipe, socket or device on a local disk or in a tar archive.
 
-        In a tar archive also for a link that leads nowhere.
+        Opening a pipe on a local disk would wait for a writer.
         """
         full = self._full(path)
         if not self._is_local:
@@ -205,10 +205,10 @@ class Files:
         self._write(path, data, replaces=True)
 
     def create(self, path: str, data: bytes) -> None:
-        """Write a file that does not exist yet, else raise FileExistsError: of several writers one succeeds.
+        """Write a file that does not exist yet. Raises FileExistsError if it exists.
 
-        Local disks, memory, S3 and OSS guarantee that. Elsewhere two simultaneous writers can both succeed, and the
-        later file stays.
+        On local disks, in memory, on S3 and OSS, one of several simultaneous writers succeeds. Elsewhere several can
+        succeed, and the last file stays.
         """
         self._write(path, data, replaces=False)
 
@@ -323,7 +323,7 @@ class Files:
             return name
 
     def real(self, path: str) -> str:
-        """Return the path of a directory, on a local disk with all links resolved."""
+        """Return the file system's path of a directory; on a local disk all links in it are resolved."""
         full = self._full(path)
         return os.path.realpath(full) if self._is_local else full
 
@@ -348,7 +348,7 @@ class Files:
 
     @contextmanager
     def undone_directories(self) -> Iterator[None]:
-        """Remove the empty directories that the body has made for a path on a local disk, if the body fails."""
+        """Remove this directory and the parents that the body has made, if the body fails. Only empty local ones."""
         made, path = [], self._full("")
         while self._is_local and path and not os.path.isdir(path):
             made.append(path)

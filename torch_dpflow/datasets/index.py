@@ -88,9 +88,9 @@ def map_file(path: str) -> mmap.mmap:
 def stored_rows(
     url: str, dataset: Dataset, variant_name: str, reader: ObjectReader, given_urls: Mapping[str, str]
 ) -> Rows:
-    """Return the rows of a stored dataset, whose directory is `url`.
+    """Return the metadata rows of a variant of a stored dataset, whose directory is `url`.
 
-    A metadata shard is read when one of its samples is first needed.
+    `reader` reads a metadata shard when one of its samples is first needed.
 
     The rows go into a file that all processes of this host map, whose name identifies its content. Two processes that
     write the same part write the same bytes, so they need no lock. Without space on a disk for it, the rows are in
@@ -228,11 +228,12 @@ class PartRows:
 
 
 class Rows:
-    """Samples of a dataset by number, in parts that are mapped.
+    """Metadata of a dataset's samples by number, in parts that are mapped.
 
     Thread-safe, and usable after a fork.
 
     Args:
+        data: the mapped parts.
         firsts: number of the first sample of each part, and the number of all samples.
         bases: offset of each part in `data`.
         root: URL that paths of objects are relative to.
@@ -257,7 +258,10 @@ class Rows:
         self._kept = functools.lru_cache(_KEPT_OBJECTS)(functools.partial(_object, data, root, given_urls))
 
     def places(self, numbers: Sequence[int], *, is_checked: bool = True) -> list[Place | DPFlowError]:
-        """Return range and annotations of each sample, or its error. is_checked: with checksums and states."""
+        """Return range and annotations of each sample, or its error.
+
+        is_checked: whether the ranges contain checksum, state and object size, which reads then compare.
+        """
         found = [*map(self._place, numbers, repeat(is_checked))]
         if None not in found:
             return found  # type: ignore[return-value]
@@ -324,7 +328,7 @@ _PIECE = 64 << 20
 
 
 class Description(msgspec.Struct, frozen=True):
-    """Facts about all samples, as an index stores them."""
+    """Importer, root and `info` of all samples, as an index stores them."""
 
     importer: str
     root: str
@@ -333,7 +337,7 @@ class Description(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Index:
-    """Index of samples in their objects; `open_rows` maps their metadata. Thread-safe and picklable."""
+    """Index that `open_dataset` has built for one source; `open_rows` maps the samples. Thread-safe and picklable."""
 
     files: Files
     name: str
@@ -344,7 +348,7 @@ class Index:
 
     @property
     def ref(self) -> DatasetRef:
-        """The name in messages. Its version changes whenever an object changes."""
+        """The index's name in messages. Its version changes whenever an object of the source changes."""
         return DatasetRef(f"index/{self.importer}", self.name)
 
     @property
@@ -353,7 +357,7 @@ class Index:
 
     @property
     def options(self) -> dict[str, Any]:
-        """fsspec's options for the directory."""
+        """fsspec's options for the directory of indexes."""
         return self.files.options
 
     def __len__(self) -> int:
@@ -374,7 +378,8 @@ class Index:
     def lost(self, span: ByteRange, error: DPFlowError) -> DPFlowError:
         """Return the error of a sample that cannot be read. For a damaged copy in a pack, remove its part of the index.
 
-        The pack stays, because other samples in it may be whole. The next opening writes the part and the pack again.
+        The joined index is removed too. The pack stays, because other samples in it may be whole. The next opening
+        writes part, pack and joined index again.
         """
         packs = f"{self.url}/packs/"
         is_damage = isinstance(error, ChecksumError | ObjectMissingError | TruncatedObjectError)

@@ -63,13 +63,13 @@ def open_index(
     checksum: ChecksumAlgorithm | None,
     progress: ProgressCallback | None,
 ) -> Index:
-    """Return the index of a source, built if there is none.
+    """Return the index of a source. Builds the index if there is none.
 
     Objects without a state are read at each opening, because nothing shows whether they were written again.
 
     Args:
         folder: the directory of indexes; None: `index_directory`.
-        importer: describes the samples.
+        importer: the importer of the source.
         checksum: algorithm of a checksum of each sample; None for no checksums.
         progress: called with the number of samples that were indexed.
 

@@ -51,7 +51,9 @@ def open_dataset(
     progress: ProgressCallback | None = None,
     **reading: Any,
 ) -> OpenedDataset | TableDataset:
-    """Open data in place, as a map-style dataset that can be read in any order. No sample is copied.
+    """Open data in place, as a map-style dataset that can be read in any order.
+
+    Samples are not copied, except out of compressed shards of MDS and LitData, which are decompressed into the index.
 
     The index of the samples' positions is built when a source is first opened. It has one part per object, identified
     by name, size, and ETag or modification time. Only new and rewritten objects are read again. Processes that open the
@@ -73,7 +75,7 @@ def open_dataset(
         index_dir: a directory for indexes, a path or a URL; None: `DPFLOW_INDEX_DIR`, else `torch_dpflow/index` in the
             user's cache directory. Workers on other hosts have to be able to read it.
         storage_options: fsspec's options for the source.
-        checksum: "crc32" or "sha256" of each sample, which reads all data once and compares it at each read.
+        checksum: "crc32" or "sha256" of each sample, for which all data is read once, and which each read compares.
         settings: further arguments of the format's importer, such as `main` of webdataset, or of `TableDataset`.
         progress: called with the number of indexed samples; None: a line on a terminal.
         reading: `read_options`, `check`, `on_error` and `through` of `DatasetReader`; for a table `read_options` alone.
@@ -143,7 +145,7 @@ def _check_arguments(reading: Mapping[str, Any]) -> None:
 
 
 def found_format(files: SourceFiles) -> str:
-    """Return the name of the objects' format, by their names, or else by the first bytes of one object.
+    """Return the name of the objects' format, found by their names, or else by the first bytes of one object.
 
     Raises:
         OptionError: no format fits, or more than one.
@@ -201,6 +203,7 @@ class LitRows(TableDataset):
     A sample is the dict that LitData returns, with the columns and types of its chunk.
 
     Args:
+        dataset: the importer of its directory, which has read the index.
         how: further arguments of `TableDataset`.
 
     Raises SourceError: a chunk has more or fewer rows than the index lists; and the errors of `TableDataset`.

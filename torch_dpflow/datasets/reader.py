@@ -21,19 +21,18 @@ class DatasetReader(SampleReader, Dataset[Sample]):
     """A stored dataset as a map-style dataset of `(bytes, annotations)`.
 
     A metadata shard is read when one of its samples is first read. Its rows are kept in a file that all processes of
-    the host map (`DPFLOW_INDEX_DIR`, else `~/.cache/torch_dpflow/index`). The reads of a batch (`__getitems__`, as
-    loaders call it) overlap. Thread-safe. A forked child opens its own connections and threads; a pickle carries none
-    of them.
+    the host map (`DPFLOW_INDEX_DIR`, else `~/.cache/torch_dpflow/index`). The reads of a batch (`__getitems__`, which
+    loaders call) overlap. Thread-safe. A forked child opens separate connections and threads; a pickle contains none.
 
     Args:
         stored: a variant from `DatasetStore.open`.
         storage_options: fsspec's options for the data; None: the store's options.
         read_options: timeouts, retries, concurrency.
-        check: whether to compare each sample with its checksum, if the dataset has one. None: only samples that come
-            from storage, as `through` has compared its own. False: no sample; objects of S3 and OSS that were written
-            again after their import are read too. Lengths are always compared.
-        on_error: "skip" removes unreadable samples from a batch, logs them (`torch_dpflow.datasets`) and
-            counts them. A batch without any sample left raises its last error, as does a sample that is read by itself.
+        check: whether to compare each sample with its checksum, if the dataset has one. None: all samples except those
+            of `through`, which has compared them. False: no sample; objects of S3 and OSS that were written again after
+            their import are read too. Lengths are always compared.
+        on_error: "skip" removes unreadable samples from a batch, logs them (`torch_dpflow.datasets`) and counts them.
+            If no sample of a batch is left, the last error is raised. A sample that is read alone raises its error.
         through: a source of samples that is nearer than the storage, such as the result of `DataClient.samples`.
             Samples that this source does not have are read from storage.
 
@@ -50,7 +49,7 @@ class DatasetReader(SampleReader, Dataset[Sample]):
 class OpenedDataset(DatasetReader):
     """A `DatasetReader` whose samples are dicts, or results of `decode`. See `open_dataset`.
 
-    `stored` is its index; `DatasetReader(dataset.stored)` reads the same samples as bytes and annotations.
+    `DatasetReader(dataset.stored)` reads the same samples as bytes and annotations.
 
     Args:
         stored: a variant from `DatasetStore.open`, or an index.

@@ -29,7 +29,7 @@ from torch_dpflow.log import DATASETS
 Sample = tuple[bytes, dict[str, Any]]
 OnError = Literal["raise", "skip"]
 
-#: Datasets whose samples a reader finds.
+#: Datasets that a reader can read.
 SampleTable = StoredDataset | Index
 #: A sample to read: range, annotations, and ranges of further parts by name.
 Plan = tuple[ByteRange, dict[str, Any], dict[str, ByteRange]]
@@ -50,11 +50,11 @@ def check_how_to_read(storage_options: object, read_options: object, check: obje
 class Through(Protocol):
     """Protocol of a source of a stored dataset's samples that is nearer than its storage, such as a pool.
 
-    It has compared the samples with their checksums. Its pickle can be used in other processes.
+    The source has compared the samples with their checksums. Other processes can use its pickle.
     """
 
     def read(self, numbers: Sequence[int], lengths: Sequence[int | None]) -> Sequence[bytes | None]:
-        """Return the bytes of these samples; None for those that the source does not have.
+        """Return the bytes of these samples; None for each sample that the source does not have.
 
         Args:
             lengths: bytes of each sample; None if unknown.
@@ -68,7 +68,7 @@ class Through(Protocol):
 
 
 class SampleReader:
-    """`DatasetReader`, with its arguments and errors, without torch: for processes that make no batches."""
+    """Reader with the arguments and errors of `DatasetReader`, without torch: for processes that make no batches."""
 
     #: Whether samples are made of copies of parts of their bytes, so that these can be views.
     _copies = False
@@ -140,7 +140,7 @@ class SampleReader:
     __getitem__ = read
 
     def read_each(self, indices: Sequence[int]) -> list[Sample | DPFlowError]:
-        """Return each sample, or its error. Raises IndexError."""
+        """Return each sample, or its error, in the order of `indices`. Raises IndexError if there is no such sample."""
         numbers = self._wrapped(indices)
         samples: list[Any] = []
         plans: dict[int, Plan] = {}
@@ -201,7 +201,7 @@ class SampleReader:
 
     @property
     def skipped(self) -> dict[str, int]:
-        """The number of samples that this process has left out, by the error's class."""
+        """The number of samples that this process has left out (on_error="skip"), by the name of the error's class."""
         return dict(Counter(self._skips.get()))
 
     def _skip(self, index: int, error: DPFlowError) -> None:
@@ -250,5 +250,5 @@ class SampleReader:
 
 
 def length_of(span: ByteRange) -> int | None:
-    """Return the bytes of a sample; None if unknown."""
+    """Return the number of bytes of a sample, whose range is `span`; None if unknown."""
     return span.size if span.stop is None else span.stop - span.start

@@ -275,7 +275,10 @@ class ShardIdentity(NamedTuple):
 
 
 def decode_shard(data: bytes, name: str, entry: ShardEntry, identity: ShardIdentity) -> DatasetShardMeta:
-    """Decode and check a shard; `name` names it in errors. Raises DamagedStoreError, NewerFormatError."""
+    """Decode a shard, and compare it with its entry and identity; `name` names it in errors.
+
+    Raises DamagedStoreError: the shard is damaged, or is not this one. NewerFormatError: a later release wrote it.
+    """
     if len(data) != entry.bytes:
         raise DamagedStoreError(
             f"{name} has {len(data)} bytes instead of {entry.bytes}; it was cut short or overwritten: "
@@ -306,7 +309,10 @@ def data_url(dataset_url: str, root: str, path: str) -> str:
 
 
 def url_below(url: str, path: str) -> str:
-    """Return the URL of `path` below `url`, or `path` if it is a URL. Raises DamagedStoreError if it leads out."""
+    """Return the URL of `path` below `url`, or `path` itself if it is a URL.
+
+    Raises DamagedStoreError: a relative path leads out of `url`.
+    """
     if "://" in path:
         return path
     if path.startswith("/") or (".." in path and ".." in path.split("/")):
@@ -325,7 +331,7 @@ _Kind = TypeVar("_Kind", bound=msgspec.Struct)
 
 
 def decode_file(data: bytes, kind: type[_Kind], name: str) -> _Kind:
-    """Decode a file of the store, or of a flow; `name` names it in errors.
+    """Decode a file of the store, or of a flow, as a struct of this `kind`; `name` names the file in errors.
 
     Raises:
         NewerFormatError: a later release of the library wrote it.
@@ -353,7 +359,7 @@ def _newest_format(kind: type[msgspec.Struct]) -> int:
 
 
 def encode_file(record: SpecStruct) -> bytes:
-    """Return the bytes of a file of the store, the same for equal records."""
+    """Return a record as the bytes of a file of the store, the same bytes for equal records."""
     return msgspec.json.encode(record, order="deterministic")
 
 

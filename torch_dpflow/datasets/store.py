@@ -33,7 +33,7 @@ RECORD = "store.json"
 
 
 class DatasetStore:
-    """Datasets by name under one directory, by convention called `datasets`.
+    """Store of datasets by name in one directory, by convention called `datasets`.
 
     Opening reads one small file; opening a dataset reads one more, however many samples it has. Nothing is cached, so
     newly published versions are seen at once. Thread-safe, picklable, and usable after a fork.
@@ -45,7 +45,7 @@ class DatasetStore:
 
     Raises:
         DatasetNotFoundError: there is no store; `DatasetStore.create` makes one.
-        DamagedStoreError, NewerFormatError: the store cannot be read.
+        DamagedStoreError, NewerFormatError: the store's file is damaged, or a later release wrote it.
         StorageError: access is denied, or the storage does not answer.
     """
 
@@ -93,7 +93,7 @@ class DatasetStore:
         object stores have no lock for it, and a lost update would lose a dataset.
 
         Raises:
-            AccessDeniedError: these credentials may not list the store.
+            AccessDeniedError: the credentials do not allow listing the store.
         """
         namespaces = self.files.children()
         if not namespaces:  # not even the store's own file: some storages do this if listing is not allowed
@@ -109,7 +109,7 @@ class DatasetStore:
         ]
 
     def versions(self, dataset_id: str) -> list[str]:
-        """Return the published versions of a dataset, v2 before v10; none if there is no such dataset."""
+        """Return the published versions of a dataset, v2 before v10; [] if there is no such dataset."""
         files = self.files.children(f"{DatasetRef(dataset_id).id}/versions")
         names = [
             file.name.removesuffix(".json") for file in files if file.name.endswith(".json") and not file.is_directory
@@ -146,7 +146,7 @@ class DatasetStore:
         return dataset
 
     def open(self, ref: DatasetRef | str) -> StoredDataset:
-        """Open a variant to read, such as "core/mscoco:v1:train2017"; by default the last version's variant.
+        """Open a variant to read, such as "core/mscoco:v1:train2017"; by default the only variant of the last version.
 
         Raises:
             DatasetNotFoundError: there is no such variant; or the version has several variants and none is named.
@@ -253,7 +253,7 @@ class StoredDataset:
             start += len(samples)
 
     def open_rows(self, reader: ObjectReader, given_urls: Mapping[str, str]) -> Rows:
-        """Return the rows of the samples, which `reader` reads when they are needed. See `stored_rows`."""
+        """Return the metadata rows of the samples, which `reader` reads when needed. See `stored_rows`."""
         return stored_rows(self.url, self.dataset, self.variant_name, reader, given_urls)
 
     def data_url(self, sample: SampleMeta) -> str:

@@ -34,7 +34,7 @@ _FOOTER_GUESS = 64 << 10
 
 
 class ParquetBlocks:
-    """A Parquet file whose row groups are blocks. It has a descriptor if it is local."""
+    """Reader of a Parquet file, whose blocks are its row groups. A local file has an open descriptor."""
 
     def __init__(self, file: SourceFile, reader: ObjectReader) -> None:
         self._file = file
@@ -52,7 +52,7 @@ class ParquetBlocks:
             self.schema = self._parquet.schema_arrow
 
     def counts(self) -> list[int]:
-        """Return the number of rows of each block. Raises SourceError for files that were joined."""
+        """Return the number of rows of each block. Raises SourceError if the file is several joined files."""
         with errors_of(self._file):
             metadata = self._parquet.metadata
             self._check_begins_once(metadata)
@@ -100,7 +100,7 @@ def _start(chunk: Any) -> int:
 
 
 class ArrowBlocks:
-    """A local Arrow file whose record batches are blocks. It is mapped, and has no descriptor."""
+    """Reader of a local Arrow file, whose blocks are its record batches. The file is mapped, and has no descriptor."""
 
     def __init__(self, file: SourceFile, path: str) -> None:
         self._file = file
@@ -125,7 +125,7 @@ class ArrowBlocks:
             self.schema = self._arrow.schema
 
     def counts(self) -> list[int]:
-        """Return the number of rows of each block. Raises SourceError for files that were joined."""
+        """Return the number of rows of each block. Raises SourceError if the file is several joined files."""
         with errors_of(self._file):
             if self._batches is not None:
                 self._check_end_of_stream()
@@ -146,7 +146,7 @@ class ArrowBlocks:
         return sum(buffer.size for buffer in buffers if buffer.address not in self._addresses)
 
     def close(self) -> None:
-        """Close the file. Blocks that were read stay."""
+        """Close the file. Blocks that were read stay valid."""
         self._batches = None
         self._source.close()
 
@@ -162,10 +162,10 @@ class ArrowBlocks:
 
 
 class RemoteArrowBlocks:
-    """An Arrow file on another storage, of which its footer and whole messages are read.
+    """Reader of an Arrow file on a remote storage, whose blocks are its record batches.
 
-    A block is decoded as a stream of the schema, the dictionaries and the block: Arrow's own reader of files reads the
-    blocks to count their rows, and starts threads, which stay.
+    It reads the footer, and then whole messages. A block is decoded as a stream of the schema, the dictionaries and the
+    block: Arrow's own reader of files would read the blocks to count their rows, and start threads, which stay.
     """
 
     def __init__(self, file: SourceFile, reader: ObjectReader) -> None:
@@ -197,7 +197,7 @@ class RemoteArrowBlocks:
             self.schema = self._stream(b"").schema
 
     def counts(self) -> list[int]:
-        """Return the number of rows of each block, from the metadata before it."""
+        """Return the number of rows of each block, from the metadata at the block's start."""
         with errors_of(self._file):
             spans = [(start, start + metadata) for start, metadata, _ in self._messages]
             return [_rows_of(data) for data in self._read(*spans)]
@@ -221,7 +221,10 @@ class RemoteArrowBlocks:
 
 
 def arrow_span(file: SourceFile, tail: bytes) -> tuple[int, int]:
-    """Return the range of the Arrow data in a file that ends with `tail`: all of it, or the rows of a LitData chunk."""
+    """Return start and stop of the Arrow data in a file that ends with `tail`: the whole file, or a chunk's rows.
+
+    A file is a chunk of LitData if its name ends with .bin. Raises SourceError if a chunk has no such rows.
+    """
     if not file.url.endswith(".bin"):
         return 0, file.size
     span = rows_in_chunk(tail, file.size)
@@ -234,7 +237,10 @@ def arrow_span(file: SourceFile, tail: bytes) -> tuple[int, int]:
 
 
 def rows_in_chunk(tail: bytes, size: int) -> tuple[int, int] | None:
-    """Return where the rows are in a LitData chunk, given its end (`ROWS_MARK` bytes or more); None without rows."""
+    """Return start and stop of the Arrow rows in a LitData chunk of `size` bytes; None if it has no such rows.
+
+    tail: the end of the chunk, at least `ROWS_MARK` bytes.
+    """
     length, stop = int.from_bytes(tail[-ROWS_MARK : -len(_ROWS)], "little"), size - ROWS_MARK
     return (stop - length, stop) if tail.endswith(_ROWS) and 0 < length <= stop else None
 
@@ -295,7 +301,7 @@ def _rows_of(metadata: bytes) -> int:
 
 
 class RangeFile(io.RawIOBase):
-    """An object as a file that is read by ranges, with the reader's retries, checks and disk cache."""
+    """File object of an object that is read by ranges, with the reader's retries, checks and disk cache."""
 
     def __init__(self, file: SourceFile, reader: ObjectReader) -> None:
         self._file = file
@@ -335,7 +341,7 @@ class _UnreadFile(RangeFile):
 
 
 def span_of(file: SourceFile, start: int, stop: int) -> ByteRange:
-    """Return a range of a file in the state in which it was opened."""
+    """Return the range `start` to `stop` of a file, with the size and state that it had when it was found."""
     return ByteRange(file.url, start, stop, file.size, file.state)
 
 
@@ -368,6 +374,6 @@ class errors_of:
 
 
 def pyarrow_with_formats() -> Any:
-    """Return pyarrow with its readers of both formats. Raises MissingExtraError."""
+    """Return pyarrow, with its reader of Parquet imported. Raises MissingExtraError if pyarrow is not installed."""
     imported("pyarrow.parquet", "Parquet and Arrow need pyarrow", "datasets")
     return imported("pyarrow", "Parquet and Arrow need pyarrow", "datasets")

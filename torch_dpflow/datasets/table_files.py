@@ -34,7 +34,7 @@ def _name_of(url: str) -> str:
 
 
 def are_tables(names: Sequence[str]) -> bool:
-    """Return whether files belong to a table, by their names."""
+    """Return whether files belong to a table, by their names: Parquet or Arrow files, perhaps with descriptions."""
     if _SPLITS in names:
         return True
     begin, end = _BESIDE

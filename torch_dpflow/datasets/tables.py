@@ -60,17 +60,17 @@ class TableDataset(Dataset[Any]):
     it used last, up to `memory`. Read Parquet in the order of a `BlockShuffleSampler`; in a random order nearly every
     row decodes a block. With `ReadOptions(cache_dir=)`, decoded blocks are also kept on disk and mapped by all
     processes of the host, so that later epochs can be read in any order. Arrow files on a local disk are mapped as they
-    are, and need neither.
+    are, so they can be read in any order without a cache.
 
-    Files are compared with their state at opening: a changed one is an error. If a column has different types in the
+    Files are compared with their state at opening: a changed file is an error. If a column has different types in the
     files, such as int32 and int64, or null, values have a type that holds both. At most 32 files are open in a process.
 
     Args:
         url: a file, a directory, a pattern, or a list of files, as in `open_dataset`. A directory is read in the order
-            of its names; one that HuggingFace's `save_to_disk` wrote, in the order of its `state.json`.
+            of its names, a directory of HuggingFace's `save_to_disk` in the order of its `state.json`.
         columns: the columns to read; None: all.
         split: the split to read of a directory that has several, such as "train".
-        decode: called with each sample; its result is the sample.
+        decode: function of a row's dict that returns the sample; None: the dict is the sample.
         storage_options: fsspec's options, such as credentials.
         read_options: timeouts, retries, disk cache.
         memory: maximum bytes of decoded blocks in each process; one block is always kept.

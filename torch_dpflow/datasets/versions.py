@@ -48,18 +48,18 @@ class Compared:
 class Problem(NamedTuple):
     """A difference between the dataset's description and its files."""
 
-    #: The number of the first sample that cannot be read because of it.
+    #: The number of the first sample that cannot be read because of the difference.
     sample: int
-    #: How many samples cannot be read because of it.
+    #: How many samples cannot be read because of the difference.
     samples: int
     what: str
 
 
 def checksums_in(stored: StoredDataset) -> Counter[str]:
-    """Count the samples with each algorithm of checksums ("" for none) in two shards of each version.
+    """Count samples by the algorithm of their checksum ("" for none), in two shards of each version.
 
-    These are the first and the last shard that the version has written. One import takes checksums of all samples or of
-    none, unless its source has some. Raises DamagedStoreError if a shard cannot be read.
+    The shards are the first and the last that the version has written. An import computes checksums of all samples or
+    of none, except for checksums that the source lists. Raises DamagedStoreError if a shard cannot be read.
     """
     shards: dict[str, list[int]] = {}
     for number, entry in enumerate(stored.variant.shards):
@@ -78,7 +78,7 @@ def verify(
     progress: Callable[[int], None] = lambda samples: None,
     compared: Compared | None = None,
 ) -> Iterator[Problem]:
-    """Yield the problems of a dataset as they are found. Keeps one shard in memory.
+    """Yield the problems of a dataset as they are found. One metadata shard is in memory at a time.
 
     Args:
         stored: the dataset to check. Its version's file was already checked when it was opened.
@@ -87,7 +87,7 @@ def verify(
         own: whether to check only objects in the dataset's directory, and no objects that are named by a URL.
         options: fsspec's options for the data; None: the store's options.
         progress: called with the number of checked samples, after every shard.
-        compared: counts the samples without problems.
+        compared: counts the samples that were compared without a problem.
 
     Raises OptionTypeError for an argument of the wrong type.
     """
@@ -196,15 +196,15 @@ def copy(
     progress: CopyProgress = lambda variant, samples: None,
     compared: Compared | None = None,
 ) -> Dataset:
-    """Copy a version (None: the last one) under its own name, with the data in the dataset's directory.
+    """Copy a version (None: the last one) to `target` under the same name, with the data in the dataset's directory.
 
     Data that is named by URLs is not copied; the copy has the same URLs. Before it is published, the copy is verified:
-    all metadata, and the copied data by checksums, or by sizes if it has none. Call it again to continue a copy that
-    was killed.
+    all metadata, and the copied data by checksums, or by sizes if it has none. Call `copy` again to continue a copy
+    that was killed.
 
     Args:
         progress: see `CopyProgress`.
-        compared: counts the comparisons.
+        compared: counts the samples of the copy whose data was compared.
 
     Raises:
         DatasetNotFoundError: no such version is published.
@@ -338,9 +338,9 @@ def delete(store: DatasetStore, dataset_id: str, version: str | None = None) -> 
 def prune(store: DatasetStore, dataset_id: str) -> int:
     """Remove unfinished imports of a dataset, and files of imports that no published version refers to.
 
-    Returns the number of removed files. An import that runs meanwhile is not published. The files in use are found by
-    reading all published versions: a file of reference counts would be changed by several writers, and wrong after a
-    kill.
+    Returns the number of removed files. An import that runs meanwhile cannot be published. The files in use are found
+    by reading all published versions: a file of reference counts would be changed by several writers, and be wrong
+    after a kill.
 
     Raises DamagedStoreError if a published version cannot be read. Then no files that it may refer to are removed.
     """
@@ -389,7 +389,7 @@ def tidy_up(files: Files, version: str, variant: str) -> None:
 
 
 def forget(store: DatasetStore, dataset_id: str, version: str, variant: str) -> None:
-    """Remove the record of an unfinished import or copy, if it has written no other file that could be continued."""
+    """Remove the record of an unfinished import or copy that has written no shard or pack for a later run to use."""
     files, folder = store.files.at(dataset_id), f"drafts/{version}"
     # Packs may be those of another import, which has published this version meanwhile.
     is_alone = [child.name for child in files.children(f"{folder}/{variant}")] == [RECORD]

@@ -43,7 +43,7 @@ _NOT_DECODED = re.compile(
 
 
 def view_of(importer: str | None, info: Mapping[str, Any]) -> View:
-    """Return the function that makes samples' dicts from the bytes and annotations that this importer describes."""
+    """Return the function that makes the dicts of an importer's samples, see `View`. `info` is that of the dataset."""
     if importer == "mds":
         return partial(_mds, tuple(tuple(column) for column in info["columns"]))
     if importer == "litdata":
@@ -87,7 +87,7 @@ _VIEWS: dict[str, View] = {"webdataset": _webdataset, "imagefolder": _image_fold
 
 
 def decoder_of(decode: Decode | None) -> Callable[[dict[str, Any]], Any] | None:
-    """Return the function that decodes a sample's dict, if any. Raises OptionError for a name that is not allowed."""
+    """Return the function that decodes a sample's dict; None if `decode` is. Raises OptionError for an unknown name."""
     if decode is None:
         return None
     if callable(decode):
@@ -128,7 +128,9 @@ class Decoder:
 
     Args:
         images: "pil": RGB images of Pillow. "rgb": uint8 arrays of shape (height, width, 3). "torch": uint8 tensors of
-            shape (3, height, width). The last two need the extra `vision`.
+            shape (3, height, width).
+
+    Raises MissingExtraError if Pillow, of the extra `vision`, is not installed.
     """
 
     def __init__(self, images: Literal["pil", "rgb", "torch"]) -> None:

@@ -91,7 +91,7 @@ class ImportProgress:
         self._folder = f"drafts/{version}/{variant}"
 
     def begin(self, record: DraftRecord) -> None:
-        """Record source and settings of an import, or compare them with the record.
+        """Record source and settings of an import. Replaces a different record whose import has written nothing.
 
         Raises OptionError: an import with another source or other settings is unfinished.
         """
@@ -110,7 +110,7 @@ class ImportProgress:
             self._files.write(path, encode_file(record))  # the other import has written no shard
 
     def shards(self, first: int) -> list[ImportedShard]:
-        """Return the shards that are written, without a gap, starting at number `first`."""
+        """Return the records of shard `first` and the next ones, up to the first shard that is not written."""
         present = {child.name for child in self._files.children(self._folder)}
         names = list(takewhile(present.__contains__, (f"ms-{number}.json" for number in count(first))))
         with ThreadPoolExecutor(_READ_THREADS, "dpflow-progress") as threads:
@@ -121,11 +121,11 @@ class ImportProgress:
         self._files.write(f"{self._folder}/ms-{shard.shard}.json", encode_file(shard))
 
     def record(self) -> DraftRecord | None:
-        """Return the record; None if nothing is being imported, or it was discarded."""
+        """Return the record of source and settings; None if nothing is being imported, or the import was discarded."""
         return self._noted(RECORD, DraftRecord)
 
     def finished(self) -> Variant | None:
-        """Return the whole variant if it is written and was not discarded since."""
+        """Return the variant if all of it is written, else None. None also if the import was discarded since."""
         done = self._noted("done.json", ImportedVariant)
         return None if done is None or self.record() is None else done.variant
 
@@ -159,16 +159,16 @@ _KINDS: tuple[type[SpecStruct], ...] = (
 
 
 def json_schemas() -> dict[str, dict[str, Any]]:
-    """Return the JSON schema (draft 2020-12) of each kind of file: published files, then those of imports."""
+    """Return the JSON schema (draft 2020-12) by kind of file: published files, then files of unfinished imports."""
     return {str(kind.__struct_config__.tag): msgspec.json.schema(kind) for kind in _KINDS}
 
 
-#: Called with the number of samples of the source that are written, first with those of an earlier run.
+#: Called with the number of the source's samples written so far, first with the number that an earlier run has written.
 ProgressCallback = Callable[[int], None]
 
 
 class VariantWriter:
-    """Writer of one source's samples to one variant, which continues a run that was killed.
+    """Writer of one source's samples to one variant. It continues an earlier run that was killed.
 
     A shard is written after its samples' data, and recorded after it is written. A kill at any time therefore leaves
     complete shards and at most one that is not recorded, which the next run writes again.
@@ -176,7 +176,9 @@ class VariantWriter:
     Args:
         files: the dataset's directory.
         ref: dataset, version and variant.
-        base: the variant of the version that is appended to, if any.
+        record: source and settings of the import.
+        base: the variant whose samples come before those of the source; None: no samples do.
+        importer: the importer of the source.
         progress: see `ProgressCallback`.
     """
 

@@ -1,7 +1,7 @@
 """Decoding of images to tensors: JPEGs by libjpeg-turbo, other formats and unusual files by Pillow.
 
 Results are uint8 tensors of shape (3, height, width) for `torchvision.transforms.v2`, with the channels of a pixel
-next to each other in memory. torch's default collate sorts them into planes; `collate_channels_last` keeps them::
+next to each other in memory. torch's default collate sorts them into planes; `collate_channels_last` keeps the layout::
 
     ImageFolder(root, loader=load_rgb, transform=...)
     ImageFolder(root, loader=DecodeRandomResizedCrop(224), transform=...)

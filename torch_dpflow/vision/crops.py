@@ -26,7 +26,7 @@ Range: TypeAlias = tuple[float, float]
 #: Top, left, height and width, in pixels.
 Box: TypeAlias = tuple[int, int, int, int]
 
-#: Returns memory of this many bytes, or None.
+#: Function of a number of bytes that returns memory of this size, or None.
 Lend: TypeAlias = "Callable[[int], Pixels | None]"
 
 #: torchvision's defaults.
@@ -70,12 +70,12 @@ def _drawn() -> _Drawn:
 
 
 def random_resized_crop_params(height: int, width: int, scale: Range = SCALE, ratio: Range = RATIO) -> Box:
-    """Draw the (top, left, height, width) of torchvision's `RandomResizedCrop`, from the same random numbers.
+    """Draw a crop (top, left, height, width) from torch's generator, the same as torchvision's `RandomResizedCrop`.
 
     Args:
         height, width: size of the image, in pixels.
-        scale: the crop's part of the area, minimum and maximum.
-        ratio: its width over its height, minimum and maximum.
+        scale: the crop's share of the image's area, minimum and maximum.
+        ratio: the crop's width over its height, minimum and maximum.
     """
     area = height * width
     drawn = _drawn()
@@ -112,6 +112,7 @@ class DecodeRandomResizedCrop:
     Args:
         size: size of the output: a side in pixels, or (height, width).
         scale, ratio: as in `random_resized_crop_params`.
+        interpolation: "bilinear" or "bicubic".
 
     Raises:
         OptionError, OptionTypeError: an argument is not allowed.
@@ -133,12 +134,12 @@ class DecodeRandomResizedCrop:
         return self.batch([source])[0]
 
     def batch(self, sources: Sequence[Source], *, lend: Lend | None = None) -> torch.Tensor:
-        """Decode the same crops of several images: (images, 3, height, width), in `torch.channels_last`.
+        """Decode a crop of each image: (images, 3, height, width), in `torch.channels_last`.
 
-        This takes less processor time: all files are read and all boxes drawn before the first image is decoded, so the
-        decoder's pixels do not evict that code from the processor's caches.
+        The crops equal those of a call for each image, and take less processor time: 32 files are read and their boxes
+        drawn before the first is decoded, so the decoder's pixels do not evict that code from the processor's caches.
 
-        lend: function that returns memory of the given size for the result, or None; None: allocate new memory.
+        lend: returns memory for the result, given its bytes. Memory is allocated if this is None or returns None.
         """
         crops = _empty(len(sources), _pair(self.size), lend)
         for first in range(0, len(sources), _GROUP):
@@ -154,7 +155,7 @@ class DecodeRandomResizedCrop:
 
 @dataclass(frozen=True)
 class DecodeCenterCrop:
-    """Decoder of the centre of an image whose shorter side is resized; used like `DecodeRandomResizedCrop`.
+    """Decoder of the centre of an image, after its shorter side is resized; used like `DecodeRandomResizedCrop`.
 
     The result is uint8 RGB, (3, height, width), as from torchvision's `Resize(resize)` and `CenterCrop(size)`.
 
@@ -303,7 +304,8 @@ class DecodedImages(Dataset[tuple[Any, Any]]):
 
     Args:
         samples: (path, target) of each image; encoded images instead of paths are allowed.
-        decode: decodes one image. If it has a method `batch`, like `DecodeRandomResizedCrop`, that decodes several.
+        decode: function that decodes one image. If it has a method `batch`, as `DecodeRandomResizedCrop` has, that
+            method decodes batches.
         transform, target_transform: functions of an image and of a target, as in ImageFolder.
 
     Raises:
@@ -340,7 +342,10 @@ class DecodedImages(Dataset[tuple[Any, Any]]):
             return self._transformed(self._decode(source), target)
 
     def fill_images(self, lend: Lend) -> None:
-        """Decode batches into memory that `lend` returns: only with `DecodeRandomResizedCrop` and no `transform`."""
+        """Decode later batches into memory that `lend` returns (see `DecodeRandomResizedCrop.batch`).
+
+        This takes effect only if `decode` is a `DecodeRandomResizedCrop`, and there is no `transform`.
+        """
         if self._transform is None and type(self._decode) is DecodeRandomResizedCrop:
             self._lend = lend
 

@@ -40,7 +40,7 @@ Pixels: TypeAlias = npt.NDArray[np.uint8]
 
 
 class EncodedImage(Protocol):
-    """An encoded image whose size is known."""
+    """Protocol of an encoded image whose size is known before its pixels are decoded."""
 
     height: int
     width: int
@@ -60,12 +60,12 @@ class EncodedImage(Protocol):
         """
 
     def close(self) -> None:
-        """Close the file if it is still open. `pixels` closes it too."""
+        """Close the file if it is open. `pixels` closes it too."""
 
 
 @contextmanager
 def naming(source: Any) -> Iterator[None]:
-    """Add the file's name to an error raised inside, if `source` is a path. The error's type stays the same."""
+    """Add the file's name to an error of the body, if `source` is a path. The error's type stays the same."""
     try:
         yield
     except Exception as error:
@@ -80,7 +80,7 @@ def naming(source: Any) -> Iterator[None]:
 
 
 def open_image(source: Source) -> EncodedImage:
-    """Open an image by its path, or from its bytes. Raises the errors of Pillow if it is no image."""
+    """Open an image, given its path or its bytes. Raises the errors of Pillow if it is no image."""
     if simplejpeg is not None:
         data: Any = _contents(source) if isinstance(source, str | os.PathLike) else source
         frame = read_frame(data)
@@ -251,13 +251,13 @@ class JpegFrame(NamedTuple):
     def rows_to_decode(self, rows: int) -> int:
         """Return the height to write into the file so that its first `rows` rows are decoded as in the whole image.
 
-        It is at least one row more: with subsampled colours, a row takes part of them from the next.
+        At least one more row is included, as far as there is one: subsampled colours of a row depend on the next row.
         """
         return min(self.height, -(-(rows + 1) // self.mcu_height) * self.mcu_height)
 
 
 def read_frame(data: bytes | bytearray | memoryview) -> JpegFrame | None:
-    """Read the frame header of a whole JPEG (ITU-T T.81, annex B), within microseconds; None for unusual files."""
+    """Return the frame of a whole JPEG (ITU-T T.81, annex B), within microseconds; None for other or unusual files."""
     if bytes(data[:3]) != SOI:
         return None
     frame, at = None, 2
@@ -290,7 +290,10 @@ def _frame(data: bytes | bytearray | memoryview, at: int) -> JpegFrame:
 
 
 def unevenness(factors: Sequence[tuple[int, int]]) -> int:
-    """Return `JpegFrame.unevenness` for the sampling factors, across and down. Raises ValueError."""
+    """Return `JpegFrame.unevenness` for the sampling factors (across, down) of each component.
+
+    Raises ValueError if there are no components, or a factor is not positive.
+    """
     if not factors or not all(across > 0 and down > 0 for across, down in factors):
         raise ValueError("no sampling factors")
     ratios: list[int] = [max(side) // min(side) for side in zip(*factors)]

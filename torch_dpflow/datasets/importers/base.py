@@ -26,8 +26,8 @@ class Item:
 
     #: Annotations: values that JSON can hold, and numpy scalars and arrays.
     meta: Mapping[str, Any] = field(default_factory=dict)
-    #: Relative to the importer's root, or a URL, or an absolute path below a local root. An absolute path object is a
-    #: local file. Stored as text.
+    #: A path relative to the importer's root, a URL, or an absolute path below a local root. An absolute `os.PathLike`
+    #: names a local file. Stored as text.
     path: str | os.PathLike[str] | None = None
     data: bytes | None = None
     #: The sample's offset in the object; None: it is the whole object.
@@ -112,7 +112,7 @@ def _checksum(value: Any) -> str | None:
 
 
 class Importer(Protocol):
-    """Reader of one source, in a fixed order, so that a killed import can be continued."""
+    """Protocol of readers of one source's samples, in a fixed order, so that a killed import can be continued."""
 
     #: The URL of the directory that paths are relative to; None: all items have data.
     root: str | None
@@ -121,7 +121,7 @@ class Importer(Protocol):
 
     @property
     def source(self) -> Mapping[str, Any]:
-        """Description of the source, for JSON. An unfinished import is continued only with an equal description."""
+        """Description of the source, of JSON values. An unfinished import is continued only if it has an equal one."""
 
     def extend(self, info: Mapping[str, Any]) -> None:
         """Prepare to append to a variant whose samples have this `info`. Called before `items`."""
@@ -134,14 +134,14 @@ class Importer(Protocol):
         """
 
     def total(self) -> int | None:
-        """Return the number of samples if it is cheap to know, for a progress bar."""
+        """Return the number of samples for a progress bar; None if it is not cheap to find."""
 
     def info(self) -> Mapping[str, Any]:
         """Return information for all samples, such as the names of classes. Complete after the last item."""
 
 
 class BaseImporter:
-    """Base of importers whose samples do not depend on earlier samples. See `Importer`."""
+    """Base of importers whose samples do not depend on those of the variant that they append to. See `Importer`."""
 
     def extend(self, info: Mapping[str, Any]) -> None: ...
 

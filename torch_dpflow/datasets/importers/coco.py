@@ -37,7 +37,7 @@ class CocoImporter(BaseImporter):
         annotations: the file; a path or a URL.
         images: the directory that `file_name` is relative to.
         segmentation: whether to keep the outlines of objects, which are most of the file.
-        options: fsspec's options for both.
+        options: fsspec's options for `annotations` and `images`.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ _LIT_ARRAYS = (
 )
 
 
-#: Name, encoding and size of each column of an MDS dataset; a size of None is in the data.
+#: Name, encoding and size of each column of an MDS dataset; a size of None varies, and each sample contains it.
 Columns = tuple[tuple[str, str, int | None], ...]
 
 

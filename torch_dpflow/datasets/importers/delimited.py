@@ -30,7 +30,7 @@ class DelimitedRows:
         file: the file, at its start.
         delimiter: separator of cells.
         name: name of the file in errors.
-        path_column: the column of paths; None: no column has paths, so joined rows are not detected.
+        path_column: the column of paths, by which rows inside a quoted cell are detected; None: they are not detected.
 
     Raises:
         SourceError: also while rows are read: the file is not UTF-8, has no header, or has a column name twice; a row

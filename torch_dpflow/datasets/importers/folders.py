@@ -18,7 +18,7 @@ from torch_dpflow.errors import OptionError, SourceError
 
 
 def check_folder(files: Files) -> None:
-    """Raise SourceError unless the folder exists. On object stores, empty folders do not exist."""
+    """Raise SourceError if the directory `files` does not exist. On object stores, empty directories do not exist."""
     if not files.exists(""):
         raise SourceError(
             f"there is no folder {printable_url(files.url)}; check the source's path, and on object stores the right "
@@ -27,9 +27,9 @@ def check_folder(files: Files) -> None:
 
 
 def files_below(files: Files, folder: str) -> list[DirectoryEntry]:
-    """Return all files below `folder`, hidden ones too, sorted by directory and then by name, as torchvision does.
+    """Return all files below `folder`, hidden files too, sorted by directory and then by name, as torchvision does.
 
-    Names are paths below the root. Links to directories are followed, except links to a directory that contains them.
+    The entries' names are paths below `files`. Links to directories are followed, except to those that contain them.
     """
     found: list[tuple[str, DirectoryEntry]] = []
     pending = [(folder, frozenset({files.real(folder)}))]
@@ -46,7 +46,7 @@ def files_below(files: Files, folder: str) -> list[DirectoryEntry]:
 
 
 def check_links(files: Files, found: Iterable[DirectoryEntry]) -> None:
-    """Raise SourceError for a broken link, whose file is lost, and StorageError for a pipe, socket or device."""
+    """Raise SourceError for an entry that is a broken link, and StorageError for a pipe, socket or device."""
     for file in found:
         if not file.size:
             files.check_regular(file.name)
@@ -58,7 +58,7 @@ def check_links(files: Files, found: Iterable[DirectoryEntry]) -> None:
 
 
 def endings_of(endings: Sequence[str]) -> tuple[str, ...]:
-    """Return file extensions in lower case, each with its dot. Raises OptionError if one is empty."""
+    """Return file extensions in lower case, each with a dot. Raises OptionError for an empty one, or for none."""
     found = tuple(f".{ending.strip().lower().removeprefix('.')}" for ending in endings)
     if not found or "." in found:
         raise OptionError(f"endings={endings!r}: give endings such as .jpg,.png")
@@ -109,13 +109,13 @@ class ImageFolderImporter(BaseImporter):
         return {"endings": list(self._endings), "classes": self._known}
 
     def scanned(self, numbers: Iterable[int]) -> Generator[tuple[int, Iterator[Item]]]:
-        """Yield all images as one object with number 0, if `numbers` contains 0. See `ShardImporter`."""
+        """Yield (0, all images) if `numbers` contains 0: the whole tree counts as one object. See `ShardImporter`."""
         for number in numbers:
             yield number, self.items()
 
     @staticmethod
     def size_of(number: int) -> None:
-        """Return None: the length of a sample is the size of its object."""
+        """Return None: reads compare the length of each sample, which is a whole file."""
 
     @staticmethod
     def finds(files: SourceFiles) -> bool:
@@ -126,7 +126,7 @@ class ImageFolderImporter(BaseImporter):
         return any(child.name.lower().endswith(IMAGE_ENDINGS) for child in children)
 
     def objects(self) -> list[tuple[str | None]]:
-        """List the tree, and return a digest of names, sizes and states of all images; None if a state is missing."""
+        """Return one identity for the tree: a digest of names, sizes and states of images; None without states."""
         digest = hashlib.sha256()
         has_states = True
         for folder in self._find_classes().values():
@@ -136,7 +136,7 @@ class ImageFolderImporter(BaseImporter):
         return [(digest.hexdigest() if has_states else None,)]
 
     def extend(self, info: Mapping[str, Any]) -> None:
-        """Keep the labels of the classes in `info`."""
+        """Keep the labels of the classes in `info`; other classes get the next labels."""
         known = info.get("classes", [])
         self._known = [*known, *(name for name in self._known if name not in known)]
 

@@ -61,7 +61,7 @@ class IterableImporter(BaseImporter):
         """Make an importer of "package.module:name", the name of an iterable or of a function that returns an iterable.
 
         Raises:
-            OptionError: there is no such module or name, or calling it failed.
+            OptionError: there is no such module or name, calling it failed, or the result is not iterable.
         """
         module, _, name = source.partition(":")
         try:

@@ -45,18 +45,19 @@ class ListingImporter(BaseImporter):
         listing: a path or URL that ends with .csv, .tsv or .parquet; or a directory, whose files and those of its
             directories that end with .parquet, .parq or .pq are read in the order of their paths. Names that begin
             with "." or "_" are ignored.
-        root: the directory that paths are relative to, or begin with; None: the listing's directory.
+        root: the directory that paths are relative to, or that absolute paths begin with; None: that of the listing.
         path_column: the column of paths, or of URLs; "image.path" is a field of a column of structs.
-        offset_column: the samples' offsets in their objects, bytes; needs `length_column`.
-        length_column: the samples' sizes, bytes.
-        checksum_column: "crc32:…" or "sha256:…".
+        offset_column: the column of the samples' offsets in their objects, bytes; needs `length_column`.
+        length_column: the column of the samples' sizes, bytes.
+        checksum_column: the column of the samples' checksums, "crc32:…" or "sha256:…".
         data_column: the column of the samples' bytes, such as "image.bytes", for Parquet only. The bytes are copied
             into the store, and paths become annotations.
         split: the split to read of a directory that has several, such as "train".
         options: fsspec's options for the listing and `root`.
 
     Raises:
-        OptionError: the listing has another extension, or `data_column` is not allowed.
+        OptionError: the listing has another extension; or `data_column` is given for CSV or TSV, or with a column of
+            offsets or lengths.
     """
 
     def __init__(
@@ -282,7 +283,7 @@ _Kind = Literal["small integer", "integer", "exponent", "number", "boolean", "ti
 
 
 class ColumnTypes:
-    """The types of a file's columns that all rows allow: integers, numbers, booleans, times or texts.
+    """Types of a CSV or TSV file's columns that all rows allow: integers, numbers, booleans, times or texts.
 
     Times keep their spelling. Missing values become None, except in columns of texts and in columns that contain only
     words such as "NA". A column of integers is text if a cell is written like "12e4".
@@ -298,7 +299,7 @@ class ColumnTypes:
         self._padded = padded
 
     def observe(self, rows: Iterable[list[str]]) -> int:
-        """Read all rows to determine the types; return their number."""
+        """Read all rows to determine the types, and return the number of rows."""
         count, rows = 0, iter(rows)
         while block := list(islice(rows, _ROWS)):
             count += len(block)
@@ -308,7 +309,7 @@ class ColumnTypes:
         return count
 
     def converters(self) -> list[Callable[[str], Any]]:
-        """Return a function of a cell for each column. It raises ValueError or KeyError for unobserved cells."""
+        """Return a converter of cells for each column. It may raise ValueError or KeyError for cells not observed."""
         return [_converter(frozenset(kinds)) for kinds in self._kinds]
 
 

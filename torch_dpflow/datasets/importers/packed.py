@@ -37,7 +37,7 @@ _MAX_INDEX = 256 << 20
 
 
 class PackedShard(NamedTuple):
-    """One shard, as the index lists it."""
+    """One shard's entry in the index."""
 
     name: str
     #: bytes of the file; None: not in the index
@@ -90,7 +90,7 @@ class PackedImporter(ShardImporter):
 
     @classmethod
     def finds(cls, files: SourceFiles) -> bool:
-        """Return whether a directory, or its first subdirectory, contains files with names of this format."""
+        """Return whether a directory has an `index.json`, and it or its first subdirectory has names of this format."""
         if not files.is_directory or _INDEX not in files.names:
             return False
         if not any(map(cls.names.fullmatch, files.names)) and files.folders:
@@ -152,7 +152,7 @@ class MDSImporter(PackedImporter):
     """Importer of a directory of MosaicML Streaming (MDS), read in place.
 
     A sample is a dict of its columns' values, as MDS returns it, except that encoded images are bytes. Columns of
-    pickles are refused.
+    pickles raise SourceError.
     """
 
     name = "mds"
@@ -183,9 +183,12 @@ class MDSImporter(PackedImporter):
 class LitDataImporter(PackedImporter):
     """Importer of a directory of LitData, read in place.
 
-    A sample is the value that LitData returns, except that encoded images are bytes. Pickles, encrypted chunks, chunks
-    for a loader other than `PyTreeLoader`, and chunks of frames of zstd are refused. Rows in Arrow's format are read by
-    `LitRows`.
+    A sample is the value that LitData returns, except that encoded images are bytes. If chunks have rows in Arrow's
+    format (`has_rows`), `LitRows` reads them. Raises SourceError for
+
+    - pickled values,
+    - encrypted chunks, and chunks for item loaders other than `PyTreeLoader`,
+    - chunks written with compression_level="batch", whose compressed frames hold several samples (`scan` finds them).
     """
 
     name = "litdata"
@@ -193,7 +196,7 @@ class LitDataImporter(PackedImporter):
 
     def __init__(self, source: Source | SourceFiles, *, options: Mapping[str, Any] | None = None) -> None:
         super().__init__(source, options=options)
-        #: Whether chunks have rows in Arrow's format, and no samples before them.
+        #: Whether the first chunk has rows in Arrow's format, and no samples before them.
         self.has_rows = self._begins_with_rows()
         if not self.has_rows:
             for number, name in enumerate(self._info["formats"]):

@@ -35,7 +35,7 @@ _POLL_S = 0.2
 
 
 class ForwardReader:
-    """Reader of one object, mostly forward, in blocks. The next blocks are read ahead.
+    """Reader of one object in blocks, for reads that mostly go forward. The next blocks are read ahead.
 
     Args:
         fetch: takes start and stop of a block; returns the block's bytes, or a future of them.
@@ -51,7 +51,7 @@ class ForwardReader:
         self._ahead = ahead
         self._blocks: dict[int, bytes | Future[bytes]] = {}
         self._last = -1
-        #: Position after which blocks are held for `held`, as far as `_MAX_HELD` allows.
+        #: Position from which up to `_MAX_HELD` blocks stay in memory for `held`; None: passed blocks are dropped.
         self.held_from: int | None = None
 
     def at(self, start: int, length: int) -> bytes:
@@ -65,7 +65,7 @@ class ForwardReader:
         return self._cut(start, stop)
 
     def held(self, start: int, length: int) -> bytes | None:
-        """Return the requested bytes if all of them are in memory, else None."""
+        """Return `length` bytes starting at `start` if all of them are in memory, else None."""
         blocks = range(start // self._block, -(-(start + length) // self._block))
         return self._cut(start, start + length) if all(number in self._blocks for number in blocks) else None
 
@@ -100,7 +100,7 @@ class ForwardReader:
 
 
 class ShardImporter(BaseImporter):
-    """Base of importers of objects that hold many samples each. A subclass has `name` and `scan`.
+    """Base of importers of objects that hold many samples each. A subclass has `name`, `names` and `scan`.
 
     Args:
         source: a path, URL, directory, pattern such as `train-{000..146}.tar`, or a list of these, see `find_sources`;
@@ -117,9 +117,9 @@ class ShardImporter(BaseImporter):
     name: ClassVar[str]
     #: names of objects of the format; others in a directory are ignored
     names: ClassVar[re.Pattern[str]]
-    #: whether samples may be copied, so that they have no place in an object
+    #: whether samples may be copied, so that readers do not find them in the source's objects
     may_copy = False
-    #: whether files of a directory may be of several splits, as no index of the format lists them
+    #: whether files of a directory may be of several splits; False if the format has an index that lists the files
     has_splits: ClassVar[bool] = True
     #: bytes that are read at a time from a local disk; the page cache reads ahead
     local_block: ClassVar[int] = 16 << 10
@@ -140,48 +140,51 @@ class ShardImporter(BaseImporter):
             if folders:
                 DATASETS.warning("%s: its directories, such as %r, are not read", files.given, folders[0])
         self._split = split
-        #: Whether samples become an index of `open_dataset`, which names each object.
+        #: Whether samples become an index of `open_dataset`, and not a dataset in a store.
         self.is_in_place = False
         self.options = self.files.options
         #: Given URLs of objects by the URLs that samples get, where the two differ
         self.given_urls = self.files.given_urls()
-        #: Whether samples that an index pass reads go into the disk cache, where readers find them.
+        #: Whether bytes of samples that a scan reads go into the disk cache, where readers find them.
         self.fills_cache = False
         self.root: str | None = self.files.root
 
     @classmethod
     def finds(cls, files: SourceFiles) -> bool:
-        """Return whether objects are of this format by their names."""
+        """Return whether names have this format: some names in a directory, or all names of a list or pattern."""
         return bool(files.only(cls.names).files) and all(map(cls.names.fullmatch, files.only(cls.names).names))
 
     @staticmethod
     def begins(head: bytes) -> bool:
-        """Return whether an object with this first KiB is of this format."""
+        """Return whether an object is of this format, given its first KiB."""
         return False
 
     @property
     def source(self) -> Mapping[str, Any]:
-        """Description as in `Importer`. Its `state` changes with every object's size and modification time."""
+        """Description as in `Importer`. Its `state` changes if the size or state of any object changes."""
         chosen = {} if self._split is None else {"split": self._split}
         described = {"importer": self.name, "source": stored_url(self.files.given), **chosen, **self.settings()}
         state = sha256_of(json.dumps(self.objects()).encode())
         return {**described, "files": len(self.files.files), "state": state}
 
     def objects(self) -> list[tuple[Any, ...]]:
-        """Return the identity of each object: state or None, path, size, and further values from an index file."""
+        """Return the identity of each object: state (None: unknown), path, size, and values from an index file."""
         return [(file.state, self.files.path_of(file), file.size) for file in self.files.files]
 
     def size_of(self, number: int) -> int | None:
-        """Return an object's size in bytes; None for local files, whose state contains it, or if samples are copied."""
+        """Return the size, bytes, that object `number` of the source must have at each read; None: any size.
+
+        None for a local file, because its state changes with its size, and if samples may be copied.
+        """
         file = self.files.files[number]
         return None if self.may_copy or file.local_path is not None else file.size
 
     def settings(self) -> Mapping[str, Any]:
-        """Return the settings on which the samples depend."""
+        """Return the importer's settings on which the samples depend, by name."""
         return {}
 
     def scan(self, file: SourceFile, data: ForwardReader) -> Iterator[Item]:
-        """Yield the samples of one object, starting at its first.
+        """Yield the samples of one object, in order. `data` reads the bytes of `file`.
 
         Raises:
             SourceError: the object is damaged, cut short, or in a different format.
@@ -189,7 +192,7 @@ class ShardImporter(BaseImporter):
         raise NotImplementedError
 
     def ranges(self, item: Item) -> list[tuple[int, int]]:
-        """Return start and length of each part of a sample that is read separately."""
+        """Return start and length, in its object, of each range that readers read for a sample; [] if it was copied."""
         return [] if item.offset is None or item.length is None else [(item.offset, item.length)]
 
     def items(self, start: int = 0) -> Iterator[Item]:
@@ -199,10 +202,10 @@ class ShardImporter(BaseImporter):
         return chain.from_iterable(items for _, items in self.scanned(range(first, len(self.files.files))))
 
     def items_at(self, path: str, offset: int | None) -> Iterator[Item] | None:
-        """Yield all samples starting at the one that begins at `offset` of `path`; nothing if there is no such sample.
+        """Return an iterator of samples, starting with that at `offset` of the object `path`; empty if it is missing.
 
-        So an import that was killed scans the object with its last sample again, and no earlier object. The result is
-        None if an offset does not identify a sample: the source names the object twice, or samples are copied.
+        To continue an import that was killed, only the object with its last sample is scanned again, and no earlier
+        object. Returns None if offsets do not identify samples: the source names the object twice, or they are copied.
         """
         numbers = [number for number, file in enumerate(self.files.files) if self.files.path_of(file) == path]
         if len(numbers) > 1 or self.may_copy:
@@ -212,7 +215,10 @@ class ShardImporter(BaseImporter):
         return iter(()) if found is None else chain([found], items)
 
     def scanned(self, numbers: Iterable[int]) -> Generator[tuple[int, Iterator[Item]]]:
-        """Yield these objects with the samples of each, in order. Threads scan the next objects meanwhile."""
+        """Yield (number, samples) for these objects of `files`, in order. Threads scan the next objects meanwhile.
+
+        Raises SourceError for objects with URLs that a store cannot name, and the errors of `scan`.
+        """
         if self.given_urls and not self.is_in_place:
             raise SourceError(
                 f"a store would name {next(iter(self.given_urls))!r}, which cannot be read later: links with a "

@@ -27,7 +27,7 @@ from torch_dpflow.errors import DPFlowError, ObjectMissingError, OptionError, Op
 #: A source as users give it.
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-#: Objects of one pattern or list.
+#: Maximum objects of one pattern or list.
 MAX_FILES = 1_000_000
 #: From this many named objects of one directory, one listing is cheaper than a request for each.
 _WORTH_A_LISTING = 32
@@ -121,7 +121,10 @@ class SourceFiles:
         return replace(self, files=[*files])
 
     def given_urls(self) -> dict[str, str]:
-        """Return the URLs of objects by their names in metadata, if the names differ: see `stored_url`."""
+        """Return the URL of each object by its URL in metadata (`stored_url`), for objects where the two differ.
+
+        Raises SourceError if two objects have the same URL in metadata.
+        """
         found: dict[str, str] = {}
         for file in self.files:
             name = stored_url(file.url)
@@ -133,12 +136,12 @@ class SourceFiles:
 
     @property
     def root(self) -> str:
-        """The URL of the first object's directory."""
+        """The URL of the first object's directory; the source itself if there are no objects."""
         return split_name(stored_url(self.files[0].url))[0] if self.files else self.given
 
     @property
     def names(self) -> list[str]:
-        """The last part of each URL."""
+        """The last part of each object's URL, in the order of `files`."""
         return [split_name(stored_url(file.url))[1] for file in self.files]
 
     def path_of(self, file: SourceFile) -> str:
@@ -156,13 +159,13 @@ class SourceFiles:
 def find_sources(
     source: Source, options: Mapping[str, Any] | None = None, read_options: ReadOptions | None = None
 ) -> SourceFiles:
-    """Find the objects of a source.
+    """Return the objects that a source names, each with its size and state.
 
     Args:
         source: a path or URL of a file or a directory; with patterns: `{000..146}` and `{a,b}` are expanded, `*`, `?`
             and `[…]` match names. Or a list of these. A local path that exists, or a `pathlib.Path`, is never a
             pattern.
-        options: fsspec's options for them.
+        options: fsspec's options for the objects.
         read_options: timeouts and retries.
 
     Raises:
@@ -206,7 +209,7 @@ def find_sources(
 
 
 def expand_braces(text: str) -> list[str]:
-    """Expand `{000..146}`, with the zeros of its bounds, and `{a,b}`, from left to right; other braces stay.
+    """Return the names to which `{000..146}` (zeros are kept) and `{a,b}` expand, in order; other braces stay.
 
     Raises OptionError for more than `MAX_FILES` results, and for braces within braces.
     """
@@ -277,7 +280,7 @@ def _directory(text: str, options: Mapping[str, Any], read_options: ReadOptions 
 
 
 def files_in(files: SourceFiles, folder: str) -> Iterator[tuple[str, SourceFile]]:
-    """Yield path and object of each entry in a folder of a directory; nothing if there is no such folder."""
+    """Yield path and object of each file in `folder`, a directory in the source; nothing if it is missing."""
     listing = Files(files.given, files.options, files.read_options)
     for child in listing.children(folder):
         if not child.is_directory:
@@ -398,7 +401,7 @@ def state_of_objects(files: Files, paths: Sequence[str]) -> str:
 
 
 def is_changed(file: SourceFile) -> bool:
-    """Return whether a local file was written or removed since it was listed."""
+    """Return whether a local file was written or removed since it was listed; False for other objects."""
     path = file.local_path
     if path is None:
         return False

@@ -62,9 +62,9 @@ def check_no_log(files: Files, names: Collection[str], folder: str = "") -> None
 
 
 def check_no_log_above(files: Files) -> None:
-    """Raise SourceError if a directory is a part of a table with a log: see `check_no_log`.
+    """Raise SourceError if a directory above `files` is a table with a log: see `check_no_log`.
 
-    A directory that cannot be read is left out.
+    Directories that cannot be read are not checked.
     """
     given = {files.url}
     if files.url.startswith("file://"):  # a link may lead into a table
@@ -112,7 +112,7 @@ def splits_among(folders: Iterable[str]) -> list[str]:
 
 
 def check_no_split_folders(folders: Iterable[str], where: str) -> None:
-    """Raise SourceError if directories are named after different splits."""
+    """Raise SourceError if directories are named after different splits. `where` names their directory in errors."""
     splits = splits_among(folders)
     if splits:
         shown = ", ".join(map(repr, splits[:_MAX_NAMES])) + (", …" if len(splits) > _MAX_NAMES else "")
@@ -129,7 +129,7 @@ def folder_of_split(folders: Sequence[str], split: str, files: Iterable[str] = (
             synonym.
 
     Raises:
-        OptionError: the name is a synonym of several splits.
+        OptionError: the name fits several splits.
     """
     labels = dict.fromkeys([*folders, *(label for file in files if (label := split_of(file)))])
     found = _named([*labels], split)
@@ -145,8 +145,8 @@ def files_of_split(paths: Sequence[str], split: str | None, where: str) -> list[
 
     Args:
         paths: names of files, or their paths below the directory.
-        split: a name that the files have, or, if they have no such name, the synonym of exactly one of their names
-            ("train", "validation" and "test" have synonyms); None: all, if they are of one split.
+        split: the split's name in the files, such as "train", or a synonym of exactly one of their splits, such as
+            "val" for "validation"; None: all files, which must be of one split.
         where: names the directory in errors.
 
     Raises:

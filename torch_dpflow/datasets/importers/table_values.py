@@ -36,12 +36,12 @@ def field_names(schema: pyarrow.Schema) -> Iterator[str]:
 def rows_of(
     batch: pyarrow.RecordBatch, name: str, data_column: str | None = None, first: int = 0
 ) -> list[dict[str, Any]]:
-    """Return the rows of a batch. Times that Python cannot represent, such as nanoseconds, become ISO 8601 text.
+    """Return the rows of a batch as dicts. Times that Python cannot represent, as in nanoseconds, become ISO 8601 text.
 
     Args:
         batch: some rows of a table.
         name: names the table in errors.
-        data_column: the column, or the field of a struct as in "image.bytes", that may have bytes.
+        data_column: the only column, or field of a struct as in "image.bytes", that may contain bytes; None: no column.
         first: the number of the batch's first row in its table, for errors.
 
     Raises:

@@ -87,7 +87,7 @@ def _extend() -> Callable[[int, bytes], int]:
 
 
 def masked_crc32c(data: bytes) -> int:
-    """Return the CRC-32C, rotated and offset as TFRecord stores it. Raises MissingExtraError."""
+    """Return the CRC-32C of `data`, rotated and offset as TFRecord stores it. Raises MissingExtraError."""
     return _masked(_extend()(0, data))
 
 

@@ -1,6 +1,6 @@
 """Importer of WebDataset shards: uncompressed tar archives. Neighbouring members with the same key are a sample.
 
-Nothing in an archive is guessed, and no member is left out.
+Nothing in an archive is guessed: an archive that cannot be read exactly is an error.
 """
 
 from __future__ import annotations
@@ -216,8 +216,8 @@ def _damaged(name: str, position: int, what: str) -> SourceError:
     return SourceError(f"{name} is damaged: it has {what}, at byte {position}; write it again, or restore it")
 
 
-#: Annotations of a sample: its key, the extension of the member whose bytes the sample is, and the places of members
-#: that are not annotations.
+#: Names of annotations of a sample: its key; the extension of its main member, whose bytes are the sample's; and offset
+#: and length of members that are neither main member nor annotations.
 KEY, MAIN, PARTS = "__key__", "__main__", "__parts__"
 #: Bytes up to which a member that is UTF-8 text becomes an annotation. A million samples with longer ones would not
 #: fit the memory that readers keep metadata in; and they are read with the sample, as they are next to it.
@@ -241,11 +241,12 @@ class WebDatasetImporter(ShardImporter):
     """Importer of WebDataset's tar shards, read in place. Members `a/0001.jpg`, `a/0001.cls` are one sample.
 
     The sample's bytes are its main member. Other members of up to 256 bytes of UTF-8 text are annotations under their
-    extension, as text. `__parts__` has the offset and length of all others in the shard. `__key__` is the sample's key,
-    `__main__` the extension of its main member. As in webdataset, extensions are lower case. Members without an
-    extension, and members whose name begins with `__…__`, belong to no sample. Neither do links, devices and
-    hidden members, such as the `._0001.jpg` of macOS. (webdataset makes samples of hidden members below a directory.)
-    A warning counts members without an extension, hidden members, links and devices.
+    extension, as text. `__parts__` has offset and length in the shard of every other member. `__key__` is the sample's
+    key, `__main__` the extension of its main member. As in webdataset, extensions become lower case.
+
+    Members named `__…__`, or in a directory of such a name, are left out. So are, with a warning that counts them,
+    links, devices, members without an extension, and hidden members, such as the `._0001.jpg` of macOS. (webdataset
+    makes samples of hidden members below a directory.)
 
     Args:
         main: the extension of the main member, such as "jpg"; None: the first one that is not text such as cls, txt and

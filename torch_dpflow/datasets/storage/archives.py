@@ -27,13 +27,13 @@ _OTHER = "other"
 
 
 def prepare_archive(file_system: Any, url: str) -> None:
-    """Rename the files of an archive as they are extracted: "./a//b" and "/a/b" become "a/b".
+    """Rename the members of a tar or zip archive as they are extracted: "./a//b" and "/a/b" become "a/b".
 
-    fsspec takes names literally, so listings would lack files, and reads would find none. Nothing is done for other
-    file systems.
+    fsspec takes names literally, so listings would lack files, and reads would find none. In archives that libarchive
+    reads, such names are an error. Other file systems stay unchanged.
 
-    Raises StorageError: the archive is cut or damaged, or another archive follows its end; or it has a link, or a name
-    that leads out of the archive or has a backslash.
+    Raises StorageError: the archive is cut, damaged, or joined with another archive; or it has a link, or a name that
+    leads out of the archive, or, in a zip archive, a name with a backslash.
     """
     if not isinstance(file_system, AbstractArchiveFileSystem):
         return
@@ -52,14 +52,14 @@ def prepare_archive(file_system: Any, url: str) -> None:
 
 
 def state_of_archive(file_system: Any) -> str | None:
-    """Return the state of the local file that an archive is read from; None for other file systems."""
+    """Return the state of the local file of an archive; None for an archive elsewhere, and for other file systems."""
     with suppress(AttributeError, OSError):
         return state_of_file(os.fstat(file_system.fo.fileno()))
     return None
 
 
 def check_member(file_system: Any, path: str, url: str) -> None:
-    """Raise StorageError if `path` in a tar archive is a pipe or a device."""
+    """Raise StorageError if `path` in a tar archive is a pipe or a device. `url` names it in the error."""
     if not isinstance(file_system, TarFileSystem):
         return
     entry = file_system.index.get(re.sub("/+", "/", path))

@@ -1,7 +1,7 @@
 """The contract of a storage, byte ranges, states of objects, checksums, and the limits of reads.
 
-By an object's state a reader notices that the object was written again. A state is one line of text, compared for
-equality:
+An object's state changes whenever the object is written again, so readers notice that. A state is one line of text,
+compared for equality:
 
 ===================  ===================================================================================
 object               state
@@ -38,7 +38,7 @@ ChecksumAlgorithm = Literal["crc32", "sha256"]
 CHECKSUM_PATTERN = "^(crc32:[0-9a-f]{8}|sha256:[0-9a-f]{64})$"
 #: Longest single wait, seconds: systems refuse infinity, and sockets more milliseconds than 31 bits have.
 MAX_WAIT_S = 1e6
-#: What is wrong with an object whose state is not the expected one, and what to do.
+#: Text of errors for an object whose state is not the expected one: what is wrong, and what to do.
 WRITTEN_AGAIN = (
     "the object was written again after the dataset was opened or imported; open or import it again, restore the "
     "object, or read with check=False if its bytes are the same"
@@ -46,7 +46,7 @@ WRITTEN_AGAIN = (
 
 
 def sha256_of(data: bytes | memoryview) -> str:
-    """Return the SHA-256 as 64 hexadecimal digits."""
+    """Return the SHA-256 of `data` as 64 hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -59,12 +59,12 @@ assert _ALGORITHMS.keys() == set(get_args(ChecksumAlgorithm))
 
 
 def checksum_of(data: bytes | memoryview, algorithm: ChecksumAlgorithm) -> str:
-    """Return `algorithm:hexadecimal digest`. "crc32" detects accidents cheaply, "sha256" forgeries too."""
+    """Return the checksum of `data`, as "crc32:0a1b2c3d". "crc32" detects damage cheaply, "sha256" also forgeries."""
     return f"{algorithm}:{_ALGORITHMS[algorithm](data)}"
 
 
 def matches(data: bytes | memoryview, checksum: str) -> bool:
-    """Return whether the bytes have this checksum, which names its algorithm."""
+    """Return whether the checksum of `data` is `checksum`, a result of `checksum_of`."""
     algorithm, _, digest = checksum.partition(":")
     return _ALGORITHMS[algorithm](data) == digest
 
@@ -78,11 +78,11 @@ class ByteRange(msgspec.Struct, frozen=True):
     url: str
     start: int = 0
     stop: int | None = None
-    #: Bytes of the whole object if known; an object of a different size is an error.
+    #: Bytes of the whole object; an object of a different size is an error. None: unknown.
     size: int | None = None
-    #: The expected state of the object; another one is an error. None: not checked.
+    #: The expected state of the object; a different state is an error. None: not checked.
     state: str | None = None
-    #: Checksum of the range, if known. A disk cache keeps only ranges that have it, or a state.
+    #: Checksum of the range, if known. A disk cache stores only ranges with a checksum or a state.
     checksum: str | None = None
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class ByteRange(msgspec.Struct, frozen=True):
         return None if self.stop is None else self.stop - self.start
 
     def check_size(self, found: int | None) -> None:
-        """Compare the size of the whole object that the storage reports (None: unknown) with `size`.
+        """Compare `found`, the reported size of the whole object, with `size`. Does nothing if either is None.
 
         Raises:
             TruncatedObjectError: the object has fewer bytes.
@@ -117,7 +117,7 @@ class ByteRange(msgspec.Struct, frozen=True):
         )
 
     def replaced(self, found: str | None) -> ChecksumError:
-        """Return the error for an object whose state is not the expected one."""
+        """Return the error for an object whose state is `found` (None: not reported) instead of `state`."""
         return ChecksumError(f"{self}: {WRITTEN_AGAIN} (its state was {self.state}, and is {found or 'not reported'})")
 
     def __str__(self) -> str:
@@ -128,62 +128,61 @@ class ByteRange(msgspec.Struct, frozen=True):
 
 
 class Storage(Protocol):
-    """One kind of storage, which reads a range of an object in one attempt.
+    """Protocol of one kind of storage. `fetch` and `look` make one attempt, which the caller repeats if it fails.
 
-    Every method may be called from any thread. An instance belongs to the process that made it, as sockets and locks
-    do not survive a fork.
+    Any thread can call any method. An instance belongs to the process that made it, because sockets and locks do not
+    survive a fork.
     """
 
-    #: Whether reads have a network latency, so that overlapping them always pays.
+    #: Whether reads have the latency of a network, so that reading in several threads always pays.
     is_remote: bool
 
     def fetch(self, span: ByteRange, deadline: float) -> bytes:
-        """Return exactly the bytes of `span`, before `deadline` (`time.monotonic()`).
-
-        A size or state that differs from that of `span` is an error, if the storage reports it.
+        """Return exactly the bytes of `span`, before `deadline`, a time of `time.monotonic()`.
 
         Raises:
-            StorageError: a subclass if the cause is known; the message names the object.
+            StorageError: the bytes cannot be read, or the storage reports a size or state that differs from that of
+                `span`. It is a subclass if the cause is known; the message names the object.
         """
 
     def look(self, span: ByteRange, deadline: float) -> ObjectState:
-        """Return size and state of the object of `span`, whose range is ignored, without reading it.
+        """Return size and state of the object of `span`, without reading its bytes. The range of `span` is ignored.
 
         Raises:
-            StorageError: as `fetch` does, and if size or state differ from `span`.
+            StorageError: for the same causes as in `fetch`.
         """
 
     def node(self, url: str) -> str:
         """Return the name of the machine or mount that serves `url`. Requests to different nodes share no queue."""
 
     def close(self) -> None:
-        """Close idle connections. The storage can still be used, with new ones."""
+        """Close idle connections. The storage can still be used, and then opens new connections."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
     """Limits of every read. Raises OptionError or OptionTypeError for a value that is not allowed."""
 
-    #: Seconds without a byte from the storage after which an attempt fails; inside a body up to twice as many.
+    #: Seconds without a byte from the storage after which an attempt fails; within a body up to twice this time.
     timeout_s: float = 20.0
-    #: Seconds for one read with all attempts and pauses; also how long a batch of reads may go without any success.
+    #: Maximum seconds of one read with all its attempts and pauses, and of a batch of reads without a successful read.
     deadline_s: float = 120.0
     #: Maximum attempts of a read that fails transiently (resets, timeouts, overload, truncation). None: no limit but
     #: `deadline_s`.
     attempts: int | None = None
-    #: Longest pause before the second attempt, seconds; doubles with each further one.
+    #: Maximum pause before the second attempt, seconds; the maximum doubles with each further attempt.
     backoff_s: float = 0.2
-    #: Longest pause of all, seconds.
+    #: The value at which that doubling ends, seconds.
     longest_backoff_s: float = 10.0
-    #: Reads that overlap in one process.
+    #: Maximum number of reads that run at the same time in one process.
     concurrency: int = 16
     #: Ranges of one object with at most this many bytes between them are read as one.
     merge_gap: int = 64 * 1024
-    #: Bytes above which an object or range is refused, so that no storage can fill the memory.
+    #: Maximum bytes of an object or range; a longer one is refused, so that no storage can fill the memory.
     longest: int = 1 << 30
-    #: Directory on a local disk in which samples of other storages are kept; None: `DPFLOW_CACHE_DIR`, else no cache.
+    #: Directory on a local disk that caches samples of remote storages; None: `DPFLOW_CACHE_DIR`, else no cache.
     cache_dir: str | os.PathLike[str] | None = None
-    #: Maximum bytes of that directory, also as text such as "500GiB"; None: until a tenth of its disk is free.
+    #: Maximum bytes of that directory, or a text such as "500GiB"; None: a tenth of its disk stays free.
     cache_bytes: int | str | None = None
 
     def __post_init__(self) -> None:
@@ -209,7 +208,7 @@ def read_options_of(given: object) -> ReadOptions:
 
 
 def check_storage_options(options: object) -> None:
-    """Raise OptionTypeError unless `options` is None, or a mapping of names."""
+    """Raise OptionTypeError if `options` is neither None nor a mapping whose keys are texts."""
     if options is not None:
         allowed = "a dict of fsspec's options, or None"
         check_type("storage_options", options, Mapping, allowed)
@@ -218,7 +217,10 @@ def check_storage_options(options: object) -> None:
 
 
 def check_directory(name: str, value: object) -> str:
-    """Return a local directory as an absolute path. Raises OptionError, OptionTypeError."""
+    """Return `value`, the local directory that the option `name` gives, as an absolute path.
+
+    Raises OptionError, OptionTypeError: `value` is not a local path.
+    """
     allowed = "the path of a directory on a local disk"
     path = check_path(name, value, allowed)
     if not path or "://" in path:
@@ -251,13 +253,16 @@ class ObjectState(NamedTuple):
 
 
 def state_of_file(found: os.stat_result) -> str:
-    """Return a local file's state: mtime and ctime, ns, and inode. On FUSE the inode may change, so 0 replaces it."""
+    """Return the state of a local file whose `os.stat` is `found`: mtime and ctime, ns, and inode.
+
+    The inode is 0 for files on FUSE, where it may change.
+    """
     inode = found.st_ino if _has_lasting_inodes(found.st_dev) else 0
     return f"{found.st_mtime_ns} {found.st_ctime_ns} {inode}"
 
 
 def is_state_of_file(state: str, found: os.stat_result) -> bool:
-    """Return whether a local file still has this state."""
+    """Return whether `state` is that of a local file whose `os.stat` is `found`. The inode 0 fits every file."""
     written, changed, inode = _numbers(state)
     return written == found.st_mtime_ns and changed == found.st_ctime_ns and inode in (found.st_ino, 0)
 
@@ -286,7 +291,7 @@ def _has_lasting_inodes(device: int) -> bool:
 
 
 def state_of_entry(entry: Mapping[str, Any]) -> str | None:
-    """Return the state of an object from a listing of fsspec; None if it reports none."""
+    """Return the state of an object from its entry in a listing of fsspec; None if the entry contains no state."""
     tag = entry.get("ETag") or entry.get("etag")
     changed = entry.get("LastModified") or entry.get("last_modified") or entry.get("Last-Modified")
     if isinstance(changed, datetime):
@@ -301,9 +306,9 @@ def state_of_entry(entry: Mapping[str, Any]) -> str | None:
 
 
 def is_state_of_entry(state: str, entry: Mapping[str, Any]) -> bool:
-    """Return whether an object still has this state, according to a listing.
+    """Return whether an object is in this `state`, given its entry in a listing of fsspec.
 
-    Fields that only this listing contains, such as an ETag, are not compared.
+    If `state` is a modification time alone, the entry's ETag is not compared.
     """
     name, equals, value = state.partition("=")
     if equals and name in _FIELDS:
@@ -324,7 +329,7 @@ def state_of_fields(fields: Mapping[str, str]) -> str | None:
 
 
 def is_state_of_fields(state: str, fields: Mapping[str, str]) -> bool:
-    """Return whether a response is from an object of this state."""
+    """Return whether a response with these headers (names in lower case) is from an object in this `state`."""
     found = fields.get("etag")
     if found == state:
         return True
@@ -338,7 +343,10 @@ def is_state_of_fields(state: str, fields: Mapping[str, str]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def conditions(state: str) -> dict[str, str]:
-    """Return request headers that match only an object of this state, without a weak ETag, which would match none."""
+    """Return headers with which a server refuses the request if the object is not in this `state`.
+
+    A weak ETag is left out, because servers would refuse every request with it.
+    """
     tag, date = _parts(state)
     return {
         **({"if-match": tag} if tag[:1] == '"' else {}),
@@ -347,12 +355,12 @@ def conditions(state: str) -> dict[str, str]:
 
 
 def is_local(state: str) -> bool:
-    """Return whether an object's recorded state describes a local file."""
+    """Return whether `state` is that of a local file."""
     return re.fullmatch(_LOCAL, state) is not None
 
 
 def is_tag(state: str) -> bool:
-    """Return whether an object's recorded state is a strong ETag.
+    """Return whether `state` is a strong ETag.
 
     A strong ETag identifies the content of the URL, together with the size, whichever server answers.
     """
@@ -360,9 +368,10 @@ def is_tag(state: str) -> bool:
 
 
 def is_settled(state: str) -> bool:
-    """Return whether a later write to the object will certainly change its state, given the recorded state.
+    """Return whether every later write to the object changes its `state`.
 
-    A modification time has a resolution of a second, so two writes within a second give an object the same time.
+    True for a strong ETag, and for a modification time that is a minute old: two writes within a second have the same
+    time.
     """
     tag, date = _parts(state)
     return tag[:1] == '"' or (bool(date) and time.time() - parsedate_to_datetime(date).timestamp() > _SETTLED_S)

@@ -24,11 +24,11 @@ MAX_MERGED = 8 << 20
 #: The same for local files, where a read takes some microseconds, as does the copy that cuts 64 KiB out of another.
 #: With it a pack's samples of 100 kB in random batches of 64 take 30 µs each instead of 40.
 MAX_MERGED_LOCALLY = 64 << 10
-#: The same where nothing is cut out by a copy: within a processor's cache.
+#: The same where samples are views and not copies of the bytes read: so many fit a processor's cache.
 MAX_VIEWED_LOCALLY = 256 << 10
 #: Bytes between ranges of a local file that are read too, to save a read.
 LOCAL_MERGE_GAP = 4 << 10
-#: A read that takes longer waits for a device; a shorter one ends before a thread starts.
+#: Seconds of a read above which it is worth a thread, as it waits for a device; others end before a thread starts.
 WORTH_A_THREAD_S = 0.0002
 #: Weight of the last batch in the mean time of a read.
 _LATEST_WEIGHT = 0.3
@@ -38,13 +38,13 @@ _MAX_COUNTED_S = 0.0005
 
 @dataclass(frozen=True)
 class Read:
-    """One request, with the positions in the list of wanted ranges that it covers."""
+    """One request to a storage, and the positions of the wanted ranges that it covers."""
 
     span: ByteRange
     positions: list[int] = field(default_factory=list)
 
     def cut(self, wanted: ByteRange, data: bytes | memoryview) -> bytes | memoryview:
-        """Return the part of this read's `data` that is `wanted`."""
+        """Return the bytes of the range `wanted`, cut out of `data`, the bytes of this read."""
         if wanted == self.span or wanted.stop is None:
             return data
         begin = wanted.start - self.span.start
@@ -60,10 +60,12 @@ def plan_reads(
 ) -> list[Read]:
     """Return the requests that cover all of `wanted`, in the order in which to start them. Pure.
 
-    wanted: ranges by position.
-
     Ranges of one object that are at most `merge_gap` bytes apart are merged into a request of up to `max_merged` bytes.
-    Overlapping ranges are always merged.
+    Overlapping ranges are merged at any length. Only ranges with equal sizes and states, and with a stop, are merged.
+
+    Args:
+        wanted: ranges by position.
+        node: returns the node of a URL, see `Storage.node`. Requests alternate between nodes.
     """
     by_object: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for position, span in wanted.items():
@@ -106,13 +108,13 @@ def _joined(one: ByteRange, other: ByteRange, merge_gap: int, max_merged: int) -
 
 
 class Overlap:
-    """Threads for the reads of one process, started at the first reads that are slow enough. Thread-safe.
+    """Thread pool for the reads of one process. It starts threads once reads are slow enough. Thread-safe.
 
     Several callers share the threads. Each caller also runs tasks itself, so a batch proceeds even if all threads are
     busy.
 
     Args:
-        concurrency: number of reads that run at once, including the reads of the callers.
+        concurrency: maximum tasks of one caller that run at once: one in the caller's thread, the others in the pool.
         clock: returns a time in seconds.
     """
 
@@ -124,9 +126,11 @@ class Overlap:
         self._pace_s = WORTH_A_THREAD_S
 
     def run(self, task: Callable[[T], None], items: Sequence[T], *, is_remote: bool) -> None:
-        """Start `task` for each item, in order, and return when all have ended.
+        """Call `task` with each item, and return when all calls have ended. They start in order, and may overlap.
 
-        A task should raise nothing: one of the errors is raised here, and the others are lost.
+        A task should raise nothing: only one error is raised here, and calls that have not started may be dropped.
+
+        is_remote: whether tasks wait for a network, so that they always use threads.
         """
         waiting = deque(items)  # popping from it is atomic
         if not is_remote and len(waiting) > 1:
@@ -167,7 +171,7 @@ class Overlap:
         return self._pool
 
     def close(self) -> None:
-        """End the threads. A read that hangs ends at its deadline."""
+        """End the threads, and wait for their running reads, which end at their deadlines at the latest."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=True, cancel_futures=True)

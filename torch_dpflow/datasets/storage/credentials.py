@@ -35,12 +35,12 @@ class Credentials:
 
 
 class CredentialSource:
-    """Credentials that are looked up once, and again when the storage refuses them. Thread-safe.
+    """Source of credentials, looked up at the start, and again when the storage refuses them. Thread-safe.
 
     Args:
-        find: looks credentials up cheaply; called again whenever a key is refused.
-        has_chain: whether botocore's chain is used if `find` returns None: roles of instances and containers, SSO, web
-            identities. botocore renews its credentials before they expire. Without botocore there are none.
+        find: returns credentials, or None, without waiting; called again whenever a key is refused.
+        has_chain: whether botocore, if installed, looks for credentials when `find` returns None: roles of instances
+            and containers, SSO, web identities. botocore renews these credentials before they expire.
     """
 
     def __init__(self, find: Callable[[], Credentials | None], *, has_chain: bool = False) -> None:
@@ -53,7 +53,7 @@ class CredentialSource:
         self._looked_up = -math.inf
 
     def get(self) -> Credentials | None:
-        """Return credentials, or None. Raises ConnectionError if botocore's credentials cannot be renewed."""
+        """Return credentials; None if there are none. Raises ConnectionError if botocore cannot renew credentials."""
         if self._found is not None or not self._has_chain:
             return self._found
         if self._looked_up == -math.inf:
@@ -62,9 +62,9 @@ class CredentialSource:
         return self._from_chain()
 
     def renew(self, used: Credentials | None) -> Credentials | None:
-        """Return credentials other than `used`, which were refused; None if there are none.
+        """Return credentials that differ from `used`, which the storage refused; None if no others are found.
 
-        When many threads are refused at once, one of them looks credentials up for all.
+        If requests of many threads are refused at once, one thread looks credentials up for all of them.
         """
         with self._lock:
             if (self._found or self._from_chain()) == used:
@@ -97,7 +97,7 @@ class CredentialSource:
 
 
 def find_s3_credentials(options: Mapping[str, Any]) -> Credentials | None:
-    """Return credentials of `options` (`key`, `secret`, `token`), AWS_* variables or shared files; None without."""
+    """Return the first credentials of `options` (`key`, `secret`, `token`), AWS_* variables, AWS's files; else None."""
     return (
         _from(options, "key", "secret", "token")
         or _from(os.environ, "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
@@ -106,7 +106,7 @@ def find_s3_credentials(options: Mapping[str, Any]) -> Credentials | None:
 
 
 def find_oss_credentials(options: Mapping[str, Any]) -> Credentials | None:
-    """Return credentials of `options` (as for S3), OSS_* or ALIBABA_CLOUD_* variables, or ossutil's file, or None."""
+    """Return the first credentials of `options`, OSS_* or ALIBABA_CLOUD_* variables, ossutil's file; else None."""
     alibaba = [f"ALIBABA_CLOUD_{name}" for name in ("ACCESS_KEY_ID", "ACCESS_KEY_SECRET", "SECURITY_TOKEN")]
     return (
         _from(options, "key", "secret", "token")
@@ -123,7 +123,7 @@ def _from(source: Mapping[str, Any], key_id: str, secret: str, token: str) -> Cr
 
 
 def aws_profile() -> Mapping[str, Any]:
-    """Return the settings of the chosen profile in AWS's shared files; empty without such files.
+    """Return the settings of the profile AWS_PROFILE, or "default", in AWS's shared files; empty if there are none.
 
     Nested settings, such as those below `s3 =`, are mappings. Raises MissingExtraError if there are files but no
     botocore to read them.
@@ -135,7 +135,7 @@ def aws_profile() -> Mapping[str, Any]:
 
 
 def aws_services(name: str) -> Mapping[str, Any]:
-    """Return the settings of the section `services <name>` of AWS's shared configuration."""
+    """Return the settings of the section `services <name>` of AWS's shared configuration; empty if it is missing."""
     return _aws_file("AWS_CONFIG_FILE", "config").get(f"services {name}") or {}
 
 
@@ -158,7 +158,7 @@ def _aws_file(variable: str, name: str) -> dict[str, dict[str, Any]]:
 
 
 def ossutil_settings() -> Mapping[str, str]:
-    """Return the settings of ossutil's configuration file by lower-case name; empty without one."""
+    """Return the settings of ossutil's configuration file by lower-case name; empty without a readable file."""
     parser = configparser.RawConfigParser(strict=False)
     try:
         parser.read(os.path.expanduser("~/.ossutilconfig"), encoding="utf-8")
@@ -194,7 +194,7 @@ _left_out: set[str] = set()
 
 @contextmanager
 def refuse_keys() -> Iterator[None]:
-    """Make pickling of objects with storage keys fail inside the body: other users may read the pickle."""
+    """Refuse to pickle objects with storage keys while the body runs: other users may read the pickle."""
     before = _key_policy.set("refuse")
     try:
         yield
@@ -204,7 +204,7 @@ def refuse_keys() -> Iterator[None]:
 
 @contextmanager
 def leave_out_keys() -> Iterator[None]:
-    """Make pickles inside the body leave out storage keys: the process that unpickles them needs its own keys."""
+    """Leave storage keys out of pickles inside the body. The process that unpickles them must have separate keys."""
     before = _key_policy.set("leave out")
     try:
         yield
@@ -213,9 +213,9 @@ def leave_out_keys() -> Iterator[None]:
 
 
 def options_to_pickle(options: Mapping[str, Any]) -> Any:
-    """Return an object to pickle in place of these storage options; it unpickles to a mapping.
+    """Return an object to pickle in place of storage options. It unpickles to a mapping of these options.
 
-    Raises UsageError inside `refuse_keys` if there are keys among them.
+    Inside `leave_out_keys` the mapping has no keys. Raises UsageError inside `refuse_keys` if the options contain keys.
     """
     policy = _key_policy.get()
     if policy == "keep":
@@ -235,7 +235,7 @@ def options_to_pickle(options: Mapping[str, Any]) -> Any:
 
 
 def left_out_hint() -> str:
-    """Return the end of an error for missing or refused credentials if keys were left out of a pickle, else ""."""
+    """Return advice to append to errors about credentials if this process unpickled options without keys, else ""."""
     if not _left_out:
         return ""
     return (

@@ -70,14 +70,14 @@ class CacheUsage:
     entries: int
     #: Bytes on the disk, in whole blocks.
     bytes: int
-    #: Seconds since an entry was last read or written; None: there are none. Exact to an hour.
+    #: Seconds since the last read or write of any entry, exact to an hour; None: there are no entries.
     idle_s: float | None
     #: Free bytes of the file system.
     free: int
 
 
 class DiskCache:
-    """A directory of entries. Thread-safe. Any number of processes of one user can use it at the same time.
+    """Cache of samples in one directory. Thread-safe. All processes of one user can use it at the same time.
 
     An instance belongs to the process that made it.
 
@@ -109,7 +109,7 @@ class DiskCache:
     def get(self, key: str, *, is_mapped: Literal[True]) -> memoryview | None: ...
 
     def get(self, key: str, *, is_mapped: bool = False) -> bytes | memoryview | None:
-        """Return the bytes of an entry; None if it is missing or cannot be read. A damaged entry is removed.
+        """Return the bytes of an entry; None if it is missing, damaged or unreadable. A damaged entry is removed.
 
         is_mapped: whether to map the bytes instead of reading them, so that processes share their memory. Mapped bytes
             are compared with the checksum once, here.
@@ -144,7 +144,7 @@ class DiskCache:
         return data
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        """Add an entry if there is room for it. Never raises an OSError."""
+        """Add an entry. Does nothing if it exists, or if the cache is full or failed recently. Never raises OSError."""
         if not self._is_usable or time.monotonic() < self._paused_until:
             return
         digest = hashlib.sha256(key.encode()).digest()
@@ -169,7 +169,7 @@ class DiskCache:
             self._warn(error)
 
     def usage(self) -> CacheUsage:
-        """Count the entries, and correct the counts that limit them. Removes temporary files of killed writers.
+        """Count the entries, and return the usage. Corrects recorded counts, and removes files of killed writers.
 
         Raises OSError: the directory does not exist, or cannot be read.
         """

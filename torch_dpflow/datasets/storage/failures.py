@@ -112,7 +112,7 @@ def storage_error(span: ByteRange, error: Exception) -> StorageError:
 
 
 def error_of_status(status: int, text: str) -> StorageError | None:
-    """Return the error for a response with this HTTP status, with `text` and advice; None for other statuses."""
+    """Return the error for an HTTP status, with `text` and advice as its message; None for a status without advice."""
     known = _BY_STATUS.get(status)
     if known is None:
         return None
@@ -120,12 +120,12 @@ def error_of_status(status: int, text: str) -> StorageError | None:
 
 
 def is_transient(error: StorageError) -> bool:
-    """Return whether the error comes from a network or server, which may recover, and not from an object."""
+    """Return whether the error comes from a network or server, which may recover, and not from the object."""
     return isinstance(error, StorageUnavailableError | StorageTimeoutError)
 
 
 def max_attempts(error: StorageError) -> float:
-    """Return how often to try a read that failed with `error`: infinity if it is transient, 1 for most other errors.
+    """Return the maximum attempts of a read that failed with `error`: infinity if transient, 1 for most other errors.
 
     A wrong length may come from a cut response, or from one server of many, so such a read is tried a few times.
     """
@@ -188,13 +188,13 @@ def with_retries(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> T:
-    """Call `attempt` with the deadline, and retry transient failures with exponential back-off and full jitter.
+    """Return the result of `attempt`, called with the deadline, and called again while `max_attempts` allows that.
 
-    The retries end at the deadline or after `ReadOptions.attempts`. The last pauses are shortened, so that attempts
-    reach the deadline. Without `is_remote` there is one attempt.
+    Pauses have exponential back-off and full jitter; the last ones are shortened, so that attempts reach the deadline.
+    Attempts end at the deadline or after `ReadOptions.attempts`. Without `is_remote` there is one attempt.
 
-    Raises the last attempt's StorageError, with the number of attempts in its message. If that error is a timeout, as
-    at the deadline, the message also contains the latest error that is no timeout.
+    Raises the last attempt's StorageError, whose message after retries has the number of attempts. If it is a timeout,
+    as at the deadline, the message also contains the latest error that is no timeout.
     """
     if not is_remote:
         return attempt(deadline)

@@ -185,7 +185,7 @@ def _connected(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def path_of(file_system: Any, url: str) -> str:
-    """Return a file system's path of the object at `url`, which is taken literally."""
+    """Return the path by which `file_system` finds the object at `url`. Its characters are taken literally."""
     check_url(url)
     inner, _ = split_chain(url) if "::" in url else (url, "")
     scheme, _, rest = inner.partition("://")
@@ -195,7 +195,7 @@ def path_of(file_system: Any, url: str) -> str:
 
 
 def needs_host(kind: type) -> bool:
-    """Return whether a file system class connects to a host with disks, where a file's directory must exist first."""
+    """Return whether a file system class connects to a host with disks: a file's directory must be made before it."""
     parameter = inspect.signature(kind.__init__).parameters.get("host")  # type: ignore[misc]
     return parameter is not None and parameter.default is parameter.empty
 
@@ -220,7 +220,7 @@ def _options_of_chain(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def servers_of(options: Mapping[str, Any]) -> list[str]:
-    """Return the servers that options name: objects of several servers may have one URL."""
+    """Return the servers that options name. Objects of different servers may have the same URL."""
     nested = [value for value in options.values() if isinstance(value, Mapping)]
     return [str(of[name]) for of in (options, *nested) for name in _SERVERS if of.get(name)]
 
@@ -330,7 +330,7 @@ _LOCK = "_dpflow_lock"
 
 
 def is_thread_safe(file_system: Any) -> bool:
-    """Return whether several threads may call a file system of fsspec at once. Asynchronous ones run in one loop."""
+    """Return whether several threads can call a file system of fsspec at once, such as an asynchronous one."""
     if isinstance(file_system, DirFileSystem):
         return is_thread_safe(file_system.fs)
     module = type(file_system).__module__
@@ -356,7 +356,10 @@ def _locks(file_system: Any) -> list[threading.Lock]:
 
 
 def exclusive(file_system: Any) -> AbstractContextManager[Any]:
-    """Serialize calls of a file system that is not thread-safe. Do not use `call_with_deadline` inside."""
+    """Return a context manager that serializes calls of a file system, unless it is thread-safe.
+
+    Do not use `call_with_deadline` inside, which takes the same locks.
+    """
     return _held(_locks(file_system), MAX_WAIT_S)
 
 
@@ -373,10 +376,10 @@ def _held(locks: Sequence[threading.Lock], seconds: float) -> Iterator[None]:
 
 
 def call_with_deadline(file_system: Any, seconds: float, call: Callable[[], T]) -> T:
-    """Call a file system of fsspec with a time limit, as vendors' libraries may wait for hours and then try again.
+    """Return the result of `call`, which uses `file_system`, within `seconds`: vendors' libraries may wait for hours.
 
-    Calls are serialized if the file system is not thread-safe. Calls on disks have no limit; on memory only the wait
-    for other calls has one.
+    Calls are serialized if the file system is not thread-safe. Calls of a local file system have no time limit. For the
+    file system in memory, only the wait for other calls is limited.
 
     Raises the errors of the call, and TimeoutError if the call has not ended in time.
     """
@@ -392,7 +395,7 @@ def call_with_deadline(file_system: Any, seconds: float, call: Callable[[], T]) 
 
 
 def call_within(seconds: float, call: Callable[[], T]) -> T:
-    """Run `call` in its own thread and wait for at most `seconds`. A call that hangs keeps its thread.
+    """Return the result of `call`, run in a separate thread, within `seconds`. A call that hangs keeps its thread.
 
     Raises the errors of the call, and TimeoutError if the call has not ended in time.
     """

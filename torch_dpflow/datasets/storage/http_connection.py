@@ -34,10 +34,10 @@ _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 
 class TimedSocket:
-    """A socket with a limit for each wait and a deadline for all of them. Every method raises TimeoutError.
+    """Socket with a limit for each wait and a deadline for all waits. Sending and reading raise TimeoutError.
 
-    A socket's own timeout restarts with every byte, so a server that sends one now and then could delay a reader for
-    days.
+    The timeout of a plain socket restarts with every byte, so a server that sends a byte now and then could delay a
+    reader for days.
     """
 
     def __init__(self, raw: socket.socket) -> None:
@@ -58,7 +58,7 @@ class TimedSocket:
         self.is_cut = False
 
     def limit(self, silence_s: float, deadline: float) -> None:
-        """End each wait after `silence_s` (after twice that if some bytes have arrived), and all at `deadline`."""
+        """End each later wait after `silence_s`, or twice that if bytes arrived, and all waits at time `deadline`."""
         self._silence_s, self._deadline = silence_s, deadline
 
     @property
@@ -74,11 +74,11 @@ class TimedSocket:
             raise TimeoutError("the server takes no bytes") from error
 
     def read_head(self) -> bytes:
-        """Read up to the first empty line. Raises http.client.HTTPException if there is none."""
+        """Return the bytes up to the first empty line, included. Raises http.client.HTTPException if there is none."""
         return self._read_to(_END_OF_HEAD, "head of the response")
 
     def read_line(self) -> bytes:
-        """Read up to the end of the line. Raises http.client.HTTPException if there is none."""
+        """Return the bytes of one line, with its line break. Raises http.client.HTTPException if it does not end."""
         return self._read_to(_END_OF_LINE, "line of the response")
 
     def _read_to(self, end: re.Pattern[bytes], what: str) -> bytes:
@@ -94,7 +94,7 @@ class TimedSocket:
         return data[: match.end()]
 
     def read(self, count: int) -> bytes:
-        """Read the next `count` bytes; fewer if the connection ends before."""
+        """Return the next `count` bytes; fewer only if the connection ends before."""
         first, self._early = self._early[:count], self._early[count:]
         missing = count - len(first)
         if not missing:
@@ -149,7 +149,7 @@ class MalformedResponseError(http.client.HTTPException):
 
 
 class Response:
-    """A response, parsed strictly by RFC 9112. Constructing it reads the head.
+    """HTTP response, parsed strictly by RFC 9112. The constructor reads the head, `read` the body.
 
     `http.client` parses heads as e-mails, which takes most of a GET's processor time.
 
@@ -224,21 +224,21 @@ class Response:
 
     @property
     def leaves_connection(self) -> bool:
-        """Whether the connection can be used again: the response has been read, and no bytes follow it."""
+        """Whether the connection can be used again: the body is read, nothing follows, and the server keeps it open."""
         return self.is_read and not self._is_last and self._source.is_drained
 
     @property
     def is_end_ambiguous(self) -> bool:
-        """Whether the body that has been read may be only the beginning of the sent body.
+        """Whether the body that was read may be incomplete.
 
-        This is the case if the body ended with the connection, and either TLS was cut (RFC 9112, 9.8), or the head
+        That is so if only the end of the connection marked its end, and either TLS was cut (RFC 9112, 9.8), or the head
         announces that the connection is kept.
         """
         is_kept = "keep-alive" in self.fields or "keep-alive" in self.fields.get("connection", "").lower()
         return self.left is None and not self._is_chunked and (self._source.is_cut or is_kept)
 
     def read(self, count: int) -> bytes:
-        """Read the next `count` bytes of the body; fewer only at its end.
+        """Return the next `count` bytes of the body; fewer only at its end.
 
         Raises http.client.IncompleteRead: the connection ended before the body did.
         """
@@ -299,7 +299,7 @@ def _field_name(text: str) -> str:
 
 #: Seconds after which an idle connection is not used again. Load balancers drop theirs after about a minute.
 MAX_IDLE_S = 30.0
-#: Idle connections of a storage, at most, unless more reads overlap.
+#: Maximum idle connections of a storage, unless `ReadOptions.concurrency` is larger.
 MAX_IDLE = 64
 
 
@@ -325,7 +325,10 @@ class Connections:
         weakref.finalize(self, _close_all, self._idle)
 
     def take(self, origin: Origin) -> KeepAliveConnection:
-        """Return a recently used connection, or a new one, which its first request opens. Raises OptionError."""
+        """Return an idle connection to `origin`, else a new one, which its first request opens.
+
+        Raises OptionError for a proxy that is not supported, or missing certificates.
+        """
         with self._lock:
             idle = self._idle.get(origin)
             if idle is not None:
@@ -343,7 +346,7 @@ class Connections:
         return self.take(origin)
 
     def give_back(self, origin: Origin, connection: KeepAliveConnection) -> None:
-        """Return a connection to the pool. Its last response must have been read to the end."""
+        """Put a connection into the pool. Its last response must have been read to the end."""
         now, connection.is_used = time.monotonic(), True
         dropped = []
         with self._lock:
@@ -374,7 +377,7 @@ def _close_all(idle: OrderedDict[Origin, list[tuple[float, KeepAliveConnection]]
 
 
 class KeepAliveConnection:
-    """A connection to one server, opened by its first request; a proxy passes TLS on in a tunnel."""
+    """Connection to one server, opened by its first request. Behind a proxy, TLS connections use a tunnel."""
 
     def __init__(self, origin: Origin, context: ssl.SSLContext | None, proxy: Proxy | None = None) -> None:
         self._origin = origin
@@ -385,7 +388,10 @@ class KeepAliveConnection:
         self.is_used = False
 
     def get(self, target: str, headers: Mapping[str, str], silence_s: float, deadline: float) -> Response:
-        """Send a GET for the escaped `target`, and read the head of its response."""
+        """Send a GET for the escaped `target`, and return the response, of which only the head is read.
+
+        silence_s, deadline: see `TimedSocket.limit`.
+        """
         if self._proxy is not None and self._tls is None:
             target, headers = f"http://{self._origin.host_header}{target}", {**headers, **self._proxy.fields}
         head = request_head("GET", self._origin.host_header, target, headers)

@@ -64,20 +64,21 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class GetRequest:
-    """A GET, ready to be sent."""
+    """A GET request, ready to be sent."""
 
     origin: Origin
     #: the path in the request line
     target: str
     headers: Mapping[str, str] = field(repr=False)
-    #: the credentials of its signature
+    #: the credentials that signed it; None: it is not signed
     credentials: Credentials | None = None
+    #: the region to which it is sent; "" if unknown, or if the service has no regions
     region: str = ""
 
 
 @dataclass(frozen=True)
 class ErrorResponse:
-    """A response without an object. `body` is its beginning; names of headers are in lower case."""
+    """Response with an error instead of an object. `body` is the first 16 KiB; names of headers are in lower case."""
 
     status: int
     reason: str
@@ -85,13 +86,13 @@ class ErrorResponse:
     body: bytes
 
     def element(self, name: str) -> str:
-        """Return the text of an element of the body, which is XML from S3 and OSS; "" if it is missing."""
+        """Return the text of an element of the body, which is XML from S3 and OSS; "" if the element is missing."""
         match = re.search(_ELEMENT.format(name).encode(), self.body)
         return match[1].decode("utf-8", "replace").strip() if match else ""
 
     @property
     def meaning(self) -> int:
-        """The HTTP status that describes the error."""
+        """The HTTP status that describes the error: by the error's code in the body if known, else the response's."""
         return _STATUS_OF_CODE.get(self.element("Code"), self.status)
 
     def error(self, span: ByteRange) -> StorageError:
@@ -123,22 +124,28 @@ def _seconds(retry_after: str) -> float:
 
 
 class Service(Protocol):
-    """A vendor's addresses of objects and signatures of requests."""
+    """Protocol of S3, OSS or web servers: where an object is, and which requests read it."""
 
     #: Whether an encoded body is an error. In object stores Content-Encoding is only metadata of the object.
     checks_encoding: bool
 
     def origin(self, url: str) -> Origin:
-        """Return the server of an object, the same server even after `follow` has led to another."""
+        """Return the server of an object. It stays the same after `follow` has returned a request to another server."""
 
     def request(self, url: str) -> GetRequest:
-        """Return a signed request for the whole object, valid for some minutes. Raises AccessDeniedError."""
+        """Return a request for the whole object, to be sent within minutes. Object stores sign it, unless anonymous.
+
+        Raises AccessDeniedError if it must be signed and no credentials were found, OptionError for a malformed URL.
+        """
 
     def follow(self, url: str, request: GetRequest, refusal: ErrorResponse) -> GetRequest | None:
-        """Return the next request after `request` was refused, to another server or with other credentials, or None."""
+        """Return the request to send after `request` was answered by `refusal`; None if no other can succeed.
+
+        It goes to another server, after a redirect or for another region, or has other credentials.
+        """
 
     def tls(self) -> ssl.SSLContext:
-        """Return the context that checks certificates of servers. Raises OptionError."""
+        """Return the TLS context for connections to the servers. Raises OptionError for missing certificates."""
 
 
 T = TypeVar("T")
@@ -146,7 +153,7 @@ _Take = Callable[[Response, ByteRange], T]
 
 
 class HttpStorage:
-    """Storage that is read by GETs of one service. Thread-safe."""
+    """Storage of S3, OSS or web servers, read by the GETs that `service` returns. Thread-safe."""
 
     is_remote = True
 

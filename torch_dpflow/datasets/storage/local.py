@@ -14,7 +14,7 @@ from typing import IO
 from torch_dpflow.datasets.storage.base import ByteRange, ObjectState, is_state_of_file, state_of_file
 from torch_dpflow.errors import AccessDeniedError, ObjectMissingError, StorageError, TruncatedObjectError
 
-#: How the names of files end that are being written.
+#: The end of the names of files that are being written.
 UNFINISHED = ".unfinished"
 #: Seconds for which a writer makes a directory again that other processes remove while it is empty.
 _REMOVED_TIMEOUT_S = 30.0
@@ -120,24 +120,24 @@ def _storage_error(span: ByteRange, error: OSError) -> StorageError:
 
 
 def local_path(url: str) -> str:
-    """Return the path of a `file://` URL or a plain path, taken literally as in fsspec, without %-escapes."""
+    """Return the path that a `file://` URL or a plain path names. As in fsspec, %-escapes are not decoded."""
     scheme, colon, rest = url.partition(":")
     return rest.removeprefix("//") if colon and scheme in ("file", "local") else url
 
 
 def beside_name(path: str) -> str:
-    """Return a new temporary path, next to a file that is being written."""
+    """Return a new temporary path in the directory of `path`, a file that is to be written."""
     name = path.rpartition("/")[2]
     return f"{path[: len(path) - len(name)]}.{name}.{secrets.token_hex(4)}{UNFINISHED}"
 
 
 @contextmanager
 def written(path: str, *, replaces: bool = True, is_durable: bool = False) -> Iterator[IO[bytes]]:
-    """Open a new file. Other processes see all of its bytes under `path`, or no file.
+    """Open a new file to write. It appears under `path` at the end of the body, whole; if the body fails, never.
 
     Args:
         replaces: whether to replace a file that exists; else raise FileExistsError.
-        is_durable: whether file and name must be on the disk at the end.
+        is_durable: whether the file's bytes and name must be on the disk at the end.
     """
     beside = beside_name(path)
     try:

@@ -56,12 +56,12 @@ _MAX_PLACES = 4096
 class ObjectReader:
     """Reader of objects of every storage: paths, `file://`, `s3://`, `oss://`, and all schemes of fsspec.
 
-    S3, OSS and web servers are read by `HttpStorage`. All other storages are read through fsspec. So are S3 and OSS if
-    `storage_options` contains options that only the vendor's client supports, and S3 buckets whose servers only
-    botocore can name.
+    Local files are read by `LocalStorage`, S3, OSS and web servers by `HttpStorage`, all other storages through fsspec.
+    S3 and OSS are read through fsspec too if `storage_options` contains options that only the vendor's client supports,
+    or if only botocore can name the bucket's server.
 
-    Thread-safe. A forked child makes its own connections and threads. A pickle contains only the options, with the keys
-    in them.
+    Thread-safe. A forked child makes separate connections and threads. A pickle contains only the options, with or
+    without the keys in them, see `options_to_pickle`.
 
     Args:
         storage_options: fsspec's options for the scheme: `key`, `secret`, `token`, `endpoint`, ...
@@ -82,7 +82,7 @@ class ObjectReader:
         return self.read_many([ByteRange(url, start, stop)])[0]
 
     def read_many(self, spans: Sequence[ByteRange]) -> list[bytes]:
-        """Return the bytes of every range, in their order. The reads overlap. Raises the first StorageError."""
+        """Return the bytes of every range, in the order of `spans`. The reads overlap. Raises the first error."""
         results = self.read_each(spans)
         for result in results:
             if isinstance(result, DPFlowError):
@@ -96,9 +96,9 @@ class ObjectReader:
     def read_each(self, spans: Sequence[ByteRange], *, views: bool) -> list[bytes | memoryview | DPFlowError]: ...
 
     def read_each(self, spans: Sequence[ByteRange], *, views: bool = False) -> Any:
-        """Return the bytes of every range, or its error. The reads overlap.
+        """Return the bytes of every range, or its error, in the order of `spans`. The reads overlap.
 
-        If no read of the batch succeeds for `deadline_s`, the reads that have not begun fail too.
+        If no read of the batch succeeds for `ReadOptions.deadline_s`, the reads that have not begun fail too.
 
         Args:
             views: whether ranges of local files may be views of the memory of one read, for callers that copy the
@@ -109,7 +109,7 @@ class ObjectReader:
     def look_each(self, spans: Sequence[ByteRange]) -> list[ObjectState | DPFlowError]:
         """Return size and state of the object of each range, or the error of its request. The requests overlap.
 
-        An object is looked up at the address at which it is read. Another size or state than expected is an error.
+        A size or state that differs from that of the range is an error.
         """
         opened = self._opened.get()
         results: list[ObjectState | DPFlowError] = [ObjectState(None, None)] * len(spans)
@@ -127,16 +127,19 @@ class ObjectReader:
         return results
 
     def node_of(self, url: str) -> str:
-        """Return the server of an object. Objects of several endpoints may have one URL."""
+        """Return the server of an object, see `Storage.node`. Objects of several endpoints may have the same URL."""
         return self._opened.get().place(url).node
 
     @property
     def has_cache(self) -> bool:
-        """Whether samples are kept on a disk."""
+        """Whether there is a disk cache, which keeps samples of remote storages."""
         return self._opened.get().cache is not None
 
     def keep(self, span: ByteRange, data: bytes) -> None:
-        """Put the bytes of a range into the disk cache, after they were read as a part of a larger range."""
+        """Put `data`, the bytes of a range that were read as a part of a larger range, into the disk cache.
+
+        Does nothing without a cache, for a wrong checksum, and for a range with neither checksum nor settled state.
+        """
         opened = self._opened.get()
         key = opened.place(span.url).cache_key(span)
         if key is not None:
@@ -314,7 +317,10 @@ class _ReadBatch:
 
 
 def disk_cache(options: ReadOptions) -> DiskCache | None:
-    """Return the disk cache that the options or DPFLOW_CACHE_DIR name, if any. Raises OptionError if it is unusable."""
+    """Return the disk cache in the directory of the options, else of DPFLOW_CACHE_DIR; None if neither is given.
+
+    Raises OptionError if the directory is a URL.
+    """
     directory = options.cache_dir or os.environ.get("DPFLOW_CACHE_DIR")
     if not directory:
         return None
@@ -332,12 +338,12 @@ def _warn_without_state(storage: str) -> None:
 
 
 def warn_without_state(url: str) -> None:
-    """Log once for each storage that its objects have no state."""
+    """Log a warning, once for each storage, that the storage of `url` reports no state of its objects."""
     _warn_without_state("/".join(printable_url(url).split("/", 3)[:3]))
 
 
 def open_storage(address: str, storage_options: Mapping[str, Any], options: ReadOptions) -> Storage:
-    """Return the storage for a URL, or for a result of `file_system_of` such as "s3".
+    """Return the storage that reads `address`: a URL, or a result of `file_system_of` such as "s3".
 
     Raises:
         OptionError, MissingExtraError: there is no such storage, or its package is not installed.
@@ -355,9 +361,9 @@ def open_storage(address: str, storage_options: Mapping[str, Any], options: Read
 
 
 def service_of(address: str, storage_options: Mapping[str, Any]) -> Service | None:
-    """Return the service that `HttpStorage` reads for a result of `file_system_of`; None if fsspec reads it.
+    """Return the service of `address`, a result of `file_system_of`; None if `HttpStorage` does not read it.
 
-    Raises OptionError for options that the service does not have.
+    Raises OptionError, OptionTypeError for options that the service does not allow.
     """
     scheme, _, bucket = address.partition("://")
     if scheme in ("s3", "s3a") and storage_options.keys() <= S3_OPTIONS and not needs_vendor(bucket):

@@ -81,7 +81,7 @@ class Endpoint(NamedTuple):
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  # of a tuple
     def of_bucket(self, bucket: str, is_virtual: bool) -> Endpoint:
-        """Return the endpoint of a bucket: its own host if `is_virtual` and its name allows that, else a path."""
+        """Return a bucket's endpoint: a host named after it if `is_virtual` and its name allows that, else a path."""
         origin, prefix = self
         if is_virtual and _is_host_name(bucket, is_tls=origin.is_tls):
             return Endpoint(origin._replace(host=f"{bucket}.{origin.host}"), prefix)
@@ -89,7 +89,7 @@ class Endpoint(NamedTuple):
 
 
 def parse_endpoint(endpoint: str, scheme: str = "https") -> Endpoint:
-    """Parse an endpoint from an option or a variable. Raises OptionError."""
+    """Parse an endpoint, given as a URL, or as a host to which `scheme` is added. Raises OptionError if malformed."""
     url = endpoint if "://" in endpoint else f"{scheme}://{endpoint}"
     try:
         if not url.isprintable() or " " in url:
@@ -119,7 +119,7 @@ def _is_host_name(bucket: str, *, is_tls: bool) -> bool:
 
 
 def is_address(host: str) -> bool:
-    """Return whether the host is an IP address or localhost, where buckets have no host names."""
+    """Return whether the host is an IP address or localhost, to which no bucket's name can be prepended."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -129,7 +129,7 @@ def is_address(host: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def split_url(url: str) -> tuple[str, str]:
-    """Return bucket and key of a URL such as `oss://bucket/some/key`. Raises OptionError if one is missing or wrong."""
+    """Return bucket and key of a URL such as `oss://bucket/a/key`. Raises OptionError if either is missing or wrong."""
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.lstrip("/").partition("/")  # ossfs puts a slash before the bucket
     if not bucket or not key:
@@ -139,7 +139,7 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def needs_vendor(bucket: str) -> bool:
-    """Return whether only s3fs reads a bucket: an access point's ARN, or a bucket of S3 Express or Outposts."""
+    """Return whether a bucket is read through s3fs only: an access point's ARN, a bucket of S3 Express or Outposts."""
     return bucket.startswith("arn:") or bucket.endswith(_SPECIAL_BUCKETS)
 
 
@@ -237,11 +237,11 @@ class _ObjectStore(ABC):
 
 
 class S3Service(_ObjectStore):
-    """S3 and compatible servers. options: some of `S3_OPTIONS`.
+    """Service of S3 and compatible servers. options: some of `S3_OPTIONS`.
 
-    With an `endpoint` the bucket is in the path, which every such server supports, unless `addressing_style` is
-    "virtual". At AWS itself it is in the host's name if possible. Raises OptionError for settings that are malformed or
-    contradict each other, including settings of the environment and of AWS's shared configuration.
+    By default the bucket is in the host's name at AWS itself (if the name allows that), and with an `endpoint` in the
+    path, which every server supports. `addressing_style` "virtual" or "path" changes this. Raises OptionError for
+    settings that are malformed or contradict each other, also in the environment and AWS's shared configuration.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -271,7 +271,7 @@ class S3Service(_ObjectStore):
         if style not in ("path", "virtual", "auto"):
             raise OptionError(f"addressing_style={style!r}: give 'path', 'virtual' or 'auto'")
         self._is_virtual = style == "virtual" or (style == "auto" and given is None)
-        #: Whether the settings name servers that only s3fs reads.
+        #: Whether the settings name servers that are read through s3fs only.
         self.needs_vendor = bool(switches) or (given is None and not _USUAL_REGION.fullmatch(self._region))
 
     def _place(self, bucket: str, region: str) -> Endpoint:
@@ -294,10 +294,10 @@ class S3Service(_ObjectStore):
 
 
 class OSSService(_ObjectStore):
-    """Alibaba Cloud OSS. options: some of `OSS_OPTIONS`.
+    """Service of Alibaba Cloud OSS. options: some of `OSS_OPTIONS`. Raises OptionError without a valid endpoint.
 
-    Requests are signed with version 4 if the region is known (`region`, OSS_REGION), else with version 1. With `cname`
-    the endpoint is a domain that is bound to the bucket.
+    Requests are signed with version 4 if the region is known (`region`, OSS_REGION, ossutil's file), else with version
+    1. With `cname` the endpoint is a domain that is bound to the bucket.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -341,7 +341,7 @@ def encode_path(path: str) -> str:
 
 
 def sign_s3(host: str, path: str, region: str, credentials: Credentials, now: datetime) -> dict[str, str]:
-    """Return the headers of a signed GET of the encoded `path` (AWS Signature Version 4). `now` is in UTC."""
+    """Return the headers of a GET of the encoded `path`, signed with AWS Signature Version 4. `now` is in UTC."""
     time = _basic_format(now)
     headers = {"host": host, "x-amz-content-sha256": _EMPTY_SHA256, "x-amz-date": time}
     if credentials.token is not None:

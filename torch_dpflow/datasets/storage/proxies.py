@@ -13,7 +13,7 @@ from torch_dpflow.errors import OptionError
 
 
 class Origin(NamedTuple):
-    """The server of a connection."""
+    """Server of a connection: its host and port, and whether they expect TLS."""
 
     is_tls: bool
     host: str
@@ -21,19 +21,19 @@ class Origin(NamedTuple):
 
     @property
     def address(self) -> str:
-        """Host and port, in the form of a request for a tunnel."""
+        """Host and port, as in "example.org:443"; brackets enclose an IPv6 address."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     @functools.lru_cache(maxsize=1024)  # noqa: B019  # of a tuple
     def host_header(self) -> str:
-        """The Host header of requests to this server."""
+        """The Host header of requests to this server: `address` without the default port."""
         default = f":{443 if self.is_tls else 80}"
         return self.address.removesuffix(default) if self.address.endswith(default) else self.address
 
 
 class Proxy(NamedTuple):
-    """An HTTP proxy, and the fields of requests to it."""
+    """An HTTP proxy, and the header fields that requests to it need, such as its login."""
 
     origin: Origin
     fields: dict[str, str]
@@ -42,7 +42,7 @@ class Proxy(NamedTuple):
 def proxy_of(origin: Origin) -> Proxy | None:
     """Return the proxy that HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY name for a server; None: no proxy.
 
-    Raises OptionError for a proxy that is not reached by HTTP.
+    Raises OptionError for a proxy whose address is not http://HOST:PORT.
     """
     found = urllib.request.getproxies()
     url = found.get("https" if origin.is_tls else "http") or found.get("all")
@@ -64,7 +64,10 @@ def proxy_of(origin: Origin) -> Proxy | None:
 
 
 def request_head(method: str, host: str, target: str, headers: Mapping[str, str]) -> bytes:
-    """Return the head of a request for the escaped `target`. Raises OptionError for a line break in a header."""
+    """Return the bytes of a request line with the escaped `target`, and of the headers.
+
+    Raises OptionError for a line break in a header.
+    """
     fields = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
     head = f"{method} {target} HTTP/1.1\r\nHost: {host}\r\nAccept-Encoding: identity\r\n{fields}\r\n"
     if head.count("\n") + head.count("\r") != 2 * (len(headers) + 4):

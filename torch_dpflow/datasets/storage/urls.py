@@ -45,8 +45,8 @@ class ChainedUrl(NamedTuple):
 def check_url(url: str) -> None:
     """Raise OptionError for a control character in a URL that is parsed, or for whitespace in a host or bucket.
 
-    Parsers drop tabs and line breaks, or end there, and would read another object. Keys of S3 and OSS, names in
-    archives and paths are taken literally, and may have them.
+    Parsers drop tabs and line breaks, or end there, and so would read another object. Keys of S3 and OSS, names in
+    archives and paths are taken literally, and may contain such characters.
     """
     if url.isprintable() and " " not in url:
         return
@@ -75,7 +75,7 @@ def stored_url(url: str) -> str:
 
 
 def split_chain(url: str) -> ChainedUrl:
-    """Split the URL of an object inside another. Raises OptionError for fsspec's caches."""
+    """Split the URL of an object inside another object. Raises OptionError for a URL of fsspec's caches."""
     if _CACHE.match(url):
         raise OptionError(
             f"{without_login(url)}: fsspec's caches are not supported; give the URL that follows the '::'"
@@ -85,9 +85,9 @@ def split_chain(url: str) -> ChainedUrl:
 
 
 def file_system_of(url: str) -> str:
-    """Return the identity of a URL's file system: the scheme, for some with the host or bucket.
+    """Return the identity of a URL's file system: its scheme, outside `ONE_FILE_SYSTEM` also host, bucket or archive.
 
-    Raises OptionError for fsspec's caches.
+    Raises OptionError for a URL of fsspec's caches.
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
@@ -116,7 +116,7 @@ def split_name(url: str) -> tuple[str, str]:
 
 
 def split_login(url: str) -> tuple[str, dict[str, str]]:
-    """Return a URL without user and password, and these as fsspec's options.
+    """Return a URL without user and password, and fsspec's options with the user and password.
 
     Raises OptionError if the storage has no such options.
     """
@@ -158,9 +158,9 @@ _SIGNED = (
 
 
 def unsigned(url: str) -> str:
-    """Return the URL of a web server without the signature in its query: the same name each time that it is signed.
+    """Return a web server's URL without the signature in its query, which differs each time that the URL is signed.
 
-    Knows S3, Google Cloud Storage, Azure, OSS and CloudFront. Queries of other servers are kept whole.
+    The signatures are those of S3, Google Cloud Storage, Azure, OSS and CloudFront. Other URLs are returned as given.
     """
     path, mark, query = url.partition("?")
     if not mark or not path.startswith(("http://", "https://")):

@@ -22,13 +22,16 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 class WebService:
-    """`http://` and `https://`. `options`: `headers` for every request, `username` and `password`, `verify`.
+    """Service of web servers, for `http://` and `https://`.
 
     A URL is sent as given, including its query. Characters that are not allowed are escaped, including "#", which some
-    names contain. Redirects are followed; another server does not get the headers.
+    names contain. Redirects are followed, to another server without the headers of `options`.
+
+    Args:
+        options: `headers` for every request, `username` and `password`, and `verify`, see `tls_context`.
 
     Raises:
-        OptionError, OptionTypeError: an option is none of these, or not allowed.
+        OptionError, OptionTypeError: an option is unknown, or its value is not allowed.
     """
 
     checks_encoding = True
@@ -86,7 +89,7 @@ def _parse(url: str) -> tuple[Origin, str]:
 
 
 def web_headers(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the headers of every request. Raises OptionError, OptionTypeError."""
+    """Return the headers of every request from the options of a `WebService`. Raises OptionError, OptionTypeError."""
     unknown = sorted(options.keys() - _OPTIONS)
     if unknown:
         raise OptionError(
@@ -104,9 +107,10 @@ def web_headers(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def tls_context(options: Mapping[str, Any], bundle: str | None = None) -> ssl.SSLContext:
-    """Return a TLS context from the option `verify`, else from `bundle`, else from REQUESTS_CA_BUNDLE.
+    """Return a TLS context from the option `verify`, else the path `bundle`, else the variable REQUESTS_CA_BUNDLE.
 
-    `verify` is as in botocore and requests: False checks nothing; a path names a file or a directory of certificates.
+    `verify` is as in botocore and requests: False checks nothing; a path names a file or a directory of certificates;
+    True means the system's certificates, which are also the default.
 
     Raises OptionError: the path has no certificates.
     """
