@@ -10,12 +10,12 @@ _RANDOM = random.SystemRandom()
 
 
 class Backoff:
-    """Random pauses after failures in a row, so that clients that failed together retry at different times.
+    """Random pauses after consecutive failures, so that clients that failed together retry at different times.
 
     Args:
-        first_s: upper limit of the pause after the first failure, seconds; each further failure doubles it.
-        longest_s: upper limit of all pauses, seconds.
-        draw: returns the share of the limit to wait, from 0 to below 1.
+        first_s: upper limit of the pause after the first failure, in seconds; each further failure doubles it.
+        longest_s: upper limit of all pauses, in seconds.
+        draw: returns the fraction of the limit to wait, from 0 to below 1.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Images with the channels of a pixel next to each other in memory, as they were decoded, and batches of them.
 
-Not in `vision`, as serialization needs it without Pillow.
+Not in `vision`, because serialization needs it without Pillow.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch_dpflow._core.torch_private import collate, default_collate_fn_map
 
 
 def collate_channels_last(samples: list[Any]) -> Any:
-    """Collate like torch's `default_collate`, but keep images stored pixel by pixel in `torch.channels_last`.
+    """Collate like torch's `default_collate`, but batch images that are stored pixel by pixel in `torch.channels_last`.
 
     The shape is the same, (images, channels, height, width). Such a batch is copied three times as fast as one whose
-    pixels are sorted into planes, and suits convolutions on GPUs. Tensors of other layouts, and all other values, are
-    collated as torch does.
+    pixels are sorted into planes, and suits convolutions on GPUs. All other values, and tensors of
+    which one has another layout, are collated as torch does.
 
     Raises:
         The errors of `default_collate`.
@@ -36,7 +36,7 @@ def _stack(batch: Sequence[torch.Tensor], *, collate_fn_map: dict[Any, Callable[
 
 
 def has_channels_last(tensor: torch.Tensor) -> bool:
-    """Return whether this is an image, (channels, height, width), whose pixels have adjacent channels."""
+    """Return whether a tensor is an image, (channels, height, width), whose pixels have adjacent channels."""
     if tensor.dim() != 3 or tensor.layout is not torch.strided or tensor.is_contiguous():
         return False
     return tensor.permute(1, 2, 0).is_contiguous()

@@ -1,8 +1,8 @@
 """Checks of arguments and of nested values. Each error says what was given and what is allowed.
 
-Values from peers and files have a limit of nesting, the same with every Python. The decoders' own limit is the
-interpreter's recursion limit: about 1,000 levels in Python 3.11, 10,000 in 3.13, and fewer the deeper the caller is. So
-a value that the decoder accepts may be nested too deeply for later code.
+Values from peers and files have a limit of nesting, the same for every version of Python. The decoders' own limit is
+the interpreter's recursion limit: about 1,000 levels in Python 3.11, 10,000 in 3.13, and fewer the deeper the caller
+is. So a value that the decoder accepts may be nested too deeply for later code.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def check_number(
 ) -> float:
     """Convert `value`, a number of Python or numpy, to a float. Raises the errors of `check_int`.
 
-    exclusive: whether the minimum itself is refused.
+    exclusive: whether the minimum itself is refused. unit: what the number is, for the error, such as "seconds".
     """
     allowed = f"{unit} {'above' if exclusive else 'from'} {minimum:g}"
     if maximum < _MAX_FLOAT:
@@ -87,12 +87,12 @@ def check_number(
 
 
 def check_seconds(name: str, value: Any, *, zero: bool = False, maximum: float = MAX_SECONDS) -> float:
-    """Convert a number of seconds to a float. Only with `zero` may it be 0. Raises the errors of `check_int`."""
+    """Convert a number of seconds to a float. 0 is allowed only with `zero`. Raises the errors of `check_int`."""
     return check_number(name, value, maximum=maximum, exclusive=not zero, unit="seconds")
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Convert a bool, 0 or 1 to a bool. Raises OptionTypeError, even for text: "False" would count as true."""
+    """Convert a bool, 0 or 1 to a bool. Raises OptionTypeError for all other values, text such as "False" too."""
     # The two names are numpy's.
     is_bool = isinstance(value, int) or type(value).__name__ in ("bool", "bool_")
     if not is_bool or value not in (0, 1):
@@ -101,7 +101,7 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def check_type(name: str, value: Any, kind: Any, allowed: str) -> None:
-    """Raise OptionTypeError unless `value` is of `kind`; `allowed` says what to give."""
+    """Raise OptionTypeError unless `value` is an instance of `kind`. allowed: what to give, for the error."""
     if not isinstance(value, kind):
         raise wrong_type(name, value, allowed)
 
@@ -113,7 +113,7 @@ def check_name(name: str, value: str) -> None:
 
 
 def check_path(name: str, value: Any, allowed: str = "a path or URL, as text or a pathlib.Path") -> str:
-    """Return a path or URL as text. Raises OptionTypeError, or OptionError if it cannot be the path of a file."""
+    """Return a path or URL as text. Raises OptionTypeError for other types, OptionError if no file can have it."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     check_type(name, text, str, allowed)
     try:
@@ -126,7 +126,7 @@ def check_path(name: str, value: Any, allowed: str = "a path or URL, as text or 
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address, `tcp://HOST:PORT` or a URL, can be reached from this host only."""
+    """Return whether only this host can reach an address, `tcp://HOST:PORT` or a URL."""
     return is_loopback_host(urlsplit(address).hostname or "")
 
 
@@ -150,9 +150,9 @@ def check_tcp_address(name: str, value: Any) -> None:
 def check_fields(
     options: object, check: Callable[..., Any], *names: str, optional: bool = False, **limits: Any
 ) -> None:
-    """Check fields of a frozen dataclass, and set each to the result of `check`.
+    """Check fields of a frozen dataclass, and set each to the result of `check(name, value, **limits)`.
 
-    names: the fields.
+    names: the names of the fields.
     optional: whether None is allowed too; errors then mention None.
     limits: keyword arguments of `check`.
     """
@@ -180,7 +180,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE | re.ASCII
 
 
 def parse_bytes(name: str, text: str, allowed: str = BYTES_ALLOWED) -> int:
-    """Parse a number of bytes, at least one, with its unit. Raises OptionError, whose text contains `allowed`."""
+    """Return a size such as "16GiB" in bytes, at least 1. Raises OptionError, whose text contains `allowed`."""
     match = _SIZE.fullmatch(text)
     unit = _BYTE_UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
@@ -197,7 +197,7 @@ _DURATION = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([smhd])\s*", re.ASCII)
 
 
 def parse_duration(name: str, value: float | str, *, maximum: float | None = None) -> float:
-    """Parse a time to seconds, above 0 and up to `maximum`. Raises OptionTypeError, OptionError."""
+    """Return the seconds in a time such as "14m", above 0 and up to `maximum`. Raises the errors of `check_int`."""
     check_type(name, value, (str, float, int), DURATION_ALLOWED.removeprefix("give "))
     given = repr(value)
     if isinstance(value, str):
@@ -212,13 +212,13 @@ def parse_duration(name: str, value: float | str, *, maximum: float | None = Non
 
 
 def format_duration(seconds: float) -> str:
-    """Format a time with its unit, for display."""
+    """Return a time with the largest unit that divides it, such as "14 m", for display."""
     unit = next((unit for unit in "dhm" if seconds >= _TIME_UNITS[unit] and seconds % _TIME_UNITS[unit] == 0), "s")
     return f"{seconds / _TIME_UNITS[unit]:g} {unit}"
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, such as "1 worker"."""
+    """Return a number with its noun, such as "1 worker" or "2 workers"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -241,7 +241,7 @@ def length_or_none(sized: Any) -> int | None:
         return None
 
 
-#: Levels of lists and mappings. Annotations and messages have fewer than ten.
+#: Maximum levels of nested lists and mappings. Annotations and messages have fewer than ten.
 MAX_DEPTH = 100
 TOO_DEEP = f"it is nested deeper than {MAX_DEPTH} levels"
 _CONTAINERS = frozenset((dict, list))
@@ -265,13 +265,13 @@ def is_too_deep(value: Any) -> bool:
 
 
 def check_json(data: bytes | bytearray | memoryview) -> None:
-    """Raise RecursionError if this JSON is nested too deep. Invalid JSON is left to its decoder."""
+    """Raise RecursionError if this JSON is nested deeper than `MAX_DEPTH`. Invalid JSON is left to its decoder."""
     if may_be_too_deep(data):
         _check(partial(msgspec.json.decode, data))
 
 
 def may_be_too_deep(data: bytes | bytearray | memoryview | str) -> bool:
-    """Return whether this JSON has enough brackets to be too deep. Fast."""
+    """Return whether this JSON has enough brackets to be nested deeper than `MAX_DEPTH`; fast, without decoding."""
     if len(data) <= MAX_DEPTH:
         return False
     if isinstance(data, str):
@@ -281,14 +281,14 @@ def may_be_too_deep(data: bytes | bytearray | memoryview | str) -> bool:
 
 
 def check_msgpack(data: bytes | bytearray | memoryview) -> None:
-    """Raise RecursionError if this msgpack is nested too deep. Invalid msgpack is left to its decoder."""
+    """Raise RecursionError if msgpack is nested deeper than `MAX_DEPTH`; invalid msgpack is left to its decoder."""
     # The deepest container may have no elements.
     if len(data) > MAX_DEPTH and len(bytes(data).translate(None, _NO_CONTAINERS)) >= MAX_DEPTH:
         _check(partial(msgspec.msgpack.decode, data, ext_hook=lambda code, data: None))
 
 
 def load_json(data: bytes | str) -> Any:
-    """Decode as `json.loads`. Raises ValueError also if it is nested too deep."""
+    """Decode JSON like `json.loads`. Raises ValueError also for JSON that is nested deeper than `MAX_DEPTH`."""
     try:
         value = json.loads(data)
     except RecursionError:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-#: How often a process shows that it lives, seconds.
+#: Interval of heartbeats, in seconds.
 HEARTBEAT_S = 1.0
-#: The shortest lease, seconds: keys of a shard are reassigned after it. Longer than a heartbeat that is repeated.
+#: The shortest lease, in seconds: keys of a shard are reassigned after it. A lost heartbeat is repeated within it.
 LEASE_S = 5.0
-#: How long a start may take without progress, seconds.
+#: How long a start may take without progress, in seconds.
 START_S = 60.0

@@ -1,7 +1,8 @@
 """How places of an epoch's order are dealt to ranks, and dealt again when the number of ranks changes.
 
-As in DistributedSampler, rank r of N takes the places r, r + N, r + 2N, and so on. Ranks in step that have each read p
-places have together read the first p * N. The remaining places are therefore one range, or a few after several changes.
+A place is an index into the order. As in DistributedSampler, rank r of N takes the places r, r + N, r + 2N, and so on.
+Ranks that have each read p places have together read the first p * N. The remaining places are therefore one range, or
+a few after several changes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Places: TypeAlias = tuple[range, ...]
 
 
 def all_places(length: int) -> Places:
-    """Return the places of an epoch of which nothing was read."""
+    """Return all places of an epoch of `length` samples."""
     return (range(length),)
 
 
@@ -39,12 +40,12 @@ def count(places: Places) -> int:
 
 
 def share(length: int, replicas: int, *, drop_last: bool) -> int:
-    """Return the number of places that each rank gets of `length`; without `drop_last`, repeated ones included."""
+    """Return how many of `length` places each of `replicas` ranks gets: rounded down with `drop_last`, otherwise up."""
     return length // replicas if drop_last else -(-length // replicas)
 
 
 def cut(places: Places, start: int, stop: int, step: int = 1) -> Places:
-    """Return every `step`-th place from the `start`-th to before the `stop`-th."""
+    """Return the places at the positions `range(start, stop, step)` in `places`."""
     found: list[range] = []
     passed = 0
     for part in places:
@@ -57,13 +58,13 @@ def cut(places: Places, start: int, stop: int, step: int = 1) -> Places:
 
 
 def left_of(places: Places, positions: Sequence[int], *, drop_last: bool) -> Places:
-    """Return the places that ranks have not read: first places that slower ranks have left out, then all later ones.
+    """Return the places that no rank has read: first those before the furthest rank, then all later ones.
 
-    Nothing is left once all ranks have read their share: `drop_last` has dropped the tail.
+    Later places are left only until the furthest rank has read its share. Then `drop_last` has dropped the tail.
 
     Args:
         places: the places that were dealt to the ranks.
-        positions: the number of places that each rank has read, repeated ones included.
+        positions: the number of places that each rank has read, including repeated places.
     """
     replicas, length = len(positions), count(places)
     furthest = max(positions)
@@ -106,7 +107,8 @@ def describe_numbers(numbers: NDArray[np.integer[Any]]) -> str:
 class RankPart:
     """The places of one rank, as in DistributedSampler: every `replicas`-th, starting at the `rank`-th.
 
-    If places do not divide evenly, the first ones are repeated at the end, or with `drop_last` the last ones dropped.
+    A slice returns `Places`. If the places do not divide evenly, the first places are repeated at the end, or with
+    `drop_last` the last places are dropped.
     """
 
     def __init__(self, places: Places, rank: int, replicas: int, *, drop_last: bool) -> None:
@@ -160,11 +162,11 @@ def _distinct(places: Places, length: int) -> NDArray[np.int64]:
 class RankPosition:
     """Position of one rank in an epoch, and the places that were dealt to the ranks."""
 
-    #: Samples that the rank has read of the epoch; after a change of size, as many as the furthest rank had.
+    #: Number of the epoch's samples that the rank has read; after places were dealt again, that of the furthest rank.
     position: int
-    #: The position at which `places` were dealt: 0, or where the number of ranks has changed.
+    #: The position at which `places` were dealt: 0, or the position when they were last dealt again.
     dealt_at: int
-    #: The places of the epoch's order that were left then.
+    #: The places of the epoch's order that were dealt at that position.
     places: Places
 
     @classmethod
@@ -194,9 +196,9 @@ class RankPosition:
         *,
         drop_last: bool,
     ) -> RankPosition:
-        """Return the position from which `replicas` ranks continue an epoch, by states from `as_dict`.
+        """Return the position from which each of `replicas` ranks continues an epoch, by states from `as_dict`.
 
-        The places that are left are dealt again if the number of ranks differs, or if ranks were out of step.
+        The remaining places are dealt again if the number of ranks differs, or if ranks were out of step.
 
         Args:
             state: the state of one rank, if all ranks have read the same number of samples; else a list of the states

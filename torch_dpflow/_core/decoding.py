@@ -20,17 +20,17 @@ _building = threading.RLock()
 
 
 def json_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    """Return a decoder of JSON. Any thread may use it."""
+    """Return a decoder of JSON to the type `kind`, which any thread may use."""
     return _built(msgspec.json.Decoder, kind)  # type: ignore[no-any-return]
 
 
 def msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """Return a decoder of MessagePack. Any thread may use it."""
+    """Return a decoder of MessagePack to the type `kind`, which any thread may use."""
     return _built(msgspec.msgpack.Decoder, kind)  # type: ignore[no-any-return]
 
 
 def converted(value: Any, kind: type[T], *, strict: bool = True) -> T:
-    """Convert plain values as `msgspec.convert`. Raises msgspec.ValidationError."""
+    """Convert plain values to the type `kind` like `msgspec.convert`. Raises msgspec.ValidationError."""
     with _building:
         return msgspec.convert(value, kind, strict=strict)
 

@@ -1,4 +1,4 @@
-"""Count the file descriptors that this process may still open, and raise an error if there are too few.
+"""Number of file descriptors that this process can still open, and an error if there are too few.
 
 libzmq aborts the process if it cannot get a descriptor for a connection or a thread's wake-up. So code that needs
 descriptors checks first.
@@ -21,7 +21,7 @@ _OWN = "/proc/self/fd"
 
 
 def available() -> int | None:
-    """Return the number of descriptors that this process may still open; None if the system gives no limit."""
+    """Return the number of descriptors that this process can still open; None if it is unknown, as without /proc."""
     limit = soft_limit()
     try:
         # The limit is one of descriptor numbers: after it was lowered, descriptors above it do not count.
@@ -31,9 +31,9 @@ def available() -> int | None:
 
 
 def require(count: int, what: str) -> None:
-    """Raise DescriptorLimitError unless `count` more descriptors can be opened; collects garbage first if needed.
+    """Raise DescriptorLimitError if fewer than `count` more descriptors can be opened, even after garbage collection.
 
-    what: the subject of the error's sentence.
+    what: what needs them, such as "a pool", for the error.
     """
     left = available()
     if left is not None and left < count:
@@ -55,7 +55,7 @@ def has_spare(count: int) -> bool:
 
 
 def exhausted(what: str) -> DescriptorLimitError:
-    """Return a DescriptorLimitError with the limit and how to raise it. what: see `require`."""
+    """Return a DescriptorLimitError with the limit and how to raise it. what: such as "no process can be started"."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     shown = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
     advice = (
@@ -79,13 +79,13 @@ def is_exhausted(error: BaseException) -> bool:
 
 
 def soft_limit() -> int:
-    """Return the number of descriptors that this process may have open."""
+    """Return the number of descriptors that this process may have open; `sys.maxsize` without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def raise_limit(wanted: int) -> None:
-    """Raise the descriptor limit of this process and its children to `wanted`, or to a lower hard limit."""
+    """Raise the descriptor limit of this process and its children to `wanted`, at most to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < limit:

@@ -1,4 +1,4 @@
-"""Names that are imported at first use: of this package, as services need no torch, and of packages of extras."""
+"""Late imports: of public names of this package, because services need no torch, and of modules of extras."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lazy_names(
 
 
 def imported(module: str, needs: str, extra: str) -> Any:
-    """Import a module of an extra. `needs`: what needs it, for the error. Raises MissingExtraError."""
+    """Import a module of an extra. needs: as "Parquet needs pyarrow", for the error. Raises MissingExtraError."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""A priority queue whose items may change their rank or leave."""
+"""A priority queue whose items can change their rank or leave."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_STALE = 64
 
 
 class LazyHeap(dict[T, tuple[float, int, Any]]):
-    """Items by rank, the lowest first. Every call is O(log n), amortised.
+    """Priority queue of items by rank, the lowest first. Every call is O(log n), amortised.
 
     The dict holds each item's current entry, so len(), `in` and iteration have the speed of C. A stale entry leaves the
     heap when it comes to the top, or when half of all entries are stale: without this rule, entries that never come to
@@ -30,7 +30,7 @@ class LazyHeap(dict[T, tuple[float, int, Any]]):
         self._heap: list[tuple[float, int, Any]] = []
 
     def push(self, item: T, rank: float, then: int = 0) -> None:
-        """Add an item, or move it, to this rank; `then` decides among equals."""
+        """Add an item with this rank, or change its rank. Items of equal rank are ordered by `then`."""
         entry = self[item] = (rank, then, item)
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self) + _MAX_STALE:

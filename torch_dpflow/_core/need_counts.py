@@ -1,4 +1,4 @@
-"""How many jobs still need each key in their epochs, without a pass over all keys as an epoch begins or ends."""
+"""How many jobs still need each key in their epochs, without a pass over all keys when an epoch begins or ends."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MAX_ENDED = 8
 
 
 class NeedCounts:
-    """Counts for the keys 0 to `size` - 1.
+    """Numbers of the jobs that still need each of the keys 0 to `size` - 1.
 
     A job that reads all keys adds 1 to a number that counts for every key; each key that it has read gets a correction
-    of -1. After the epoch, the corrections are removed a piece at a time. `of` computes without the remaining ones.
+    of -1. After the epoch, the corrections are removed a piece at a time. `of` leaves out those that remain.
     """
 
     def __init__(self, size: int) -> None:
@@ -34,7 +34,7 @@ class NeedCounts:
         self._ended: list[tuple[States, int, bool]] = []
 
     def grow(self, size: int) -> None:
-        """Add keys; only jobs that read all keys need them."""
+        """Extend to `size` keys. Only jobs that read all keys need the new keys."""
         while self._ended:
             self.count_ended()
         extra = sparse_zeros(size, np.int16)
@@ -60,7 +60,7 @@ class NeedCounts:
     def begin(self, states: States, read: Keys, *, whole: bool) -> None:
         """Add a job's epoch, of which it has read the keys `read`.
 
-        whole: whether the job reads all keys, in O(len(read)); else O(size).
+        states: the states of all keys. whole: whether the job reads all keys; it takes O(len(read)), else O(size).
         """
         if whole:
             self._whole += 1
@@ -73,7 +73,7 @@ class NeedCounts:
         self.extra[keys] -= 1
 
     def end(self, states: States, *, whole: bool) -> None:
-        """Remove a job's epoch. states: the states of all keys, which the caller no longer changes."""
+        """Remove a job's epoch. states: as in `begin`, but at the end; the caller no longer changes them."""
         self._whole -= whole
         self._ended.append((states, 0, whole))
         self.count_ended()
@@ -81,7 +81,7 @@ class NeedCounts:
             self.count_ended()
 
     def count_ended(self) -> None:
-        """Correct the counts for a piece of the epochs that have ended; call it often."""
+        """Remove the corrections of an ended epoch for its next keys; call it often."""
         if self._ended:
             states, first, whole = self._ended.pop(0)
             end = first + _PIECE

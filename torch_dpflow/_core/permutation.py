@@ -19,7 +19,7 @@ from torch_dpflow._core.sparse_zeros import sparse_zeros
 if TYPE_CHECKING:
     import torch
 
-#: From this length torch uses another shuffle, whose first place is final after its last step.
+#: Beginning with this length torch uses another shuffle, whose first place is final after its last step.
 MAX_TORCH = (2**32 - 1) // 20
 #: Shorter permutations are drawn whole.
 MIN_LENGTH = 1 << 16
@@ -116,13 +116,13 @@ class Permutation:
 
 
 def seeded(seed: int) -> np.random.MT19937:
-    """Return the random numbers of a torch generator with this seed; torch uses its lower 32 bits."""
+    """Return a source of the numbers that a torch generator with this seed gives; torch uses the lower 32 bits."""
     state: Any = np.random.RandomState(seed & (2**32 - 1)).get_state(legacy=True)
     return _bits(state[1], state[2])
 
 
 def bits_of(generator: torch.Generator) -> np.random.MT19937:
-    """Return the random numbers that a torch generator of the processor gives next. Does not draw from it."""
+    """Return a source of the numbers that a CPU generator of torch gives next, without drawing from the generator."""
     state = generator.get_state().numpy()
     left, following = int(state[_LEFT].view(np.int32)[0]), int(state[_NEXT].view(np.uint64)[0])
     return _bits(state[_KEY].view(np.uint64).astype(np.uint32), _WORDS if left == 1 else following)
@@ -135,7 +135,7 @@ def _bits(key: NDArray[np.uint32], place: int) -> np.random.MT19937:
 
 
 def advance(generator: torch.Generator, draws: int) -> None:
-    """Advance a torch generator of the processor by this many numbers of 32 bits: in 3 ns each, without an array."""
+    """Advance a CPU generator of torch by `draws` numbers of 32 bits, at 3 ns each and without an array."""
     if not draws:
         return
     bits = bits_of(generator)
@@ -150,7 +150,7 @@ def advance(generator: torch.Generator, draws: int) -> None:
 
 
 def drawn_as(generator: torch.Generator, length: int) -> Permutation | Order:
-    """Return the permutation that `torch.randperm` would draw, and advance the generator equally."""
+    """Return the permutation that `torch.randperm` would draw, and advance the generator as it would."""
     import torch
 
     if length < MIN_LENGTH or length >= MAX_TORCH or generator.device.type != "cpu" or not draws_as_torch():
@@ -166,7 +166,7 @@ def drawn_as(generator: torch.Generator, length: int) -> Permutation | Order:
 def torch_order(length: int, seed: int) -> Permutation | Order:
     """Return the order that torch's RandomSampler and DistributedSampler draw with a generator of this seed.
 
-    A process that has not imported torch imports it for a short order only.
+    Imports torch only for fewer than `MIN_LENGTH` places, or for `MAX_TORCH` and more.
     """
     if MIN_LENGTH <= length < MAX_TORCH and ("torch" not in sys.modules or draws_as_torch()):
         return Permutation(length, seeded(seed))
@@ -178,13 +178,13 @@ def torch_order(length: int, seed: int) -> Permutation | Order:
 
 
 def epoch_order(length: int, seed: int) -> Permutation | Order:
-    """Return `torch_order` up to `MAX_TORCH` places; for more, a different order that is drawn as it is read."""
+    """Return `torch_order` below `MAX_TORCH` places; otherwise a different order, which is drawn as it is read."""
     return torch_order(length, seed) if length < MAX_TORCH else Permutation(length, seeded(seed))
 
 
 @cache
 def draws_as_torch() -> bool:
-    """Return whether this torch draws as `Permutation`: another version may shuffle in another way."""
+    """Return whether the installed torch draws like `Permutation`; another version may shuffle in a different way."""
     import torch
 
     generator, ours = torch.Generator(), torch.Generator()

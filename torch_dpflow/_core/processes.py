@@ -1,4 +1,4 @@
-"""Values that each process makes for itself, identities across reuse of a pid, private directories."""
+"""Values that each process makes for itself; identities of processes, unique even if a pid is reused; directories."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class PerProcess(Generic[T]):
-    """A value made on first use in each process; a forked child does not touch its parent's.
+    """Value that each process makes at its first use; a forked child does not use its parent's value.
 
     Sockets, threads and held locks do not survive a fork, so a child must not use those of its parent, not even to
     close them. Thread-safe: at first use two threads may both call `make`; one result is kept. Pickles `make` only.
@@ -76,7 +76,7 @@ def has_ended(process: str) -> bool:
 
 
 def is_exiting(pid: int) -> bool:
-    """Return whether this host's process has begun to exit; its sockets close before its pidfd reports the end."""
+    """Return whether a process of this host has begun to exit. Its sockets close before its pidfd reports the end."""
     with suppress(OSError, ValueError, IndexError):
         return bool(int(stat_fields(pid)[6]) & _PF_EXITING)
     return False
@@ -99,7 +99,7 @@ _UNLOCKED = "new-"
 _LOCK = "lock"
 #: A socket's path may have no more than 107 bytes, and a deep TMPDIR would break that.
 _MAX_BASE = 60
-#: A directory without a lock that is older than this, seconds, belongs to a process that was killed while making it.
+#: A directory without a lock that is older than these seconds belongs to a process that was killed while making it.
 _MAKING_S = 3600
 
 

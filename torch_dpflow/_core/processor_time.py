@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 
 _TICKS_S = 1 / os.sysconf("SC_CLK_TCK")
-#: Workers that run or wait for a processor for a smaller share of the time wait for storage.
+#: Workers wait for storage if they run, or wait for a processor, for a smaller share of the time.
 MIN_PROCESSOR_SHARE = 0.5
 #: Processors are the limit if workers need such a share of them, or wait this long for each second on one.
 FULL_SHARE, QUEUED_SHARE = 0.8, 0.5
@@ -29,12 +29,12 @@ def taken_by(pid: int) -> tuple[float, float]:
 
 
 def are_processors_short(cpu_s: float, queued_s: float, watched_s: float, *, workers: int, processors: int) -> bool:
-    """Return whether processors limit the workers, by how long these ran and waited for a processor.
+    """Return whether processors limit the workers, given how long the workers ran and waited for a processor.
 
     Args:
-        cpu_s: time that all workers together ran, seconds.
-        queued_s: time that all workers together waited for a processor, seconds.
-        watched_s: time over which each worker was measured, seconds.
+        cpu_s: time that all workers together ran, in seconds.
+        queued_s: time that all workers together waited for a processor, in seconds.
+        watched_s: time over which each worker was measured, in seconds.
         workers: number of workers.
         processors: number of processors of the workers' hosts.
     """

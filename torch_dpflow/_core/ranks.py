@@ -16,8 +16,8 @@ def own_rank(num_replicas: int | None, rank: int | None, ranks: Any = None) -> t
     """Return the number of ranks, this process's rank, and whether ranks were given or come from torch.distributed.
 
     Args:
-        num_replicas: number of ranks; by default torch.distributed's, if it is initialised, else 1.
-        rank: this rank; by default torch.distributed's, if it is initialised, else 0.
+        num_replicas: number of ranks; by default that of torch.distributed, if it is initialised, else 1.
+        rank: this rank; by default that of torch.distributed, if it is initialised, else 0.
         ranks: a 1-D DeviceMesh or a process group that defines both.
 
     Raises:
@@ -99,7 +99,7 @@ _MAX_NESTED = 16
 def ranks_of(*samplers: Any, dataset: Any = None) -> Ranks | None:
     """Return the ranks among which samplers divide an epoch; None if no sampler names ranks.
 
-    Of nested samplers, one that divides among several ranks counts before one that has a single rank.
+    Of several samplers that name ranks, the first one with more than a single rank counts.
 
     Args:
         samplers: the samplers and batch samplers of a loader, in any order.
@@ -110,7 +110,7 @@ def ranks_of(*samplers: Any, dataset: Any = None) -> Ranks | None:
 
 
 def nested_samplers(*samplers: Any, dataset: Any = None) -> Iterator[Any]:
-    """Yield these samplers and the samplers that they wrap, each once."""
+    """Yield these samplers and the samplers that they wrap, each once. dataset: as in `ranks_of`."""
     parts = list(samplers)
     passed: list[Any] = []
     for part in parts:
@@ -128,7 +128,7 @@ def nested_samplers(*samplers: Any, dataset: Any = None) -> Iterator[Any]:
 
 
 def named_ranks(sampler: Any) -> Ranks | None:
-    """Return the ranks that this sampler or dataset itself names; None if it names none."""
+    """Return the ranks in the attributes of this sampler or dataset; None if it has no such attributes."""
     for count, own in _NAMES:
         replicas, rank = _number(working(sampler, count)), _number(working(sampler, own))
         if replicas is not None and replicas > 0:

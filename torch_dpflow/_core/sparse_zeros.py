@@ -13,10 +13,10 @@ _MIN_BYTES = 1 << 22
 
 
 def sparse_zeros(length: int, dtype: DTypeLike) -> NDArray[Any]:
-    """Return zeros of shape (length,).
+    """Return zeros of shape (length,), whose pages take memory only once they are written.
 
     numpy requests huge pages for a large array: a few writes at random places fill all of it with zeros, which takes a
-    second per gigabyte. Here each write takes a page of 4 KiB.
+    second per gigabyte. Here each write fills one page of 4 KiB.
     """
     kind = np.dtype(dtype)
     if length * kind.itemsize < _MIN_BYTES:

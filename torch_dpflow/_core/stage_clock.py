@@ -55,7 +55,7 @@ class stage:
 
 
 def timed(load: Callable[[Any], Any], index: Any) -> tuple[Any, float, float, float]:
-    """Call `load(index)`; return its result, the seconds that it took, and its seconds in "read" and "decode"."""
+    """Call `load(index)`; return (its result, the seconds that it took, its seconds in "read", those in "decode")."""
     marked = _marked
     marked.read = marked.decode = marked.inner = 0.0
     began = perf_counter()
@@ -63,13 +63,13 @@ def timed(load: Callable[[Any], Any], index: Any) -> tuple[Any, float, float, fl
     return value, perf_counter() - began, marked.read, marked.decode
 
 
-#: If the samples of a batch take less on average, seconds, the next batch is measured as a whole: to measure each of
-#: them would cost a tenth of that.
+#: If the samples of a batch take fewer seconds than this on average, the next batch is measured as a whole. Measuring
+#: each sample would cost a tenth of this time.
 SHORT_S = 2e-5
 
 
 class StageClock:
-    """Clock of the stages of one worker. For one thread, unless said otherwise."""
+    """Clock of the stages of one worker. Not thread-safe."""
 
     def __init__(self) -> None:
         self._times = StageTimes()

@@ -1,7 +1,7 @@
 """Where the time of loading goes: seconds by stage, and how long samples took. Pure; `stage_clock` measures.
 
-`StageTimes` is the one record of it: workers send it with their results, shards and loaders add it up, and `stats()`
-returns it.
+`StageTimes` is the only record of these times: workers send it with their results, shards and loaders add it up, and
+`stats()` returns it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch_dpflow._core.checks import MAX_SECONDS
 
 #: The bounds of two buckets of the histogram differ by a factor of 2 ** (1 / PER_DOUBLING), 9%.
 PER_DOUBLING = 8
-#: Bounds of the histogram, seconds: 2 ** MIN_POWER, about 1 µs, and 2 ** MAX_POWER, more than an hour.
+#: Bounds of the histogram, in seconds: 2 ** MIN_POWER, about 1 µs, and 2 ** MAX_POWER, more than an hour.
 MIN_POWER, MAX_POWER = -20, 12
 BUCKETS = (MAX_POWER - MIN_POWER) * PER_DOUBLING
 _MIN_S, _MAX_S = 2.0**MIN_POWER, 2.0**MAX_POWER
@@ -43,8 +43,8 @@ class StageTimes(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     collate_s: _Seconds = 0.0
     #: Seconds in which results were encoded and sent.
     hand_over_s: _Seconds = 0.0
-    #: Samples by bucket of their time, in the first three stages; bucket `b` ends at 2 ** (b / 8 - 20) seconds or, the
-    #: last, has no end. What a dataset loads in one call is divided evenly among its samples, and so is a batch of
+    #: Samples by bucket of their time, in the first three stages; bucket `b` begins at 2 ** (b / 8 - 20) seconds, and
+    #: the last has no end. What a dataset loads in one call is divided evenly among its samples, and so is a batch of
     #: samples that take less than 20 µs.
     counts: dict[_Bucket, _Count] = {}
 
@@ -74,17 +74,17 @@ class StageTimes(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     @property
     def p50_s(self) -> float:
-        """Median time of a sample, seconds."""
+        """Median time of a sample, in seconds."""
         return self.percentile(0.5)
 
     @property
     def p90_s(self) -> float:
-        """Time within which 90% of the samples were loaded, seconds."""
+        """Time within which 90% of the samples were loaded, in seconds."""
         return self.percentile(0.9)
 
     @property
     def p99_s(self) -> float:
-        """Time within which 99% of the samples were loaded, seconds."""
+        """Time within which 99% of the samples were loaded, in seconds."""
         return self.percentile(0.99)
 
     def add(self, other: StageTimes) -> None:
@@ -106,7 +106,7 @@ class StageTimes(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         return StageTimes(**passed, counts={bucket: count for bucket, count in counts.items() if count > 0})
 
     def copy(self) -> StageTimes:
-        """Return a copy, even while another thread adds to this record."""
+        """Return a copy. Another thread may add to this record meanwhile."""
         return StageTimes(**{name: getattr(self, name) for name in _STAGES}, counts=self.counts.copy())
 
     def cumulative(self) -> list[tuple[str, float]]:
@@ -116,7 +116,7 @@ class StageTimes(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         return [(bound, sum(count for bucket, count in self.counts.items() if bucket < end)) for bound, end in ends]
 
     def shown(self) -> tuple[str, str]:
-        """Return two texts for display: the times of samples, and the share of each stage. Empty without samples."""
+        """Return texts for display: the times of samples, and the share of each stage. Empty without samples."""
         total = sum(self.stages.values())
         if not self.counts or not total:
             return "", ""

@@ -20,7 +20,7 @@ T = TypeVar("T")
 class CallTiming:
     """Schedule of a repeated call: after an interval or on request, but after a failure only once a back-off is over.
 
-    All times are seconds.
+    All times are in seconds; `due` is the time of the next call.
     """
 
     def __init__(self, interval_s: float, now: float, backoff: Backoff | None = None) -> None:
@@ -46,7 +46,7 @@ class PeriodicCall(threading.Thread):
     Args:
         interval_s: seconds before the first call, and from the end of one to the next; may be `math.inf`.
         what: description of the call for the log; empty: the thread's name.
-        on_error: receives the exception of a call, which is repeated after a back-off; None: log it.
+        on_error: receives the exception of a failed call, which is repeated after a back-off; None: log the exception.
         finish: called at the end, in the thread.
     """
 
@@ -69,11 +69,11 @@ class PeriodicCall(threading.Thread):
         self._requests: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def wake(self) -> None:
-        """Make the call now, or once the back-off is over. Any thread or finalizer may call."""
+        """Request the call now, or once the back-off is over. Any thread or finalizer may call this."""
         self._requests.put(None)
 
     def stop(self) -> None:
-        """Make no further call; does not wait for the thread. Any thread or finalizer may call."""
+        """End the thread after the present call, without waiting for it. Any thread or finalizer may call this."""
         self._stopping = True
         self.wake()
 
@@ -111,8 +111,8 @@ def repeat(
 ) -> T:
     """Repeat a call until it succeeds, with pauses of `backoff`; return its result.
 
-    on_error: called with each error, and whether `timeout_s` seconds have passed since the first attempt. It raises an
-        error to end the repetition.
+    on_error: called with each DPFlowError, and whether `timeout_s` seconds have passed since the first attempt. It
+        raises an error to end the repetition. All other errors end it at once.
     """
     deadline, backoff = time.monotonic() + timeout_s, backoff or Backoff()
     while True:
@@ -123,7 +123,7 @@ def repeat(
         time.sleep(backoff.pause_s())
 
 
-#: Limit of `join` once the thread's work is done, seconds. It takes microseconds.
+#: Limit of `join` once the thread's work is done, in seconds. It takes microseconds.
 GONE_S = 0.5
 
 
@@ -146,7 +146,7 @@ class AwaitedThread(threading.Thread):
             self._work_is_done.set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the thread has done its work, then join it. Returns whether it has done it."""
+        """Wait until the target has returned, at most `timeout_s` seconds, then join; return whether it has."""
         if not self._work_is_done.wait(timeout_s):
             return False
         self.join(GONE_S)
@@ -154,7 +154,7 @@ class AwaitedThread(threading.Thread):
 
 
 class RunningLoad(Future[Any]):
-    """Future of a running load. Threads that wait for a cancelled load start over."""
+    """Future of a running load. Threads that wait for it load again if it is cancelled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,17 +162,17 @@ class RunningLoad(Future[Any]):
 
 
 class RunningLoads(dict[int, RunningLoad]):
-    """Running loads by key, so that concurrent readers of a key share one. The owner locks."""
+    """Running loads by key, so that concurrent readers of a key share one load. Not thread-safe: the owner locks."""
 
     def start_or_join(self, key: int) -> tuple[RunningLoad, bool]:
-        """Return the load of a key, and whether it was running already."""
+        """Return the load of a key, which is added if there is none, and whether it was there already."""
         is_new = key not in self
         if is_new:
             self[key] = RunningLoad()
         return self[key], not is_new
 
     def finish(self, key: int, future: RunningLoad) -> bool:
-        """Remove a load that is over; returns whether it was still registered."""
+        """Remove a load that is over; return whether it was still the load of this key."""
         is_registered = self.get(key) is future
         if is_registered:
             del self[key]
@@ -187,12 +187,12 @@ def fail(running: Iterable[RunningLoad], error: BaseException) -> None:
             future.cancel()  # an interrupt concerns one thread: the others start over
 
 
-#: The most that one step between two readings counts, seconds.
+#: The longest time between two readings that counts as running, in seconds.
 MAX_STEP_S = 1.0
 
 
 class SuspendAwareClock:
-    """Seconds that this process has been running, for leases; stops while the process is suspended.
+    """Clock for leases: the seconds that this process has been running, without the time in which it was suspended.
 
     A process that was suspended has not read its peers' messages, so their leases must not expire for that time.
     Read it at least every `MAX_STEP_S` seconds, in one thread at a time.
@@ -225,12 +225,12 @@ class StopSignal:
         return self._set
 
     def set(self) -> None:
-        """Set the signal and wake the waiting threads. Any thread, finalizer or signal handler may call."""
+        """Set the signal and wake the waiting threads. Any thread, finalizer or signal handler may call this."""
         self._set = True
         self._woken.put(None)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the signal is set, at most for `timeout_s`; return whether it is set."""
+        """Wait until the signal is set, at most `timeout_s` seconds; return whether it is set."""
         if not self._set:
             with suppress(queue.Empty):
                 self._woken.get(timeout=timeout_s)

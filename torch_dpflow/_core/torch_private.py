@@ -42,7 +42,7 @@ __all__ = [
     "untyped_storage",
 ]
 
-#: The releases at both ends of which the loader's contract tests run (`make test-versions`).
+#: The oldest and the newest release with which the loader's contract tests run (`make test-versions`).
 TESTED = ("2.6", "2.13")
 #: Attributes of torch's loader, and of its iterator, that the package reads, sets or overrides.
 LOADER_ATTRIBUTES = ("_auto_collation", "_dataset_kind", "_get_iterator", "_index_sampler", "_iterator")

@@ -55,7 +55,7 @@ def down(address: str, as_json: bool) -> None:
 @click.command()
 @address_option
 @json_option
-@click.option("--ended", is_flag=True, help="List the jobs that have ended, and what limited them last.")
+@click.option("--ended", is_flag=True, help="List instead the jobs that have ended, and what last limited each.")
 def status(address: str, as_json: bool, ended: bool) -> None:
     """List the flows, jobs, joined nodes and processes of a cluster."""
     with connect(address) as coordinator:

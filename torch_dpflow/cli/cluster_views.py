@@ -26,7 +26,7 @@ from torch_dpflow.ipc.messages.remote_worker import RemoteWorkerView
 from torch_dpflow.ipc.rpc import ClientOptions, RpcClient
 from torch_dpflow.ipc.transport import is_refused
 
-#: Timeouts: of a coordinator's answer, of its start once it answers, and of a node's answer, seconds.
+#: Timeouts in seconds: of a coordinator's answer, of its start once it answers, and of a node's answer.
 ANSWER_S, READY_S, NODE_S = 10.0, 3.0, 10.0
 
 address_option = click.option(
@@ -38,9 +38,9 @@ address_option = click.option(
 
 
 def connect(address: str) -> RpcClient:
-    """Return a client of the coordinator.
+    """Return a client of the coordinator of a cluster. address: as in `address_option`.
 
-    Raises UsageError if neither it nor its node listens, or this user may not connect.
+    Raises UsageError if neither the coordinator nor its node listens, or if this user may not connect.
     """
     cluster = find_cluster(address)
     try:
@@ -61,9 +61,9 @@ def _node_at(coordinator: str) -> str:
 
 
 def ask(coordinator: RpcClient, method: str, kind: Any, body: Any = None, *, doubt: str = "") -> Any:
-    """Call the coordinator and return its answer, within `ANSWER_S`.
+    """Call the coordinator and return its answer.
 
-    A call is repeated if the coordinator starts or is overloaded.
+    Each attempt has a timeout of `ANSWER_S`. They are repeated for `READY_S` if it starts or is overloaded.
 
     kind: type of the answer. doubt: text for the error of a coordinator that does not answer, which may have executed
     the call. Raises UsageError if the call is refused, or the cluster does not answer.
@@ -170,7 +170,7 @@ def print_sharing(figures: ClusterFigures) -> None:
 
 
 def print_nodes(nodes: Sequence[NodeView], processes: Sequence[ProcessView]) -> None:
-    """Print one row for each joined node, and the number that a platform should run. Without nodes print nothing."""
+    """Print one row for each joined node, and for a platform that runs nodes, how many run and how many should."""
     if nodes:
         table = _table("nodes", "node", "address", "state", "last heartbeat", "processors", "shards", "workers")
         for node in nodes:
@@ -219,7 +219,9 @@ def print_costs(flows: Sequence[FlowView]) -> None:
 
 
 def print_top(figures: ClusterFigures, earlier: ClusterFigures | None, *, clear: bool) -> None:
-    """Print flows, shards and jobs. The jobs' stall shares count from `earlier`, if given.
+    """Print flows, shards and jobs; with `clear` in place of what the terminal shows.
+
+    The jobs' stall shares count from `earlier`, or if that is None from their start.
 
     Column `hits` is hits per requested sample, `/sample` decodes per served sample, `queue` the samples queued or
     loading.
@@ -288,7 +290,7 @@ def _print_shards(console: Console, figures: ClusterFigures) -> None:
 
 
 def print_jobs(figures: ClusterFigures, earlier: ClusterFigures | None = None) -> None:
-    """Print one row for each job. Stall shares count from `earlier`, if given."""
+    """Print one row for each job. Stall shares count from `earlier`, or if that is None from the job's start."""
     if figures.jobs:
         table = _table("jobs", "flow", "job", "batches", "samples", "bytes", "stall")
         before = {(row.flow, row.job): row for row in earlier.jobs} if earlier is not None else {}

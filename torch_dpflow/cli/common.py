@@ -34,7 +34,7 @@ def with_options(*options: Callable[[Command], Command]) -> Callable[[Command], 
     return decorate
 
 
-#: The command gets them as `log_format` and `log_level`.
+#: Options for the log; the command gets them as `log_format` and `log_level`.
 log_options = with_options(
     click.option("--log-format", type=click.Choice(FORMATS), default="text", envvar="DPFLOW_LOG_FORMAT"),
     click.option("--log-level", type=click.Choice(LEVELS), default="info", envvar="DPFLOW_LOG_LEVEL"),
@@ -74,7 +74,7 @@ storage_option = click.option(
     metavar="NAME=VALUE",
     multiple=True,
     callback=storage_options_of,
-    help="What fsspec needs to open the storage, such as key=…, secret=…, endpoint=…; may be repeated.",
+    help="Option with which fsspec opens the storage, such as key=…, secret=…, endpoint=…; may be repeated.",
 )
 
 
@@ -113,7 +113,7 @@ def seconds_of(context: click.Context, parameter: click.Parameter, value: float)
 
 
 def to_json(value: Any) -> str:
-    """Return the answer of a service as JSON, with the names of its fields."""
+    """Return a value as JSON; structs become objects with the names of their fields."""
     return msgspec.json.encode(_named(value)).decode()
 
 

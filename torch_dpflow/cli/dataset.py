@@ -99,7 +99,9 @@ def import_(
     description: str,
     **how: Any,
 ) -> None:
-    """Publish a version of a dataset from one source for each variant. The data is not moved.
+    """Publish a version of a dataset from one source for each variant.
+
+    The data stays where it is. Only samples of an iterable, or from compressed shards, are copied into the store.
 
     Repeat the same command to continue an interrupted import.
 
@@ -351,7 +353,7 @@ _to_option = click.option(
     metavar="NAME=VALUE",
     multiple=True,
     callback=storage_options_of,
-    help="What fsspec needs to open the target; may be repeated.",
+    help="Option with which fsspec opens the target; may be repeated.",
 )
 
 
@@ -394,13 +396,13 @@ def copy_(
     "--samples-per-file", type=click.IntRange(min=1), help="Samples of a file; by default --file-size decides."
 )
 @click.option("--file-size", default="256MiB", show_default=True, help="Bytes of samples after which a file ends.")
-@click.option("--row-group-size", default="16MiB", show_default=True, help="The same for a row group of Parquet.")
+@click.option("--row-group-size", default="16MiB", show_default=True, help="The same for row groups of Parquet.")
 @click.option(
     "--annotations",
     type=click.Choice(["columns", "json"]),
     default="columns",
     show_default=True,
-    help="Of Parquet: a column for each annotation, or one of JSON texts.",
+    help="For Parquet: one column for each annotation, or one column of JSON texts.",
 )
 @_to_option
 @store_options

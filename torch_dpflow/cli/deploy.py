@@ -26,7 +26,7 @@ _CLUSTER = re.compile(r"[0-9a-f]{8}", re.ASCII)
 
 @click.group()
 def deploy() -> None:
-    """Create, change or remove the workers' cloud function, with the settings of dpflow.toml, or nodes in a cloud."""
+    """Create, change or remove a cloud function for workers, with the settings of dpflow.toml, or nodes in a cloud."""
 
 
 _function_options = with_options(
@@ -73,10 +73,10 @@ _group_options = with_options(
     ),
     click.option(
         "--cluster",
-        help="With --list and --remove, if that file is lost: 8 digits in the names of the groups.",
+        help="With --list or --remove, in place of --join: the 8 digits in the names of the groups.",
     ),
     click.option("--nodes", type=click.IntRange(0, 256), help="Desired number of groups."),
-    click.option("--image", default="", help="Container image, as by `dpflow image`."),
+    click.option("--image", default="", help="Container image, such as one made by `dpflow image`."),
     click.option("--vswitch", default="", help="vSwitch of the groups, in the network of the cluster."),
     click.option(
         "--security-group",
@@ -92,7 +92,7 @@ _group_options = with_options(
         callback=size_of,
         help="Memory of a group.",
     ),
-    click.option("--spot", is_flag=True, help="Cheaper groups that the platform may end at any time."),
+    click.option("--spot", is_flag=True, help="Use cheaper groups, which the platform may end at any time."),
     click.option("--region", default="cn-hangzhou", show_default=True),
     click.option("--endpoint", default="", help="http(s)://HOST of the control plane; by default that of the region."),
     click.option("--dry-run", is_flag=True, help="Print what would be done, and do nothing."),
@@ -119,7 +119,7 @@ def eci(
 ) -> None:
     """Run nodes of a cluster as container groups of Alibaba Cloud's Elastic Container Instance.
 
-    A repeated call creates missing and ended groups, and removes superfluous ones.
+    A repeated call creates groups that are missing or have ended, and removes surplus groups.
     """
     from torch_dpflow.remote.launchers import eci
     from torch_dpflow.remote.launchers.eci import ContainerGroups
@@ -182,10 +182,10 @@ def manifest() -> None:
 
 _options = with_options(
     click.option("--name", default="dpflow", show_default=True, help="Name of the cluster and its objects."),
-    click.option("--namespace", help="Existing namespace; by default that of the settings, or default."),
-    click.option("--image", help="Image of the coordinator and its workers, as by `dpflow image`."),
+    click.option("--namespace", help='Existing namespace; by default that of the settings, else "default".'),
+    click.option("--image", help="Image of the coordinator and its workers, such as one made by `dpflow image`."),
     click.option("--workers", type=click.IntRange(1, 4096), help="Maximum number of workers of all flows together."),
-    click.option("--autoscale", metavar="MIN:MAX", help="Have as many workers as jobs need, within these bounds."),
+    click.option("--autoscale", metavar="MIN:MAX", help="Run as many workers as jobs need, within these bounds."),
     click.option(
         "--memory",
         metavar="SIZE",
@@ -196,7 +196,7 @@ _options = with_options(
     ),
     click.option("--cpu", default="2", show_default=True, help="Processors that the coordinator requests."),
     click.option("--state", default="", help="Store of flows: redis://HOST:PORT/NUMBER."),
-    click.option("--state-secret", default="", help="Secret whose `url` is that address, with a password."),
+    click.option("--state-secret", default="", help="Secret whose key `url` has the store's URL, with a password."),
     click.option("--state-size", default="", help="Store flows on a volume of this size, such as 1Gi."),
     click.option("--storage-class", default="", help="Storage class of that volume; by default that of Kubernetes."),
     click.option("--port", type=int, default=7600, show_default=True, help="Port to which jobs connect."),
@@ -227,8 +227,8 @@ _options = with_options(
         help="Serve metrics at port 9400 to the pods of this namespace, where Prometheus runs.",
     ),
     click.option("--page", is_flag=True, help="Serve the live page at port 8265 of the pod, for kubectl port-forward."),
-    click.option("--keys", help="File of `dpflow keygen`. Without it, new keys are generated."),
-    click.option("--without-secrets", is_flag=True, help="Print no keys, as their secrets exist already."),
+    click.option("--keys", help="File that `dpflow keygen` wrote. Without it, new keys are generated."),
+    click.option("--without-secrets", is_flag=True, help="Print no keys, because their secrets exist already."),
 )
 
 
@@ -249,8 +249,8 @@ def kubernetes(
 ) -> None:
     """Print a cluster with workers in pods as YAML for `kubectl apply -f -`, by settings in [platform.kubernetes].
 
-    The output contains keys, unless --without-secrets is given: keep it secret. Pods of jobs need the label
-    dpflow-cluster=NAME, the secret NAME-jobs as a volume, and the path of its file as DPFLOW_ADDRESS.
+    Keep the output secret: without --without-secrets it contains keys. Pods of jobs need the label dpflow-cluster=NAME,
+    the secret NAME-jobs as a volume, and the path of the secret's file as DPFLOW_ADDRESS.
     """
     from torch_dpflow.cluster.messages.coordinator import ClusterLimits
     from torch_dpflow.cluster.services.local_cluster import scaled_limits

@@ -45,7 +45,7 @@ class Found:
 
     #: Lines of requirements.txt.
     pinned: list[str] = field(default_factory=list)
-    #: Names of those installed from a directory, which other machines cannot install.
+    #: Names of distributions that were installed from a directory, which other machines cannot install.
     local: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
@@ -75,7 +75,7 @@ def image(out: str, without: tuple[str, ...], force: bool) -> None:
 
 
 def find(without: set[str]) -> Found:
-    """Return the installed distributions. Raises OptionError if one of `without` is not installed."""
+    """Return the installed distributions. without: names to leave out. Raises OptionError if one is not installed."""
     found, names = Found(), set()
     for distribution in metadata.distributions():
         name = _normal(distribution.metadata["Name"] or "")

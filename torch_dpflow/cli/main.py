@@ -45,7 +45,7 @@ COMMANDS = {
         "Write the files from which a container image of workers is built.",
     ),
     "manifest": ("torch_dpflow.cli.deploy", "manifest", "Print the Kubernetes objects of a cluster."),
-    "pool": ("torch_dpflow.cli.pool", "pool", "Hold datasets in this host's memory for all who read them."),
+    "pool": ("torch_dpflow.cli.pool", "pool", "Hold datasets in this host's memory for all jobs that read them."),
     "cache": ("torch_dpflow.cli.cache", "cache", "Show or clear the disk cache of samples."),
     "dataset": (
         "torch_dpflow.cli.dataset",

@@ -86,7 +86,7 @@ def workers(platform: str | None, address: str, as_json: bool) -> None:
 def sweep(platform: str, cluster: str | None, everything: bool, dry_run: bool, as_json: bool) -> None:
     """End workers that killed processes have left on PLATFORM.
 
-    Choose a cluster, because leftover workers cannot be told apart from workers of running loaders.
+    Choose a cluster by --cluster: leftover workers cannot be distinguished from workers of running loaders.
     """
     if cluster is not None and everything:
         raise OptionError("--cluster and --all exclude each other: give one of them")

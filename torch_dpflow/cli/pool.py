@@ -1,6 +1,6 @@
 """`dpflow pool`: runs a pool server, and shows and changes what the pool caches.
 
-Commands take a stored dataset by its name, and an array by its file; if these are cached, also by their id.
+Commands take the name of a stored dataset or the file of an array; of one that is cached, also its id.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _address = click.option(
     envvar="DPFLOW_POOL",
     show_envvar=True,
     metavar="DIRECTORY|tcp://HOST:PORT",
-    help="Directory of the pool's socket, or address of another host's server; by default this user's on this host.",
+    help="Directory of the pool's socket, or address of another host's server; by default your pool on this host.",
 )
 _connection = click.option(
     "--connection",
@@ -106,14 +106,14 @@ def pool() -> None:
 @click.option("--memory", required=True, help='Maximum memory for samples, such as "64GiB".')
 @click.option(
     "--ahead-memory",
-    help="Additional memory for reading ahead what does not fit; by default an eighth, and at most 1GiB.",
+    help="Additional memory for reading ahead samples that do not fit; by default an eighth of --memory, at most 1GiB.",
 )
 @click.option(
     "--idle-s",
     type=click.FloatRange(min=0),
     default=600.0,
     show_default=True,
-    help="How long a dataset stays that no process reads and no command has loaded, seconds.",
+    help="Seconds after which a dataset that no process reads is removed, unless a command has loaded it.",
 )
 @click.option(
     "--join",
@@ -141,7 +141,7 @@ def serve(
     connection: str | None,
     trust_network: bool,
 ) -> None:
-    """Run a server until it is stopped by Ctrl-C or SIGTERM."""
+    """Run a pool server until it is stopped by Ctrl-C or SIGTERM."""
     raise_limit(_WANTED_DESCRIPTORS)
     ahead_bytes = None if ahead_memory is None else parse_bytes("--ahead-memory", ahead_memory)
     memory_bytes = parse_bytes("--memory", memory)
@@ -172,7 +172,7 @@ def serve(
 
 
 @pool.command()
-@click.option("--part", is_flag=True, help="Cache as much as fits, instead of refusing what does not fit.")
+@click.option("--part", is_flag=True, help="Cache the part that fits, instead of refusing a dataset that does not fit.")
 @json_option
 @_at_pool
 @_opens_dataset
@@ -205,7 +205,7 @@ def preload(stored: StoredDataset | ArraySource, part: bool, as_json: bool, addr
 def verify(stored: StoredDataset | ArraySource, as_json: bool, address: PoolAddress) -> None:
     """Compare the cached part of a dataset or an array with its storage, which is read again.
 
-    Prints one line for each sample that differs; the exit status is then 1. With --json, prints one object.
+    Print one line for each sample that differs; the exit status is then 1. With --json, print one object.
     """
     differ: list[dict[str, Any]] = []
     bad, compared = 0, PoolComparison()
@@ -249,7 +249,7 @@ def list_(as_json: bool, address: PoolAddress) -> None:
 def top(interval_s: float, count: int | None, as_json: bool, address: PoolAddress) -> None:
     """Show what the pool caches and how fast it is read, updated continuously.
 
-    With --json, prints one line for each update, with counts of samples read so far.
+    With --json, print one line for each update, with counts of the samples that were read so far.
     """
     check_seconds("--interval-s", interval_s)
     if as_json:

@@ -37,7 +37,7 @@ def print_json(record: Dataset | SampleMeta) -> None:
 
 
 def print_datasets(published: Sequence[Dataset], drafts: Sequence[DatasetRef]) -> None:
-    """Print one line for each variant of each version."""
+    """Print one line for each variant of each version, and one for each unfinished import."""
     table = Table(box=None)
     for heading in ("dataset", "version", "variant", "published"):
         table.add_column(heading, overflow="fold")
@@ -104,7 +104,7 @@ def checked_line(stored: StoredDataset, compared: Compared | None, *, as_json: b
 
 
 def copied_lines(copied: Dataset, url: str, compared: Compared) -> Iterator[str]:
-    """Return the result of a copy: what was compared, and which data was not copied."""
+    """Yield lines about a finished copy: its variants, where data was not copied, and what was compared."""
     for name, variant in copied.variants.items():
         where = f"; data stays at {variant.data}" if "://" in variant.data else ""
         yield f"{copied.id}:{copied.version}:{name}: {variant.samples} samples copied to {url}{where}"
@@ -123,7 +123,7 @@ def _summary(compared: Compared) -> str:
 
 @contextmanager
 def import_progress(variant: str, importer: Importer) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar for an import on stderr, with a total once it is known."""
+    """Show a progress bar for an import on stderr; yield a function that sets the number of imported samples."""
     with _bar() as bar:
         task = bar.add_task(variant, total=None)
         yield lambda samples: bar.update(task, completed=samples, total=importer.total())
@@ -132,7 +132,7 @@ def import_progress(variant: str, importer: Importer) -> Iterator[Callable[[int]
 
 @contextmanager
 def verify_progress(variant: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar for a check on stderr."""
+    """Show a progress bar for a check on stderr; yield a function that sets the number of checked samples."""
     with _bar() as bar:
         task = bar.add_task(variant, total=total)
         yield lambda samples: bar.update(task, completed=samples)
@@ -140,7 +140,7 @@ def verify_progress(variant: str, total: int) -> Iterator[Callable[[int], None]]
 
 @contextmanager
 def preload_progress(name: str) -> Iterator[Callable[[int, int | None], None]]:
-    """Show a progress bar for loading into a pool on stderr; the total appears once the pool knows how much fits."""
+    """Show a progress bar for loading into a pool on stderr; yield a function that sets (samples, total or None)."""
     with _bar() as bar:
         task = bar.add_task(name, total=None)
         yield lambda samples, total: bar.update(task, completed=samples, total=total)
@@ -148,7 +148,7 @@ def preload_progress(name: str) -> Iterator[Callable[[int, int | None], None]]:
 
 @contextmanager
 def copy_progress() -> Iterator[Callable[[str, int], None]]:
-    """Show a progress bar for each copied variant on stderr."""
+    """Show a progress bar for each copied variant on stderr; yield a function that sets (variant, copied samples)."""
     tasks: dict[str, TaskID] = {}
     with _bar() as bar:
 
@@ -235,7 +235,7 @@ def read_rates(before: CachedDatasetList, now: CachedDatasetList, seconds: float
 
 
 def datasets_table(listed: CachedDatasetList, rates: Mapping[bytes, tuple[float, float]] | None = None) -> Table:
-    """Return a table with one line per dataset, and the free memory. rates: result of `read_rates`, to be shown."""
+    """Return a table with one line for each dataset, and the free memory. rates: from `read_rates`, to be shown."""
     free = f"{listed.free:,} of {listed.capacity:,} bytes are free"
     table = Table("id", "dataset", "samples", "in memory", "bytes", "stays", "readers", caption=free)
     for heading in ("from memory/s", "from storage/s", "hit rate") if rates is not None else ():

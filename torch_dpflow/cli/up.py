@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 #: End of an announcement; processes that the command starts may keep its pipe open.
 _END = b"\0"
-#: How long a start takes before its log is named, seconds.
+#: How long a start takes before its log is named, in seconds.
 _NOTICE_S = 10.0
 #: Maximum number of characters of a log in an error.
 _MAX_TAIL = 2000
@@ -36,7 +36,7 @@ _up_options = with_options(
     click.option(
         "--autoscale",
         metavar="MIN:MAX",
-        help="Have as many workers as jobs need, within these bounds for all flows together.",
+        help="Run as many workers as jobs need, within these bounds for all flows together.",
     ),
     click.option(
         "--memory",
@@ -45,7 +45,7 @@ _up_options = with_options(
         help="Maximum memory for samples of all flows, such as 8GiB.",
     ),
     click.option(
-        "--listen", help="tcp://ADDRESS:PORT, with keys. Without it, only this user on this host can connect."
+        "--listen", help="Address for other hosts, tcp://ADDRESS:PORT. Without it, only you on this host can connect."
     ),
     click.option(
         "--state",
@@ -59,7 +59,7 @@ _up_options = with_options(
         metavar="FILE",
         help="Connection file to write, by which jobs and all other commands find the cluster.",
     ),
-    click.option("--keys", help="File of `dpflow keygen`, for --listen. Without it, new keys are generated."),
+    click.option("--keys", help="File that `dpflow keygen` wrote, for --listen. Without it, new keys are generated."),
     click.option("--metrics", metavar="HOST:PORT", help="Address of metrics for Prometheus, over HTTP."),
     click.option("--metrics-public", is_flag=True, help="Allow other hosts to read --metrics, without a key."),
     click.option("--web", metavar="HOST:PORT", help="Address of the live page, for a browser."),
@@ -114,7 +114,7 @@ def up(
 ) -> None:
     """Run a cluster until it is stopped: by Ctrl-C, SIGTERM or `dpflow down`.
 
-    It logs to stderr, one line for each event, with the flow, the job and the worker concerned.
+    The cluster logs to stderr, one line for each event, with the flow, the job and the worker concerned.
     """
     from torch_dpflow.cluster.messages.coordinator import ClusterLimits
     from torch_dpflow.cluster.services.local_cluster import ClusterOptions, LocalCluster
@@ -198,7 +198,7 @@ def go_on_in_background(log: Path) -> Callable[[str], None]:
     """Continue in a forked child, whose output goes to `log`; the parent prints the child's announcement and exits.
 
     Returns:
-        A function by which the child sends its announcement, once.
+        A function that the child calls once, with the text to announce.
 
     Raises, in the parent:
         click.ClickException: the child ended without an announcement.

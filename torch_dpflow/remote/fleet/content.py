@@ -21,7 +21,7 @@ class WorkerKind:
 
     #: As in `LaunchSpec`.
     role: Literal["worker", "sample-worker"]
-    #: How many tasks one holds: at least, and at most if round trips are long.
+    #: How many tasks one worker holds: the minimum, and the maximum, which long round trips need.
     min_window: int
     max_window: int
     log: logging.Logger
@@ -29,7 +29,7 @@ class WorkerKind:
 
 #: One batch is loaded and one waits.
 BATCH_WORKERS = WorkerKind("worker", 2, 8, LOADER)
-#: As many samples as workers of the shard's host hold; the shard requests at most twice as many.
+#: The minimum is that of workers on the shard's host; the shard requests at most twice this number.
 SAMPLE_WORKERS = WorkerKind("sample-worker", 16, 32, SERVICE)
 
 
@@ -56,7 +56,10 @@ class RemoteContent:
         return data[offset : offset + PIECE_BYTES]
 
     def unfit(self, versions: Mapping[str, str]) -> str:
-        """Return why a worker with these versions cannot load the content, and what to do; empty if the worker can."""
+        """Return why a worker with these versions cannot load the content, and what to do; empty if it can.
+
+        Differences that may only change samples are logged once.
+        """
         reason = unfit(versions, self._versions)
         for text in () if reason else warnings_of(versions, self._versions):
             if text not in self._warned:
@@ -69,13 +72,13 @@ class RemoteContent:
         return missing_text(name for name in modules if name.replace(".", "").isidentifier())
 
 
-#: After how long to log how many workers have connected, if not all have, seconds.
+#: After how long to log how many workers have connected, if not all have, in seconds.
 COMPLAIN_S = 20.0
 
 
 @dataclass
 class Shortage:
-    """Log of missing workers and the platform's reason. Times are seconds."""
+    """Log of missing workers and the platform's reason. Times are in seconds."""
 
     #: The platform's name, how many workers there should be, and how few are an error after `start_s`.
     platform: str
@@ -85,7 +88,7 @@ class Shortage:
     #: Where workers connect, and where to log.
     address: str
     log: logging.Logger
-    #: What limits them and the details, for display; empty: nothing known.
+    #: What limits the number of workers, with details, for display; empty: unknown.
     reason: str = ""
     #: When to log that not all have connected, and when too few are an error.
     complains_at: float = math.inf
@@ -99,7 +102,7 @@ class Shortage:
         self.complains_at = self.fails_at = math.inf
 
     def limit(self, by: str, text: str, working: int) -> None:
-        """Record and log the reason for missing workers. by: the limit, in one word; empty: there is none now."""
+        """Record and log why workers are missing. by: the limit in one word; empty: none now. text: its details."""
         self.reason = f"limited by {by}: {text}" if by else ""
         if by:
             self.log.warning(
@@ -109,7 +112,7 @@ class Shortage:
     def check(self, working: int, called: int, importing: str, now: float) -> str:
         """Log once how many workers are missing; return an error text if too few have connected in time, else "".
 
-        called: number of workers that have connected, including those that work. importing: what one of them imports.
+        working, called: number of workers that load, and that have connected. importing: see `RemoteWorkers`.
         """
         if working == self.workers:
             self.complains_at = self.fails_at = math.inf

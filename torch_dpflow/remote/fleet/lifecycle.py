@@ -9,10 +9,10 @@
     unfit, goodbye ──> LEAVING ──Ended: gone; else in time──> STOPPING ──Ended, or in time: gone
     silent, condemned ──> STOPPING
 
-A fleet has as many places as its target. A place keeps its number, and each new worker at a place has a higher
-incarnation. Before a worker's lifetime ends, a successor is started for its place. The successor waits on deck until
-the worker is drained, and then takes over the number and its stream. At most a tenth of the target, or one worker, is
-replaced at a time.
+A fleet's target is the number of its places, each for one worker. A place keeps its number, and each new worker at a
+place has a higher incarnation. Before a worker's lifetime ends, a successor is started for its place. The successor
+waits on deck until the worker is drained, and then takes over the number and its stream. At most a tenth of the target,
+or one worker, is replaced at a time.
 
 A connected worker lives while its lease is renewed; all other states have a time limit. Outcomes of the platform arrive
 by `handle`. Events of unknown workers are answered if a process waits for the answer, and otherwise ignored.
@@ -43,15 +43,15 @@ from torch_dpflow.remote.fleet.worker_states import (
 from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Refused, Warned
 from torch_dpflow.workers.platform import FALSE_STARTS, Limits
 
-#: How long a worker may take to finish its tasks, if not given, and to leave by itself, seconds.
+#: How long a worker may take by default to finish its tasks, and to leave by itself, in seconds.
 DRAIN_S, LEAVE_S = 30.0, 5.0
-#: Silence of a connected worker after which the platform is queried, and after which its tasks are given to others,
+#: Silence of a connected worker after which the platform is queried, and after which its tasks are given to others, in
 #: seconds.
 SUSPECT_S, LEASE_S = clocks.LEASE_S / 2, 2 * clocks.LEASE_S
-#: How long the platform may take to end a worker by force, at least; else twice its grace; seconds.
+#: How long the platform may take to end a worker by force, in seconds; twice its grace if that is longer.
 STOP_S = 10.0
-#: How long a connected worker may need until it is ready, after its latest request for content, seconds: it unpickles
-#: the dataset and imports what that needs.
+#: How long a connected worker may need until it is ready, after its latest request for content, in seconds. It
+#: unpickles the dataset and imports the modules that this needs.
 READY_S = 600.0
 #: Fractions of a lifetime after which a successor is started, drawn for each worker so that not all end together, and
 #: after which a worker is drained even without one.
@@ -67,12 +67,14 @@ MAX_REASONS = 64
 class Fleet:
     """Fleet of remote workers, whose number follows a target. Not thread-safe; an event is O(1), a tick O(workers).
 
-    The fleet fails if it has no worker and the platform keeps refusing starts.
+    The fleet fails, and starts no more workers, if the platform rejects a start for good or, while no worker is
+    connected, keeps refusing starts. It also fails if workers prove unusable again and again.
 
     Args:
         prefix: prefix of the workers' names, see `remote.launchers.contract.prefix_of`.
+        limits: the limits of the platform.
         draw: returns random numbers in [0, 1), for jitter.
-        drain_s: time limit for a draining worker to finish its tasks, seconds.
+        drain_s: time limit for a draining worker to finish its tasks, in seconds.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Fleet:
         self._has_arrived = self._has_been_ready = False
         self._unfit: Counter[str] = Counter()
         self._out: list[FleetInstruction] = []
-        #: How long all workers that have ended have run together, seconds.
+        #: How long all workers that have ended have run together, in seconds.
         self._gone_s = 0.0
         #: Why there are fewer workers than the target; empty if nothing limits them.
         self.limited_by = ""
@@ -216,10 +218,10 @@ class Fleet:
         return self.get(self._prefix + user.replace("/", "-"))
 
     def worker_s(self, now: float) -> float:
-        """Return the total running time of all workers so far, seconds.
+        """Return the total running time of all workers so far, in seconds.
 
-        Counted as functions are billed: from a worker's connection until its last message, or as its platform reports.
-        The sum never shrinks.
+        It is counted as functions are billed: from a worker's connection until its last message, or as the platform
+        reports once the worker has ended.
         """
         return self._gone_s + sum(one.ran_s(now) for one in self.workers)
 
@@ -363,7 +365,7 @@ class Fleet:
 
     @property
     def _lead_s(self) -> float:
-        """Time before a lifetime's end at which the successor is started, seconds. Few starts run at once."""
+        """Time before a lifetime's end at which the successor is started, in seconds. Few starts run at once."""
         if self._lifetime_s is None:
             return 0.0
         rounds = math.ceil(self._target / max(1, self._spare))

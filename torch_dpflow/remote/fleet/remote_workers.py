@@ -49,11 +49,11 @@ from torch_dpflow.remote.launchers.contract import Ended, PlatformSource, Remote
 from torch_dpflow.workers.platform import Handle
 from torch_dpflow.workers.shard import Shard, other_release
 
-#: Minimum interval between queries about all workers after connections have ended, seconds.
+#: Minimum interval between queries about all workers after connections have ended, in seconds.
 ASK_S = 2.0
-#: How often to check leases and time limits if nothing happens, seconds.
+#: How often to check leases and time limits if nothing happens, in seconds.
 LOOK_S = 0.25
-#: How long workers may take to end after the loader's end, before they are killed, seconds.
+#: How long workers may take to end after the loader's end, before they are killed, in seconds.
 TERMINATE_S = 2.0
 
 
@@ -63,12 +63,12 @@ class Shell(Protocol):
     def lose(self, worker: int, how: str, *, had_tasks: bool, may_blame: bool) -> None:
         """Handle a worker that has ended or does not answer.
 
-        how: how it ended; empty if its end was requested. had_tasks: whether it was admitted; if not, another worker
-            may have its number. may_blame: whether its task may be the reason.
+        worker: its number. how: how it ended; empty if its end was requested. had_tasks: whether it was admitted; if
+            not, another worker may have its number. may_blame: whether its task may be the reason.
         """
 
     def fail(self, error: Exception) -> None:
-        """Handle the end of all starts of workers, because of `error`."""
+        """Handle an error after which no workers are started, or because too few have connected in time."""
 
 
 class RemoteWorkers:
@@ -77,6 +77,7 @@ class RemoteWorkers:
     Args:
         platform: settings of the platform, which is opened here and closed by `close`.
         content: the code and the dataset that are sent to each worker.
+        workers: target number of workers.
         listen_at: address to which workers connect, `tcp://HOST:PORT`, or `tcp://HOST:FIRST-LAST` for the first free
             port; empty: the platform chooses the address.
         least: number of workers that must be connected before the first one loads; 0: do not wait.
@@ -182,7 +183,7 @@ class RemoteWorkers:
         return ()
 
     def refusal(self, number: int, incarnation: int) -> str:
-        """Return why this incarnation is not the latest process of its worker; empty if it is."""
+        """Return why messages of this incarnation of a worker are rejected; empty if it was admitted and works."""
         worker = self._fleet.by_user(f"{number}/{incarnation}")
         return "" if worker is not None and worker.is_working else "it was not admitted"
 
@@ -194,7 +195,7 @@ class RemoteWorkers:
     def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
         """Send a message like `Listener.send`, but return True for every worker that works, even if it is gone.
 
-        If the message is refused, the worker has ended, which its platform will report, or it is ended after
+        If the message is refused, either the worker has ended and the platform reports this, or the fleet ends it after
         `SUSPECT_S`.
         """
         worker, is_sent = self._fleet.by_user(split_identity(peer)[0]), self.listener.send(peer, frames)
@@ -219,7 +220,7 @@ class RemoteWorkers:
         return sum(worker.is_working for worker in self._fleet.workers)
 
     def dismiss(self, *, all_: bool = False) -> None:
-        """Prepare the end of the shard: make idle workers, or all workers, leave, and start no more."""
+        """Prepare the end of the shard: make workers without tasks, or all workers, leave, and start no more."""
         self._leaving = True
         for worker in self._fleet.connected:
             if all_ or not worker.is_working:

@@ -88,7 +88,7 @@ def to_bind(listen: str) -> str:
 def to_tell(listen: str, bound: str) -> list[str]:
     """Return the addresses at which other hosts reach the listener.
 
-    listen: the configured one; bound: the actual one.
+    listen: the configured address; bound: the actual address.
     """
     host, _ = _split(listen)
     own, port = _split(bound)
@@ -118,7 +118,7 @@ def _is_literal(host: str) -> bool:
     return False
 
 
-#: A worker ends after this time without an answer, seconds.
+#: A worker ends after this time without an answer, in seconds.
 SILENCE_S = 30.0
 
 
@@ -133,7 +133,7 @@ class WorkerListener:
         listen_at: `tcp://HOST:PORT`, or `tcp://HOST:FIRST-LAST` for the first port that is free.
 
     Raises:
-        OptionError: workers cannot reach the address.
+        OptionError: the host's name cannot be resolved.
         PortsInUseError: all ports are in use.
         TransportError: the address cannot be bound.
     """
@@ -148,7 +148,7 @@ class WorkerListener:
     def launch_spec(self, worker: FleetWorker, *, kind: WorkerKind, within_s: float, lifetime_s: float | None) -> bytes:
         """Encode a worker's launch spec, with a new key.
 
-        The key expires after `within_s` unless the worker connects.
+        The key expires if the worker does not connect within `within_s` seconds.
         """
         public, secret = draw_key_pair()
         self._keys.expect(worker.user, public, within_s)

@@ -50,7 +50,7 @@ class WorkerState(enum.Enum):
 
     @property
     def is_expected(self) -> bool:
-        """Whether the worker has been started and has not connected."""
+        """Whether the worker's start was requested and it has not connected."""
         return self in (WorkerState.REQUESTED, WorkerState.STARTING)
 
 
@@ -58,7 +58,7 @@ class WorkerState(enum.Enum):
 LINE, WORK = b"line", b"work"
 #: A window grows for a round trip above this fraction of a task's usual time.
 NEGLIGIBLE = 0.05
-#: A message that a broken connection may have cost counts as lost after this time without any, seconds.
+#: A message that a broken connection may have cost counts as lost after this time without any, in seconds.
 LOST_S = 10.0
 #: Weight of the latest task in the usual time of one.
 _WEIGHT = 0.2
@@ -66,7 +66,7 @@ _WEIGHT = 0.2
 
 @dataclass(slots=True, eq=False)
 class FleetWorker:
-    """A worker that has not ended, and its connections. Times are seconds on the clock that the fleet's caller uses."""
+    """Worker that has not ended, and its connections. Times are in seconds, on the clock of the fleet's caller."""
 
     name: str
     number: int
@@ -76,7 +76,7 @@ class FleetWorker:
     due: float
     #: When the platform ends it.
     ends: float = math.inf
-    #: From when on a successor is started, and when it is drained even without one.
+    #: When a successor is started, and when it is drained even without a successor.
     rotates: float = math.inf
     drains: float = math.inf
     state: WorkerState = WorkerState.REQUESTED
@@ -110,11 +110,11 @@ class FleetWorker:
     #: Since when a side has received less than the other has sent, and how many connections had ended when none had.
     short_since: float | None = None
     losses: int = 0
-    #: How long it has been idle while its results were under way, as it reports; time between two of its results, a
-    #: moving average, and when the latest arrived; seconds.
+    #: How long it has been idle while its results were under way, as it reports.
     away_s: float = 0.0
     #: What it imports while it starts, as its latest heartbeat reports.
     importing: str = ""
+    #: Moving average of the time between two of its results, and when the latest arrived.
     usual_s: float = 0.0
     worked: float = 0.0
     #: How many tasks it holds.
@@ -130,7 +130,7 @@ class FleetWorker:
         return b"/".join((self.user.encode(), self.nonce, kind))
 
     def ran_s(self, now: float) -> float:
-        """Return how long the worker has run, seconds: from its connection until it left, or until its last message."""
+        """Return the seconds that the worker has run: from its connection until it left, or until its last message."""
         if self.since is None:
             return 0.0
         until = self.until if self.until is not None else self.last_seen if self.nonce else now
@@ -150,7 +150,7 @@ class FleetWorker:
         self.last_seen = self.worked = now
 
     def note_away(self, away_s: float) -> float:
-        """Record the worker's total seconds of waiting for its link; return the growth, or 0 if it does not work."""
+        """Record the worker's total seconds of waiting for its link; return the increase, or 0 if it does not work."""
         more_s, self.away_s = away_s - self.away_s, away_s
         return max(0.0, more_s) if self.is_working else 0.0
 
@@ -229,7 +229,7 @@ class StopWorker(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Instruction: show this limit of the fleet, with details; empty: nothing limits it."""
+    """Instruction: show this limit of the fleet, in one word and with details; empty: nothing limits it."""
 
     limited_by: str
     text: str
@@ -246,19 +246,19 @@ FleetInstruction: TypeAlias = (
 )
 
 
-#: First and longest pause after a failure, seconds, and the longest while the platform does not answer, which costs
-#: little to try: its workers should return soon after it does.
+#: First and longest pause after a failure, in seconds, and the longest while the platform does not answer. Trying costs
+#: little then, and workers should start soon after the platform is back.
 FIRST_PAUSE_S, MAX_PAUSE_S, AWAY_PAUSE_S = 0.5, 30.0, 5.0
-#: After how long to retry with credentials that were refused, the first time and later, seconds: they are looked up
+#: After how long to retry with credentials that were refused, the first time and later, in seconds: they are looked up
 #: again, and the service that checks them may not have answered.
 RENEW_S, DENIED_S = 1.0, 30.0
 #: How often credentials that have not expired are refused in a row before the fleet fails.
 MAX_DENIALS = 2
 #: How long a fleet without workers waits while starts are refused for a reason that may pass: if the platform has
 #: accepted a start before, or only throttles; and if it never has. Refusals that are further apart than the third
-#: number do not count as one series. Seconds.
+#: number do not count as one series. All are in seconds.
 REFUSED_TIMEOUT_S, UNTRIED_S, APART_S = 300.0, 60.0, 150.0
-#: How often a ceiling that the platform has shown rises by one, seconds.
+#: How often a ceiling that the platform has shown rises by one, in seconds.
 RAISE_S = 60.0
 #: How many starts the timeout is learned from, and how many times their 95th percentile it is.
 STARTS, TIMES = 32, 3.0
@@ -278,6 +278,7 @@ class StartLimits:
     After a refused start, one start is tried at a time.
 
     Args:
+        limits: the limits of the platform.
         draw: returns random numbers in [0, 1), for the jitter of pauses.
     """
 
@@ -300,18 +301,18 @@ class StartLimits:
 
     @property
     def false_starts(self) -> int:
-        """Number of workers in a row that have ended before they connected."""
+        """Number of workers in a row that have ended before they connected, or were unusable."""
         return self._false_starts.failures
 
     @property
     def timeout_s(self) -> float:
-        """Time limit from a worker's start to its handshake, seconds."""
+        """Time limit from a worker's start to its handshake, in seconds."""
         least, most = self._limits.start_timeout_s
         return max(least, min(TIMES * self.usual_s, most)) if self._delays else most
 
     @property
     def usual_s(self) -> float:
-        """Time from start to handshake that nearly all workers need at most, seconds. 0 while none has connected."""
+        """Seconds from start to handshake that nearly all workers need at most; 0 while none has connected."""
         return sorted(self._delays)[math.ceil(0.95 * len(self._delays)) - 1] if self._delays else 0.0
 
     def ceiling(self, now: float) -> float:
@@ -389,7 +390,7 @@ class StartLimits:
         self._resume_at = -math.inf
 
     def lower(self, ceiling: int, now: float, *, accepts: bool = False) -> None:
-        """Record the platform's capacity; the assumed capacity rises by one each `RAISE_S`.
+        """Record the platform's capacity for workers; the assumed capacity rises by one every `RAISE_S` seconds.
 
         accepts: whether the platform accepts more starts, whose workers do not connect. Then only a worker that
             connects shows that there is capacity again.

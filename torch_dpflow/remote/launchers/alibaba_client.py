@@ -25,7 +25,7 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.remote.launchers.contract import line_of
 
-#: Timeouts of a connection, and of the answer to a call other than a start, seconds.
+#: Timeouts of a connection, and of the answer to a call that is not a start, in seconds.
 CONNECT_S, ANSWER_S = 5.0, 20.0
 #: Parts of error codes: of a used-up quota, and of credentials that are wrong, expired or lack a permission.
 _QUOTA = ("Exhausted", "Quota", "LimitExceeded", "NoStock")
@@ -50,7 +50,7 @@ class AlibabaClient(ABC):
     """Base class of clients for one service of the vendor. Any thread may call; no call is retried.
 
     Args:
-        region: as "cn-hangzhou".
+        region: such as "cn-hangzhou".
         endpoint: address of the control plane, `http(s)://HOST[:PORT]`; empty: the region's default.
         subject: name of the object for which calls need permissions, for messages.
     """
@@ -71,9 +71,9 @@ class AlibabaClient(ABC):
         return ""
 
     def call(self, what: str, call: str, *arguments: Any, answer_s: float = ANSWER_S) -> Any:
-        """Make a call and return its answer. what: beginning of an error's text, such as "NAME cannot be started".
+        """Call the method `call` of the vendor's client with `arguments`, and return its answer. Raises PlatformError.
 
-        Raises PlatformError.
+        what: beginning of an error's text, such as "NAME cannot be started". answer_s: its timeout, in seconds.
         """
         from darabonba.runtime import RuntimeOptions
 

@@ -24,7 +24,7 @@ from torch_dpflow.remote.launchers.contract import require, seconds_of
 
 #: What needs boto3, and the extra that installs it.
 REQUIRED = ("platform='lambda' needs boto3", "aws")
-#: How long to wait for a connection, seconds.
+#: How long to wait for a connection, in seconds.
 CONNECT_S = 10.0
 #: Codes of rejected credentials, some of which have a special status.
 _DENIED = {
@@ -69,7 +69,7 @@ class AwsClient:
 
     Args:
         region: AWS region; empty: the region in AWS's own settings.
-        read_timeout_s: how long a call may take, seconds.
+        read_timeout_s: how long a call may take, in seconds.
         connections: maximum number of calls at once.
 
     Raises:
@@ -132,7 +132,7 @@ class AwsClient:
 
 
 def aws_error(what: str, error: Exception) -> PlatformError | OptionError:
-    """Translate an error of boto3. After an unknown error, the call may have taken effect."""
+    """Translate an error of boto3; AnswerLostError if the call may have taken effect. what: beginning of its text."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "ClientError" in kinds:
         return _of_answer(what, error)

@@ -31,12 +31,12 @@ from torch_dpflow.remote.launchers.processes import LOOK_S
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
-#: Lambda ends an invocation after this time, seconds; its answer may arrive that much later; workers must be done
-#: before, with this margin.
+#: Time after which Lambda ends an invocation, how much later its answer may arrive, and how much earlier workers must
+#: be done, in seconds.
 MAX_INVOCATION_S, ANSWER_S, MARGIN_S = 900.0, 10.0, 30.0
 #: Maximum calls that one process holds, each with a thread and a connection.
 MAX_HELD = 256
-#: How long a start waits for its rejection, seconds: a rejection is answered at once, an accepted start not at all.
+#: How long a start waits for its rejection, in seconds: a rejection is answered at once, an accepted start not at all.
 REFUSED_S = 1.0
 #: Bytes of a unit of Lambda's memory, and minimum and maximum units.
 _MIB, _MIN_MIB, _MAX_MIB = 2**20, 128, 10_240
@@ -54,11 +54,11 @@ class Lambda(FunctionSettings):
         function: name or ARN of the function; an alias or version can follow after a colon.
         region: the function's region; empty: from AWS's settings.
         lifetime: time after which a worker is replaced, such as "14m", or a number of seconds.
-        max_workers: maximum number of concurrent workers; required, since each is billed.
+        max_workers: maximum number of concurrent workers; required, because each is billed.
         memory: memory of the deployed function, such as "2GiB"; Lambda adds one processor for each 1.77 GB.
         role: ARN of the deployed function's role, which must allow a function in a VPC.
         vpc: VPC of the deployed function: `subnets` and `security_groups`, lists of ids.
-        price_per_hour: price of a worker, for reports.
+        price_per_hour: price of one worker for an hour, for reports.
 
     Raises:
         OptionError: a value is out of range.
@@ -161,7 +161,7 @@ class LambdaLauncher:
             return alive | {name: Fate(end=end) for name in workers if (end := self._ends.pop(name, None))}
 
     def stop(self, name: str, ref: Ref | None) -> None:
-        """Do nothing to the worker, which Lambda cannot end: it exits later, and its call is held until then."""
+        """Forget the worker, which Lambda cannot end: it exits by itself, and its call is held open until then."""
         with self._lock:
             self._held.pop(name, None)
             self._ends.pop(name, None)
@@ -173,7 +173,7 @@ class LambdaLauncher:
         self._client.close()
 
     def invoke(self, name: str, payload: str) -> End:
-        """Invoke the function, and wait for its end. Raises PlatformError."""
+        """Invoke the function for a worker, wait for its end, and return how it ended. Raises PlatformError."""
         with self._client.calling(f"{name} cannot be started") as client:
             # A file, since botocore logs the request: the launch spec has a key.
             body = io.BytesIO(payload.encode())

@@ -45,7 +45,7 @@ class Fate:
 
     #: How it has ended; None while it lives.
     end: End | None = None
-    #: In how many seconds the platform will end it, if announced.
+    #: In how many seconds the platform will end it; None: not announced.
     until_s: float | None = None
 
 
@@ -66,11 +66,12 @@ class Launcher(Protocol):
 
         If the platform detects that the name was started before, return the worker of the first start.
 
-        Raises AnswerLostError if the worker may have been started, another PlatformError if it was not.
+        deadline_s: time limit in seconds. Raises AnswerLostError if the worker may have been started, another
+            PlatformError if it was not.
         """
 
     def look(self, workers: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
-        """Return the states of these workers, without workers that are unknown.
+        """Return the states of these workers, without workers that the platform does not have.
 
         workers: the ref of each worker by its name; if a ref is None, the name identifies the worker.
         """
@@ -108,7 +109,7 @@ class Answerless(Body, tag="answerless"):
 
 
 class Warned(Body, tag="warned"):
-    """Outcome: the platform will end this worker at `until_s`."""
+    """Outcome: the platform will end this worker in `until_s` seconds."""
 
     name: str
     until_s: float
@@ -154,9 +155,9 @@ class AdoptingPlatform(RemotePlatform, Protocol):
     """Platform that can take over the workers of a process that has died."""
 
     def adopt(self, name: str, ref: Ref | None) -> None:
-        """Treat a worker that another process started as its own, without an `Accepted`.
+        """Treat a worker that another process started like one that this object started; no `Accepted` follows.
 
-        A known worker is unchanged.
+        If the worker is known already, nothing changes.
         """
 
 
@@ -241,24 +242,24 @@ _NAME = re.compile(r"dpf-([0-9a-f]{8})-[0-9a-f]{10}-(?:0|[1-9][0-9]{0,5})-(?:0|[
 
 
 def cluster_of(name: str) -> str | None:
-    """Return the cluster in a worker's name; None if this is no worker's name."""
+    """Return the 8 digits of the cluster in a worker's name; None if this is no worker's name."""
     match = _NAME.fullmatch(name)
     return None if match is None else match[1]
 
 
 def prefix_of(cluster: str, group: str = "") -> str:
-    """Return the common prefix of the names of a cluster's workers, or of one of its fleets."""
+    """Return the common prefix of the names of a cluster's workers, or of those of its fleet `group`."""
     return f"dpf-{cluster}-{group}-" if group else f"dpf-{cluster}-"
 
 
 def require(library: str, needs: str, extra: str) -> None:
-    """Raise MissingExtraError unless a library is installed, without importing it."""
+    """Raise MissingExtraError, which begins with `needs`, unless a library is installed. Does not import it."""
     if importlib.util.find_spec(library) is None:
         raise MissingExtraError(f"{needs}; install it with: pip install 'torch_dpflow[{extra}]'")
 
 
 def check_tcp(address: str, *, loopback: bool = True, advice: str = "") -> None:
-    """Raise OptionError for an address that workers cannot reach: not tcp, or loopback with `loopback=False`."""
+    """Raise OptionError for an address that workers cannot reach: not tcp, or loopback without `loopback`."""
     if not address.startswith("tcp://"):
         raise OptionError(f"listen={address!r}: workers connect over tcp, as at tcp://10.0.0.5:7700")
     if not loopback and is_loopback(address):
@@ -277,16 +278,14 @@ def line_of(text: object) -> str:
     return " ".join(str(text).split())[:600]
 
 
-#: The time over which a rate is an average, seconds.
+#: The time over which a rate is an average, in seconds.
 PERIOD_S = 10.0
 
 
 class RateLimit:
     """Rate limit: at most a fixed number of calls in any `PERIOD_S`, possibly all at once, as control planes count.
 
-    Time is an argument.
-
-    A token bucket of that size and rate would let twice the number through.
+    Time is an argument. A token bucket of that size and rate would let twice the number through.
 
     per_s: average number of calls per second, above 0. The period is longer if it would allow less than one call.
     """
@@ -297,7 +296,7 @@ class RateLimit:
         self._latest: deque[float] = deque(maxlen=max(1, int(per_s * self.period_s)))
 
     def wait_s(self, now: float) -> float:
-        """Return the time until the next call is allowed, seconds; 0 if it is allowed now."""
+        """Return the seconds until the next call is allowed; 0 if it is allowed now."""
         if len(self._latest) < (self._latest.maxlen or 1):
             return 0.0
         return max(0.0, self.period_s - (now - self._latest[0]))

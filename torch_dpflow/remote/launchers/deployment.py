@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 def existing(read: Callable[[], _T], *, dry_run: bool) -> tuple[_T | None, list[str]]:
-    """Return (result of `read`, no lines), or (None, a line for display) in a dry run without credentials."""
+    """Return (result of `read`, empty list); in a dry run without credentials (None, list with a line for display)."""
     try:
         return read(), []
     except DeniedError as error:
@@ -25,7 +25,8 @@ def changes(
 ) -> Iterator[str]:
     """Yield the necessary changes as lines of text.
 
-    place: name of the function. there: its settings; None if it does not exist. unknown: lines from `existing`.
+    place: name of the function. there: its present settings; None if it does not exist. wanted: its new settings.
+    unknown: lines from `existing`.
     """
     yield from unknown
     done = "created, or changed where it differs" if unknown else "created" if there is None else "changed"
@@ -36,7 +37,7 @@ def changes(
 def removal(
     place: str, read: Callable[[], object | None], delete: Callable[[], None], *, dry_run: bool
 ) -> Iterator[str]:
-    """Remove a function if it exists; yield each step as a line of text."""
+    """Remove a function by `delete` if `read` does not return None; yield each step as a line of text."""
     there, unknown = existing(read, dry_run=dry_run)
     yield from unknown
     if there is None and not unknown:

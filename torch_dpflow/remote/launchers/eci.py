@@ -30,7 +30,7 @@ class ContainerGroup:
 
     id: str
     name: str
-    #: As the platform has it, such as "Running".
+    #: The platform's name of its state, such as "Running".
     status: str
     #: Its address in its network; empty: it has none yet.
     address: str
@@ -38,10 +38,10 @@ class ContainerGroup:
 
 
 class ContainerGroups(AlibabaClient):
-    """Container groups of an account in one region. Any thread may call.
+    """Client of the container groups of an account in one region. Thread-safe.
 
     Args:
-        region: as "cn-hangzhou".
+        region: such as "cn-hangzhou".
         endpoint: address of the control plane, `http(s)://HOST[:PORT]`; empty: the region's default.
 
     Raises MissingExtraError: the vendor's client is not installed.
@@ -61,7 +61,7 @@ class ContainerGroups(AlibabaClient):
     def create(self, request: Mapping[str, Any]) -> str:
         """Create a group from a request in the vendor's JSON; return its id.
 
-        A repeated ClientToken returns the same group.
+        A request with the ClientToken of an earlier one returns the same group.
         """
         given = self.package.models.CreateContainerGroupRequest().from_map({"RegionId": self.region, **request})
         what = f"{request['ContainerGroupName']} cannot be created"
@@ -69,7 +69,7 @@ class ContainerGroups(AlibabaClient):
         return id
 
     def tagged(self, key: str, value: str) -> Iterator[ContainerGroup]:
-        """Yield the groups with this tag. An account without permission to list gets none."""
+        """Yield the groups with this tag; none if the account has no permission to list groups."""
         models, token = self.package.models, None
         while True:
             request = models.DescribeContainerGroupsRequest(
@@ -101,13 +101,13 @@ CLUSTER, NUMBER = "dpflow-cluster", "dpflow-node"
 #: States in which a group has ended for good and costs nothing.
 ENDED = frozenset({"Succeeded", "Failed", "ScheduleFailed", "Expired"})
 _ENDING = "Terminating"
-#: Time of a leaving node, seconds: `cluster.services.joining_node.LEAVE_S` for its jobs, and its own end.
+#: Time of a leaving node, in seconds: `cluster.services.joining_node.LEAVE_S` for its jobs, and its own end.
 _GRACE_S = 75
 #: Maximum nodes of a cluster.
 _MAX_NODES = 256
 #: Maximum bytes of one file of a group.
 _MAX_KEY_BYTES = 32 * 1024
-#: How often a call is tried that was throttled or not answered, and the longest pause in between, seconds.
+#: How often a call is tried that was throttled or not answered, and the longest pause in between, in seconds.
 _TRIES, _MAX_PAUSE_S = 8, 15.0
 _KEYS = "/var/run/dpflow"
 # A file that the platform mounts may be readable by others; a node takes keys from one that is its own only. `exec`, so
@@ -126,7 +126,7 @@ class NodeGroups:
 
     Args:
         cluster: name of the nodes' cluster, from `cluster_of`.
-        address: the cluster's TCP address.
+        address: the cluster's TCP address. count: number of groups.
         keys: content of the cluster's connection file, with the keys of services. They are never printed.
         image: image of the groups' container, in a registry that the region reaches.
         vswitch, security_group: network of the cluster and its jobs.
@@ -158,7 +158,7 @@ class NodeGroups:
             raise OptionError(f"the connection file has {len(self.keys)} bytes; a group takes {_MAX_KEY_BYTES}")
 
     def request(self, name: str, number: str) -> dict[str, Any]:
-        """Return the request for a group, in the vendor's JSON. `name` is also its ClientToken and the node's name."""
+        """Return the request for a group, in the vendor's JSON. name: its ClientToken and the node's name, too."""
         tags = {CLUSTER: self.cluster, NUMBER: number}
         # The user id has no home in the image: it would be /.
         environment = {"HOME": "/tmp", "USER": "dpflow"}

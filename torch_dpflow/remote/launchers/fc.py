@@ -31,7 +31,7 @@ from torch_dpflow.remote.launchers.function_settings import FunctionSettings, an
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
-#: How long an invocation may wait for an instance, seconds.
+#: How long an invocation may wait for an instance, in seconds.
 QUEUE_S = 300
 #: The vendor's client, what needs it, and the extra that installs it.
 REQUIRED = ("alibabacloud_fc20230330", "platform='fc' needs the vendor's client", "fc")
@@ -40,10 +40,10 @@ PAGE = 100
 
 
 class FunctionControl(AlibabaClient):
-    """Client of one function. Any thread may call.
+    """Client of one function. Thread-safe.
 
     Args:
-        region: as "cn-hangzhou".
+        region: such as "cn-hangzhou".
         endpoint: address of the control plane, `http(s)://HOST[:PORT]`; empty: the region's default.
         function: the name of the function.
 
@@ -72,7 +72,7 @@ class FunctionControl(AlibabaClient):
     # --- invocations ---
 
     def invoke(self, task: str, payload: bytes, *, deadline_s: float) -> None:
-        """Invoke the function asynchronously, as a task with this name. Raises ConflictError if the task exists."""
+        """Invoke the function asynchronously, as a task of this id. Raises ConflictError if the task exists."""
         request = self.package.models.InvokeFunctionRequest(body=payload)
         headers = self.package.models.InvokeFunctionHeaders(x_fc_invocation_type="Async", x_fc_async_task_id=task)
         self._call(f"{task} cannot be started", "invoke_function", request, headers, answer_s=deadline_s)
@@ -112,7 +112,7 @@ class FunctionControl(AlibabaClient):
         return self._call(self._about("looked at"), "get_async_invoke_config", request, {}).body
 
     def put(self, settings: Mapping[str, Any], asynchronous: Mapping[str, Any], *, is_new: bool) -> None:
-        """Create the function if `is_new`, else change it. The mappings are the vendor's JSON."""
+        """Create or change the function and its settings of asynchronous calls. The mappings are the vendor's JSON."""
         models = self.package.models
         if is_new:
             given = models.CreateFunctionInput().from_map({"functionName": self.function, **settings})
@@ -142,11 +142,11 @@ class FunctionControl(AlibabaClient):
         return self.call(what, call, self.function, *arguments, answer_s=answer_s)
 
 
-#: How long a worker may take from its start to its handshake, minimum and maximum, seconds.
+#: How long a worker may take from its start to its handshake, minimum and maximum, in seconds.
 START_S = (30.0, 300.0)
-#: How often to check all workers, seconds: each is a call.
+#: How often to check all workers, in seconds: each check of one is a call.
 SWEEP_S = 30.0
-#: From this number of workers, one list is requested instead of the state of each.
+#: For this number of workers and more, one list is requested instead of the state of each.
 MANY = 8
 #: States of a task that has not ended, in their order.
 _LIVE = ("Enqueued", "Dequeued", "Running", "Retrying", "Stopping")
@@ -155,21 +155,21 @@ _VPC = ("id", "vswitches", "security_group")
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionCompute(FunctionSettings):
-    """`platform="fc"`: workers as invocations of a function, which `dpflow deploy fc` creates. Invocations are billed.
+    """`platform="fc"`: workers as invocations of an Alibaba Cloud function, which `dpflow deploy fc` creates.
 
-    Credentials are found as by the vendor's client: in ALIBABA_CLOUD_ACCESS_KEY_ID and related variables, in the
-    client's files, or from the machine's role.
+    Invocations are billed. Credentials are looked up where the vendor's client does: in ALIBABA_CLOUD_ACCESS_KEY_ID and
+    related variables, in the client's files, or from the machine's role.
 
     Args:
         max_workers: maximum number of concurrent workers of this loader or cluster; required.
         region: the function's region.
         function: the name of the function.
         cpu, memory: CPUs and memory of each worker. Memory: "2GiB" or a number of bytes, 1 to 4 GiB for each CPU.
-        lifetime: time after which a worker is replaced, such as "1h", or seconds; at most a day.
+        lifetime: time after which a worker is replaced, such as "1h", or a number of seconds; less than a day.
         role: role whose permissions the workers have, such as "acs:ram::123:role/dpflow-data"; empty: none.
         vpc: VPC of the workers: `id`, `vswitches`, `security_group`; empty: no VPC.
         endpoint: address of the control plane, `https://HOST`; empty: the default of the region.
-        price_per_hour: price of a worker, for reports.
+        price_per_hour: price of one worker for an hour, for reports.
 
     Raises:
         OptionError: a value is out of range.

@@ -14,7 +14,7 @@ from torch_dpflow.remote.launchers.processes import MODULE
 
 #: What the image runs, and the port of its server.
 COMMAND, PORT = ("python", "-m", "torch_dpflow.remote.worker.fc"), 9000
-#: How long an instance may take to import torch, seconds, and its temporary disk, in MiB: the minimum.
+#: How long an instance may take to import torch, in seconds, and the size of its temporary disk, in MiB: the minimum.
 INITIALIZE_S, DISK_MIB = 300, 512
 #: The platform retries nothing: the shard starts another worker.
 ASYNCHRONOUS = {"asyncTask": True, "maxAsyncEventAgeInSeconds": QUEUE_S, "maxAsyncRetryAttempts": 0}

@@ -1,4 +1,4 @@
-"""Settings that are common to platforms whose workers are invocations of a cloud function, and the answer of one."""
+"""Settings that are common to platforms whose workers are invocations of a cloud function, and the answer to one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FunctionSettings(ABC):
 
     name: ClassVar[str]
     sends_code: ClassVar[bool] = True
-    #: How long an invocation may run, and how much earlier a worker must have ended, seconds.
+    #: How long an invocation may run, and how much earlier a worker must have ended, in seconds.
     max_run_s: ClassVar[float]
     margin_s: ClassVar[float]
     #: Maximum calls that one process can hold; None: it holds none.
@@ -112,7 +112,7 @@ class WorkerAnswer(msgspec.Struct):
         return cls(end.code, end.signal, end.report, end.ran_s, end.place)
 
     def end(self, place: str = "") -> End:
-        """Return the end. place: where the worker ran, if the answer does not say it."""
+        """Return how the worker ended. place: where it ran, used only if the answer does not contain that."""
         where = self.place[:120] or place
         report = self.report[-MAX_REPORT_CHARS:]
         return End(code=self.code, signal=self.signal, report=report, place=where, ran_s=self.ran_s)

@@ -36,9 +36,9 @@ from torch_dpflow.remote.launchers.processes import MODULE
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, Limits
 
-#: How much later than a worker's own lifetime its pod ends, with the time that the pod takes to start, seconds.
+#: How much later than a worker's own lifetime its pod ends, with the time that the pod takes to start, in seconds.
 MARGIN_S = 900.0
-#: Grace of a pod that is ended by force, seconds: with 0 Kubernetes does not wait for its end.
+#: Grace of a pod that is ended by force, in seconds: with 0 Kubernetes does not wait for its end.
 FORCED_S = 1
 #: Where a worker finds its launch spec, and may write.
 _LAUNCH_SPECS, _TEMPORARY = "/var/run/dpflow", "/tmp"
@@ -63,7 +63,7 @@ class Kubernetes:
         context: context of the kubeconfig; empty: the current one.
         pod, container: additions to the spec of a pod and of its container, as Kubernetes writes it: tolerations and
             volumes, volumeMounts and envFrom. Lists are appended to the existing ones.
-        price_per_hour: price of a worker, for reports.
+        price_per_hour: price of one worker for an hour, for reports.
 
     Raises:
         OptionError: a value is out of range.
@@ -221,7 +221,7 @@ class KubernetesLauncher:
         self._pods.delete(name, grace_s=FORCED_S)
 
     def list(self, prefix: str) -> Mapping[str, Ref]:
-        """Return the workers, and remove leftover pods of killed processes, which no other process removes."""
+        """Return the workers with this prefix; remove leftover pods of killed processes: no other process does."""
         found = {pod["metadata"]["name"]: pod for pod in self._pods.list(SELECTOR)}
         with suppress(PlatformError):
             for name in [name for name, pod in found.items() if is_left(pod, time.time())]:

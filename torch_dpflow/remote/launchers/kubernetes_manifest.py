@@ -34,7 +34,7 @@ JOBS = "dpflow-cluster"
 SETTINGS, KEYS, STATE = "/etc/dpflow", "/var/run/dpflow", "/var/lib/dpflow"
 #: Names of these files, in the objects and in the folders.
 _TOML, _KEYS, CONNECTION, _URL = "dpflow.toml", "keys.json", "connection.json", "url"
-#: Memory of the coordinator's processes in addition to samples, bytes: torch's code, once, and buffers.
+#: Memory of the coordinator's processes in addition to samples, in bytes: torch's code, once, and buffers.
 _OWN_BYTES = 2 << 30
 _GRACE_S = 60
 #: Where metrics are, and the live page, which only a connection from within the pod reaches.
@@ -54,10 +54,11 @@ class ClusterManifest:
     Args:
         workers: settings of the flows' workers, which run in the same Kubernetes cluster, from the same image.
         scaling: options of `dpflow up` that set the number of workers.
-        hold_s: time for which a paused job keeps its workers, seconds.
+        name: name of the cluster and of its objects.
+        hold_s: time for which a paused job keeps its workers, in seconds. memory_bytes: memory for samples.
         cpu: processors that the coordinator requests, as a quantity of Kubernetes.
         state: URL of the Redis in which flows are stored: redis://HOST:PORT/NUMBER. Flows are lost when the coordinator
-            ends if this and the next three are empty.
+            ends if `state`, `state_secret` and `state_size` are all empty.
         state_secret: instead of `state`, the name of a secret whose key `url` contains that URL.
         state_size, storage_class: instead of Redis, the size of a volume for flows, and its storage class, if any.
         port, worker_ports: the port to which jobs connect, and the ports FIRST-LAST to which workers connect.

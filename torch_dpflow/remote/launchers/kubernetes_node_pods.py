@@ -17,7 +17,7 @@ from torch_dpflow.remote.launchers.kubernetes_specs import (
     safe_pod,
 )
 
-#: Time of a leaving node, seconds: `cluster.services.joining_node.LEAVE_S` for its jobs, and its own end.
+#: Time of a leaving node, in seconds: `cluster.services.joining_node.LEAVE_S` for its jobs, and its own end.
 _NODE_GRACE_S = 75
 #: Maximum nodes of a cluster.
 _MAX_NODES = 256
@@ -56,6 +56,7 @@ class NodePods:
 
         Args:
             settings: image, user, and additions to the pods and their containers.
+            labels: labels of the pods. account: their service account.
             keys: (name of the secret with the cluster's keys and address, folder where it is mounted, name of its
                 file).
             digest: text that changes with the keys, so that the pods are replaced.

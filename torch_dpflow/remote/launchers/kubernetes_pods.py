@@ -27,8 +27,8 @@ from torch_dpflow.remote.launchers.contract import require, seconds_of
 
 #: The vendor's client, what needs it, and the extra that installs it.
 REQUIRED = ("kubernetes", "platform='kubernetes' needs its client", "kubernetes")
-#: Timeouts of a call to connect and to be answered, seconds. A start makes two, and a third if an answer is lost, which
-#: together stay below `threaded_platform.DEADLINE_S`.
+#: Timeouts of a call to connect and to be answered, in seconds. A start makes two calls, and a third if an answer is
+#: lost, which together stay below `threaded_platform.DEADLINE_S`.
 CALL_S = (5.0, 15.0)
 #: The key of the only file in a pod's secret.
 FILE = "launch-spec"
@@ -58,7 +58,7 @@ class _CoreClient(NamedTuple):
 class Pods:
     """Client of the pods of a namespace. Thread-safe. No call is retried.
 
-    Credentials are looked up again once they were rejected.
+    Credentials are looked up again after a rejection.
 
     Args:
         namespace: name of the namespace; empty: the namespace in the kubeconfig, or of this pod.
@@ -106,9 +106,9 @@ class Pods:
         return found["metadata"]["uid"] if found else None
 
     def give(self, name: str, uid: str, labels: Mapping[str, str], content: bytes, *, is_trial: bool = False) -> None:
-        """Create the secret that a pod waits for, with the pod's name.
+        """Create the secret that a pod waits for, with the pod's name and this content. uid: uid of the pod.
 
-        It is deleted with the pod; an existing one stays.
+        The secret is deleted with the pod. If it exists already, it is not changed.
         """
         options = {"dry_run": "All"} if is_trial else {}
         owner = {"apiVersion": "v1", "kind": "Pod", "name": name, "uid": uid}

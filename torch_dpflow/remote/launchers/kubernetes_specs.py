@@ -14,7 +14,7 @@ from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.remote.launchers.contract import Fate
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End
 
-#: The labels of all workers, also as a selector, and that of one fleet.
+#: The labels of all workers, also as a selector, and the label with the name of a fleet.
 LABELS = {"app.kubernetes.io/name": "dpflow-worker", "app.kubernetes.io/managed-by": "torch_dpflow"}
 SELECTOR = ",".join(f"{key}={value}" for key, value in LABELS.items())
 FLEET = "app.kubernetes.io/instance"
@@ -23,7 +23,7 @@ RULES: Sequence[Mapping[str, Any]] = (
     {"apiGroups": [""], "resources": ["pods"], "verbs": ["create", "delete", "get", "list"]},
     {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]},
 )
-#: Grace of a pod that others end, and how often to check all workers, which is one call; seconds.
+#: Grace of a pod that others end, and how often to check all workers, which is one call; in seconds.
 GRACE_S, SWEEP_S = 30.0, 5.0
 #: Reasons of a waiting container that will not start by waiting.
 STUCK = (
@@ -36,8 +36,8 @@ STUCK = (
 _WHY = ("reason", "message")
 _QUANTITY = re.compile(r"\d{1,15}(\.\d{1,9})?(m|k|M|G|T|P|E|[KMGTPE]i)?", re.ASCII)
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", re.ASCII)
-#: After how long a pod that has ended is abandoned, and the longest that a start is waited for, seconds. Its starter
-#: reads its end within `SWEEP_S`.
+#: After how long a pod that has ended counts as abandoned, and the longest wait for a start, in seconds. The process
+#: that started a pod reads its end within `SWEEP_S`.
 ENDED_S, START_S = 60.0, 600.0
 #: What Kubernetes' strictest standard requires of a container, and a read-only root.
 SAFE_CONTAINER: Mapping[str, Any] = {
@@ -76,7 +76,7 @@ def check_label(
 
 
 def safe_pod(user: int) -> dict[str, Any]:
-    """Return the fields that the restricted pod security standard requires.
+    """Return the fields that the restricted pod security standard requires. user: id of the pod's user and group.
 
     Secrets belong to root and are readable by the group.
     """

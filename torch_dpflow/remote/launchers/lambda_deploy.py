@@ -14,9 +14,9 @@ from torch_dpflow.remote.launchers.deployment import changes, existing, removal
 
 #: What the image runs: AWS's runtime client, with our handler.
 ENTRY_POINT, HANDLER = ("python", "-m", "awslambdaric"), "torch_dpflow.remote.worker.aws_lambda.handler"
-#: Timeout of a change to the function, and how often to poll, seconds.
+#: Timeout of a change to the function, and how often to poll, in seconds.
 DONE_S, ASK_S = 300.0, 1.0
-#: How long one call may take, seconds.
+#: How long one call may take, in seconds.
 CALL_S = 60.0
 
 

@@ -23,10 +23,10 @@ from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Fate, Findi
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
-#: Variables with a worker's name, and with its launch spec unless that is on standard input.
+#: Environment variables of a worker: its launch spec, unless that is on standard input, and its name.
 LAUNCH_SPEC_VARIABLE, NAME_VARIABLE = "DPFLOW_LAUNCH_SPEC", "DPFLOW_WORKER_NAME"
 
-#: How long a killed process may take to end, seconds.
+#: How long a killed process may take to end, in seconds.
 END_S = 5.0
 #: Errors of a start that will not succeed later either.
 _LASTING = (FileNotFoundError, PermissionError, NotADirectoryError)
@@ -41,9 +41,10 @@ class _Child:
 
 
 def take_launch_spec(file: str = "") -> bytes:
-    """Read this process's launch spec from a file, the environment or standard input, and erase it there.
+    """Return this process's launch spec, from `file` if given, else from the environment, else from standard input.
 
-    Raises OSError if the file cannot be read.
+    In the environment it is erased, and standard input is emptied if it is a file. `file` is not changed. Raises
+    OSError if `file` cannot be read.
     """
     if file:
         return Path(file).read_bytes()
@@ -229,8 +230,8 @@ def _tail(file: IO[bytes]) -> str:
 
 
 MODULE = "torch_dpflow.remote.worker"
-#: How often to check all workers if that costs next to nothing, seconds: one that ends before it has connected is not
-#: noticed until then.
+#: How often to check all workers if that costs next to nothing, in seconds. The end of a worker that has not connected
+#: is not noticed earlier.
 LOOK_S = 2.0
 
 
@@ -239,7 +240,7 @@ class Processes:
     """`platform="processes"`: processes of this host as remote workers, for trials and tests. Slower than forks.
 
     Args:
-        python: the interpreter of workers; empty: this one, with this one's module path.
+        python: the interpreter of workers; empty: that of this process, with its module path.
         env: variables for workers, in addition to those of this process.
 
     Raises:

@@ -60,7 +60,7 @@ NAMESPACE = "dpflow"
 MIN_SHARE = 0.0001
 _MEMORY_ALLOWED = f"{BYTES_ALLOWED}, or their number as an int"
 _LEFT = "this process has left Ray, by ray.shutdown()"
-#: How long a start may take beyond the wait for capacity, seconds.
+#: How long a start may take beyond the wait for capacity, in seconds.
 START_S = 40.0
 
 

@@ -48,7 +48,7 @@ _TOLERANCE = 1e-6
 _NODE_GROUP = "ray.io/node-group"
 #: Where Ray keeps this host's latest address, also after that Ray was killed.
 FILE = "ray_current_cluster in Ray's temporary directory"
-#: How long the cluster may take to accept a connection, seconds.
+#: How long the cluster may take to accept a connection, in seconds.
 PROBE_S = 5.0
 
 
@@ -65,7 +65,7 @@ def check_address(address: str, name: str = "address") -> None:
 def connect(address: str) -> Any:
     """Connect to a Ray cluster and return the module `ray`.
 
-    Uses the first of: this process's connection, `address`, `RAY_ADDRESS`, this host's cluster.
+    Uses the first of these that there is: this process's connection, `address`, `RAY_ADDRESS`, this host's cluster.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -184,7 +184,7 @@ def _split(address: str) -> tuple[str, str]:
 
 
 def ray_error(what: str, error: Exception) -> PlatformError:
-    """Translate an error of Ray. After an unknown error, the call may have taken effect."""
+    """Translate an error of Ray; AnswerLostError if the call may have taken effect. what: beginning of its text."""
     from ray import exceptions
 
     text = f"{what}: {_line_of(error)}"
@@ -208,7 +208,7 @@ def nodes_of(ray: Any) -> list[Mapping[str, Any]]:
 
 
 class RayCapacity:
-    """Resources that actors need, by Ray's names, and the cluster's capacity for them."""
+    """Capacity of a Ray cluster for actors. needs: the resources that each actor needs, by Ray's names."""
 
     def __init__(self, ray: Any, needs: Mapping[str, float]) -> None:
         self._ray = ray
@@ -238,7 +238,7 @@ class RayCapacity:
         return {kind: max((node["Resources"].get(kind, 0.0) for node in nodes), default=0.0) for kind in self._needs}
 
     def lacking(self) -> str:
-        """Return the resource that is too scarce now for another actor; empty if there is none."""
+        """Return the resource that is too scarce now for another actor; empty if all are sufficient."""
         # First what no node has at all: what others hold may be free a moment later.
         resources = (self._largest(), self._ray.available_resources())
         return next(
@@ -247,7 +247,7 @@ class RayCapacity:
         )
 
     def explain(self, kind: str, running: int, wanted: int) -> str:
-        """Return why the wanted number of actors does not fit, and what to do, for display."""
+        """Return why `kind` does not suffice for the wanted number of actors, and what to do, for display."""
         total, free = (self._ray.cluster_resources().get(kind, 0.0), self._ray.available_resources().get(kind, 0.0))
         need = self._needs[kind]
         text = f"{running} of {wanted} actors run; the cluster has {amount(kind, total)}"
@@ -272,7 +272,7 @@ def _line_of(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[-1] if is_traceback else ' '.join(lines)[:600]}" if lines else repr(error)
 
 
-#: How long an actor waits for its launch spec, and for the last output of a child that has ended, seconds.
+#: How long an actor waits for its launch spec, and for the last output of a child that has ended, in seconds.
 LAUNCH_SPEC_S, OUTPUT_S = 60.0, 2.0
 
 
@@ -331,7 +331,7 @@ def _forward(source: IO[bytes], output: bytearray) -> None:
 
 
 def main(module: str, parent: int) -> Any:
-    """Run the worker whose launch spec is on standard input; return the result of `module.run`."""
+    """Run the worker whose launch spec is on standard input, until it or process `parent` ends; return its result."""
     at_parents_end(signal.SIGKILL)
     exit_with(parent)
     return import_module(module).run(take_launch_spec())

@@ -35,7 +35,7 @@ _WITH_NODES = ("ray",)
 
 
 def resolve(platform: str | PlatformSpec) -> PlatformSpec:
-    """Return the settings of a platform: those of files and the environment for a name, else the given object.
+    """Return the settings of a platform. For a name they come from files and the environment; settings are returned.
 
     Raises:
         OptionError: there is no platform of this name, or a setting is invalid: see `settings`.
@@ -85,7 +85,7 @@ def network() -> tuple[settings.Network, str]:
 def autoscale() -> settings.Autoscale:
     """Return the table `autoscale` of files and the environment.
 
-    Raises OptionError if a file or variable is invalid, or if `min` is above `max`.
+    Raises OptionError if a file or variable is invalid, or if `min` is above `max` or given without it.
     """
     found = settings.read(_KINDS)["autoscale"]
     table = settings.Autoscale(**{key: setting.value for key, setting in found.items()})
@@ -119,19 +119,19 @@ _KINDS: dict[str, Callable[[], type[Any]]] = {
 }
 
 
-#: Timeout of a check, seconds.
+#: Timeout of a check, in seconds.
 CHECK_S = 120.0
 
 
 def check_reachable(platform: str, listen: str, *, nodes: bool = False) -> str:
-    """Check that a platform can be opened and that its workers can reach `listen`; return the nodes' address.
+    """Check that a platform answers and that its workers can reach `listen`; with `nodes` return an address for them.
 
     Runs in a separate process, because the platform's library may start threads or end the process. Raises the errors
     of connecting to the platform, or OptionError if workers cannot reach `listen`.
 
     listen: the address; empty: chosen by the platform.
-    nodes: also check that the platform can run nodes, and return the address of this host by which nodes reach it;
-        otherwise return "".
+    nodes: whether to check also that the platform can run nodes, and to return the address by which nodes reach this
+        host; otherwise "" is returned.
     """
     command = [sys.executable, "-m", __name__, platform, listen, "nodes" if nodes else ""]
     try:

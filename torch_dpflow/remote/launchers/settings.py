@@ -31,7 +31,7 @@ from torch_dpflow.errors import MissingExtraError, OptionError, UsageError
 #: The variable that names the one file to read.
 CONFIG_VARIABLE = "DPFLOW_CONFIG"
 _VARIABLE = "DPFLOW_"
-#: Maximum workers that may be named: as `messages.coordinator.MAX_WORKERS`, which lies above this.
+#: Maximum of `min` and `max`: that of `messages.coordinator.MAX_WORKERS`, which this layer cannot import.
 MAX_WORKERS = 4096
 _HEADING, _KEY = re.compile(r"\s*\[+\s*([^\]]*?)\s*\]"), re.compile(r"\s*[\"']?([\w.-]+)[\"']?\s*=")
 

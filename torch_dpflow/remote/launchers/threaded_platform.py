@@ -29,16 +29,16 @@ from torch_dpflow.remote.launchers.contract import (
 )
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End
 
-#: How long a start may take, seconds.
+#: How long a start may take, in seconds.
 DEADLINE_S = 60.0
-#: Pauses between looks at workers that are suspected or stopped, first and longest; how often to look at all of them;
-#: seconds.
+#: Pauses between looks at workers that are suspected or stopped, first and longest, and between looks at all workers,
+#: in seconds.
 FIRST_LOOK_S, LOOK_S, SWEEP_S = 0.1, 1.0, 60.0
-#: How long a suspicion lasts, and how long a platform may take to confirm that a worker is gone, seconds.
+#: How long a suspicion lasts, and how long a platform may take to confirm that a worker is gone, in seconds.
 SUSPECT_S, CONFIRM_S = 10.0, 10.0
-#: How long closing may take, if not twice the deadline of a start; seconds.
+#: How long closing may take, in seconds; twice the deadline of a start if that is longer.
 CLOSE_S = 60.0
-#: The longest pause after a failed stop or look, seconds.
+#: The longest pause after a failed stop or look, in seconds.
 MAX_PAUSE_S = 10.0
 
 
@@ -52,7 +52,7 @@ class _Requested:
     ref: Ref | None = None
     #: Whether the platform may have it and no start of it is awaited: it can be looked at and stopped.
     there: bool = False
-    #: When its start counts as lost, seconds, and whether it does.
+    #: When its start counts as lost, in seconds, and whether it does.
     overdue_at: float = 0.0
     overdue: bool = False
     #: Why it must be stopped; None while it may run.
@@ -73,8 +73,8 @@ class ThreadedPlatform:
     others, and are repeated until the platform has accepted them. Starts are never repeated.
 
     Args:
-        deadline_s: time limit of a start, seconds.
-        sweep_s: period of looking at all workers, seconds.
+        deadline_s: time limit of a start, in seconds.
+        sweep_s: interval between looks at all workers, in seconds.
 
     Raises DescriptorLimitError: this process has too many files open.
     """
@@ -235,7 +235,7 @@ class ThreadedPlatform:
         return None
 
     def _idle_s(self, now: float) -> float | None:
-        """Return the longest time to wait before the next call, seconds; None: no limit."""
+        """Return the longest time to wait before the next call, in seconds; None: no limit."""
         waits = [due - now for due in self._to_stop.values()]
         waits += [worker.overdue_at - now for worker in self._starting.values()]
         waits += [until - now for until in self._suspects.values()]

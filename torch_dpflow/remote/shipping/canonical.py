@@ -71,7 +71,7 @@ class Walk:
 
     Args:
         pickler: decides how objects are reduced.
-        sent_arguments: names of the attributes of `argparse.Namespace` that are sent; None: all.
+        sent_arguments: returns whether an attribute of `argparse.Namespace` is sent, by its name; None: all are.
         bulk: digests of large values that an earlier walk has found, by id.
     """
 
@@ -79,7 +79,7 @@ class Walk:
         self._pickler = pickler
         self._sent_arguments = sent_arguments
         self._bulk = bulk
-        #: By name: functions, classes and variables of the script, and what the caller adds.
+        #: Digests by path: of functions, classes and variables of the script, and of added objects.
         self.roots: dict[str, PartNode] = {}
         self._waiting: deque[tuple[str, Any]] = deque()
         self._queued: dict[str, Any] = {}
@@ -88,15 +88,15 @@ class Walk:
         #: Finished objects by id, with the objects, so that no id is used again, and whether they can be compared.
         self._known: dict[int, tuple[Any, PartNode, bool]] = {}
         self._known_from = {"": self._known}
-        #: Modules and names that what is sent refers to.
+        #: Modules and names to which the sent objects refer.
         self.modules: set[str] = set()
         self.names: set[str] = set()
         #: Whether an `argparse.Namespace` was found.
         self.has_arguments = False
-        #: Whether an object of an installed class has one, whose code is not looked at.
+        #: Whether an object of an installed class, whose code is not inspected, has an `argparse.Namespace`.
         self.lends_arguments = False
         self._addresses: set[str] = set()
-        #: The folder of the module that is read: it is another one in workers and other jobs, which have its files.
+        #: The folder of the module that is read. It differs in workers and other jobs, which have copies of the files.
         self.folder = ""
         #: Whether all that was digested last can be compared.
         self._is_known = True
@@ -122,7 +122,7 @@ class Walk:
         with_aliases(self.roots, dict(sorted(self._queued.items(), key=lambda one: one[0])))
 
     def digest_apart(self, obj: Any) -> PartNode:
-        """Digest an object at once; `run` digests the added objects to which it refers."""
+        """Return the digest of an object at once. Objects to which it refers may be added, and `run` digests those."""
         part = self._digest(obj, "")
         part.is_known = self._is_known
         return part

@@ -34,7 +34,7 @@ from torch_dpflow.remote.shipping.modules import (
 
 #: Maximum bytes and files of a bundle, and maximum bytes of its archive, which names each file twice.
 MAX_BYTES, MAX_FILES, MAX_ARCHIVE_BYTES = 16 << 20, 5_000, 24 << 20
-#: Maximum length of a file's name in it, and of a part between slashes, bytes.
+#: Maximum length of a file's name in it, and of a part between slashes, in bytes.
 _MAX_NAME, _MAX_PART = 512, 255
 #: Maximum entries of directories that are scanned.
 _MAX_ENTRIES = 200_000
@@ -58,7 +58,7 @@ class OwnFiles:
         paths: files and directories to add, with the modules that they import.
         is_sent: whether the files will be sent, so that size limits apply.
 
-    The constructor, `add` and `bundle` raise OptionError if the files are too large or a path does not exist.
+    `add` and `bundle` raise OptionError if the files are too large, cannot be read or have the name of a loaded module.
     """
 
     def __init__(self, paths: Sequence[str] = (), *, is_sent: bool = True) -> None:
@@ -225,7 +225,7 @@ def _place_of(path: str) -> str:
 
 
 def install_bundle(data: bytes, directory: str | Path) -> Path:
-    """Unpack a bundle into a new directory inside `directory`, and put that first on sys.path; return it.
+    """Unpack a bundle into a new directory inside `directory`, put the new one first on sys.path, and return its path.
 
     Nothing is written before the whole bundle was checked. A bundle that was unpacked before is used again.
 

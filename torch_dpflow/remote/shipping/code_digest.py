@@ -18,7 +18,10 @@ _WORD = re.compile(r"[^\W\d]\w*")
 
 
 def code_digest(code: types.CodeType, names: set[str], rename: Callable[[str], str] = str) -> bytes:
-    """Return the digest of code without line numbers, file and docstring; add the names in the code to `names`."""
+    """Return the digest of code without line numbers, file and docstring; add the names in the code to `names`.
+
+    rename: returns the name that counts for a name that may contain a memory address.
+    """
     if rename is str or not any(map(ADDRESS.search, (*code.co_names, *code.co_varnames))):
         digest, used = _code(code)
         names |= used
@@ -68,7 +71,7 @@ def names_in_code(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1 << 10)
 def names_in_texts(code: types.CodeType) -> frozenset[str]:
-    """Return the names within the texts in a code object, because the code can evaluate texts."""
+    """Return the words within the names and texts in a code object, because the code can evaluate texts."""
     return frozenset(word for text in names_in_code(code) for word in _WORD.findall(text))
 
 

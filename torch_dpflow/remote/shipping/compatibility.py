@@ -39,7 +39,10 @@ def versions_here() -> dict[str, str]:
 
 
 def unfit(worker: Mapping[str, str], here: Mapping[str, str]) -> str:
-    """Return why a worker with these versions cannot load pickles of this process, and what to do; empty if it can."""
+    """Return why a worker cannot load pickles of this process, and what to do; empty if it can.
+
+    worker, here: the `versions_here` of the worker and of this process.
+    """
     for name, parts, reason in (
         ("torch_dpflow", 2, "they would not understand each other"),
         ("python", 2, "functions travel as bytecode"),

@@ -50,7 +50,7 @@ class ContentIdentity:
     sent_arguments: frozenset[str] | None = None
     #: What workers are sent of own modules, in addition to their files.
     state: OwnState = field(default_factory=OwnState, repr=False)
-    #: Own modules as files, the modules that workers can import, and the parts of files and packages.
+    #: Own modules as files, the own modules that workers can import, and the parts of installed packages.
     own: OwnCode = field(default=OwnCode({}, {}), repr=False)
     reached: frozenset[str] = frozenset()
     packages: Mapping[str, PartNode] = field(default_factory=dict, repr=False)
@@ -65,7 +65,7 @@ def identify(
     code: Code = "auto",
     like: ContentIdentity | None = None,
 ) -> ContentIdentity:
-    """Return the identity of the content `roots`.
+    """Return the identity of the objects `roots`, which a job sends to its workers.
 
     This takes about the time of pickling the content; the first call also parses the user's own modules.
 
@@ -119,7 +119,7 @@ def _identify(
 def own_content(roots: Mapping[str, Any], code: Code) -> tuple[bytes, OwnState]:
     """Return (archive of own modules, state to set after their import) for the workers of a private loader.
 
-    It takes the arguments of `identify`. Raises OptionError if the user's own modules are too large.
+    roots, code: as in `identify`. Raises OptionError if the user's own modules are too large.
     """
     with script_by_value():
         walk = _walk(roots, Bulk(), None)
@@ -249,9 +249,10 @@ def _canonical(pattern: str) -> str:
 
 
 def fingerprint(obj: Any) -> str:
-    """Return a digest of an object with the code that it refers to, 32 hexadecimal digits.
+    """Return a digest of an object and of the code to which it refers, as 32 hexadecimal digits.
 
-    The digest is equal in every process that defines the same. An object that cannot be compared equals only itself.
+    The digest of an equal object with equal code is the same in every process. An object that cannot be compared
+    equals only itself.
     """
     parts = identify({"object": obj}, ignore=()).parts
     pieces = (f"{path} {part.digest} {part.optional}".encode(errors="replace") for path, part in sorted(parts.items()))

@@ -50,7 +50,7 @@ def pack(obj: Any, *, sent_arguments: Collection[str] | None = None, replaced: C
 
 
 def unpack(packed: IO[bytes]) -> Any:
-    """Unpickle from a file, and put the script's classes and functions into this process's `__main__`."""
+    """Return the object that `pack` pickled; put the script's classes and functions into this process's `__main__`."""
     for name in SCRIPT:  # whichever of the two names the script had where this was pickled
         sys.modules.setdefault(name, sys.modules["__main__"])
     unpickler = pickle.Unpickler(packed)
@@ -70,10 +70,10 @@ class Output(Protocol):
 
 
 class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickler whose only entry is `pack`. It collects the script's classes and functions that it pickles, by name.
+    """Pickler whose only entry is `pack`. It collects in `own` the script's classes and functions that it pickles.
 
     An object whose `__reduce__` calls cloudpickle for its parts would hide these from this pickler. Its class therefore
-    also defines `__reduce_by_value__`, which this pickler calls instead.
+    also defines `__reduce_by_value__`, which this pickler calls instead. sent_arguments, replaced: as in `pack`.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 @contextmanager
 def script_by_value() -> Iterator[None]:
-    """Pickle the script's module by value during the body, in a spawned process, where the module has another name."""
+    """Pickle the script's module by value during the body, even in a spawned process, where it is not `__main__`."""
     main = sys.modules["__main__"]
     if main.__name__ in ("__main__", *cloudpickle.list_registry_pickle_by_value()):
         yield
@@ -176,7 +176,7 @@ def pack_load_spec(
 
     Args:
         limit: maximum bytes.
-        before: object that is unpickled before `spec`; None: nothing.
+        before: object that is unpickled before `spec`; `unpack_load_spec` then returns both. None: nothing.
         replaced: as in `pack`.
 
     Raises:

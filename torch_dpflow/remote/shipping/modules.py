@@ -33,10 +33,10 @@ _IMPORTS = re.compile(
 
 
 class OwnModule(NamedTuple):
-    """Own package of the user with everything below it, or own module outside of packages (except namespaces)."""
+    """Own package of the user with everything below it, or own module that is in no package but namespaces."""
 
     name: str
-    #: Directories of a package, the first first; the file of a module.
+    #: Directories of a package, in the order of its `__path__`; the file of a module.
     paths: tuple[str, ...]
     is_package: bool
 
@@ -92,7 +92,7 @@ def is_namespace(name: str) -> bool:
 
 
 def is_own_path(file: str) -> bool:
-    """Return whether a file is the user's own."""
+    """Return whether a file is the user's own: neither installed nor in the standard library."""
     if not _INSTALLED.isdisjoint(file.split(os.sep)):
         return False
     folder, name = os.path.split(file if os.path.isabs(file) else os.path.join(os.getcwd(), file))
@@ -226,7 +226,7 @@ def modules_in(pickled: bytes) -> frozenset[str]:
 
 
 def installed_modules_in(pickled: bytes) -> list[str]:
-    """Return the installed modules that unpickling imports, directly or through own modules, in about that order.
+    """Return the installed modules that unpickling imports, directly or through own modules, roughly in that order.
 
     An own module imports those modules that are its variables, or that define them. Raises MessageError for invalid
     pickles.

@@ -43,9 +43,9 @@ from torch_dpflow.workers.script_settings import ScriptSettings
 class Beginning:
     """First part of a pickle, before everything that needs own modules. Unpickling it begins the checks.
 
-    Settings are applied first, as modules can compute with them. Then members that the script has set are set in loaded
-    modules at once, and in all others after their import. Unpickling raises UsageError if a module has a different
-    value that was not sent, or that was not compared between jobs.
+    Settings are applied first, because modules can compute with them. Then members that the script has set are set: in
+    loaded modules at once, and in all others after their import. Unpickling raises UsageError if a module has a
+    different value that was not sent, or that was not compared between jobs.
     """
 
     def __init__(self, settings: ScriptSettings | None, state: OwnState) -> None:
@@ -77,7 +77,7 @@ def guard_script(state: OwnState) -> None:
 class ScriptModule(types.ModuleType):
     """The script's module in a worker.
 
-    It has the classes and functions that were sent; reading others raises UsageError.
+    It has what was sent. Reading a variable that was not sent, or listing all variables, raises UsageError.
     """
 
     def __getattribute__(self, name: str) -> Any:

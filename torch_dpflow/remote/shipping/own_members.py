@@ -36,7 +36,7 @@ class Deleted:
 
 
 class Codes(NamedTuple):
-    """Code of a member's functions that differs from the file's: set by the script, or rewritten as by pytest."""
+    """Code of a member's functions that differs from the code in the file: set by the script or rewritten by pytest."""
 
     #: As in `ModuleMember.value`.
     kind: str
@@ -50,7 +50,10 @@ class Replaced(NamedTuple):
 
 
 class ModuleMember(NamedTuple):
-    """Member of a module, with a function that sets it. kind: kind of a definition, which `value` describes."""
+    """Member of a module. put: sets its value; None: it cannot be set.
+
+    kind: empty for a variable; otherwise the kind of `definition`, of which `value` has the compared parts.
+    """
 
     value: Any
     put: Callable[[Any], object] | None
@@ -148,7 +151,7 @@ def functions_of(value: Any) -> list[Any]:
 
 
 def inner_functions(value: Any) -> list[tuple[str, types.FunctionType]]:
-    """Return (end of the path of its attributes, function) for each function in `functions_of(value)`."""
+    """Return (suffix in the paths of its attributes, function) for each function in `functions_of(value)`."""
     functions = functions_of(value)
     if isinstance(value, property):
         return [(f".{name}", one) for name in ("fget", "fset", "fdel") if (one := getattr(value, name)) is not None]
@@ -189,7 +192,10 @@ def _parts_of_function(path: str, inner: str, function: types.FunctionType) -> I
 
 
 def set_attribute(holder: Any, name: str, value: Any) -> None:
-    """Set an attribute. A container or a plain object is filled in place, because other objects may refer to it."""
+    """Set an attribute, or delete it if the value is `Deleted`.
+
+    A container or a plain object is filled in place, because other objects may refer to it.
+    """
     present = vars(holder).get(name)
     if value is Deleted:
         delattr(holder, name)

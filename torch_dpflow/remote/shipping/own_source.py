@@ -41,7 +41,7 @@ class OwnSource:
     stars: list[str] = field(default_factory=list)
     #: Bases of classes, as dotted names; None: expressions.
     bases: dict[str, list[str | None]] = field(default_factory=dict)
-    #: Kind of a function by its decorators, such as "property"; empty for other decorators.
+    #: Kind of a function: the name of its decorator, such as "property", "function" without one, empty for several.
     kinds: dict[str, str] = field(default_factory=dict)
     #: Digests of the code of functions, in the order of their definitions.
     codes: dict[str, list[bytes]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Annotation(NamedTuple):
 
     #: By `ast.dump`.
     text: str
-    #: What it evaluates; None if evaluating it can run more code than reading names.
+    #: Its compiled expression; None if evaluating the expression can do more than read names.
     code: types.CodeType | None
 
     def makes(self, value: Any, module: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:

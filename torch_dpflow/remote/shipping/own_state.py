@@ -65,6 +65,7 @@ class OwnState:
     members: Mapping[str, Mapping[str, SetMember]] = field(default_factory=dict)
     #: Own modules that were not compared.
     others: frozenset[str] = frozenset()
+    #: Names of the script's variables.
     script: frozenset[str] = frozenset()
     #: Patterns of parts that do not count; None for a private loader, which has none.
     ignore: Sequence[str] | None = ()
@@ -85,9 +86,10 @@ class OwnState:
 def set_members(
     walk: Walk, code: OwnCode, modules: Collection[str], settled: dict[str, Settled]
 ) -> dict[str, dict[str, tuple[PartNode, Any]]]:
-    """Return the members of loaded modules, with values, that do not provably equal the files' definitions.
+    """Return (digest, value to send) of members of loaded modules that do not provably equal the files' definitions.
 
-    settled: the `Settled` of each module from an earlier call; this call updates them.
+    modules: names of own modules. settled: the `Settled` of each module from an earlier call, which this call updates.
+    The result is by module and path.
     """
     found, members = {}, dict[str, ModuleMembers]()
     for name in sorted(modules & sys.modules.keys()):
@@ -110,7 +112,7 @@ SAME = "(is)"
 
 
 def shared_members(modules: Mapping[str, ModuleMembers]) -> dict[tuple[str, str], tuple[str, str]]:
-    """Return, for each member whose object is an earlier member too, that earlier member; by module and path."""
+    """Return, for each member whose object is also an earlier member, the earlier one. Members are (module, path)."""
     first: dict[int, tuple[str, str]] = {}
     found = {}
     for name, members in modules.items():
@@ -128,7 +130,7 @@ def own_state(
     others: frozenset[str],
     ignore: Sequence[str] | None,
 ) -> OwnState:
-    """Return the state to send. own: all own modules. others: modules that are not compared between jobs."""
+    """Return the state to send. members: from `set_members`. own: all own modules. others: those not compared."""
     sent = {}
     replaced = _ids_of_replaced(value for of in members.values() for _, value in of.values())
     for name, of in members.items():
@@ -156,7 +158,7 @@ def _ids_of_replaced(values: Iterable[Any]) -> frozenset[int]:
 def members_not_as_file(
     walk: Walk, name: str, module: types.ModuleType, source: OwnSource, members: ModuleMembers
 ) -> dict[str, tuple[PartNode, Any]]:
-    """Return the members that do not provably equal the file's definitions. members: those from `members_of`."""
+    """Return (digest, value to send) by path of the `members` that do not provably equal the file's definitions."""
     found = {}
     walk.read_from(_folder_of(name, module))
     for path, member in members.items():
@@ -364,5 +366,5 @@ def _register(holder: Any, classes: set[type]) -> None:
         holder.register(one)
 
 
-#: What sets the members that end so, with the class or module.
+#: Functions that set the members whose paths end so, called with the class or module and the value.
 SPECIAL: Mapping[str, Callable[[Any, Any], object]] = {_ORDER: _put_in_order, _REGISTERED: _register}

@@ -30,7 +30,7 @@ class PartNode:
     def __init__(
         self, own: bytes, text: str = "", parts: Mapping[str, PartNode] | None = None, *, optional: bool = False
     ) -> None:
-        #: Without the parts.
+        #: Digest without the parts.
         self.own = own
         self.text = text
         self.parts = parts
@@ -135,7 +135,7 @@ _strange: dict[int, tuple[Any, bytes]] = {}
 
 
 def unknown(obj: Any) -> PartNode:
-    """Return the part of an object that cannot be reduced. It equals only the part of the same object."""
+    """Return a part for an object that cannot be reduced. It equals only the part of the same object."""
     if len(_strange) >= 1024:
         _strange.clear()
     _, token = _strange.setdefault(id(obj), (obj, secrets.token_bytes(8)))
@@ -145,7 +145,7 @@ def unknown(obj: Any) -> PartNode:
 def flatten(
     roots: Mapping[str, PartNode], limit: int, is_ignored: Callable[[str], bool], max_path: int
 ) -> dict[str, PartNode]:
-    """Return the parts by their paths, at most `limit` parts, without ignored parts.
+    """Return the parts by their paths of up to `max_path` characters, at most `limit` parts, without ignored parts.
 
     If the inner parts of a part are listed too, the part has `parts`, and its digest leaves out ignored parts. The
     digests of all other parts include their inner parts.

@@ -66,7 +66,7 @@ def reduces_itself(kind: type) -> bool:
 
 
 def is_found(obj: Any, module: str, name: str) -> bool:
-    """Return whether a module has an object by this dotted name."""
+    """Return whether this dotted name in a module refers to `obj`."""
     holder: Any = sys.modules.get(module)
     for one in name.split("."):
         holder = getattr(holder, one, None)

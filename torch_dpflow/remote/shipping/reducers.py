@@ -51,12 +51,15 @@ _DISPATCHING = functools.singledispatch(len).__code__  # type: ignore[attr-defin
 def reduce_by_value(obj: Any, sent_arguments: Collection[str] | None, *, is_replaced: bool = False) -> Any:
     """Return the reduction of an object that needs a special one; NotImplemented for all others.
 
-    These objects are sent in a different form:
+    is_replaced: whether the object replaces a function of its module. These objects are sent in a different form:
 
-    - a `functools.lru_cache` of the script, or one that replaces another function: empty
+    - `eval` and `exec`: as their `runner`
+    - a `functools.lru_cache` of the script, or one that replaces a function: empty
     - a `functools.cached_property`: without its lock
-    - a `functools.singledispatch` of the script: without its cache
+    - a `functools.singledispatch` of the script, or one that replaces a function: without its cache
+    - a `weakref.WeakKeyDictionary` or `weakref.WeakValueDictionary`: made again from its entries
     - a `threading.local`: with the values of this thread
+    - an `argparse.Namespace`: with its attributes in `sent_arguments`; None: all
     """
     kind = type(obj)
     if obj is eval or obj is exec:
@@ -104,10 +107,10 @@ def with_class_bodies(function: types.FunctionType, reduced: Any) -> Any:
 
 
 def in_place_of_name(obj: Any, dispatch_table: Mapping[type, Any]) -> Any:
-    """Return an object's reduction by its own method; by its attributes if that returns a name in the script.
+    """Return an object's reduction by its class's method; by its attributes if that returns a name in the script.
 
-    Functions under cachetools, and new types, are reduced to their names. Returns NotImplemented for objects without
-    their own method.
+    Functions under cachetools, and new types, are reduced to their names. Returns NotImplemented for objects whose
+    class has no such method.
     """
     kind = type(obj)
     if not reduces_itself(kind) or kind in dispatch_table:
@@ -190,7 +193,8 @@ def is_arguments(obj: Any) -> bool:
 class SentArguments(argparse.Namespace):
     """Arguments of the script in workers: only attributes whose names appear in the code of the dataset.
 
-    Reading any other attribute, or all of them, raises UsageError: the values were not compared between jobs.
+    Reading an attribute that was not sent, `vars()` and pickling raise UsageError, because unsent attributes were not
+    compared between jobs.
     """
 
     __slots__ = ("_unsent",)

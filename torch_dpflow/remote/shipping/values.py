@@ -40,7 +40,7 @@ _HARMLESS = {
     "random": ("SystemRandom",),
     "threading": ("Thread",),
 }
-#: Types of random generators, and of torch's by name, as it may not be imported.
+#: Types of random generators, and the name of torch's type, because torch may not be imported.
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 TORCH_GENERATOR = "torch._C", "Generator"
 #: Types of paths that have no attributes.
@@ -87,7 +87,7 @@ def is_mutable(value: Any) -> bool:
 
 
 def repeated(values: Collection[Any]) -> dict[int, int]:
-    """Return the position of each mutable object that is repeated, with the position of its first occurrence."""
+    """Return, by the position of each repetition of a mutable object, the position of its first occurrence."""
     if len(set(map(id, values))) == len(values):
         return {}
     if not any(map(is_mutable, {type(one): one for one in values}.values())):
@@ -119,7 +119,7 @@ def _entries_of(obj: queue.SimpleQueue[Any]) -> tuple[()]:
     return ()
 
 
-#: What objects hold that pickle refuses, by their types.
+#: Functions that return the content of objects that pickle refuses, by type.
 HIDING: dict[type, Callable[[Any], Any]] = {
     contextvars.ContextVar: _value_of,
     queue.SimpleQueue: _entries_of,
@@ -258,7 +258,7 @@ class Column(NamedTuple):
     """One attribute of all objects of a container."""
 
     values: list[Any]
-    #: How many containers that were taken apart it lies in: objects may refer to each other in a circle.
+    #: Number of containers that were taken apart to reach it. Limited: objects may refer to each other in a circle.
     level: int
 
 

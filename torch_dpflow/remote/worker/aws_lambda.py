@@ -23,10 +23,10 @@ from torch_dpflow.workers.platform import End
 
 import_module(SAMPLES)  # as torch: before the first fork
 
-#: How long before Lambda would end an invocation its worker is ended, so that there is an answer, seconds.
+#: How long before the end of an invocation's time its worker is ended, so that there is an answer, in seconds.
 MARGIN_S = 2.0
-#: How long this environment has taken from its process's start until it can take an invocation, seconds; it is billed
-#: with its first one.
+#: How long this environment has taken from its process's start until it can take an invocation, in seconds. It is
+#: billed with the first invocation.
 _init_s = age_s()
 
 

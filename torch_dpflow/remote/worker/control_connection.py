@@ -39,11 +39,11 @@ from torch_dpflow.ipc.transport.base import ClientKeys
 from torch_dpflow.ipc.transport.link_time import LinkTime
 from torch_dpflow.workers.exit_report import importing
 
-#: How many pieces are requested at once, and after how long they are requested again, seconds.
+#: How many pieces are requested at once, and after how long they are requested again, in seconds.
 CREDIT, AGAIN_S = 4, 5.0
-#: How long to try one of several addresses, and how long the last messages may take to leave, seconds.
+#: How long to try one of several addresses, and how long the last messages may take to leave, in seconds.
 ADDRESS_S, GOODBYE_S = 5.0, 2.0
-#: How long an import waits for the heartbeat that names it, at most, seconds.
+#: Maximum time for which an import waits for the heartbeat that names it, in seconds.
 ANNOUNCE_S = 1.0
 
 
@@ -78,7 +78,7 @@ class ControlConnection(threading.Thread):
     """Thread that connects to the shard and sends heartbeats. It ends the process if the shard no longer answers.
 
     Args:
-        launch_spec: the worker's launch spec, with addresses and keys.
+        launch_spec: the worker's launch spec, with addresses and keys. versions: from `versions_here`.
     """
 
     def __init__(self, launch_spec: LaunchSpec, versions: dict[str, str]) -> None:
@@ -120,7 +120,7 @@ class ControlConnection(threading.Thread):
         """Wait until the contents to load have arrived; return (the shard's welcome, contents by digest).
 
         Raises:
-            WorkerRefusedError: the shard has nothing for this worker.
+            WorkerRefusedError: the shard rejects this worker.
             PeerLostError: the shard does not answer.
             MessageError: a content does not have its digest.
         """
@@ -286,7 +286,7 @@ def _where() -> str:
 
 
 class CountedConnection:
-    """Connection that counts messages, so that a message that is lost with a broken connection is noticed.
+    """Connection for tasks and results that counts messages: if a connection breaks, lost messages are noticed.
 
     link: measures the network's share of the time.
     """
@@ -296,7 +296,7 @@ class CountedConnection:
         self.identity = inner.identity
         self.sent = self.received = 0
         #: Whether the main thread waits for a message, and so has all that have arrived; since when; and for how long
-        #: it did before, seconds.
+        #: it did before, in seconds.
         self.waits = False
         self._since = self._waited_s = 0.0
         #: How long there was nothing to do while results were under way; at the latest look, and idle time.
@@ -309,7 +309,7 @@ class CountedConnection:
         self._inner.close(linger_s=linger_s)
 
     def away_s(self) -> float:
-        """Return the minimum time in which the main thread was idle because the network delayed results, seconds.
+        """Return a lower limit of the time in which the main thread was idle because the network was slow, in seconds.
 
         One thread may call this; it need not be the main thread.
         """

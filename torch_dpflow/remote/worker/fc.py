@@ -32,9 +32,9 @@ from torch_dpflow.workers.platform import End
 PORT_VARIABLE, PORT = "FC_SERVER_PORT", 9000
 #: Maximum bytes of a request: a launch spec is far smaller.
 MAX_REQUEST_BYTES = 2**20
-#: How long a request may take to arrive once it has begun, seconds.
+#: How long a request may take to arrive once it has begun, in seconds.
 REQUEST_S = 10.0
-#: How long a signal may wait that the kernel delivers to another thread, as it may after SIGCONT: libraries have some.
+#: How long a signal may wait, in seconds, if the kernel delivers it to a thread of a library, as it may after SIGCONT.
 LOOK_S = 1.0
 #: Headers with the credentials of the function's role for this invocation, and the variables where storages find them.
 KEYS = {
@@ -106,7 +106,7 @@ class Instance:
     """Server of one instance, in the main thread. It runs one invocation at a time.
 
     Args:
-        module: name of the module whose `run(launch_spec)` workers run.
+        module: module whose `run(launch_spec)` workers run.
         port: port at which to listen, on all interfaces; 0: any.
     """
 
@@ -126,7 +126,7 @@ class Instance:
                 self._turn()
 
     def invoke(self, caller: RuntimeConnection, headers: Mapping[str, str], launch_spec: bytes) -> None:
-        """Run a launch spec, and answer when its worker has ended."""
+        """Run a launch spec, and answer when its worker has ended; answer at once with 503 if a worker runs already."""
         if self._fork is not None or self._stopping:
             caller.answer(503, b"")
             return
@@ -184,7 +184,7 @@ class Instance:
 
 
 def main(name: str = MODULE, port: int | None = None) -> None:
-    """Run the instance's server for the workers of a module, until it is stopped."""
+    """Run the instance's server until it is stopped. name: module whose `run(launch_spec)` workers run."""
     module = import_module(name)
     getattr(module, "warm", lambda: None)()
     Instance(module, int(os.environ.get(PORT_VARIABLE, PORT)) if port is None else port).serve()

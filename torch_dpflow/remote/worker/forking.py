@@ -21,12 +21,12 @@ from torch_dpflow._core.processes import stat_fields
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End
 from torch_dpflow.workers.process_control import at_parents_end, exit_with, oom_kills
 
-#: How often to poll if the kernel does not report the end, seconds.
+#: How often to poll if the kernel does not report the end, in seconds.
 POLL_S = 0.1
 
 
 def age_s() -> float:
-    """Return the age of this process, seconds; 0 if the kernel does not report it."""
+    """Return the age of this process in seconds; 0 if the kernel does not report it."""
     try:
         started = int(stat_fields("self")[19]) / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
@@ -38,7 +38,7 @@ class Fork:
     """Worker in a child of this process, which must be single-threaded.
 
     Args:
-        run: what the child runs with the launch spec; returns the exit code.
+        run: called in the child with the launch spec; returns the exit code.
         env: variables of the child, in addition to those of this process.
         close: descriptors that the child closes.
     """
@@ -75,7 +75,7 @@ class Fork:
 
     @property
     def timeout_s(self) -> float | None:
-        """Time after which to call `poll` even if nothing is readable, seconds; None: never."""
+        """Seconds after which to call `poll` even if nothing is readable; None: never."""
         return POLL_S if self._pidfd is None else None
 
     def poll(self) -> End | None:

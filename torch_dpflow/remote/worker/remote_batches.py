@@ -17,7 +17,7 @@ from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
 
 
 def open_spec(packed: bytes) -> LoadSpec:
-    """Unpickle a load spec. Raises any error of unpickling."""
+    """Unpickle a load spec. Raises any error of unpickling, and MessageError if the content is not a load spec."""
     spec: Any = unpack_load_spec(packed)
     if isinstance(spec, tuple):
         beginning, spec = spec
