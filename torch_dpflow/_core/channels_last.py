@@ -17,8 +17,8 @@ def collate_channels_last(samples: list[Any]) -> Any:
     """Collate like torch's `default_collate`, but batch images that are stored pixel by pixel in `torch.channels_last`.
 
     The shape is the same, (images, channels, height, width). Such a batch is copied three times as fast as one whose
-    pixels are sorted into planes, and suits convolutions on GPUs. All other values, and tensors of
-    which one has another layout, are collated as torch does.
+    pixels are sorted into planes, and suits convolutions on GPUs. If a tensor has a different layout, its batch is
+    collated as torch does, and so are all other values.
 
     Raises:
         The errors of `default_collate`.

@@ -60,7 +60,7 @@ def cut(places: Places, start: int, stop: int, step: int = 1) -> Places:
 def left_of(places: Places, positions: Sequence[int], *, drop_last: bool) -> Places:
     """Return the places that no rank has read: first those before the furthest rank, then all later ones.
 
-    Later places are left only until the furthest rank has read its share. Then `drop_last` has dropped the tail.
+    Later places are returned only if the furthest rank has not read its share: otherwise `drop_last` has dropped them.
 
     Args:
         places: the places that were dealt to the ranks.
@@ -91,14 +91,14 @@ def taken(order: Any, places: Places) -> NDArray[np.signedinteger[Any]]:
 
 
 def row_of(indices: Any) -> NDArray[Any]:
-    """Return indices as an array. numpy would read the numbers of a range one by one: millions take seconds."""
+    """Return indices as an array. Fast for a range: numpy would take seconds for millions of numbers."""
     if isinstance(indices, range):
         return np.arange(indices.start, indices.stop, indices.step)
     return np.asarray(indices)
 
 
 def describe_numbers(numbers: NDArray[np.integer[Any]]) -> str:
-    """Describe numbers as text: their count, the first of them, and a digest of all in their order."""
+    """Describe sample numbers as text: their count, the first ones, and a digest of all in their order."""
     digest = hashlib.sha256(np.ascontiguousarray(numbers, "<i8").data).hexdigest()[:12]
     shown = [*map(str, numbers[:_SHOWN].tolist()), *["..."] * (len(numbers) > _SHOWN)]
     return f"{len(numbers)} samples [{', '.join(shown)}] with digest {digest}"

@@ -32,7 +32,7 @@ def lazy_names(
 
 
 def imported(module: str, needs: str, extra: str) -> Any:
-    """Import a module of an extra. needs: as "Parquet needs pyarrow", for the error. Raises MissingExtraError."""
+    """Import a module of an extra. Raises MissingExtraError, which begins with `needs`: "Parquet needs pyarrow"."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

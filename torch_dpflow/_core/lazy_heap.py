@@ -37,7 +37,7 @@ class LazyHeap(dict[T, tuple[float, int, Any]]):
             self._drop_stale()
 
     def discard(self, item: T) -> bool:
-        """Remove an item; returns whether it was present."""
+        """Remove an item; return whether it was present."""
         if self.pop(item, None) is None:
             return False
         if len(self._heap) > 2 * len(self) + _MAX_STALE:

@@ -20,10 +20,10 @@ _MAX_ENDED = 8
 
 
 class NeedCounts:
-    """Numbers of the jobs that still need each of the keys 0 to `size` - 1.
+    """Number of jobs that still need a key, for each of the keys 0 to `size` - 1.
 
     A job that reads all keys adds 1 to a number that counts for every key; each key that it has read gets a correction
-    of -1. After the epoch, the corrections are removed a piece at a time. `of` leaves out those that remain.
+    of -1. After the epoch, the corrections are removed a piece at a time. `of` leaves out the remaining ones.
     """
 
     def __init__(self, size: int) -> None:
@@ -73,7 +73,7 @@ class NeedCounts:
         self.extra[keys] -= 1
 
     def end(self, states: States, *, whole: bool) -> None:
-        """Remove a job's epoch. states: as in `begin`, but at the end; the caller no longer changes them."""
+        """Remove a job's epoch. states, whole: as in `begin`, at the end; the caller no longer changes the states."""
         self._whole -= whole
         self._ended.append((states, 0, whole))
         self.count_ended()

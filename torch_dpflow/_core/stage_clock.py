@@ -29,7 +29,7 @@ _marked = _Marked()
 
 
 class stage:
-    """Context manager that marks a stage. Time in an inner stage does not count for the outer stage.
+    """Context manager whose body counts as the stage `name`. Time in an inner stage does not count for the outer one.
 
     Use an object in one thread only. A class, because `contextmanager` takes three times as long.
     """

@@ -128,7 +128,7 @@ GONE_S = 0.5
 
 
 class AwaitedThread(threading.Thread):
-    """A daemon thread that a finalizer may wait for.
+    """A daemon thread for which a finalizer can wait, by `wait`.
 
     The garbage collector may run while this thread holds `threading`'s own lock. A thread takes that lock to end, so
     `join()` in a finalizer could wait forever.

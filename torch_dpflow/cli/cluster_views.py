@@ -63,7 +63,7 @@ def _node_at(coordinator: str) -> str:
 def ask(coordinator: RpcClient, method: str, kind: Any, body: Any = None, *, doubt: str = "") -> Any:
     """Call the coordinator and return its answer.
 
-    Each attempt has a timeout of `ANSWER_S`. They are repeated for `READY_S` if it starts or is overloaded.
+    An attempt has a timeout of `ANSWER_S`. If the coordinator starts or is overloaded, attempts continue for `READY_S`.
 
     kind: type of the answer. doubt: text for the error of a coordinator that does not answer, which may have executed
     the call. Raises UsageError if the call is refused, or the cluster does not answer.
@@ -157,7 +157,7 @@ def print_missing(flows: Sequence[FlowView], figures: ClusterFigures) -> None:
 
 
 def print_sharing(figures: ClusterFigures) -> None:
-    """Print one paragraph for each flow that has served samples: how many were served and loaded, and why."""
+    """Print one paragraph for each flow that has served samples: how many, how many were loaded, and why."""
     restarted = {row.flow for row in figures.shards if row.restarts}
     for row in figures.flows:
         if row.figures.served:

@@ -76,7 +76,7 @@ _group_options = with_options(
         help="With --list or --remove, in place of --join: the 8 digits in the names of the groups.",
     ),
     click.option("--nodes", type=click.IntRange(0, 256), help="Desired number of groups."),
-    click.option("--image", default="", help="Container image, such as one made by `dpflow image`."),
+    click.option("--image", default="", help="Container image; `dpflow image` writes its Dockerfile."),
     click.option("--vswitch", default="", help="vSwitch of the groups, in the network of the cluster."),
     click.option(
         "--security-group",
@@ -183,7 +183,7 @@ def manifest() -> None:
 _options = with_options(
     click.option("--name", default="dpflow", show_default=True, help="Name of the cluster and its objects."),
     click.option("--namespace", help='Existing namespace; by default that of the settings, else "default".'),
-    click.option("--image", help="Image of the coordinator and its workers, such as one made by `dpflow image`."),
+    click.option("--image", help="Image of the coordinator and its workers; `dpflow image` writes its Dockerfile."),
     click.option("--workers", type=click.IntRange(1, 4096), help="Maximum number of workers of all flows together."),
     click.option("--autoscale", metavar="MIN:MAX", help="Run as many workers as jobs need, within these bounds."),
     click.option(

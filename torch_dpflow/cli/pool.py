@@ -1,6 +1,6 @@
 """`dpflow pool`: runs a pool server, and shows and changes what the pool caches.
 
-Commands take the name of a stored dataset or the file of an array; of one that is cached, also its id.
+Commands take the name of a stored dataset, the file of an array, or the id of one of these that is cached.
 """
 
 from __future__ import annotations

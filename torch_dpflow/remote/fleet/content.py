@@ -80,7 +80,7 @@ COMPLAIN_S = 20.0
 class Shortage:
     """Log of missing workers and the platform's reason. Times are in seconds."""
 
-    #: The platform's name, how many workers there should be, and how few are an error after `start_s`.
+    #: The platform's name, how many workers there should be, and how many must have connected after `start_s`.
     platform: str
     workers: int
     least: int
@@ -102,7 +102,7 @@ class Shortage:
         self.complains_at = self.fails_at = math.inf
 
     def limit(self, by: str, text: str, working: int) -> None:
-        """Record and log why workers are missing. by: the limit in one word; empty: none now. text: its details."""
+        """Record and log why only `working` workers run. by: the limit in one word; empty: none. text: its details."""
         self.reason = f"limited by {by}: {text}" if by else ""
         if by:
             self.log.warning(

@@ -11,8 +11,8 @@
 
 A fleet's target is the number of its places, each for one worker. A place keeps its number, and each new worker at a
 place has a higher incarnation. Before a worker's lifetime ends, a successor is started for its place. The successor
-waits on deck until the worker is drained, and then takes over the number and its stream. At most a tenth of the target,
-or one worker, is replaced at a time.
+waits on deck until the worker is drained, and then takes over its number, with its part of an iterable dataset. At
+most a tenth of the target, or one worker, is replaced at a time.
 
 A connected worker lives while its lease is renewed; all other states have a time limit. Outcomes of the platform arrive
 by `handle`. Events of unknown workers are answered if a process waits for the answer, and otherwise ignored.
@@ -56,10 +56,10 @@ READY_S = 600.0
 #: Fractions of a lifetime after which a successor is started, drawn for each worker so that not all end together, and
 #: after which a worker is drained even without one.
 ROTATE, LAST = (0.80, 0.95), 0.97
-#: How much earlier rotation may begin, as workers are replaced one after the other; fraction of a lifetime.
+#: How much earlier rotation may begin, because workers are replaced one after the other; fraction of a lifetime.
 MAX_LEAD = 0.6
 #: The fleet fails after this many workers in a row that never connected while none ever has, or that are unfit for one
-#: reason. They do not count by the target: after each failure the pause before the next start grows.
+#: reason. This does not depend on the target: after each failure the pause before the next start grows.
 MAX_FALSE_STARTS = 1 + FALSE_STARTS
 MAX_REASONS = 64
 
@@ -158,7 +158,7 @@ class Fleet:
             self._out.append(RejectWorker(name, unfit or "it is to leave"))
 
     def unfit(self, name: str, reason: str, now: float) -> None:
-        """Handle a connected worker that turns out to be unusable."""
+        """Handle a connected worker that turns out to be unusable. reason: why; it is sent to the worker."""
         worker = self._workers.get(name)
         if worker is not None and worker.state is WorkerState.ON_DECK:
             self._note_unfit(worker, reason, now)
@@ -214,7 +214,7 @@ class Fleet:
         return None if worker is None or worker.is_lost else worker
 
     def by_user(self, user: str) -> FleetWorker | None:
-        """Return a worker by its key's user, such as "3/1"; None if it is unknown or lost."""
+        """Return a worker by the user of its key, "NUMBER/INCARNATION"; None if it is unknown or lost."""
         return self.get(self._prefix + user.replace("/", "-"))
 
     def worker_s(self, now: float) -> float:

@@ -68,7 +68,7 @@ class Shell(Protocol):
         """
 
     def fail(self, error: Exception) -> None:
-        """Handle an error after which no workers are started, or because too few have connected in time."""
+        """Handle the error that no worker can be started any more, or that too few have connected in time."""
 
 
 class RemoteWorkers:
@@ -153,7 +153,7 @@ class RemoteWorkers:
         self._has_events = True
 
     def rest(self) -> None:
-        """Stop all workers until `resume`."""
+        """Stop all workers, after their present tasks, until `resume`."""
         self._fleet.target(0)
         self._shortage.end()
         self._has_events = True

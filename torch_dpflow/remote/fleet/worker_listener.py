@@ -57,7 +57,7 @@ def _why_not(address: str) -> str:
 
 
 def addresses_of(listen: str) -> list[str]:
-    """Return the addresses of a range of ports, one for each port."""
+    """Return one address for each port of `tcp://HOST:FIRST-LAST`; only `listen` itself if it has no range."""
     host, ports = _split(listen)
     first, dash, last = ports.partition("-")
     return [f"tcp://{host}:{port}" for port in range(int(first), int(last) + 1)] if dash else [listen]

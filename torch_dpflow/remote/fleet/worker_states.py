@@ -107,7 +107,7 @@ class FleetWorker:
     received: int = 0
     sent: int = 0
     refused_at: float | None = None
-    #: Since when a side has received less than the other has sent, and how many connections had ended when none had.
+    #: Since when a side has received less than the other has sent, and how many connections had ended before that.
     short_since: float | None = None
     losses: int = 0
     #: How long it has been idle while its results were under way, as it reports.

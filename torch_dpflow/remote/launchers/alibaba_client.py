@@ -73,7 +73,7 @@ class AlibabaClient(ABC):
     def call(self, what: str, call: str, *arguments: Any, answer_s: float = ANSWER_S) -> Any:
         """Call the method `call` of the vendor's client with `arguments`, and return its answer. Raises PlatformError.
 
-        what: beginning of an error's text, such as "NAME cannot be started". answer_s: its timeout, in seconds.
+        what: beginning of error texts, such as "NAME cannot be started". answer_s: timeout of the answer, in seconds.
         """
         from darabonba.runtime import RuntimeOptions
 

@@ -259,7 +259,7 @@ def require(library: str, needs: str, extra: str) -> None:
 
 
 def check_tcp(address: str, *, loopback: bool = True, advice: str = "") -> None:
-    """Raise OptionError for an address that workers cannot reach: not tcp, or loopback without `loopback`."""
+    """Raise OptionError for an address that workers cannot reach: not tcp, or loopback with loopback=False."""
     if not address.startswith("tcp://"):
         raise OptionError(f"listen={address!r}: workers connect over tcp, as at tcp://10.0.0.5:7700")
     if not loopback and is_loopback(address):

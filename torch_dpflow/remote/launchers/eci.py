@@ -158,7 +158,7 @@ class NodeGroups:
             raise OptionError(f"the connection file has {len(self.keys)} bytes; a group takes {_MAX_KEY_BYTES}")
 
     def request(self, name: str, number: str) -> dict[str, Any]:
-        """Return the request for a group, in the vendor's JSON. name: its ClientToken and the node's name, too."""
+        """Return the request for the group of node `number`, in the vendor's JSON. name: also its ClientToken."""
         tags = {CLUSTER: self.cluster, NUMBER: number}
         # The user id has no home in the image: it would be /.
         environment = {"HOME": "/tmp", "USER": "dpflow"}

@@ -35,7 +35,7 @@ _WITH_NODES = ("ray",)
 
 
 def resolve(platform: str | PlatformSpec) -> PlatformSpec:
-    """Return the settings of a platform. For a name they come from files and the environment; settings are returned.
+    """Return a platform's settings: for a name, those in files and the environment; settings are returned unchanged.
 
     Raises:
         OptionError: there is no platform of this name, or a setting is invalid: see `settings`.
@@ -85,7 +85,7 @@ def network() -> tuple[settings.Network, str]:
 def autoscale() -> settings.Autoscale:
     """Return the table `autoscale` of files and the environment.
 
-    Raises OptionError if a file or variable is invalid, or if `min` is above `max` or given without it.
+    Raises OptionError if a file or variable is invalid, or if `min` is above `max` or given without `max`.
     """
     found = settings.read(_KINDS)["autoscale"]
     table = settings.Autoscale(**{key: setting.value for key, setting in found.items()})

@@ -39,7 +39,7 @@ Members: TypeAlias = dict[str, dict[str, tuple[PartNode, Any]]]
 
 @dataclass(frozen=True)
 class ContentIdentity:
-    """Identity of the content that a job sends, to compare it with another job's; and data that the pickler needs."""
+    """Identity of the content that a job sends, for comparison with that of other jobs; and data for the pickler."""
 
     parts: dict[str, PartDigest]
     #: Patterns of parts that do not count.

@@ -70,7 +70,7 @@ class Output(Protocol):
 
 
 class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickler whose only entry is `pack`. It collects in `own` the script's classes and functions that it pickles.
+    """Pickler, used only by its method `pack`. It collects in `own` the script's classes and functions that it pickles.
 
     An object whose `__reduce__` calls cloudpickle for its parts would hide these from this pickler. Its class therefore
     also defines `__reduce_by_value__`, which this pickler calls instead. sent_arguments, replaced: as in `pack`.

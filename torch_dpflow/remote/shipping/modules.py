@@ -228,8 +228,8 @@ def modules_in(pickled: bytes) -> frozenset[str]:
 def installed_modules_in(pickled: bytes) -> list[str]:
     """Return the installed modules that unpickling imports, directly or through own modules, roughly in that order.
 
-    An own module imports those modules that are its variables, or that define them. Raises MessageError for invalid
-    pickles.
+    Own modules count as importing the modules that are their variables, or that define these. Raises
+    MessageError for invalid pickles.
     """
     found: dict[str, None] = {}
     seen: set[str] = set()

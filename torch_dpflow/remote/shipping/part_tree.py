@@ -176,9 +176,9 @@ def flatten(
 
 
 def merged(part: PartNode, inside: Mapping[str, PartNode]) -> PartNode:
-    """Return a part with parts added, by paths such as `.Crops.resize(size)`.
+    """Return `part` with the parts `inside` added, by paths such as `.Crops.resize(size)`.
 
-    Of two parts with one path, both count.
+    If there is a part at a path already, both count.
     """
     parts = dict(part.parts or {})
     below: dict[str, dict[str, PartNode]] = {}

@@ -59,7 +59,7 @@ def reduce_by_value(obj: Any, sent_arguments: Collection[str] | None, *, is_repl
     - a `functools.singledispatch` of the script, or one that replaces a function: without its cache
     - a `weakref.WeakKeyDictionary` or `weakref.WeakValueDictionary`: made again from its entries
     - a `threading.local`: with the values of this thread
-    - an `argparse.Namespace`: with its attributes in `sent_arguments`; None: all
+    - an `argparse.Namespace`: without attributes that are not in `sent_arguments`, if that is not None
     """
     kind = type(obj)
     if obj is eval or obj is exec:

@@ -139,7 +139,7 @@ class ControlConnection(threading.Thread):
         return self._work
 
     def announce(self) -> None:
-        """Wait until a heartbeat names the import that begins: it may keep the interpreter's lock."""
+        """Wait until a heartbeat names the import that begins, because the import may hold the interpreter's lock."""
         if self._connection is not None and self.is_alive():
             self._announced.clear()
             self._connection.wake()
