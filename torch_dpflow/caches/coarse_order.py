@@ -36,7 +36,7 @@ class _Bucket:
 
 
 class CoarseOrder:
-    """A stack of buckets of keys, ordered by eviction rank.
+    """Stack of buckets of keys, ordered by eviction rank.
 
     A key's rank is its place in the order of eviction; it is not the rank of a process. Bounds ascend from the bottom
     bucket to the top one, and no key of a bucket ranks above the bucket's bound. The *floor* is the bound of the top
@@ -60,7 +60,7 @@ class CoarseOrder:
         self._changed()
 
     def put(self, keys: Keys, ranks: Ranks) -> None:
-        """Add keys that rank at or below the floor."""
+        """Add keys that rank at or below the floor; `ranks` are their ranks."""
         if len(self._stack) == 1:
             self._stack[0].add(keys)
         else:

@@ -32,7 +32,7 @@ _POLLS_PER_EPOCH = 64
 
 
 class LookaheadPoller:
-    """Poller of a sampler: requests a lookahead when the certain samples are read, or `epoch` changes.
+    """Poller of a sampler: requests a lookahead once the last one's certain samples are read, or `epoch` changes.
 
     Raises OptionTypeError if `sampler` has no method `lookahead`.
     """
@@ -49,7 +49,7 @@ class LookaheadPoller:
         self._left = 0
 
     def poll(self, count: int) -> Lookahead | None:
-        """Return a new lookahead, or None. Hold no lock, because this runs the sampler's code.
+        """Return a new lookahead, or None if none is due or known. Hold no lock, because this runs the sampler's code.
 
         count: number of reads that follow this call.
         """
@@ -82,7 +82,7 @@ class _Place(NamedTuple):
 
 
 class ALSDCache(Dataset[Any]):
-    """A view of a map-style dataset that keeps the samples which are read again soonest.
+    """View of a map-style dataset that keeps in memory the samples that are read again soonest.
 
     Indexing returns `transform` of the dataset's sample. Decode in the dataset, before the cache; augment randomly in
     `transform`, which runs at each read. Samples are kept and returned as copies. Thread-safe: threads that read a

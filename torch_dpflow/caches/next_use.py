@@ -19,7 +19,7 @@ _CODE_AT = [(np.arange(256) >> 2 * place) & 3 for place in range(JOBS_PER_PLANE)
 
 
 class NextUseRanking(Ranking):
-    """Ranking by distances from a timetable. Values that do not change with time are computed once and stored.
+    """Ranking by the next uses in a timetable. Values that do not change with time are computed once and stored.
 
     A key's distance combines two parts. Its *anchor* follows from its certain positions, and changes only when a job
     reads it. Its *value* for each job follows from the key's code for that job. The codes of four jobs share one byte,
@@ -28,7 +28,7 @@ class NextUseRanking(Ranking):
 
     #: the argument of `Timetable`: codes of a position, ABSENT, READ, LIKELY and UNKNOWN
     codes: ClassVar[tuple[int, int, int, int, int]]
-    #: combines values and anchors; and its neutral element
+    #: combines values and anchors; its neutral element is `neutral`
     combine: ClassVar[np.ufunc]
     #: Whether distances are times, so that they depend on the jobs' paces.
     timed: ClassVar[bool] = False
@@ -122,8 +122,8 @@ class EarliestUse(NextUseRanking):
     """Ranking by the time until the first job reads the key: the minimum over jobs.
 
     A job reads its sample at `position` at the moment `base + position * pace`. An anchor is the earliest moment at
-    which a job is certain to read the key. If a job's next epoch is not known, a key that it has read is read again
-    after N samples, as in the thesis.
+    which a job is certain to read the key. If a job's next epoch is not known, a key that it has read counts as read
+    again after N samples, the length of the epoch, as in the thesis.
     """
 
     codes = (0, 0, 1, 2, 3)

@@ -17,7 +17,10 @@ from torch_dpflow.lookahead import Lookahead
 
 
 class KeyedPolicy(Policy):
-    """A policy over a dict of sizes; a subclass decides the order. Each method of this class is O(1)."""
+    """Base class of policies that decide by past reads. A subclass decides the order of eviction.
+
+    Each method of this class is O(1).
+    """
 
     def __init__(self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None) -> None:
         super().__init__(max_items=max_items, max_bytes=max_bytes, keys=keys)

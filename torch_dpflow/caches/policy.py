@@ -35,7 +35,7 @@ Sizes = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyStatistics:
-    """A snapshot of a policy's counts since it was made.
+    """Snapshot of the counts of a policy since the policy was made.
 
     Always `offered == admitted + bypassed + refused` and `items == admitted - evicted - discarded`.
     """
@@ -99,11 +99,11 @@ class Policy(ABC):
 
     @abstractmethod
     def access(self, key: int, job: Job) -> bool:
-        """Record that `job` reads `key` now; returns whether it is resident. An unknown job joins."""
+        """Record that `job` reads `key` now; return whether the key is resident. An unknown job joins."""
 
     @abstractmethod
     def admit(self, key: int, size: int = 1) -> Sequence[int]:
-        """Offer a loaded key of `size` bytes; returns the keys to drop, including `key` if the policy does not keep it.
+        """Offer a loaded key of `size` bytes; return the keys to drop, including `key` if the policy does not keep it.
 
         A resident key gets the new size.
         """
@@ -114,7 +114,7 @@ class Policy(ABC):
 
     @abstractmethod
     def discard(self, key: int) -> bool:
-        """Remove a key that the owner has dropped; returns whether it was resident. Not an eviction."""
+        """Remove a key that the owner has dropped; return whether it was resident. Not counted as an eviction."""
 
     @abstractmethod
     def join(self, job: Job, *, weight: float = 1.0) -> None:
@@ -125,14 +125,14 @@ class Policy(ABC):
 
     @abstractmethod
     def hint(self, job: Job, lookahead: Lookahead) -> None:
-        """Use this lookahead of `job`'s sampler. Policies that decide by past reads only note the job."""
+        """Use a job's future reads, as its sampler knows them. Policies that decide by past reads only add the job."""
 
     @abstractmethod
     def forget(self, job: Job) -> None:
         """Drop the records of a job that left. An unknown job is ignored."""
 
     def access_many(self, keys: Keys, job: Job) -> Mask:
-        """Record that `job` reads `keys`, in order; returns which are resident, as a bool array of the shape of `keys`.
+        """Record that `job` reads `keys`, in order; return which are resident, as a bool array of the shape of `keys`.
 
         Raises OptionError for a key that is not allowed.
         """
@@ -140,7 +140,7 @@ class Policy(ABC):
         return np.fromiter((self.access(key, job) for key in keys.tolist()), dtype=np.bool_, count=len(keys))
 
     def admit_many(self, keys: Keys, sizes: Sizes | None = None) -> npt.NDArray[np.int64]:
-        """Offer loaded keys together; returns the keys to drop (int64), which may include some of `keys`.
+        """Offer loaded keys together; return the keys to drop (int64), which may include some of `keys`.
 
         `sizes`: bytes of each key; None: size 1 for each. A repeated key counts once, with its last size. Raises
         OptionError for a key or a size that is not allowed.
@@ -234,14 +234,14 @@ _ALLOWED = f"{BYTES_ALLOWED}, or a number of samples as an int"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """A budget of samples or of bytes; the other is None."""
+    """Budget of samples (`items`) or of bytes; the other is None."""
 
     items: int | None = None
     bytes: int | None = None
 
 
 def parse_capacity(capacity: int | str, name: str = "capacity") -> Capacity:
-    """Read a capacity: an int of samples, or text with a unit of bytes.
+    """Convert a capacity: an int of samples, or text with a unit of bytes. name: the argument's name, for errors.
 
     Raises:
         OptionError: a number below one, a bool, or text that is not a size.

@@ -13,7 +13,7 @@ from torch_dpflow.caches.policy import Policy
 from torch_dpflow.caches.refcnt import RefCnt
 from torch_dpflow.errors import OptionError
 
-#: What makes a policy, by its name.
+#: For each name, the class or function that makes the policy.
 POLICIES: Mapping[str, Callable[..., Policy]] = MappingProxyType(
     {
         "alsd": ALSD,
@@ -35,7 +35,7 @@ def make_policy(
     keys: int | None = None,
     **options: Any,
 ) -> Policy:
-    """Make a policy by name. options: further arguments of this policy.
+    """Make a policy by name, with the arguments of `Policy`. options: further arguments of this policy.
 
     Raises OptionError for an unknown name, and the errors of the policy.
     """

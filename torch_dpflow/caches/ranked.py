@@ -24,17 +24,17 @@ from torch_dpflow.lookahead import Keys
 
 
 class RankedPolicy(Policy):
-    """Policy that evicts the key of the greatest distance; among equals, the oldest load.
+    """Base class of policies that evict the key of the greatest distance to its next use; of equals, the oldest load.
 
     Offered keys compete too, so a key of a greater distance than all resident keys is not kept. Keys offered together
     are admitted together before anything is evicted.
 
     Args:
         ranking: computes the distances.
-        keys: as for every policy; if it is not known, arrays grow as keys appear.
+        keys: as in `Policy`; if it is None, arrays grow as keys appear.
     """
 
-    #: How many keys are kept in fine order; see `Residents`.
+    #: Approximate number of keys that are kept in exact order; see `Residents`.
     front: ClassVar[int] = 1024
 
     def __init__(

@@ -34,14 +34,14 @@ Loads = npt.NDArray[np.int32]
 
 
 class Ranking(ABC):
-    """Distances of resident keys. A distance may only shrink; for one that grows, see `Residents`.
+    """Source of the distances of resident keys. A distance may only shrink; see `Residents` for a distance that grows.
 
-    A ranking may store values by load number, which it gets with each key.
+    Each load of a key has a number, by which a ranking may store values. `load` and `loads` are these numbers.
     """
 
     @abstractmethod
     def distance(self, key: int, load: int) -> float:
-        """Return the distance of a resident key's next use, in any unit."""
+        """Return the distance of a resident key to its next use, in any unit."""
 
     @abstractmethod
     def distances(self, keys: Keys, loads: Loads) -> Distances:
@@ -56,18 +56,18 @@ class Ranking(ABC):
         return self.distances(keys, loads)
 
     def renumber(self, loads: npt.NDArray[np.intp], room: int) -> None:  # noqa: B027
-        """Store the values of these load numbers under 0, 1, 2 and so on, with room for `room` in all."""
+        """Move the values stored for these load numbers to 0, 1, 2 and so on. room: the new capacity for numbers."""
 
 
 class Residents:
-    """A set of keys. `pop` removes the key of the greatest distance.
+    """Set of the resident keys, as a priority queue: `pop` removes the key of the greatest distance.
 
     A key's distance may only shrink until the next `add` or `renew` of that key; when it grows, call `raise_bounds` or
     `rebuild`. A key may have several entries: at least one entry bounds its distance from above; other entries are
     dropped when they reach the top.
 
     Args:
-        front: number of keys that are kept in fine order.
+        front: approximate number of keys that are kept in exact order: those to be evicted next.
     """
 
     def __init__(self, ranking: Ranking, front: int) -> None:
@@ -194,7 +194,7 @@ class Residents:
         self.renew_many(keys, loads)
 
     def renew_many(self, keys: Keys, loads: Loads) -> None:
-        """Recompute the distances of resident keys."""
+        """Recompute the distances of resident keys; `loads` are their load numbers."""
         if not len(keys):
             return
         distances = self._ranking.renew_many(keys, loads)
@@ -215,11 +215,9 @@ class Residents:
                 self._lower_front()
 
     def pop_many(self, amount: int, *, by_size: bool = False) -> npt.NDArray[np.int64]:
-        """Remove and return the fewest keys, in eviction order, whose number is at least `amount`.
+        """Remove and return the next `amount` keys in eviction order, or all keys if there are fewer.
 
-        If all keys together are less than `amount`, all are removed.
-
-        by_size: whether `amount` is the sum of the keys' sizes instead.
+        by_size: whether `amount` is a sum of sizes instead: remove the fewest keys whose sizes reach it.
         """
         if self._heap:
             self._to_front()

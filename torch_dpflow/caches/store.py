@@ -1,4 +1,4 @@
-"""A thread-safe store of samples within a budget, where simultaneous misses of one sample load it once.
+"""Thread-safe store of samples within a budget, where simultaneous misses of one sample load it once.
 
 Measuring and copying a sample follow lists, tuples, dicts, sets and attributes of objects. They handle tensors, numpy
 arrays and Pillow images. An object that is referenced twice counts once, and is one object in the copy too.
@@ -49,7 +49,7 @@ _COMPONENTS = {
 
 
 def measure(sample: object) -> int:
-    """Return the bytes of `sample` and all it refers to; a view of a tensor or array counts its own extent."""
+    """Return the bytes of `sample` and all it refers to. A view of a tensor or array counts with its own bytes only."""
     total = 0
     seen: dict[int, object] = {}
     waiting = [sample]
@@ -145,7 +145,7 @@ def _is_image(part: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NamedSample:
-    """A sample and its index, for keys that are used again for other indices. Copies share the index."""
+    """Sample with the index it was loaded by, for keys that are used again for other indices. A copy has the same."""
 
     index: Any
     sample: Any
@@ -157,7 +157,7 @@ _JOB: Job = "owner"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStatistics:
-    """A snapshot of a cache's counts since it was made. Without running loads, `loads + errors == misses`."""
+    """Snapshot of a cache's counts since it was made or cleared. Without running loads, `loads + errors == misses`."""
 
     #: samples returned from memory, or from another thread's running load
     hits: int
@@ -195,7 +195,7 @@ class SampleStore:
     Args:
         make_policy: returns a new policy.
         copies: whether to store a copy of each loaded sample, and to return a copy of the stored one.
-        before_read: called with the number of samples about to be read; returns a new lookahead for the policy.
+        before_read: called with the number of samples to be read next; returns a new lookahead for the policy, or None.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class SampleStore:
         _STORES.add(self)
 
     def get(self, key: int, load: Callable[[], Any]) -> Any:
-        """Return the sample of `key`; calls `load` if it is not held and no other thread is loading it."""
+        """Return the sample of `key`; call `load` if it is not held and no other thread is loading it."""
         lookahead = self._poll(1)
         with self._lock:
             self._hint(lookahead)
@@ -271,7 +271,7 @@ class SampleStore:
             self._empty()
 
     def statistics(self) -> CacheStatistics:
-        """Return the counts of reads and loads since the store was made."""
+        """Return the counts of reads and loads since the store was made or cleared."""
         with self._lock:
             policy, counted = self._policy, self._policy.statistics()
             return CacheStatistics(

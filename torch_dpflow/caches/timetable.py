@@ -20,14 +20,14 @@ def _no_keys() -> Keys:
 
 @dataclass(slots=True, eq=False)
 class JobProgress:
-    """A policy's record of a job, apart from the job's cells in the timetable."""
+    """Record of a job in a `Timetable`: its epoch and position, its cells, and estimates for its unknown reads."""
 
     #: alpha of eq. 3-5
     weight: float
     #: by key, its cell, exclusive-or `outsiders`; and a view that returns Python's integers
     cells: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     cell_of: memoryview[Any] = field(default_factory=lambda: memoryview(b""))
-    #: the plane of its codes, their place in it, the code of `outsiders`, and whether any other was written
+    #: the plane of its codes, their place in it, the code of `outsiders`; whether a cell was written in this epoch
     plane: int = -1
     place: int = 0
     code: int = 0
@@ -121,7 +121,7 @@ class _Plane:
 
 
 class Timetable:
-    """A cell for each key and job: the position at which the job reads the key, or ABSENT, READ, LIKELY or UNKNOWN.
+    """Cells by key and job: the position at which the job reads the key, or ABSENT, READ, LIKELY or UNKNOWN.
 
     Positions count from the start of the job's epoch; a position at or above its length is in the next epoch. Besides
     its cells, each key has two bits for each job, the code, which distinguish kinds of cells.
@@ -195,6 +195,7 @@ class Timetable:
                 self.planes[progress.plane] = _Plane(self._span)
 
     def begin(self, progress: JobProgress, lookahead: Lookahead) -> None:
+        """Begin an epoch of a job, with what its lookahead contains."""
         rest = READ if lookahead.complete else UNKNOWN
         certain, members = lookahead.certain, lookahead.members
         if lookahead.complete and lookahead.position == 0 and members is None:
@@ -217,7 +218,7 @@ class Timetable:
             self.follow(progress, lookahead.following)
 
     def revise(self, progress: JobProgress, lookahead: Lookahead) -> Keys:
-        """Record more of a running epoch; returns keys whose cells may have changed, possibly repeated."""
+        """Record more of a running epoch; return the keys whose cells may have changed, some perhaps repeatedly."""
         start = lookahead.position
         progress.estimates = True
         first, announced = progress.announced

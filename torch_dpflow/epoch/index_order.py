@@ -28,7 +28,7 @@ _CHUNK = 4096
 
 
 def batches_of(index_sampler: Any) -> Iterator[Any]:
-    """Return an iteration of a loader's `_index_sampler`."""
+    """Begin to iterate over a loader's `_index_sampler`, in torch's order; return the iterator."""
     if type(index_sampler) is BatchSampler and is_drawn_here(index_sampler.sampler):
         indices = indices_of(index_sampler.sampler)
         return iter(BatchSampler(indices, index_sampler.batch_size, index_sampler.drop_last))
@@ -86,7 +86,7 @@ def settled_length(index_sampler: Any, end: int | None = None) -> int:
     The last batch is not counted if drawing it also draws from the user's generator for another epoch: see
     `draws_at_end`.
 
-    end: the position at the end of a resumed epoch; None for a whole one.
+    end: number of batches at the end of a resumed epoch; None for a whole epoch.
     """
     usual = length_or_none(index_sampler)
     length = usual if end is None else end

@@ -1,4 +1,4 @@
-"""States of datasets, samplers and their iterators that have a `state_dict`.
+"""Own states of datasets, samplers and their iterators: what their `state_dict` returns.
 
 Iterating never depends on these states. If a `state_dict` fails, its error is kept and raised by the loader's
 `state_dict`.
@@ -22,7 +22,7 @@ from torch_dpflow.errors import StateError, UsageError
 
 
 def has_state(part: Any) -> bool:
-    """Return whether `part` has a state that can be restored."""
+    """Return whether `part` has its own state: methods `state_dict` and `load_state_dict`."""
     return callable(working(part, "state_dict")) and callable(working(part, "load_state_dict"))
 
 
@@ -95,7 +95,7 @@ def takes(part: Any, argument: str) -> bool:
 
 
 def sealed(part: Any, state: Any) -> Any:
-    """Return the state of `part` in a form that can be sent."""
+    """Return the state of `part` in a form that can be sent to another process; `Unsaved` if it cannot be pickled."""
     if state is None or isinstance(state, Unsaved):
         return state
     try:
@@ -168,7 +168,7 @@ def at_rest(dataset: Any) -> dict[str, Any] | Unsaved | None:
 
 
 def ended(kept: Any) -> Any:
-    """Mark a state of `Stream.state` as the end of its iteration."""
+    """Return a result of `Stream.state`, marked as the end of its iteration."""
     return {**kept, "ended": True} if isinstance(kept, dict) else kept
 
 
@@ -228,7 +228,7 @@ def _as_bytes(state: Any) -> bytes:
 
 
 class Stream:
-    """The batches of one copy of an iterable dataset, one after the other; its position can be saved and restored.
+    """Stream of the batches of one copy of an iterable dataset; its position can be saved and restored.
 
     Args:
         make_fetcher: makes torch's fetcher for the dataset, which calls `iter(dataset)`.

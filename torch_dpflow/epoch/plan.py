@@ -38,7 +38,7 @@ TAKEN: Any = object()
 
 @dataclass(slots=True, eq=False)
 class PlannedBatch:
-    """One batch of a plan, from the sampler to the training loop, and what its delivery changes.
+    """One batch of a plan, from the sampler to the training loop, and what to record once it is delivered.
 
     Control-C may interrupt the training thread between any two of its steps. So a batch stays the next one until it was
     taken, which is one assignment, `batch.outcome = TAKEN`. Nothing is called between that and the return of the batch:
@@ -55,6 +55,7 @@ class PlannedBatch:
     samples: int = 0
     #: Where its worker's own stream is after it; None: nothing new.
     stream: StreamState | None = None
+    #: Its worker's later positions, cancelled because the worker's stream has ended; they count as delivered with it.
     dropped: Sequence[int] = ()
     #: The workers of the batches in flight after it, in order, and the worker after those; None if there is no order.
     workers_after: tuple[list[int], int] | None = None
@@ -71,7 +72,7 @@ class _Iterated:
 
 
 class Plan:
-    """Index batches in the sampler's order.
+    """Plan of one epoch: index batches in the sampler's order, and the sampler's state after each of them.
 
     Args:
         batches: the running iteration of the loader's index sampler.
@@ -118,7 +119,10 @@ class Plan:
         return position, index
 
     def peek(self) -> tuple[int, Any]:
-        """Return the next batch; the same one until the caller sets `drawn` and `held`, so Control-C loses none."""
+        """Return the next position and its indices; the same until the caller sets `drawn` and `held`.
+
+        So Control-C loses no batch. Raises StopIteration at the end of the epoch.
+        """
         if not self.held:
             self.prefetch_one()
         if not self.held:
@@ -177,7 +181,7 @@ class Plan:
         self._checksums = {self.drawn: checksum}
 
     def checksum(self, position: int) -> int | None:
-        """Return the checksum of the indices before `position`, which is not forgotten; None if it is not known."""
+        """Return the checksum of the indices before `position`; None if it is unknown. Only until `forget` drops it."""
         return self._checksums[position]
 
     def sampler_state(self, position: int, samples: int, length: int | None) -> Any:
@@ -255,7 +259,10 @@ def new_plan(batches: Iterator[Any], index_sampler: Any, sampler: Any) -> Plan:
 
 
 def return_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Iterator[Any]:
-    """Restore the states of the sampler and of its iteration; return the iteration. Raises StateError if that fails."""
+    """Restore the states of the sampler and of its iteration; return the iteration, empty if its state was not saved.
+
+    Raises StateError if a state cannot be restored.
+    """
     kept = state.sampler or {"sampler": None, "iterator": None}
     if kept["sampler"] is not None:
         part = stateful_part(index_sampler, sampler)
@@ -404,7 +411,7 @@ def _resume_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Pla
 
 
 def samples_in(index: Any) -> int:
-    """Return the number of samples in a batch's indices, which may be any iterable."""
+    """Return the number of samples in a batch's indices, which may be any iterable; 1 if it has no length."""
     try:
         return operator.length_hint(index, 1)
     except Exception:

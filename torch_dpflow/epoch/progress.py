@@ -45,7 +45,7 @@ OPENING_AGAIN: tuple[OpeningStep, ...] = ("order",)
 
 
 class LoaderShape:
-    """The properties of a loader that must equal those of the loader whose state it resumes.
+    """Properties of a loader that must equal those of the loader whose state it resumes.
 
     Lengths are computed only when a state is made: torch computes none while it iterates, and `__len__` may fail or be
     slow. The indices of a `Subset` are read for the first state.
@@ -63,7 +63,7 @@ class LoaderShape:
         self._counted: int | None = None
 
     def note_end(self) -> None:
-        """Record the epoch that the sampler itself has counted, as accelerate's SeedableRandomSampler does."""
+        """Record the sampler's epoch if it has counted on by itself, as accelerate's SeedableRandomSampler does."""
         now = epoch_of(self._sampler, self._index_sampler)
         self._counted = None if now == self._epoch else now
 
@@ -78,7 +78,7 @@ class LoaderShape:
     def ends_at(self, position: int, end: int | None) -> bool:
         """Return whether the epoch is known to end at this position.
 
-        end: the position at the end of a resumed epoch; None for a whole one, or if unknown.
+        end: the position at the end of a resumed epoch; None for a whole epoch, or if unknown.
         """
         # The length of a user's sampler may be wrong.
         return is_drawn_at_start(self._index_sampler) and position == (self.length() if end is None else end)
@@ -99,7 +99,7 @@ class LoaderShape:
         return 0 if ranks is None else ranks.rank
 
     def parts(self) -> dict[str, int | str | bool | None]:
-        """Return the values that must be equal when resuming, by their names in messages; `SIZES` may differ."""
+        """Return the values that must be equal when resuming, by their names in errors. Those in `SIZES` may differ."""
         ranks = self.ranks()
         rank = None if ranks is None else ranks.rank
         if self.kind == "iterable":
@@ -132,9 +132,9 @@ class LoaderShape:
 
 #: The rank that has saved a state: another one draws other random numbers.
 RANK = "rank"
-#: The epoch of a sampler without a state: its order is drawn again, and may be that of the epoch.
+#: The epoch of a sampler without a state, whose order is drawn again and may depend on the epoch.
 EPOCH = "sampler's epoch"
-#: The epoch after it, of a sampler without a state that counts its iterations.
+#: The following epoch of a sampler without a state, if it counts its iterations itself.
 COUNTED = "sampler's next epoch"
 #: The values of `parts` in which a loader may differ from the state that it resumes.
 SIZES = ("batch_size", "num_replicas")
@@ -166,9 +166,10 @@ def before_order(loader: Any) -> LoaderState:
 
 
 class EpochProgress:
-    """The batches that one iteration has delivered.
+    """Record of the batches that one iteration has delivered, from which its state is made.
 
     Args:
+        shape: properties of the loader, to save in states.
         at: where the iteration begins: what determines the epoch's order and random numbers, and in a resumed epoch
             the position too.
         plan: the epoch's index batches, starting at the first that is not delivered.
@@ -194,7 +195,7 @@ class EpochProgress:
         self.streams = [replace(stream) for stream in streams]
         #: The batch that `next` returns, delivered once it was taken.
         self.head: PlannedBatch | None = None
-        #: The workers of the batches in flight, in order.
+        #: The workers of the batches in flight, in order; and the worker after these.
         self.due = list(at.due)
         self.next_worker = at.next_worker
         #: Returns the dataset's own state, if it has one and is read in this process.
@@ -235,7 +236,10 @@ class EpochProgress:
         generator: torch.Generator | None,
         keeps_seed: bool,
     ) -> EpochProgress:
-        """Resume a state in mid-epoch. The process's generators stay unchanged.
+        """Return the progress of an iteration that continues a state in mid-epoch.
+
+        The process's generators stay unchanged, except those that are in the state of the epoch's beginning: these end
+        where the epoch's repeated draws leave them, as in the run that was saved.
 
         Raises StateError: the state does not fit. The generators of the loader and its samplers then stay unchanged.
         """
@@ -376,7 +380,7 @@ class EpochProgress:
         return ended(kept) if self._shape.kind == "iterable" else kept
 
     def streams_of_next(self) -> list[StreamState]:
-        """Return the beginnings of the workers' own streams in the next iteration, if it keeps the workers."""
+        """Return where the workers' own streams begin in the next iteration; empty if it has new workers."""
         self.note_taken()
         if not self._keeps_seed:
             return []

@@ -18,7 +18,7 @@ from torch_dpflow.errors import StateError
 
 
 def regrouped(index_sampler: Any, indices: Iterable[Any]) -> Iterator[Any]:
-    """Iterate over indices in the batches of a loader's `_index_sampler`."""
+    """Return an iterator over indices, in batches as those of a loader's `_index_sampler`."""
     if type(index_sampler) is BatchSampler:
         return iter(BatchSampler(indices, index_sampler.batch_size, index_sampler.drop_last))
     return iter(indices)
@@ -30,7 +30,7 @@ def inner_sampler(index_sampler: Any, sampler: Any) -> Any:
 
 
 class RankOrder:
-    """The state of a DistributedSampler in a loader, as if the class had `state_dict` and `load_state_dict`.
+    """State of a DistributedSampler in a loader, as if the class had `state_dict` and `load_state_dict`.
 
     Args:
         sampler: a DistributedSampler with the order of torch's own class.

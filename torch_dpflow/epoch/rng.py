@@ -51,9 +51,9 @@ def _seed(key: bytes, person: bytes) -> None:
 
 
 def has_drawn_since(seed: Callable[[], None]) -> bool:
-    """Return whether something has drawn from the three generators since `seed` was called; they stay unchanged.
+    """Return whether something has drawn from the three generators since `seed` was called; their states stay.
 
-    seed: seeds the generators.
+    seed: seeds the generators; each call gives them the same states.
     """
     states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
     seed()
@@ -69,13 +69,13 @@ def has_drawn_since(seed: Callable[[], None]) -> bool:
 
 
 def loading_epoch() -> int | None:
-    """Return the epoch that a loader of ours is loading for in this context; None outside of loading."""
+    """Return the epoch that a loader of this package is loading for in this context; None outside of loading."""
     here = EPOCH_HERE.get()
     return _epoch_of_worker if here is None else here
 
 
 def begin_epoch_of_worker(epoch: int) -> None:
-    """Set the epoch that this process loads from now on, in all threads."""
+    """Set the epoch that this worker process loads for from now on, in all threads."""
     global _epoch_of_worker
     EPOCH_HERE.set(None)  # inherited by a fork from a parent that was loading
     _epoch_of_worker = epoch

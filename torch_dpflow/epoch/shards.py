@@ -18,7 +18,7 @@ _KEYS = {"num_shards", "num_replicas", "ranks", "shards"}
 
 
 class ShardedIterableDataset(IterableDataset[Any]):
-    """Base class of iterable datasets. A subclass implements `read_shard`, which reads one shard to its end.
+    """Base class of iterable datasets whose position is saved by shard. A subclass implements `read_shard`.
 
     Rank `r` of `R` reads the shards `r`, `r + R`, and so on. Its workers divide these in the same way. A loader's state
     contains the position in each shard, so a different number of workers or ranks can read the remaining epoch. The
@@ -68,7 +68,7 @@ class ShardedIterableDataset(IterableDataset[Any]):
             self._read[number] = _ENDED
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of each shard that this copy has begun, or was given."""
+        """Return the position in each shard that this copy of the dataset has begun, or was given a position in."""
         read = self._read if self._loaded is None else self._loaded
         return {
             "num_shards": self.num_shards,
@@ -116,8 +116,8 @@ def is_of_shards(state: Any) -> bool:
 def merged_shards(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the positions of all shards, from the states of copies of one dataset.
 
-    Each shard is read by one copy, and a copy that was resumed also has the positions of others' shards as they were
-    then: the furthest one counts.
+    Each shard is read by one copy. A copy that was resumed also has the positions of the others' shards at that time,
+    so the furthest position of each shard counts.
 
     Raises StateError: the states are of different datasets.
     """

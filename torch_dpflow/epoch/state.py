@@ -26,7 +26,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 class HeldObjects:
-    """Own states of datasets and samplers that no text can hold; pickled with the state."""
+    """Holder of the own states of datasets and samplers that no text can hold; pickled with the loader's state."""
 
     def __init__(self, values: list[Any]) -> None:
         self.values = values
@@ -38,7 +38,7 @@ class HeldObjects:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether JSON preserves the value: no tuples, no keys but text, no values of other types."""
+    """Return whether JSON preserves the value: lists, dicts with keys of text, text, numbers, bools and None only."""
     if type(value) is list:
         return all(map(is_plain, value))
     if type(value) is dict:
@@ -115,7 +115,7 @@ class StreamState:
 
     #: Batches of this worker that were delivered.
     delivered: int = 0
-    #: How many of them raised an error in place of a batch.
+    #: How many of the delivered batches were an error in place of a batch.
     failed: int = 0
     ended: bool = False
     #: The own states of the "dataset" and its "iterator" after these batches, and whether the dataset has "ended" in a
@@ -132,7 +132,7 @@ class LoaderState:
 
     version: int = VERSION
     kind: Literal["map", "iterable"] = "map"
-    #: Iterations begun before this one; part of the key of random augmentation.
+    #: Number of iterations begun before this one; random augmentation is seeded with it.
     epoch: int = 0
     #: No batch has been planned: the next iteration begins an epoch. `opening` and the generators are then those of the
     #: epoch before, if there was one.
@@ -297,7 +297,7 @@ def _check_own(kind: str, kept: Any, keys: set[str]) -> None:
 
 
 def held_ahead(held: int) -> StateError:
-    """Return the error for a state before batches that a trainer has read and not used."""
+    """Return the error to raise if a trainer has read `held` batches ahead, and the state before them is not known."""
     return StateError(
         f"the trainer has read {held} batches ahead, as a dataset has no length, and the state before them is not "
         "known; give the dataset a __len__, or the loader num_workers=1"

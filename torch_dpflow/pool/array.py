@@ -33,7 +33,7 @@ from torch_dpflow.samplers.indices import whole_numbers
 #: A tensor; a numpy array for dtypes that torch does not have (text, big-endian numbers).
 Rows: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
 _Numbers: TypeAlias = npt.NDArray[np.int64]
-#: Lends memory of this many bytes; None if it has none.
+#: Returns memory of this many bytes to write rows to; None if it has none.
 Lend: TypeAlias = Callable[[int], "npt.NDArray[np.uint8] | None"]
 #: Why a server does not have rows that were pushed.
 _NOT_THERE = "its server was lost, it was unloaded, or its push has not finished; push it (again)"
@@ -42,13 +42,14 @@ _NOT_THERE = "its server was lost, it was unloaded, or its push has not finished
 class PooledArray(Dataset[Rows]):
     """Map-style dataset of an array's rows, which a pool server reads from storage once for all processes.
 
-    As with `PooledDataset`, the server begins to cache it when it is first read, and a row that no server has is read
-    from storage. Rows are copies. Thread-safe; a forked child or an unpickled copy opens its own connections.
+    As with `PooledDataset`, the server begins to cache the array when it is first read, and a row that no server has is
+    read from storage. A pushed array has no storage: reading such a row raises PeerLostError. Rows are copies.
+    Thread-safe; a forked child or an unpickled copy opens its own connections.
 
     Args:
         source: description of the array, from `open_array`, or from `push`, `append` or `array` of `DataClient`.
         address, connection, trust_network, silence_s: see `PooledDataset`.
-        read_options: timeouts, retries and concurrency of storage.
+        read_options: timeouts, retries and concurrency of reads from storage.
 
     Raises OptionError or OptionTypeError if an argument is not allowed.
     """
@@ -86,11 +87,11 @@ class PooledArray(Dataset[Rows]):
         return [*self._read(indices, self._lend)]
 
     def fill_batches(self, lend: Lend) -> None:
-        """Read a loader's batches into memory that the loader lends and sends without a copy."""
+        """Set the function that returns the memory for `__getitems__` to fill; a loader sends it without a copy."""
         self._lend = lend
 
     def read_batch(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Rows:
-        """Return rows in the given order as one tensor, of shape (number of rows, and the shape of a row).
+        """Return rows in the given order as one tensor of shape (number of rows, *shape of a row).
 
         Raises:
             IndexError: there is no such row. OptionTypeError: an index is not a whole number.

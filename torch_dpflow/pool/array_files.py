@@ -48,10 +48,13 @@ def _is_hdf5(reader: ObjectReader, url: str, head: bytes, size: int) -> bool:
 
 
 class HDF5Dataset:
-    """An opened dataset of an HDF5 file. Not thread-safe.
+    """Reader of the rows of one dataset of an HDF5 file. Not thread-safe.
 
-    All of its rows are in the file. Virtual datasets, links and external storage that refer to other files are refused:
-    HDF5 would return fill values for a missing file, and changes of these files would not be detected.
+    All rows must be in this file. Virtual datasets, and links and external storage that refer to other files, are
+    refused: HDF5 would return fill values for a missing file, and changes of these files would not be detected.
+
+    options: fsspec's options for the file's storage.
+    path: path of the dataset in the file.
 
     Raises:
         MissingExtraError: h5py is not installed.
@@ -84,7 +87,7 @@ class HDF5Dataset:
             raise
 
     def rows(self, first: int, stop: int) -> bytes:
-        """Return the bytes of the rows `first` to before `stop`. Raises StorageError."""
+        """Return the bytes of rows `first` to `stop` - 1, joined. Raises StorageError if they cannot be read."""
         try:
             return bytes(self._data[first:stop].tobytes())
         except OSError as error:
@@ -134,7 +137,7 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 
 
 def open_array(url: str | os.PathLike[str], *, path: str = "", **storage_options: Any) -> ArraySource:
-    """Open an array in a file; reads only the file's header. The array's first dimension counts records.
+    """Return the description of an array in a file, of which it reads only the header. The first dimension counts rows.
 
     Args:
         url: a `.npy` file in C order, or an HDF5 file (extra `hdf5`), on any storage of `DatasetStore`.
@@ -186,7 +189,7 @@ def array_ref(url: str | os.PathLike[str], path: str = "") -> str:
 
 
 def array_identity(source: ArraySource) -> bytes:
-    """Return an array's identity: its location, size, modification time or ETag, dtype and shape."""
+    """Return an array's identity: a digest of its location (of a pushed array, its name), `stamp`, dtype and shape."""
     servers = [] if is_tag(source.stamp.partition(" ")[2]) else servers_of(source.options)
     where = [source.url or source.ref, source.path, *servers]
     facts = {"where": where, "stamp": source.stamp, "dtype": source.dtype, "shape": source.shape}
@@ -203,7 +206,7 @@ def array_layout(source: ArraySource) -> ArrayLayout:
 class ArrayReader:
     """Reader of the rows of an array in a file. Thread-safe.
 
-    Detects a file that is replaced meanwhile: no row of another version is ever returned.
+    Rows of a file that was replaced since `open_array` are not returned: the error is a ChecksumError.
     """
 
     def __init__(self, source: ArraySource, read_options: ReadOptions | None = None) -> None:
@@ -213,13 +216,13 @@ class ArrayReader:
         self._hdf5: HDF5Dataset | None = None
 
     def read_each(self, blocks: Sequence[int]) -> list[tuple[bytes, dict[str, Any]] | DPFlowError]:
-        """Return the bytes of each block of rows, or the error of reading it."""
+        """Return (bytes, {}) for each of these blocks of `ArrayLayout.per_block` rows, or the error of reading it."""
         rows, count = self._rows.per_block, self._rows.records
         read = self.read_rows([(one * rows, min((one + 1) * rows, count)) for one in blocks])
         return [one if isinstance(one, DPFlowError) else (one, {}) for one in read]
 
     def read_rows(self, spans: Sequence[tuple[int, int]]) -> list[bytes | DPFlowError]:
-        """Return the bytes of the rows of each span (first, stop), or the error of reading them."""
+        """Return the bytes of rows `first` to `stop` - 1 for each span (first, stop), or the error of reading them."""
         source, size = self._source, self._rows.record_bytes
         try:
             if source.start is not None:

@@ -35,7 +35,7 @@ from torch_dpflow.pool.transport.control_connection import PoolConnection
 
 
 class DataClient:
-    """Client that loads datasets and arrays into a pool server's memory, and reads them.
+    """Client of a pool: loads datasets and arrays into the memory of its servers, and reads them.
 
     Args:
         address, connection, trust_network, silence_s: see `PooledDataset`.
@@ -72,19 +72,20 @@ class DataClient:
         rank: int = 0,
         world: int = 1,
     ) -> CachedDataset:
-        """Cache a dataset, or an array from `open_array`, until it is unloaded; return once it is loaded.
+        """Cache a dataset, or an array from `open_array`, until it is unloaded; return its state once it is loaded.
 
         Args:
-            stored: what to load.
+            stored: the dataset or array to load.
             fit: if not everything fits, "all" raises, and "part" caches as much as fits.
-            on_error: "skip" does not cache samples that cannot be read; the result counts them.
-            progress: called about ten times a second.
+            on_error: "raise" raises StorageError at the end if samples could not be read; "skip" only counts these in
+                the result's `failed`. Both cache all other samples.
+            progress: called with the present state, about ten times a second; with a transform, after each stripe.
             transform: for a dataset: decodes a sample's bytes, in this process, to an array of a shape that all samples
                 share. The pool then caches these arrays as a separate dataset, which is read through the result's
                 `pushed`. Like an array of `push`, it is lost with its server. A different transform creates a different
                 dataset. If the transform raises, arrays that were pushed before stay.
-            rank, world: only with a transform: this process decodes every `world`-th stripe, beginning with stripe
-                `rank`.
+            rank, world: only with a transform: this process decodes every `world`-th stripe (64 MiB of arrays),
+                beginning with stripe `rank`.
 
         Raises:
             PoolFullError: the dataset does not fit.
@@ -124,13 +125,13 @@ class DataClient:
         *,
         progress: Callable[[CachedDataset], None] = lambda info: None,
     ) -> ArraySource:
-        """Cache an array from memory until it is unloaded; its first dimension counts records.
+        """Cache an array from memory until it is unloaded; return its description, by which `read` finds it.
 
-        Other processes find it by name (`array`). No storage has it: if its server is lost, so is the array, and
-        reading raises PeerLostError until it is pushed again. Pushing the same array again changes nothing, or
-        completes an interrupted push.
+        The first dimension counts the rows to read. Other processes get the description by name (`array`). No storage
+        has the array: once its server is lost, reading raises PeerLostError until the array is pushed again. Pushing
+        the same array again changes nothing, or completes an interrupted push.
 
-        name: NAMESPACE/NAME:VERSION.
+        name: NAMESPACE/NAME:VERSION, to choose freely.
 
         Raises:
             OptionError, OptionTypeError: the array cannot be cached, or the name is invalid.
@@ -152,7 +153,8 @@ class DataClient:
     ) -> ArraySource:
         """Push a new version of a pushed array: the rows of the old version, followed by the rows of `array`.
 
-        The new version shares every full stripe (64 MiB) with the old one, which stays unchanged.
+        Returns the new version's description. The new version shares every full stripe (64 MiB) with the old one, which
+        stays unchanged.
 
         Args:
             name: the old version, as `NAMESPACE/NAME:VERSION`.
@@ -191,12 +193,12 @@ class DataClient:
         return found[0]
 
     def cached_datasets(self) -> list[CachedDataset]:
-        """Return the datasets and arrays that the pool caches. Raises PeerLostError if there is no server."""
+        """Return the state of each dataset and array in the pool. Raises PeerLostError if there is no server."""
         with PoolConnection(self._address) as connection:
             return connection.contents().datasets
 
     def unload(self, stored: SampleTable | ArraySource) -> None:
-        """Unload a dataset; its readers continue from storage.
+        """Unload a dataset or array. Its readers continue from storage; those of a pushed array get PeerLostError.
 
         Raises UsageError if it is not cached, PeerLostError if there is no server.
         """
@@ -209,7 +211,7 @@ class DataClient:
     def dataset(self, stored: ArraySource) -> PooledArray: ...
 
     def dataset(self, stored: SampleTable | ArraySource) -> PooledDataset | PooledArray:
-        """Return a dataset for reading and for loaders; the same object at each call."""
+        """Return a map-style dataset of the samples, or of an array's rows; the same object until `close`."""
         identity = identity_of(stored)
         if identity not in self._datasets:
             self._datasets[identity] = (
@@ -253,7 +255,7 @@ class DataClient:
     def read_batch(
         self, stored: SampleTable | ArraySource, indices: Sequence[int] | Sequence[int | str]
     ) -> list[Sample] | Rows:
-        """Return samples in order; for an array one tensor. Raises the errors of `read`."""
+        """Return the samples of these indices, in order; for an array, one tensor. Raises the errors of `read`."""
         if isinstance(stored, ArraySource):
             return self.dataset(stored).read_batch(indices)  # type: ignore[arg-type]
         return self.dataset(stored).__getitems__([self._number(stored, index) for index in indices])

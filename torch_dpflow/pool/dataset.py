@@ -22,9 +22,9 @@ from torch_dpflow.pool.transport.authentication import check_keys
 
 
 class PoolSamples:
-    """Samples of a stored dataset that are in the pool, for `DatasetReader(stored, through=...)`.
+    """Source of a stored dataset's samples that are in the pool's memory, for `DatasetReader(stored, through=...)`.
 
-    Thread-safe; each process has its own connections. copy: see `PooledDataset`.
+    Thread-safe; each process has its own connections. The arguments are explained in `PooledDataset`.
 
     Raises OptionTypeError if a storage option is not text, a number or a list of these.
     """
@@ -46,6 +46,7 @@ class PoolSamples:
         self._announcer = 0
 
     def is_of(self, stored: SampleTable) -> bool:
+        """Return whether this is the source of `stored`'s samples."""
         return identity_of(stored) == self._identity
 
     @property
@@ -55,15 +56,21 @@ class PoolSamples:
 
     @property
     def misses(self) -> int:
-        """Number of samples that were not in memory for this process."""
+        """Number of samples that this process requested and that were not in memory."""
         return self._reading.get().misses
 
     def read(self, numbers: Sequence[int], lengths: Sequence[int | None]) -> list[Any]:
-        """Return a copy of each sample in memory (`copy=False`: the memory itself); None for all other samples."""
+        """Return the bytes of each sample in memory (`copy=False`: a view of them); None for all other samples.
+
+        lengths: expected bytes of each sample, or None. A sample of a different length from another host is rejected.
+        """
         return self._reading.get().read(numbers, lengths, self._plan, copy=self._copy)
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
-        """Announce the order of reads, so that the server reads ahead the samples that do not fit in its memory."""
+        """Announce the order of reads, so that the server reads ahead the samples that do not fit in its memory.
+
+        The arguments are those of `lookahead.announce_order`.
+        """
         if self._announcer != os.getpid():
             # Ranks forked from one process read in different orders.
             self._announcer, self._plan = os.getpid(), secrets.token_hex(8)
@@ -78,11 +85,11 @@ class PoolSamples:
 
 
 class PooledDataset(DatasetReader):
-    """A `DatasetReader` through a pool server, which reads each sample from storage once for all processes.
+    """`DatasetReader` through a pool server, which reads each sample from storage once for all processes.
 
     The server begins to cache the dataset when it is first read. It drops the dataset some time after the last reading
-    process has ended, unless `dpflow pool preload` or `DataClient.preload` has loaded it. If there is no server, no
-    memory left, or the server dies, samples are read from storage as by a DatasetReader.
+    process has ended; a dataset that `dpflow pool preload` or `DataClient.preload` has loaded stays. Samples are read
+    from storage, as by a `DatasetReader`, if there is no server, it has no memory left, or it dies.
 
     Args:
         stored: a variant from `DatasetStore.open`.
@@ -91,9 +98,9 @@ class PooledDataset(DatasetReader):
         connection: connection file with the keys for a server on another host; None for `DPFLOW_POOL_CONNECTION`.
         trust_network: receive samples from another host without TLS, if its server was also started with this option.
         silence_s: seconds without an answer or an expected sample, after which samples are read from storage.
-        copy: False returns the pool's memory itself on this host, and receive buffers for large samples of other hosts:
-            read-only `memoryview` objects that stay valid while referenced, for decoders that accept them, such as
-            `torch_dpflow.vision`. Other samples are bytes.
+        copy: False returns a read-only `memoryview`, valid while it is referenced, of the pool's memory on this host,
+            or of the receive buffer for a large sample of another host. Other samples are bytes. Decoders must accept
+            views, as `torch_dpflow.vision` does.
         storage_options, read_options, check, on_error: see `DatasetReader`.
 
     Raises OptionError or OptionTypeError if an argument is not allowed.

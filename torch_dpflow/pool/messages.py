@@ -34,14 +34,14 @@ class DatasetSource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class ArraySource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Array whose rows are the records: in a file on any storage, or pushed by clients. `pool.open_array` makes it."""
+    """Description of an array to cache row by row: in a file (`pool.open_array`), or pushed by clients (`push`)."""
 
     #: Display name.
     ref: str
     #: numpy's dtype string of the elements, and the shape, records first.
     dtype: str
     shape: list[Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]]
-    #: Changes with the content: size and ETag or time of the file, or a digest of a pushed array.
+    #: Text that changes with the content: size and ETag or time of the file, or a digest of a pushed array.
     stamp: str
     #: URL of the file, and fsspec's options for it; "" for a pushed array.
     url: str = ""
@@ -88,24 +88,24 @@ class AnnounceAccessPlan(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class GetAheadPlaces(msgspec.Struct, frozen=True, tag=True):
-    """Request: get the places of records of a plan, and confirm copies. Answered by AheadPlaces.
+    """Request: get where records of a plan lie in the memory for reading ahead, and confirm copies of earlier ones.
 
-    At most `MAX_RECORDS` of each. A copy is valid only if the server answers: only then has it written nothing else to
-    the copied places.
+    Answered by AheadPlaces. Each list has at most `MAX_RECORDS` records. A copy is valid only if the server answers:
+    the answer shows that the server had written nothing else there until the copy was made.
     """
 
     identity: bytes
     plan: str
     records: list[int]
-    #: Copied records, whose places this connection was given.
+    #: Records that the reader has copied from places in earlier answers on this connection.
     copied: list[int]
-    #: Number of the memory that the reader has mapped, or 0. If the server uses other memory, and is on the reader's
-    #: host, the answer brings the descriptor.
+    #: Number of the memory that the reader has mapped, or 0. If the server uses a different memory, and is on the
+    #: reader's host, the answer comes with the memory's descriptor.
     memory: int
 
 
 class AheadPlaces(msgspec.Struct, frozen=True, tag=True):
-    """Answer: the place of each record in the memory with this number.
+    """Answer: offset and length of each record in the server's memory for reading ahead, which `memory` numbers.
 
     A length may also be `ON_ITS_WAY` or `IN_STORAGE_ONLY`.
     """
@@ -129,7 +129,9 @@ class PreloadDataset(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     source: AnySource
     identity: bytes
+    #: Whether the dataset stays until it is unloaded; otherwise it is dropped once no process has read it for a while.
     is_explicit: bool
+    #: Whether to refuse a dataset that does not fit completely; otherwise a part is cached.
     whole: bool
 
 
@@ -140,16 +142,16 @@ class StartReading(msgspec.Struct, frozen=True, tag=True):
 
 
 class OpenDataset(msgspec.Struct, frozen=True, tag=True):
-    """Request: map this server's segments of a dataset, starting at segment `first`. Answered by DatasetOpened."""
+    """Request: get this server's segments of a dataset, from segment `first` to the last. Answered by DatasetOpened."""
 
     identity: bytes
     first: int = 0
 
 
 class GetRecordStates(msgspec.Struct, frozen=True, tag=True):
-    """Request: read these records now, at most `MAX_RECORDS`. Answered by RecordStates.
+    """Request: read these records before others, at most `MAX_RECORDS`, and get their states.
 
-    wait_s: how long the answer may wait for records that are still being read, seconds.
+    Answered by RecordStates. wait_s: how long the answer may wait for records that are still to be read, seconds.
     """
 
     identity: bytes
@@ -158,14 +160,14 @@ class GetRecordStates(msgspec.Struct, frozen=True, tag=True):
 
 
 class PushStripe(msgspec.Struct, frozen=True, tag=True):
-    """Request: store the rows of a stripe. Their sealed memory comes as a descriptor. Answered by RecordStates."""
+    """Request: store the rows of a stripe, sent as a descriptor of sealed memory. Answered by RecordStates."""
 
     identity: bytes
     stripe: int
 
 
 class CountReads(msgspec.Struct, frozen=True, tag=True):
-    """Report: number of further reads from memory and from storage. Has no answer, so no reader waits for one."""
+    """Report: reads from memory and from storage since the last report. Has no answer, so no reader waits for one."""
 
     identity: bytes
     hits: _Count
@@ -183,7 +185,7 @@ class UnloadDataset(msgspec.Struct, frozen=True, tag=True):
 
 
 class CachedDataset(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """One dataset in the pool."""
+    """State of one dataset in the pool."""
 
     identity: bytes
     ref: str
@@ -198,11 +200,12 @@ class CachedDataset(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     is_explicit: bool
     #: Number of processes that read it.
     readers: int = 0
-    #: Whether all memory for it is reserved; before that `placed` is 0.
+    #: Whether all memory for it is reserved, on all servers.
     is_placed: bool = False
     #: Samples read from memory, and from storage.
     hits: int = 0
     misses: int = 0
+    #: Description of a pushed array; None for any other dataset.
     pushed: ArraySource | None = None
     #: First error of a failed sample.
     error: str = ""
@@ -219,7 +222,7 @@ class DatasetOpened(msgspec.Struct, frozen=True, tag=True):
     held: int = 0
 
 
-#: States of records: on its way; in memory; only in storage; not this server's.
+#: States of records: still to be read; in memory; only in storage; not on this server for now, so request it again.
 PENDING, HERE, IN_STORAGE, ELSEWHERE = range(4)
 
 
@@ -228,7 +231,7 @@ class RecordStates(msgspec.Struct, frozen=True, tag=True):
 
     states: bytes
     stripes: list[int]
-    #: Number of the held dataset; one that is dropped and cached again has a new number. 0 if it is not held.
+    #: Number of the dataset on this server, a new one if it is dropped and cached again. 0 if it is not held.
     held: int = 0
 
 
@@ -241,7 +244,7 @@ class CachedDatasetList(msgspec.Struct, frozen=True, tag=True):
 
 
 class PoolRefusal(msgspec.Struct, frozen=True, tag=True):
-    """Answer: the request was wrong, or cannot be fulfilled."""
+    """Answer: the request was wrong, or cannot be fulfilled. The client raises the error that it names."""
 
     #: Name of the error's class in `errors`.
     kind: str
@@ -281,7 +284,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     #: Name of its host, and id of the host's boot.
     host: str
     boot: str
-    #: tcp://HOST:PORT at which other hosts reach it; None if they do not.
+    #: tcp://HOST:PORT at which other hosts reach it; None if they cannot.
     listen: str | None = None
     #: Random id of this start, which the server's directory contains too; "" for an older release.
     incarnation: str = ""
@@ -309,21 +312,21 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DatasetPart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Stripes of a dataset: a follower's report of held ones, at most `MAX_STRIPES`, or an instruction to hold them.
+    """Some stripes of a dataset: a follower reports that it holds them, or the leader instructs it to hold them.
 
-    A follower reports all of its datasets before it joins; the leader answers Acknowledged. An instruction without
-    stripes updates the dataset's other fields.
+    A follower reports all of its datasets before it joins, at most `MAX_STRIPES` stripes in a message; the leader
+    answers Acknowledged. An instruction without stripes only updates `is_explicit`.
     """
 
     source: AnySource
     identity: bytes
     is_explicit: bool
-    #: Cut under which records have a place in memory; see `layout.resident`.
+    #: Limit of a record's hash, below which the record has a place in memory; see `layout.resident`.
     cut: int
     stripes: list[int]
 
     def split(self) -> list[DatasetPart]:
-        """Split any number of stripes into reports that may be sent."""
+        """Return this part as reports of at most `MAX_STRIPES` stripes each."""
         firsts = range(0, max(1, len(self.stripes)), MAX_STRIPES)
         return [msgspec.structs.replace(self, stripes=self.stripes[first : first + MAX_STRIPES]) for first in firsts]
 
@@ -338,7 +341,7 @@ class JoinPool(msgspec.Struct, frozen=True, tag=True):
     server: ServerInfo
 
 
-#: In place of a count: everything failed, as the dataset's metadata could not be read.
+#: In place of a count: all records failed, because the dataset's metadata could not be read.
 ALL_FAILED = -1
 
 
@@ -348,6 +351,7 @@ class DatasetState(msgspec.Struct, frozen=True, kw_only=True):
     identity: bytes
     #: Whether all memory for it is reserved.
     is_placed: bool
+    #: Numbers of loaded and of failed records (or `ALL_FAILED`), and of processes that read the dataset there.
     loaded: int
     failed: int
     readers: int
@@ -357,7 +361,7 @@ class DatasetState(msgspec.Struct, frozen=True, kw_only=True):
 class FollowerHeartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Request: renew a follower's lease. Answered by Instructions after at most `wait_s` seconds.
 
-    Only changed states are sent. They reflect all instructions of earlier answers.
+    It contains only states that have changed. They reflect all instructions of earlier answers.
     """
 
     states: list[DatasetState]
@@ -368,6 +372,7 @@ class DropDataset(msgspec.Struct, frozen=True, tag=True):
     """Instruction: drop a dataset, and report the reason to its readers."""
 
     identity: bytes
+    #: `UNLOADED` or `IDLE` of `transport/segments`.
     why: int
 
 
@@ -386,11 +391,12 @@ class GetStripeTable(msgspec.Struct, frozen=True, tag=True):
 class StripeTable(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Answer: the owners of a dataset's stripes."""
 
+    #: Number of records in a stripe.
     per_stripe: int
     servers: list[ServerInfo]
-    #: By stripe its owner's index in `servers`, or -1: little-endian 2-byte numbers.
+    #: For each stripe its owner's index in `servers`, or -1: little-endian 2-byte numbers.
     owners: bytes
-    #: Whether some samples have no place in memory; these are read ahead if an access plan is announced.
+    #: Whether some samples have no place in memory; these samples are read ahead if an access plan is announced.
     is_part: bool
     #: Name of the server that answers.
     answered_by: str

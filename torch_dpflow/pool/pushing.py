@@ -37,14 +37,14 @@ from torch_dpflow.pool.transport.segments import PUSH_SEALS
 from torch_dpflow.remote.shipping.content_identity import fingerprint
 
 _Array: TypeAlias = npt.NDArray[Any]
-#: Returns rows from a first one up to a last one (excluded), in C order.
+#: Returns the rows from a first number up to a last one (excluded), in C order.
 RowsOf: TypeAlias = Callable[[int, int], _Array]
 #: Interval of queries whether the server has reserved memory, seconds.
 _POLL_S = 0.02
 
 
 def pushed_source(name: str, array: _Array) -> ArraySource:
-    """Describe an array in memory as a source. Equal rows give equal sources, so a push can be continued.
+    """Return the description of an array in memory. Equal names and rows give equal ones, so a push can be continued.
 
     Raises OptionError or OptionTypeError if the array cannot be cached, or the name is not NAMESPACE/NAME:VERSION.
     """
@@ -56,7 +56,9 @@ def pushed_source(name: str, array: _Array) -> ArraySource:
 
 
 def appended_source(old: ArraySource, array: _Array, version: str | None) -> ArraySource:
-    """Describe a further version of a pushed array, which shares every full stripe of the old version, as a source.
+    """Return the description of a pushed array's next version: the old rows, then those of `array`.
+
+    The new version shares every full stripe of the old one. version: its name; None for the next number.
 
     Raises OptionTypeError for rows of a different shape or dtype; OptionError for no rows, or an invalid or used name.
     """
@@ -92,7 +94,9 @@ def push(
     stripes: Iterable[int] | None = None,
     progress: Callable[[CachedDataset], None] = lambda info: None,
 ) -> CachedDataset:
-    """Push all rows, or the rows of `stripes`. Stripes that the server already has are skipped.
+    """Push an array's rows, or only the rows of `stripes`; return the array's state in the pool.
+
+    Stripes that the server has, or that an older version shares, are skipped. progress: called after each other stripe.
 
     Raises PoolFullError if the rows do not fit, PeerLostError if there is no server, or it has died.
     """
@@ -144,7 +148,7 @@ def _fill(fd: int, content: memoryview) -> None:
 
 
 def plain_array(given: Any) -> _Array:
-    """Return the rows that a program gives as an array. Raises OptionTypeError if numpy cannot hold them."""
+    """Convert a tensor or array-like to a numpy array. Raises OptionTypeError if numpy cannot hold its values."""
     if isinstance(given, np.ma.MaskedArray):
         raise OptionTypeError("the array is masked, and memory has no masks; give array.filled(value)")
     try:
@@ -182,6 +186,8 @@ def push_decoded(
     progress: Callable[[CachedDataset], None] = lambda info: None,
 ) -> CachedDataset:
     """Decode and push the stripes of this rank: every `world`-th stripe, starting at stripe `rank`.
+
+    Returns the state of the decoded array in the pool. Closes `reader`, which reads the samples.
 
     Raises:
         OptionError: the transform returns arrays of several shapes or dtypes, or arrays that cannot be cached.

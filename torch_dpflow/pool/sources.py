@@ -50,17 +50,17 @@ _SOURCES: msgspec.msgpack.Decoder[AnySource] = msgpack_decoder(AnySource)
 
 
 class RecordReader(Protocol):
-    """Reader of a dataset's records. A record of an array is a block of rows."""
+    """Reader of a dataset's records from storage. A record is a sample; of an array, a block of rows."""
 
     def read_each(self, indices: Sequence[int]) -> Sequence[Sample | DPFlowError]:
-        """Return each record, or its error."""
+        """Return (bytes, metadata) for each record, or the error of reading it."""
 
     def close(self) -> None:
         """Close all connections and files."""
 
 
 class StripePart(NamedTuple):
-    """Stripe of a stored dataset: its metadata shard, and where its samples lie."""
+    """Identification of a stripe of a stored dataset: its metadata shard, and the URLs of dataset and data."""
 
     dataset: str
     data: str
@@ -68,7 +68,7 @@ class StripePart(NamedTuple):
 
 
 class OpenedSource(NamedTuple):
-    """An opened source: the layout and the reader that a server needs."""
+    """Opened source of a cached dataset, as a server needs it: the records' layout, and their reader."""
 
     url: str
     records: SampleLayout
@@ -76,12 +76,12 @@ class OpenedSource(NamedTuple):
     known: npt.NDArray[np.bool_]
     #: None if clients push the records.
     reader: RecordReader | None
-    #: Parts of stripes that versions may share: equal parts hold the same objects.
+    #: One for each stripe that another version may share; equal parts have the same samples.
     parts: Sequence[StripePart] = ()
 
 
 def identity_of(stored: SampleTable | ArraySource) -> bytes:
-    """Return the identity of a variant, which never changes once published, or of an array."""
+    """Return the identity of a stored dataset or an array: 16 bytes, under which the pool caches it."""
     _check_kind(stored)
     if isinstance(stored, ArraySource):
         return array_identity(stored)
@@ -92,6 +92,8 @@ def identity_of(stored: SampleTable | ArraySource) -> bytes:
 
 def source_of(stored: SampleTable | ArraySource, data_options: Mapping[str, Any] | None) -> AnySource:
     """Return a description by which a server can read the dataset or array.
+
+    data_options: fsspec's options for the data; None for those of the dataset's store.
 
     Raises OptionTypeError for options that are not text, numbers or lists of these.
     """
@@ -116,7 +118,7 @@ def source_of(stored: SampleTable | ArraySource, data_options: Mapping[str, Any]
 
 
 def open_source(source: AnySource, wanted: bytes) -> OpenedSource:
-    """Open a source for reading. Raises DatasetError or StorageError, or OptionError if the source is not valid."""
+    """Open a source, whose identity must be `wanted`, for reading. Raises DatasetError, StorageError or OptionError."""
     if isinstance(source, ArraySource):
         blocks = array_layout(source).blocks()
         _check_name(array_identity(source), wanted, source.ref)
@@ -162,7 +164,7 @@ def _check_name(found: bytes, wanted: bytes, what: str) -> None:
 
 
 def all_samples(stored: StoredDataset) -> Iterator[SampleMeta]:
-    """Yield the same as `StoredDataset.samples`, but read several metadata shards at the same time."""
+    """Yield the metadata of every sample, as `StoredDataset.samples` does; read several shards at the same time."""
     with ThreadPoolExecutor(_READ_THREADS, "dpflow-read") as threads:
         for shard in threads.map(stored.shard, range(len(stored.variant.shards))):
             yield from shard.samples
@@ -182,7 +184,7 @@ def sample_layout(stored: SampleTable) -> tuple[SampleLayout, npt.NDArray[np.boo
 
 
 class RecordPaths:
-    """Record numbers by path, as in the dataset's metadata: 16 bytes per record.
+    """Index of record numbers by the path that the dataset's metadata has for each record. Takes 16 bytes per record.
 
     Making it reads all metadata. Raises the errors of `StoredDataset.shard`.
     """
@@ -224,7 +226,7 @@ _SILENCE_S = 5.0
 
 @dataclass
 class PoolComparison:
-    """Number of samples equal in memory and storage, and number only in storage."""
+    """Counts of a comparison: samples that are equal in memory and storage, and samples that are only in storage."""
 
     equal: int = 0
     in_storage: int = 0
@@ -242,11 +244,11 @@ def verify_pool(
     progress: Callable[[int], None] = lambda samples: None,
     compared: PoolComparison | None = None,
 ) -> Iterator[Problem]:
-    """Read every sample, or row, of a cached dataset from storage again; yield those that differ from memory.
+    """Read every sample, or row, of a cached dataset from storage again; yield a problem for each that differs.
 
     Args:
-        progress: called with the number of compared samples.
-        compared: filled with the counts.
+        progress: called with the number of samples compared so far.
+        compared: its counts are increased during the comparison.
 
     Raises UsageError if the dataset is not cached, OptionError if no storage has it, PeerLostError if there is no
     server.

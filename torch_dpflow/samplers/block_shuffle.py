@@ -18,16 +18,16 @@ from torch_dpflow.samplers.sampler import DynaGCSSampler
 
 @runtime_checkable
 class HasBlocks(Protocol):
-    """A dataset whose rows are stored in blocks, such as `TableDataset`."""
+    """Protocol of a dataset whose rows are stored in blocks, such as `TableDataset`."""
 
-    #: Rows of each block, in the order of their numbers.
+    #: Number of rows of each block, in the order of the row numbers.
     blocks: NDArray[np.int64]
 
     def __len__(self) -> int: ...
 
 
 class BlockShuffleSampler(DynaGCSSampler):
-    """Random order in which each block is decoded once per epoch by each rank that reads it.
+    """Sampler of a random order in which each block is decoded once per epoch by each rank that reads it.
 
     Blocks are drawn in random order and divided among the ranks. A rank reads `window` of them at a time, their rows
     shuffled together, so a reader needs memory for that many blocks. A larger window comes closer to a full shuffle.
@@ -85,7 +85,7 @@ class BlockShuffleSampler(DynaGCSSampler):
 
 @lru_cache(maxsize=2)
 def block_order(blocks: bytes, window: int, ranks: int, seed: int) -> CompactArray:
-    """Return an order of all rows. A rank reads every `ranks`-th row of it, all from the rank's own blocks.
+    """Return an order of all rows. Rank r reads the rows at places r, r + `ranks` and so on, mostly of its own blocks.
 
     Args:
         blocks: number of rows in each block, as the bytes of an int64 array.

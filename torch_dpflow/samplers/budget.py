@@ -18,9 +18,9 @@ from torch_dpflow.samplers.indices import CompactArray, IndexArray, compact
 
 
 class BudgetBatchSampler(EpochSampler[list[int]]):
-    """Batches of samples of similar length, each of which costs at most a budget: tokens, frames, pixels.
+    """Sampler of batches of samples of similar length, which each cost at most a budget: tokens, frames, pixels.
 
-    A batch costs its number of samples times the length of its longest sample, as padding makes lengths equal. The
+    A batch costs its number of samples times the length of its longest sample, because padding makes lengths equal. The
     lengths of a batch mostly differ by at most the factor `1 + spread`. So at most the share `spread / (1 + spread)` of
     a batch is padding, and on average about half of this share.
 
@@ -171,7 +171,7 @@ def _next_edge(edge: float, budget: float, spread: float) -> float:
 
 
 class LengthBuckets:
-    """Samples in buckets of similar length, and how many of them each batch has.
+    """Division of samples into buckets of similar length, and of buckets into batches.
 
     A batch costs its number of samples times its longest length. A bucket's batches have as many samples as the budget
     allows at the bucket's longest length. Samples that do not fill a batch go into the first batches of the next

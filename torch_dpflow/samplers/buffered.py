@@ -24,7 +24,7 @@ CellSlot: TypeAlias = tuple[int, int]
 
 
 class Cells:
-    """The sets of samples that jobs still need, stored as the partition of the samples that they define.
+    """Partition of the samples into cells: the samples of one cell are still needed by the same jobs.
 
     Any intersection, union or difference of the jobs' sets is a union of cells, so its size is a sum over
     cells and a uniform draw from it takes two steps: a cell by its size, then a sample of the cell. A
@@ -48,7 +48,7 @@ class Cells:
         self._mask_array: NDArray[np.uint64] = _words_of([], 1)
 
     def insert(self, job: int, members: BoolArray) -> None:
-        """Add a job that needs the samples of this mask of shape (size,)."""
+        """Add a job that needs the samples where `members`, of shape (size,), is True."""
         bit = 1 << job
         rest = members.copy()
         parts: list[tuple[int, CompactArray]] = []
@@ -70,7 +70,7 @@ class Cells:
         self.needed[job] = 0
 
     def items(self) -> Iterable[tuple[int, CompactArray]]:
-        """Yield masks and samples of the cells; the arrays must not be kept or written to."""
+        """Yield (mask of jobs, samples) of each cell; the arrays must not be kept or written to."""
         for mask, place in self._place.items():
             if self.sizes[place]:
                 yield mask, self._samples[place][: self.sizes[place]]
@@ -91,7 +91,7 @@ class Cells:
         return sum([sizes[cell] for cell in cells])
 
     def pick(self, cells: Iterable[int], rng: np.random.Generator) -> CellSlot:
-        """Return the slot (cell, index) of a sample drawn uniformly from the union of these cells, not all empty."""
+        """Return the slot (cell, index) of a sample drawn uniformly from these cells, which must not all be empty."""
         sizes = self.sizes
         slot = int(rng.random() * self.samples_in(cells))
         for cell in cells:
@@ -101,7 +101,7 @@ class Cells:
         raise AssertionError("a uniform number reached 1")
 
     def pick_many(self, cells: list[int], rng: np.random.Generator, count: int) -> list[CellSlot]:
-        """Return the slots of `count` distinct samples, drawn as `pick` does."""
+        """Return the slots of `count` distinct samples, each drawn as by `pick`."""
         if count == 1:
             return [self.pick(cells, rng)]
         sizes = np.array([self.sizes[cell] for cell in cells])

@@ -6,7 +6,7 @@ from torch_dpflow._core.need_counts import NeedCounts, States
 from torch_dpflow._core.sparse_zeros import sparse_zeros
 from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, compact
 
-#: Another state of a sample in a job's epoch: needed, and known to be resident.
+#: State of a sample in a job's epoch, besides `NEEDED` and `READ`: needed, and known to be resident.
 LISTED = 1
 #: Above this many residents per eviction a search pays for several evictions at once.
 _RESIDENTS_PER_VICTIM = 16
@@ -18,7 +18,7 @@ _PIECE = 1 << 16
 
 
 class Directory:
-    """The samples that caches with space for `capacity` samples hold.
+    """Directory of the samples that caches with space for `capacity` samples hold.
 
     The samples that the fewest jobs still need in their epochs are evicted first, among equals the oldest load. The
     latest `protected` loads stay while any job needs them, because jobs that follow closely had no chance to read them.

@@ -34,7 +34,7 @@ class IntersectionTree:
         return tuple(job for leaf in self.nodes.get(1, ()) for job in bits_of(leaf))
 
     def insert(self, job: int) -> None:
-        """Add a job that starts an epoch to a copy of every node, and drop the nodes of least contribution."""
+        """Add a job: a node of it alone, and a copy of every node with it. Drop the nodes of least contribution."""
         bit = 1 << job
         self._regroup([bit, *self._all(), *(node | bit for node in self._all())])
 
@@ -83,7 +83,7 @@ def speed_likeness(speeds: Sequence[float | None]) -> float:
 
 
 class DynaGCSGroup(BufferedGroup):
-    """Algorithm 3.11, interpreted so that a round ends with the batch.
+    """Sampling group of the thesis: algorithm 3.11, interpreted so that a round ends with the batch.
 
     It samples only from nodes whose jobs all have space in their buffers, and only until the drawing job's buffer
     holds its batch. In the literal interpretation (`benchmarks/simulation/dynagcs_letter.py`) buffers grow, jobs that

@@ -27,7 +27,7 @@ class SamplerIterator(Iterator[T]):
     iteration had nothing left, the iterator yields nothing, and the next one reads a whole epoch.
 
     Args:
-        items: the items that are left of the epoch, or a whole epoch.
+        items: the remaining items of the epoch, or a whole epoch.
         is_over: whether the sampler's state was at the end of an epoch, so that `items` are a whole epoch.
     """
 
@@ -85,10 +85,11 @@ def restored_number(name: str, value: Any, *, minimum: int = 0, maximum: int | N
 class Start(NamedTuple):
     """Place in an epoch at which an iteration begins."""
 
+    #: The places of the epoch's order that are dealt to ranks, and how many items this rank has read.
     at: RankPosition
     #: The number of ranks that began the epoch.
     began_with: int
-    #: What a group needs to continue the epoch; see `passes`.
+    #: In a group, the result of `SharedPass.shared_state`, to continue the epoch; else None.
     shared: Any = None
 
 
@@ -98,7 +99,7 @@ class Iteration:
     def __init__(self, epoch: int, start: Start, shared: Iterable[Any] | None = None) -> None:
         self.epoch = epoch
         self.start = start
-        #: Draws its items from a group; None outside a group.
+        #: Iterable that draws the items from a group; None outside a group.
         self.shared = shared
         self.position = start.at.position
         #: Whether its iterator has reported the end of the epoch.
@@ -137,7 +138,7 @@ class EpochSampler(Sampler[T]):
         self.drop_last = check_flag("drop_last", drop_last)
         #: The running epoch; before the first iteration, and after `set_epoch`, the next one.
         self.epoch = 0
-        #: The epoch that `set_epoch` has set for the next iteration; None if it was not called since the latest one.
+        #: The epoch that `set_epoch` has set for the next iteration; None if none was set since the latest iteration.
         self.named_epoch: int | None = None
         #: The iteration that was read last; None: the next one begins an epoch or resumes one.
         self._latest: Iteration | None = None

@@ -70,7 +70,7 @@ class FixedOrderGroup(SamplingGroup):
 
 
 class CoorDLGroup(FixedOrderGroup):
-    """Group whose jobs read the same order in the same epoch. It depends on the group's seed alone.
+    """Group whose jobs read the same order in the same epoch. It follows from the epoch and the group's seed alone.
 
     Jobs share reads while they are in step: same start, same speed. A job with a smaller set reads the common order
     without the samples outside its set, so its epoch is uniform too; the original CoorDL has one set only.

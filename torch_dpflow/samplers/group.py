@@ -32,7 +32,7 @@ _SPEED_WEIGHT = 0.2
 
 @dataclass(kw_only=True)
 class Member:
-    """One job: its arguments of `join`, and its position."""
+    """Record of one job of a group: its arguments of `join`, and its position."""
 
     name: str
     #: Its set in the order given; None: every sample of the group.
@@ -85,7 +85,7 @@ class Member:
         return self._taken(Permutation(self.length, np.random.MT19937(self._key(epoch, *what))))
 
     def own_rng(self, *what: int) -> np.random.Generator:
-        """Make a generator seeded with the job's seed, its identity and `what`, the purpose of the draws."""
+        """Return a new generator, seeded with the job's seed, its identity and `what`, which numbers the purpose."""
         return np.random.default_rng(self._key(*what))
 
     def _key(self, *what: int) -> int:
@@ -114,7 +114,7 @@ _NOTHING: IndexArray = np.empty(0, np.int64)
 
 @dataclass(frozen=True)
 class Draw:
-    """The result of `SamplingGroup.draw` for one job.
+    """Result of `SamplingGroup.draw` for one job.
 
     The directory of a strategy lists which samples are resident once all draws so far are loaded. A caller that draws
     ahead of delivery has to keep drawn samples until they are delivered, even if another draw evicts them meanwhile.
@@ -145,7 +145,7 @@ class SamplingGroup(ABC):
 
     #: Its name in `STRATEGIES`.
     strategy: ClassVar[str]
-    #: The largest flow that it can order while the router still answers heartbeats in time, in samples.
+    #: Number of samples of the largest flow that it can order while the router still answers heartbeats in time.
     max_flow: ClassVar[int] = MAX_SIZE
 
     def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None:

@@ -31,7 +31,7 @@ MAX_SEED = 2**63 - 1
 def check_indices(
     indices: Indices, size: int | None = None, *, name: str = "indices", allow_empty: bool = False
 ) -> IndexArray:
-    """Return the sample numbers as a new int64 array, in the order given.
+    """Check sample numbers, and return them as a new int64 array, in the order given.
 
     Raises:
         OptionTypeError: `indices` are not whole numbers in one dimension.

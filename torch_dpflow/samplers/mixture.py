@@ -29,7 +29,7 @@ from torch_dpflow.samplers.indices import IndexArray, Order
 
 
 class MixtureSampler(EpochSampler[int]):
-    """Positions in a `ConcatDataset` of several datasets, in the proportion of weights that may change by phase.
+    """Sampler of positions in a `ConcatDataset`, in the proportion of its datasets' weights, which may change by phase.
 
     The proportion is exact in any part of the run, because nothing is drawn by chance. Take the first n samples of a
     phase with k sources, of all ranks together. The number of a source's samples among them differs from n times its
@@ -203,13 +203,13 @@ def _lengths_of(sources: Any) -> list[int]:
     return lengths
 
 
-#: The most draws after which turns repeat. Computing them takes about a microsecond each.
+#: Maximum draws of a period, after which turns repeat. Computing them takes about a microsecond each.
 MAX_PARTS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Phase:
-    """The weights of a mixture, starting at a sample of the run.
+    """Weights of a mixture that hold from one sample of the run to the next phase.
 
     Args:
         start: the first sample, counted over all epochs and ranks.
@@ -291,7 +291,7 @@ def turns_of(parts: Sequence[int]) -> list[int]:
 
 
 class Turns:
-    """An endless sequence of turns, which repeats after a period; any part of it can be computed at once."""
+    """Endless sequence of draws' sources, which repeats the period of `turns_of`; any part is computed at once."""
 
     def __init__(self, parts: Sequence[int]) -> None:
         self._parts = np.array(parts, np.int64)
@@ -319,7 +319,7 @@ _turns = lru_cache(maxsize=8)(Turns)
 
 
 class Schedule:
-    """The sources of a run's draws, phase by phase; each phase begins its turns again.
+    """Source of each draw of a run, phase by phase; each phase begins a new sequence of `Turns`.
 
     Args:
         weights: one per source, or phases in the order of their starts.
@@ -355,7 +355,7 @@ class Schedule:
         return self._counts_before(phase) + _turns(self.parts[phase]).counts(n - self.starts[phase])
 
     def begun(self, n: int) -> list[list[Any]]:
-        """Return start and parts of the phases that the run's first `n` draws have reached, as plain data."""
+        """Return [start, parts] of each phase that the run's first `n` draws have reached, as plain data."""
         return [[start, list(parts)] for start, parts in zip(self.starts, self.parts) if start < n]
 
     def _counts_before(self, phase: int) -> IndexArray:

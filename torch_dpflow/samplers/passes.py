@@ -41,6 +41,11 @@ class SharedPass:
     """One rank's iteration over the global batches that a group draws for an epoch.
 
     Every rank has a copy of the group and draws each global batch as a whole; it yields its own slice.
+
+    Args:
+        batch_size: samples of a global batch for each rank.
+        state: result of `shared_state` of the pass to resume; None for a whole epoch.
+        position: number of this rank's samples of the epoch before this pass.
     """
 
     def __init__(

@@ -142,7 +142,7 @@ class DynaGCSSampler(EpochSampler[int]):
         return SamplerIterator(self._read(Iteration(epoch, start, self._running)), is_over=self._is_resumed_at_end())
 
     def leave(self) -> None:
-        """Leave the group. May be called twice."""
+        """Leave the group, whose other jobs no longer see this one. Further calls do nothing."""
         if self.group is not None and self.job is not None:
             self.group.leave(self.job)
             self.job = None
@@ -176,9 +176,9 @@ class DynaGCSSampler(EpochSampler[int]):
     def lookahead(self) -> Lookahead | None:
         """Return this rank's next reads, for a cache in the process that draws. Draws nothing.
 
-        Alone, the whole order, and the next epoch's too unless `set_epoch` decides it. In a group, the group's
-        lookahead; for one of several ranks, only the number of remaining samples. None after `leave`, and in a worker,
-        whose copy of the sampler draws nothing.
+        Without a group, it contains the whole order of the epoch and, without ranks, that of the next epoch. In a
+        group, it is the group's lookahead; for one of several ranks, it contains only the number of remaining samples.
+        None after `leave`, and in a worker, whose copy of the sampler draws nothing.
         """
         if get_worker_info() is not None or (self.group is not None and self.job is None):
             return None

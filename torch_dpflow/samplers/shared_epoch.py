@@ -11,7 +11,7 @@ from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, O
 
 
 class Partition:
-    """The class of each of `size` samples; every registered set is a union of classes."""
+    """Division of `size` samples into classes, such that each job's registered set of samples is a union of classes."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -24,7 +24,7 @@ class Partition:
         self._readers: dict[bytes, int] = {}
 
     def register(self, members: bytes | None) -> bool:
-        """Count one more reader of a set, its `bitmap` or None for all; returns whether classes changed."""
+        """Count one more job that reads a set, its `bitmap` or None for all; return whether the classes changed."""
         if members is None:
             return False
         self._readers[members] = self._readers.get(members, 0) + 1
@@ -37,7 +37,7 @@ class Partition:
         return True
 
     def unregister(self, members: bytes | None) -> None:
-        """Count one reader less. The classes change only when a new set is registered."""
+        """Count one job less that reads a set. The classes change only when a new set is registered."""
         if members is not None:
             self._readers[members] -= 1
 
@@ -77,11 +77,16 @@ _DEPTH = 4
 
 
 class SharedEpoch:
-    """The unread rest of one epoch of one job. `shared_log` draws from it.
+    """Unread remainder of one job's epoch, from which `shared_log` draws.
 
     Position p of the epoch reads a sample of the class that the job's private permutation has at p. The sample is
     chosen when the position is drawn: a resident, which the job *follows*, or the next needed one of the
     permutation, with which it *leads*.
+
+    Args:
+        order: the private permutation; its samples before `start` will not be read.
+        need: state of each sample for this job; changed when samples are offered and read.
+        left: number of unread samples.
     """
 
     def __init__(
@@ -127,7 +132,7 @@ class SharedEpoch:
         return order
 
     def next_unread(self, most: int) -> CompactArray:
-        """Return at most `most` of the first samples of `unread`; the cost does not grow with the epoch."""
+        """Return the first samples of `unread`, at most `most`; the cost does not grow with the epoch."""
         if self._sequence is None:
             return self._next_of(0, most)
         labels = self._sequence[self._drawn : self._drawn + most]
@@ -159,9 +164,10 @@ class SharedEpoch:
         return np.bincount(self._sequence[self._drawn : self._drawn + n], minlength=len(self._ends))
 
     def arrange(self, labels: CompactArray | None, n: int) -> tuple[IndexArray, IndexArray] | None:
-        """Assign `n` picks to the next `n` positions. labels: the class of each pick.
+        """Assign `n` picks to the next `n` positions, each to a position of its class. labels: the class of each pick.
 
-        Returns two arrays of shape (n,), places among the positions and among the picks; None for the same order.
+        Returns two arrays of shape (n,): the pick numbered `second[i]` goes to position `first[i]` of these. None if
+        the picks stay in their order.
         """
         start, self._drawn = self._drawn, self._drawn + n
         if labels is None or self._sequence is None:

@@ -17,7 +17,7 @@ _PROTECTED_ROUNDS = 4
 
 
 class SharedLogGroup(SamplingGroup):
-    """The default strategy: it adapts to the jobs' starts and speeds like DynaGCS, but every epoch is uniform.
+    """Group of the default strategy. It adapts to the jobs' starts and speeds like DynaGCS, but every epoch is uniform.
 
     It also shares more: hit rate 58.4 against 48.7 in the scenario speed1 at 5% of cache (the bound is 59.2;
     benchmarks/SIMULATION.md).

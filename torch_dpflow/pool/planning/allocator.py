@@ -1,12 +1,12 @@
 """Allocation of pool memory: which datasets are cached, and which server holds which stripe. Pure state machine.
 
 Memory for a dataset is reserved before any of it is read, so no server runs full halfway. Each stripe has one owner,
-which reads it from storage. A stripe that fits nowhere stays in storage. An explicit dataset stays until it is
-unloaded. An implicit one is dropped once no process has read it for `idle_s`, or as soon as another dataset needs its
-memory, the longest idle first. The stripes of a lost server go to others with free memory, which read them again. All
-other stripes stay where they are. A server that joins gets only stripes without an owner: memory that readers have
-mapped cannot move, so rebalancing would mean reading from storage again. If no server holds a stripe, readers use
-storage.
+which reads it from storage. A stripe that fits nowhere stays in storage. An explicit dataset, which a user preloaded,
+stays until it is unloaded. Any other dataset is implicit: it is dropped once no process has read it for `idle_s`, or as
+soon as another dataset needs its memory, the longest idle first. The stripes of a lost server go to others with free
+memory, which read them again. All other stripes stay where they are. A server that joins gets only stripes without an
+owner: memory that readers have mapped cannot move, so rebalancing would mean reading from storage again. If no server
+holds a stripe, readers use storage.
 
     preload -> Fill to each owner        unload, idle, lack of memory -> Drop to each owner
     server lost -> Fill to the new owners of its stripes
@@ -32,8 +32,9 @@ from torch_dpflow.pool.planning.layout import UNPLACED, place
 
 @dataclass(eq=False)
 class AllocatedDataset:
-    """A cached dataset, for which memory is reserved."""
+    """Cached dataset, for which memory is reserved: who owns, holds and reads it."""
 
+    #: Bytes of each stripe.
     sizes: npt.NDArray[np.int64]
     is_explicit: bool
     #: Name of each stripe's owner; None if it fits nowhere.
@@ -52,7 +53,7 @@ class AllocatedDataset:
     base: bytes = b""
 
     def owned_by(self, server: str | None) -> list[int]:
-        """Return the stripes of a server, or for None the stripes without an owner."""
+        """Return the stripes that a server owns; for None, the stripes without an owner."""
         return [stripe for stripe, owner in enumerate(self.owners) if owner == server]
 
     def owned(self) -> dict[str, list[int]]:
@@ -102,6 +103,8 @@ AllocatorInstruction: TypeAlias = Fill | Drop
 class StripeAllocator:
     """State machine that decides which server holds which stripes. One thread owns it.
 
+    Methods that change the allocation return the instructions to send to the servers. Times are in seconds.
+
     Args:
         lease_s: seconds without a message, after which a server is lost.
         idle_s: how long an implicit dataset stays after the last process has stopped reading it, seconds.
@@ -128,6 +131,7 @@ class StripeAllocator:
     ) -> list[AllocatorInstruction]:
         """Add a server, or renew its lease. Ignored for a generation of the server that was lost before.
 
+        generation: number of the server's connection; with a higher one, the stripes of the earlier one are lost.
         held: stripes of each dataset that are already in the server's memory. The server becomes the owner of stripes
             without an owner, and keeps the other stripes as copies. If most stripes of a dataset would be copies, the
             server drops the dataset: a part of a segment cannot be freed.
@@ -179,13 +183,15 @@ class StripeAllocator:
     ) -> list[AllocatorInstruction]:
         """Reserve memory for a dataset, and instruct servers to read it.
 
-        If the dataset is cached already, `whole` places its stripes without an owner.
+        For a dataset that is cached in part already, `whole` also places its stripes without an owner.
 
-        only: the one server that may hold it; None for any.
-        base: the dataset whose memory it shares, which then stays as long as this one. Shared stripes take 0 bytes.
-        whole: refuse a dataset that does not fit completely; else hold a part.
+        Args:
+            explicit: whether the dataset stays until it is unloaded.
+            whole: whether to refuse a dataset that does not fit completely; otherwise a part is held.
+            only: the one server that may hold it; None for any.
+            base: the dataset whose memory it shares, which then stays as long as this one. Shared stripes take 0 bytes.
 
-        Raises PoolFullError if it does not fit; nothing has changed.
+        Raises PoolFullError if `whole` is True and the dataset does not fit; nothing has changed then.
         """
         known = self._datasets.get(identity)
         if known is None:
@@ -200,7 +206,7 @@ class StripeAllocator:
         return out + self._place(identity)
 
     def rooms(self, base: bytes = b"") -> list[int]:
-        """Return each server's bytes for another dataset: free ones, and bytes of droppable datasets except `base`."""
+        """Return the bytes that each server has for one more dataset: free, or of droppable datasets except `base`."""
         may_go = (one for one in self._datasets if one != base and self._may_go(one))
         return [*self._room_without(may_go).values()]
 
@@ -213,7 +219,7 @@ class StripeAllocator:
         *,
         explicit: bool,
     ) -> list[AllocatorInstruction]:
-        """Add a dataset that servers hold and this allocator does not list. held: stripes by server, as for `renew`."""
+        """Add a dataset that servers have reported to a new leader. held: stripes of each server, as for `renew`."""
         sizes = np.asarray(stripe_bytes, dtype=np.int64)
         until = now + self._lease_s
         self._datasets[identity] = AllocatedDataset(

@@ -1,4 +1,4 @@
-"""Free bytes of one block of memory. Pure; the memory's owner copies the bytes. Unlike in the patent, nothing moves."""
+"""Free bytes of one block of memory. Pure: the owner has the bytes. Unlike in the patent, stored bytes never move."""
 
 from __future__ import annotations
 

@@ -49,10 +49,11 @@ def identity(kind: str, facts: dict[str, Any]) -> bytes:
 
 
 class RecordLayout:
-    """Assignment of records to stripes.
+    """Assignment of records to stripes: consecutive records lie in one stripe.
 
     Args:
         records: number of records, at least one.
+        per_stripe: number of records in each stripe but the last.
 
     Raises OptionError if a number is below 1.
     """
@@ -72,11 +73,11 @@ class RecordLayout:
 
 
 class SampleLayout(RecordLayout):
-    """Records of any length, one after the other, each at a multiple of `ALIGNMENT`.
+    """Layout of records of any length: one after the other, each at a multiple of `ALIGNMENT` bytes.
 
     lengths: bytes of each record.
 
-    Raises OptionError unless this is a non-empty list of non-negative integers.
+    Raises OptionError if `lengths` is empty, or is not a list of integers of at least 0.
     """
 
     def __init__(self, identity: bytes, lengths: npt.ArrayLike, per_stripe: int) -> None:
@@ -89,6 +90,7 @@ class SampleLayout(RecordLayout):
         self._ends = np.cumsum(padded)
 
     def offsets(self, stripe: int) -> npt.NDArray[np.int64]:
+        """Return where each record of a stripe begins, bytes from the beginning of the stripe."""
         own = self.records_of(stripe)
         ends = self._ends[own.start : own.stop]
         return np.concatenate([[self._start(stripe)], ends[:-1]]) - self._start(stripe)
@@ -102,14 +104,16 @@ class SampleLayout(RecordLayout):
 
 
 class ArrayLayout(RecordLayout):
-    """Rows of an array, in stripes of whole rows.
+    """Layout of the rows of an array. Each row is a record, and each stripe has whole rows.
 
     A server stores blocks of rows, as records of one length (`blocks`): an index entry per row would take more memory
     than small rows do. Blocks fill whole cache lines, so rows lie at multiples of their size throughout.
 
     Args:
+        records: number of rows.
         dtype: dtype of the elements, as numpy prints it; neither objects nor structured.
-        shape: shape of one record; empty for a scalar.
+        shape: shape of one row; empty for a scalar.
+        stripe_bytes, block_bytes: maximum bytes of a stripe, and of a block of more than one row.
 
     Raises:
         OptionTypeError: the dtype is of objects, or has fields.
@@ -175,6 +179,7 @@ def place(
     every part of the dataset has its share in memory.
 
     Args:
+        stripe_bytes: bytes of each stripe.
         servers: weight of each server, by name: the server's bytes.
         room: free bytes of each server; its weight by default.
         stripes: numbers of the stripes, for a part of a dataset; from 0 by default.
@@ -233,7 +238,7 @@ def mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 Flags = npt.NDArray[np.bool_]
-#: Cut under which every record stays in memory.
+#: The `cut` of `resident` with which every record stays in memory.
 ALL = 1 << 63
 
 
@@ -268,7 +273,7 @@ def _cut(sizes: npt.NDArray[np.int64], scores: npt.NDArray[np.uint64], room: int
 
 
 def resident_layout(records: SampleLayout, cut: int) -> SampleLayout:
-    """Return the layout with 0 bytes for records that do not stay in memory."""
+    """Return the layout in which records that do not stay in memory, by `resident`, take 0 bytes."""
     if cut == ALL:
         return records
     lengths = np.where(resident(records.identity, records.records, cut), records.lengths, 0)

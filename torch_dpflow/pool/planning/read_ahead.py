@@ -40,9 +40,10 @@ _SIDES: tuple[Any, Any] = ("left", "right")
 
 
 class KnownOrder:
-    """Order of one epoch. Each position is taken once, together with several later positions.
+    """Announced order of one reader's epoch. A position is *taken* once it is requested from storage, or skipped.
 
-    This object also holds the state that `ReadAhead` keeps for the reader. Takes 8 bytes per position.
+    Each position is taken once. This object also holds the state that `ReadAhead` keeps for the reader. Takes 8 bytes
+    per position.
 
     order: keys in reading order; not copied if it is an array of int32.
     """
@@ -81,7 +82,7 @@ class KnownOrder:
         self._first = self.passed
 
     def pass_over(self, before: int) -> None:
-        """Take all positions before `before`, which are not read later."""
+        """Take all positions before `before`: the reader will not read them any more."""
         self.passed = max(self.passed, min(before, len(self)))
         self.take([one for one in range(self._nearest, self.passed) if not self.is_taken(one)])
 
@@ -101,7 +102,7 @@ class KnownOrder:
         return max(0, end - self._nearest) - sum(position < end for position in self._taken)
 
     def take(self, positions: Sequence[int]) -> None:
-        """Take positions. Raises UsageError if one of them was taken before."""
+        """Mark positions as taken. Raises UsageError if one of them was taken before."""
         taken = next((one for one in positions if self.is_taken(one)), None)
         if taken is not None:
             raise UsageError(f"position {taken} was taken already; each one is read once an epoch")
@@ -126,6 +127,8 @@ ReadAheadInstruction: TypeAlias = StorageRequest | Serve | Cancel
 
 class ReadAhead:
     """State machine that decides which samples to fetch ahead, for announced orders. One thread owns it.
+
+    Methods that change its state return instructions: requests to make, samples to serve, loads to cancel.
 
     Args:
         capacity_bytes: limit of samples that are held or in transit, shared equally by the readers; a reader that waits
@@ -160,11 +163,11 @@ class ReadAhead:
         return request[0], request[1]
 
     def is_open(self, reader: str, position: int) -> bool:
-        """Return whether `reader` may still read this position. Raises UsageError if it has announced nothing."""
+        """Return whether a reader may still read this position. Raises UsageError if the reader has no order."""
         return not self._reader(reader).is_taken(position) or self._cache.is_wanted(reader, position)
 
     def announce(self, reader: str, order: KnownOrder) -> list[ReadAheadInstruction]:
-        """Begin a reader's order, which replaces an earlier one."""
+        """Begin to read ahead in a reader's order, which replaces the reader's earlier order."""
         out = self.leave(reader)
         self._cache.join(reader)
         self._readers[reader] = order
@@ -176,10 +179,10 @@ class ReadAhead:
         return self._fill(reader)
 
     def read(self, reader: str, position: int) -> list[ReadAheadInstruction]:
-        """Record that a reader waits for a position. One `Serve` then carries the sample; see `requester`.
+        """Record that a reader waits for a position. A `Serve` instruction for it follows; see `requester`.
 
-        The sample may have to wait until unconsumed samples leave capacity for it. A position that was served and not
-        consumed can be read again. Positions can be read in any order.
+        The instruction has the sample. It has none if there is no capacity until the reader consumes other samples.
+        A position that was served and not consumed can be read again. Positions can be read in any order.
 
         Raises UsageError if the reader has announced nothing, or the position is consumed or out of range.
         """

@@ -56,7 +56,7 @@ class FixedWindow:
         return self._fitting(lengths, self._size)
 
     def requested(self, length: int, now: float) -> RequestedBytes:
-        """Record a request; return the token to pass on when the record has arrived."""
+        """Record a request; return the token to pass to `arrived` or `cancelled`."""
         self.bytes_out += length
         self.records_out += 1
         return RequestedBytes(length, now)
@@ -85,7 +85,7 @@ class FixedWindow:
 
 
 class MeasuredWindow(FixedWindow):
-    """Algorithm 1 of the DataServer paper, with measured rate and latency. It grants at least one record.
+    """Limit by Algorithm 1 of the DataServer paper, from measured rate and latency. It grants at least one record.
 
     The rate is the highest one while the window limits requests. The latency is the shortest latency of records of
     about the same length, because it grows with the queue that a window causes. Both measurements are used for
@@ -184,7 +184,7 @@ class ConnectionQueues:
         return self._order[self._at : self._at + count]
 
     def take(self, room: int) -> list[int]:
-        """Return the indices of the next records: at least one if any is left, and more up to `room` bytes."""
+        """Return the indices of the records to request next: one if any is left, and more up to `room` bytes in all."""
         taken = list[int]()
         while self._waiting:
             if self._current not in self._waiting or self._run >= self._together:
@@ -204,11 +204,11 @@ class ConnectionQueues:
         return taken
 
     def received(self, place: int) -> None:
-        """Record that a record is no longer outstanding."""
+        """Record that the record of this index is no longer outstanding."""
         self._out[self._connections[place]] -= self._sizes[place]
 
     def requeue(self, place: int) -> None:
-        """Queue a record once more."""
+        """Queue the record of this index once more."""
         self._waiting.setdefault(self._connections[place], deque()).append(place)
         self._order.append(self._sizes[place])
 

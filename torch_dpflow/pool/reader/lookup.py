@@ -41,7 +41,7 @@ def check_directory(address: PoolAddress) -> None:
 def log_fallback(what: str, error: DPFlowError) -> None:
     """Log that storage is read instead of a server; as a warning, once, if the user must change something.
 
-    The user must change a wrong setting, or a server of another release. A server that is missing or silent may return.
+    The user must change a wrong setting, or replace a server of another release. A missing or silent server may return.
     """
     must_change = isinstance(error, UsageError) or isinstance(error.__cause__, MessageError)
     if must_change and str(error) not in _WARNED:
@@ -56,9 +56,10 @@ _COUNTS_INTERVAL_S = 1.0
 
 
 class PoolLookup:
-    """Lookup of one dataset in a pool, for one process. One thread at a time.
+    """Lookup of which servers of a pool hold one dataset, for one process. One thread at a time.
 
     Args:
+        address: the configured server; others are used if it does not answer.
         silence_s: how long an answer may take, seconds.
     """
 
@@ -85,7 +86,7 @@ class PoolLookup:
         return self._connection if self._connection is not None and self._connection.is_open else None
 
     def table(self) -> StripeTable | None:
-        """Return the owners of the dataset's stripes, None if not known yet. Makes the pool cache the dataset.
+        """Request that the pool caches the dataset; return the owners of its stripes, None if not known yet.
 
         Raises PeerLostError if no server answers, or the error that keeps the dataset from being cached.
         """
@@ -126,7 +127,7 @@ class PoolLookup:
         return all(one.identity != self._identity for one in connection.contents().datasets)
 
     def report_reads(self, hits: int, misses: int, pause_s: float = _COUNTS_INTERVAL_S) -> None:
-        """Report the total numbers of samples read from memory and from storage, for display.
+        """Report the total numbers of samples read from memory and from storage to the server, for display.
 
         pause_s: seconds between two reports; calls in between do nothing.
         """

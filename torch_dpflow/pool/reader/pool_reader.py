@@ -64,11 +64,11 @@ class PoolReader:
         self.failure: DPFlowError | None = None
         #: When the pool may be looked up again.
         self._ask_at, self._backoff = 0.0, pauses()
-        #: Samples read from memory, and others.
+        #: Samples read from memory, and all others.
         self.hits = self.misses = 0
 
     def announce(self, plan: str, keys: Order, spread: int, extends: bool) -> None:
-        """Announce to the server the order in which records will be read, if that is useful.
+        """Announce the order in which records will be read to the server that reads ahead, if there is one.
 
         keys: returns the numbers of the records, in order; called at most once.
         spread, extends: as in `lookahead.announce_order`.
@@ -115,7 +115,10 @@ class PoolReader:
         return found
 
     def places(self, records: npt.NDArray[np.int64]) -> dict[PoolSegment, npt.NDArray[np.int64]]:
-        """Return the segments in which these records are mapped, and the records' offsets; -1 if not in the segment."""
+        """Return the mapped segments that have some of these records, each with the offsets of all of `records`.
+
+        A record that is not in the segment has the offset -1.
+        """
         found: dict[PoolSegment, npt.NDArray[np.int64]] = {}
         with self._lock:
             if not self._is_closed:
@@ -131,7 +134,7 @@ class PoolReader:
         return found
 
     def fetch(self, wanted: Sequence[WantedRecord]) -> list[bool]:
-        """Receive records from servers of other hosts that `places` has looked up; return whether each arrived."""
+        """Receive records that `places` has found on other hosts into their buffers; return whether each arrived."""
         found: list[Content | None] = [None] * len(wanted)
         with self._lock:
             if self._data_reader is not None and self._table is not None:
@@ -139,14 +142,14 @@ class PoolReader:
         return [content is not None for content in found]
 
     def count(self, hits: int, misses: int) -> None:
-        """Add the numbers of samples that `places` has found in memory and has not found."""
+        """Add to the counts of samples that were read from memory (`hits`), and of all others (`misses`)."""
         with self._lock:
             self.hits += hits
             self.misses += misses
             self._lookup.report_reads(self.hits, self.misses)
 
     def close(self) -> None:
-        """Stop reading: memory is freed, and all further records come from storage."""
+        """Close all connections, and release the mapped memory. All further records come from storage."""
         with self._lock:
             self._is_closed = True
             self._lookup.report_reads(self.hits, self.misses, 0.0)

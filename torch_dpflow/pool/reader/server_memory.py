@@ -89,7 +89,7 @@ class LocalServer:
 
     @property
     def retired(self) -> set[int]:
-        """Reasons for which the server has dropped mapped segments; empty if it has dropped none."""
+        """Reasons (`UNLOADED`, `IDLE`) for which the server has dropped mapped segments; empty if it dropped none."""
         return {why for segment in self._known if (why := segment.retired) is not None}
 
     @property
@@ -106,7 +106,10 @@ class LocalServer:
         return None if segment is None else segment.read(stripe, number, copy=copy)
 
     def offsets(self, stripe: int, records: npt.NDArray[np.int64]) -> tuple[PoolSegment, npt.NDArray[np.int64]] | None:
-        """Return (a stripe's segment, offsets of records in it, -1 for a record not known to be in memory), or None."""
+        """Return a stripe's segment and the offsets of records in it; None if the segment is not mapped.
+
+        A record that is not known to be in memory has the offset -1.
+        """
         segment = self._ready.get(stripe)
         here: npt.NDArray[np.bool_] | bool = True
         if segment is None and stripe in self._segments:
@@ -125,20 +128,20 @@ class LocalServer:
         ][:MAX_RECORDS]
 
     def lacks(self, record: int) -> bool:
-        """Return whether the server is gone, or has reported that another server has the record."""
+        """Return whether to look for a record at other servers: this server reported `ELSEWHERE`, or is gone."""
         if record // self._per_stripe in self._ready:
             return False
         state = self._states.get(record, PENDING)
         return state == ELSEWHERE or (state == PENDING and not self.is_there)
 
     def refresh(self) -> None:
-        """Map further segments, and forget which records the server has reported as held by another server."""
+        """Map further segments, and forget reports that records are `ELSEWHERE`, so that they are requested again."""
         self._states = {one: state for one, state in self._states.items() if state != ELSEWHERE}
         if self._connection is not None and self._connection.is_open:
             self._try(self._map_more)
 
     def send(self, records: Sequence[int]) -> bool:
-        """Request records, at most `MAX_RECORDS`; return whether `receive` must follow."""
+        """Request the states of records, at most `MAX_RECORDS`; return whether `receive` must follow."""
         if not self.is_there:
             return False
 
@@ -235,12 +238,15 @@ class LocalServer:
 AheadRecord: TypeAlias = tuple[int, int, int]
 
 
-#: Returns the records that have arrived from memory of this number of another host.
+#: Receives records from another host's memory for reading ahead, by its number; returns those that arrived.
 Receive: TypeAlias = Callable[[int, Sequence[AheadRecord]], dict[int, bytes]]
 
 
 def receive_ahead(data_reader: DataReader, server: str, number: int, there: Sequence[AheadRecord]) -> dict[int, bytes]:
-    """Return the requested records that have arrived. number: number of the server's memory that contains them."""
+    """Receive records that a server of another host has read ahead; return those that arrived, by record.
+
+    number: number of the server's memory for reading ahead, in which the records are `there`.
+    """
     filled = [one for one in there if one[2]]
     name, servers = memory_name(number), [server] * len(filled)
     contents = data_reader.read(name, servers, [WantedRecord(one[1], one[2]) for one in filled])
@@ -298,9 +304,9 @@ class AheadReader:
     def read(
         self, connection: PoolConnection, plan: str, records: Sequence[int], far: Receive | None
     ) -> dict[int, bytes]:
-        """Return the requested records that the server has read ahead or reads now.
+        """Return the requested records that the server has read ahead or reads now, by record.
 
-        far: receives from the server's memory, if it is on another host.
+        far: receives records from the server's memory; None if the server is on this host.
 
         Raises the errors of `PoolConnection.request`.
         """

@@ -42,7 +42,7 @@ Keys = npt.NDArray[np.int32]
 
 
 class AheadPlace:
-    """Place of a sample in memory, freed with the last reference to this object."""
+    """Place of a sample in the memory for reading ahead: offset and length. Freed with the last reference to this."""
 
     __slots__ = ("_free", "length", "offset")
 
@@ -56,7 +56,7 @@ class AheadPlace:
 
 @dataclass(eq=False, slots=True)
 class AccessPlan:
-    """One reader's order of the records that have no place in memory, and the places that it was given."""
+    """Order in which one reader will read records that are not cached, and the records already read ahead for it."""
 
     name: str
     #: Connection that announced it.
@@ -65,9 +65,9 @@ class AccessPlan:
     order: KnownOrder
     #: Whether more of the plan may follow.
     grows: bool
-    #: Served and not confirmed, by position: the place, or the error.
+    #: Records read ahead whose copies are not confirmed yet, by position: the place, or the error of reading.
     served: dict[int, AheadPlace | DPFlowError] = field(default_factory=dict)
-    #: Positions for which there is no room until others are confirmed.
+    #: Positions for whose records there is no memory until the reader confirms others.
     refused: set[int] = field(default_factory=set)
 
 
@@ -86,10 +86,10 @@ _REFUSED_S, _ON_ITS_WAY_S = 0.05, 0.05
 
 
 class AheadReading:
-    """Reading ahead of one dataset's records that have no place in memory. Thread-safe.
+    """Memory and threads that read ahead records of one dataset, in the order of readers' access plans. Thread-safe.
 
     Args:
-        may_read: for each record of the dataset, whether it is read ahead.
+        may_read: for each record of the dataset, whether it may be read ahead: whether it is not cached.
         lengths: bytes of each record.
         reader: reads the dataset's samples; its owner closes it.
         memory_bytes: memory to read samples into.
@@ -129,7 +129,7 @@ class AheadReading:
         self._is_closed = False
 
     def announce(self, connection: str, part: AnnounceAccessPlan) -> None:
-        """Accept a part of a plan; reading begins with the last part. Raises UsageError for an invalid part."""
+        """Accept a part of a plan; reading begins after the last part. Raises UsageError for an invalid part."""
         keys = np.frombuffer(part.records, dtype="<i4").astype(np.int32)
         if len(keys) and not 0 <= keys.min() <= keys.max() < len(self._may_read):
             raise UsageError(f"an access plan with records that the dataset of {len(self._may_read)} does not have")
@@ -145,7 +145,12 @@ class AheadReading:
                     self._begin(AccessPlan(part.plan, connection, spread, KnownOrder(keys), grows))
 
     def want(self, connection: str, name: str, records: Sequence[int], wait_s: float) -> AheadPlaces:
-        """Return the places of records: once none is in transit, after `wait_s`, or early if they do not all fit."""
+        """Return where records of the access plan `name` lie in memory, so that the reader can copy them.
+
+        Waits until all are read, at most `wait_s` seconds. Returns earlier if there is no memory for some of them: the
+        reader must confirm copies first. In place of its length, a record has `ON_ITS_WAY` if it is not read yet, and
+        `IN_STORAGE_ONLY` if it is not in the plan, was skipped, or cannot be read.
+        """
         deadline = time.monotonic() + wait_s
         with self._changed:
             plan = self._known(name, records)
@@ -184,7 +189,7 @@ class AheadReading:
         return AheadPlaces(self.number, [one for one, _ in places], [one for _, one in places])
 
     def look(self, offset: int, watch: object) -> memoryview | int:
-        """Return the memory of the sample at `offset`, or `IN_STORAGE`, for data connections; see `confirm`."""
+        """Return a view of the sample at `offset` for a data connection, or `IN_STORAGE`. Readers `confirm` copies."""
         with self._changed:
             length = self._stored_at.get(offset)
             if length is None or self._is_closed:
@@ -192,7 +197,7 @@ class AheadReading:
             return memoryview(self._memory)[offset : offset + length]
 
     def confirm(self, connection: str, records: Sequence[int]) -> None:
-        """Confirm that copies are valid, and free their places. Raises UsageError for a place not lent to it."""
+        """Accept a connection's copies as valid, and free their places. Raises UsageError for places not lent to it."""
         with self._changed:
             lent = self._lent.get(connection, {})
             if missing := [one for one in records if one not in lent]:
@@ -203,15 +208,15 @@ class AheadReading:
                 lent.pop(record, None)
 
     def descriptors(self, mapped: int) -> list[int]:
-        """Return a descriptor of the memory, which the caller closes.
+        """Return a list with a descriptor of the memory, which the caller closes; empty if the reader needs none.
 
-        mapped: number of the memory that the reader has mapped; if it is this memory, no descriptor is returned.
+        mapped: number of the memory that the reader has mapped already, 0 for none.
         """
         with self._changed:
             return [] if mapped == self.number or self._is_closed else [os.dup(self.fd)]
 
     def leave(self, connection: str) -> None:
-        """Drop the plans of a connection, which may then copy from no place any more."""
+        """Drop the plans of a connection that has ended; its copies cannot be confirmed any more."""
         with self._changed:
             self._lent.pop(connection, None)
             self._parts = {own: parts for own, parts in self._parts.items() if own[0] != connection}
@@ -224,7 +229,7 @@ class AheadReading:
         return not self._plans and not self._parts
 
     def close(self) -> None:
-        """Drop everything; readers that have mapped the memory discard their copies."""
+        """Drop all plans and the memory; readers that have mapped the memory discard copies not yet confirmed."""
         with self._changed:
             self._is_closed = True
             for name in list(self._plans):

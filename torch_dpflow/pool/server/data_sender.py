@@ -121,9 +121,9 @@ class _Connection:
 
 
 class DataSender:
-    """Thread that answers the requests of all data connections, until `close`. Any thread may call.
+    """Thread that answers the requests of all data connections, until `close`. Any thread may call the methods.
 
-    holdings: what this server holds.
+    holdings: the datasets that this server holds.
     """
 
     def __init__(self, holdings: Holdings) -> None:
@@ -144,7 +144,7 @@ class DataSender:
         return len(self._connections)
 
     def adopt(self, sock: socket.socket) -> None:
-        """Serve a connection from now on, and close it at the end."""
+        """Answer a connection's requests from now on; close the connection once it fails or `close` is called."""
         if not self._call(partial(self._adopt, sock)):
             sock.close()
 

@@ -72,10 +72,12 @@ _LOOK_S = 1.0
 class DataServer:
     """Pool server: caches datasets for processes of this user on this host, and of its cluster on other hosts.
 
+    Creating it reserves the address; `serve` answers clients.
+
     Args:
         memory_bytes: maximum memory for samples, bytes.
         address: directory of the server's socket; "auto" as for clients.
-        idle_s: how long a dataset that was not preloaded stays when no process reads it, seconds. The leader decides.
+        idle_s: how long a dataset that was not preloaded stays when no process reads it, seconds. Used by leaders only.
         ahead_bytes: additional memory for reading ahead; None: an eighth of `memory_bytes`, at most `MAX_AHEAD_BYTES`.
         listen: address for other hosts, from `find_address("tcp://HOST:PORT", FILE)`; None: this host only.
         join: address of the leader of a pool to join; None to lead a new pool.
@@ -116,7 +118,7 @@ class DataServer:
             _check_reach(listen, leader)
             check_keys(leader)
         self._tcp_listener = None if listen is None else PoolListener(listen, self._admit, self._holdings)
-        #: Address at which other hosts reach it.
+        #: Address at which other hosts reach this server; None for this host only.
         self.address = None if self._tcp_listener is None else self._tcp_listener.address
         incarnation = secrets.token_hex(8)
         self._listener, self._held_lock = _listen(self.directory, incarnation)
@@ -135,6 +137,7 @@ class DataServer:
             self._pool = PoolFollower(server, leader, self._holdings)
 
     def serve(self) -> None:
+        """Answer clients until `stop`."""
         threading.Thread(target=self._pool.run, name="dpflow-membership", daemon=True).start()
         if self._tcp_listener is not None:
             threading.Thread(target=self._tcp_listener.run, name="dpflow-listener", daemon=True).start()
@@ -154,7 +157,7 @@ class DataServer:
                 connection.close()
 
     def stop(self) -> None:
-        """End `serve`, and drop everything. Any thread may call."""
+        """End `serve`, and drop all cached datasets. Any thread may call this."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -342,7 +345,7 @@ _POLL_S, _RETRY_S = 0.5, 2.0
 
 
 def run_service(service: ServiceSpec) -> None:
-    """Serve until the process ends, as a process of a node. Its arguments are the bytes of memory, msgpack."""
+    """Run a pool server in a process that a node has started. The service's arguments: memory bytes, as msgpack."""
     memory_bytes = msgpack_decoder(int).decode(service.arguments)
     heartbeats = HeartbeatSender(service, str(find_directory()))
     serving = threading.Thread(target=_opened(memory_bytes, heartbeats).serve, name="dpflow-pool", daemon=True)

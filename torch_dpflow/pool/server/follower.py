@@ -91,10 +91,12 @@ class _LeaderConnection:
 
 
 class PoolFollower:
-    """Role of a server that is not the leader: answers its clients, and keeps it in the pool. Thread-safe.
+    """Role of a server that is not the leader: answers clients, and keeps the server in the pool. Thread-safe.
 
-    server: description of this server.
-    leader: address of the leader.
+    Args:
+        server: description of this server.
+        leader: address of the leader.
+        holdings: the datasets that this server holds.
     """
 
     def __init__(self, server: ServerInfo, leader: PoolAddress, holdings: Holdings) -> None:
@@ -111,7 +113,9 @@ class PoolFollower:
     # -- for clients -----------------------------------------------------------------------------------------
 
     def preload(self, request: PreloadDataset) -> CachedDataset:
-        """Forward a request to the leader. If it does not answer, an implicit request returns the part held here.
+        """Forward a request to cache a dataset to the leader; return the dataset's state.
+
+        If the leader does not answer, an implicit request (`is_explicit` is False) returns the state of the part here.
 
         Raises PeerLostError if the leader does not answer and the request is explicit, or no part is held here.
         """
@@ -123,7 +127,10 @@ class PoolFollower:
             return held
 
     def table(self, identity: bytes) -> StripeTable:
-        """Forward a request to the leader. If it does not answer, return its last table, or the stripes held here."""
+        """Return the leader's table of a dataset's stripes; its last table, or the stripes here, if it does not answer.
+
+        Raises UsageError if the dataset is not placed.
+        """
         try:
             answer = self._reading.get(GetStripeTable(identity), StripeTable)
         except PeerLostError:
@@ -146,12 +153,12 @@ class PoolFollower:
         self._reading.send_nowait(reads)
 
     def count_readers(self) -> None:
-        """Do nothing: the next heartbeat reports readers."""
+        """Do nothing here: the next heartbeat reports how many processes read each dataset."""
 
     # -- membership ------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Keep this server in the pool until `close`. The target of a thread."""
+        """Keep this server in the pool until `close`: join, send heartbeats, apply instructions. Blocks its thread."""
         is_lost = False
         while not self._stop.is_set():
             try:

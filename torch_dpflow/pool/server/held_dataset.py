@@ -34,18 +34,19 @@ _NUMBERS = count(1)
 
 
 class HeldDataset:
-    """Segments of a dataset, and the threads that fill them. Thread-safe.
+    """One dataset on a server: the memory segments of its stripes here, and the threads that fill them. Thread-safe.
 
-    A record that a reader waits for is read before all others. A record that cannot be read is left to its readers, and
-    read again later if its storage did not answer.
+    A record that a reader waits for is read before all others. If a record cannot be read, its readers read it from
+    storage; it is read again here later if the storage did not answer.
 
     Args:
+        source: description of the dataset.
         opened: the opened source; `close` closes its reader.
-        cut: which records have a place in memory; see `layout.resident`.
+        cut: limit of a record's hash, below which the record has a place in memory; see `layout.resident`.
     """
 
     def __init__(self, source: AnySource, opened: OpenedSource, cut: int = ALL) -> None:
-        #: Unique among all datasets that this process has held, also of the same identity.
+        #: Number that no other dataset of this process has or had, not even the same dataset held before.
         self.number = next(_NUMBERS)
         self.url, records, known, self._reader, self.parts = opened
         self.source, self.records = source, records
@@ -82,7 +83,7 @@ class HeldDataset:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Numbers of records in memory and of failed records."""
+        """Number of records in memory, and number of failed records."""
         return self._loaded, self._failed
 
     def placed_in(self, stripes: Iterable[int]) -> int:
@@ -90,7 +91,7 @@ class HeldDataset:
         return sum(int(self._stays[own.start : own.stop].sum()) for own in map(self.records.records_of, stripes))
 
     def read_ahead(self, memory_bytes: int, number: int) -> AheadReading:
-        """Begin to read ahead records without a place. Raises PoolFullError if the memory is not available."""
+        """Return an `AheadReading` of records without a place. Raises PoolFullError if there is no memory for it."""
         if memory_bytes < _MIN_AHEAD_BYTES or self._reader is None:
             raise PoolFullError(
                 f"{memory_bytes:,} bytes are left for reading ahead; give the server more (--ahead-memory)"
@@ -99,6 +100,7 @@ class HeldDataset:
 
     @property
     def is_placed(self) -> bool:
+        """Whether memory is reserved, or could not be reserved, for all stripes that `fill` was called with."""
         return not self._making
 
     @property
@@ -114,7 +116,9 @@ class HeldDataset:
             return next(one for one in count() if one not in self._segment_of or self._left[one])
 
     def share(self, older: HeldDataset, stripes: int) -> None:
-        """Share the first stripes of an older version, whose memory lives as long as either.
+        """Use the memory of an older version's first stripes. It is freed once both versions are dropped.
+
+        stripes: how many are shared.
 
         Raises UsageError if these stripes are not all in memory.
         """
@@ -134,9 +138,11 @@ class HeldDataset:
             self.shares = its | {older.records.identity: stripes}
 
     def push(self, stripe: int, fds: Sequence[int]) -> RecordStates:
-        """Copy a stripe from sealed memory. A stripe that is already loaded stays unchanged.
+        """Copy a pushed stripe from the sealed memory of the one descriptor in `fds`; return the records' states.
 
-        Raises UsageError if the stripe has no place, or the memory has the wrong size.
+        A stripe that is already loaded stays unchanged.
+
+        Raises UsageError if no memory is reserved here for the stripe, or the pushed memory has the wrong size.
         """
         if self._reader is not None or stripe not in self._segment_of or len(fds) != 1:
             raise UsageError(f"stripe {stripe} of {self.source.ref} cannot be pushed: it has no place here")
@@ -174,7 +180,7 @@ class HeldDataset:
             self._leave(stripes, error)
 
     def want(self, records: Iterable[int], wait_s: float) -> RecordStates:
-        """Return the states of records once none is in transit, or after `wait_s`; these records are read first."""
+        """Read these records before others; return their states once none is pending, or after `wait_s` seconds."""
         asked = list(records)
         deadline = time.monotonic() + wait_s
         with self._changed:
@@ -189,9 +195,12 @@ class HeldDataset:
             return RecordStates(bytes(self._states[one] for one in asked), ready, self.number)
 
     def look(self, record: int, watch: Callable[[int], Callable[[bool], object] | None]) -> memoryview | int:
-        """Return a record's memory, or its state. A record that was not read yet is read before all others.
+        """Return a view of a record in memory, or else its state: `PENDING` or `IN_STORAGE`.
 
-        watch: returns a callback, to be called once the pending record is settled; or None.
+        A pending record is then read before others.
+
+        watch: called with a pending record; returns a callback, or None. The callback is called with True once the
+            record is in memory, or with False once it has failed.
 
         Raises UsageError if there is no such record.
         """
@@ -213,7 +222,7 @@ class HeldDataset:
         return found if isinstance(found, memoryview) else IN_STORAGE
 
     def close(self, why: int | None = None) -> None:
-        """Drop the dataset, and report the reason to readers. Without a reason, readers keep their mapped segments."""
+        """Drop the dataset, and report the reason to readers. Without one, readers keep using their mapped segments."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -36,7 +36,7 @@ from torch_dpflow.pool.transport.data_frames import memory_name
 class AheadMemory:
     """Memory for reading ahead, shared by the datasets whose access plans are announced. Thread-safe.
 
-    memory_bytes: for all datasets. Each gets half of the free memory when its first plan is announced.
+    memory_bytes: total for all datasets. A dataset gets half of what is free when its first plan is announced.
     """
 
     def __init__(self, memory_bytes: int) -> None:
@@ -46,7 +46,7 @@ class AheadMemory:
         self._readings: dict[bytes, AheadReading] = {}
 
     def announce(self, held: HeldDataset, connection: str, part: AnnounceAccessPlan) -> None:
-        """Accept a part of a plan.
+        """Accept a part of a reader's plan for a dataset. connection: name of the reader's connection.
 
         Raises PoolFullError if there is no memory for the dataset, UsageError for an invalid part.
         """
@@ -59,7 +59,7 @@ class AheadMemory:
             reading.announce(connection, part)
 
     def of(self, identity: bytes, records: Sequence[int] = ()) -> AheadReading:
-        """Return the `AheadReading` of a dataset.
+        """Return the `AheadReading` of a dataset, for a request for these records.
 
         Raises UsageError if the dataset has none, or too many records are requested.
         """
@@ -133,7 +133,7 @@ class Holdings:
     # -- for the leader or follower --------------------------------------------------------------------------
 
     def add(self, identity: bytes, held: HeldDataset, is_explicit: bool) -> None:
-        """Add a dataset of which nothing is held yet."""
+        """Add a dataset, whose stripes `apply` will add."""
         with self._lock:
             self._datasets[identity] = _Holding(is_explicit, held)
 
@@ -185,7 +185,10 @@ class Holdings:
         return held
 
     def on_data_connection(self, name: bytes) -> HeldDataset | AheadReading | None:
-        """Return the dataset, or the memory for reading ahead, that data connections name so; None if dropped."""
+        """Return the dataset, or the `AheadReading`, that a request on a data connection names; None if it was dropped.
+
+        name: identity of the dataset, or the `memory_name` of the memory for reading ahead.
+        """
         return self._held(name) if name in self._datasets else self.ahead.named(name)
 
     def all(self) -> list[HeldDataset]:
@@ -201,7 +204,7 @@ class Holdings:
             self._readers.setdefault(identity, set()).add(reader)
 
     def open(self, identity: bytes, first: int) -> tuple[DatasetOpened, list[int]]:
-        """Return a dataset's segments starting at `first`; the caller closes the descriptors.
+        """Return the answer, and descriptors of up to `MAX_SEGMENTS` segments from `first`; the caller closes these.
 
         Raises OSError if no descriptor is free.
         """
@@ -217,7 +220,7 @@ class Holdings:
         return DatasetOpened(len(fds), len(held.segments), held.shares, held.number), fds
 
     def want(self, identity: bytes, records: Sequence[int], wait_s: float) -> RecordStates:
-        """Return the states of records, which are read before others. Raises UsageError if a record does not exist."""
+        """Read records before others; return their states. Raises UsageError if a record does not exist."""
         if (held := self._held(identity)) is None:
             return RecordStates(bytes([ELSEWHERE]) * len(records), [])
         if len(records) > MAX_RECORDS or not all(0 <= one < held.records.records for one in records):
@@ -225,6 +228,7 @@ class Holdings:
         return held.want(records, min(wait_s, ANSWER_S))
 
     def leave(self, reader: str) -> None:
+        """Record that a reader's connection has ended; drop its access plans."""
         self.ahead.leave(reader)
         with self._lock:
             for identity, readers in list(self._readers.items()):
@@ -233,7 +237,7 @@ class Holdings:
                     del self._readers[identity]
 
     def readers(self, identity: bytes) -> int:
-        """Return how many processes read a dataset here."""
+        """Return how many connected processes read a dataset from this server."""
         return len(self._readers.get(identity, ()))
 
     # -- reports to the leader -------------------------------------------------------------------------------

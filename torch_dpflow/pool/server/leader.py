@@ -58,11 +58,12 @@ _HEARTBEAT_S, _TICK_S = 1.0, 0.5
 
 
 class PoolLeader:
-    """Leader of a pool: decides what the pool holds. Thread-safe.
+    """Leader of a pool: decides which datasets the pool holds, and which server holds which stripes. Thread-safe.
 
     Args:
+        server: description of this server.
         idle_s: how long a dataset that was not preloaded stays when no process reads it, seconds.
-        holdings: what this server holds.
+        holdings: the datasets that this server holds.
     """
 
     def __init__(self, server: ServerInfo, idle_s: float, holdings: Holdings) -> None:
@@ -82,7 +83,7 @@ class PoolLeader:
     # -- for clients -----------------------------------------------------------------------------------------
 
     def preload(self, request: PreloadDataset) -> CachedDataset:
-        """Cache a dataset, and return its progress.
+        """Begin to cache a dataset, and return its state at once; a repeated request returns the progress since.
 
         Raises PoolFullError, or the error because of which the dataset was not cached.
         """
@@ -180,7 +181,7 @@ class PoolLeader:
             return generation
 
     def heartbeat(self, name: str, generation: int, heartbeat: FollowerHeartbeat) -> Instructions:
-        """Renew a follower's lease; return its instructions, once there are any or after `wait_s`.
+        """Renew a follower's lease; return its instructions as soon as there are any, or none after `wait_s`.
 
         Raises PeerLostError if the follower was removed meanwhile, and must join again.
         """
@@ -197,13 +198,13 @@ class PoolLeader:
             return follower.next_instructions()
 
     def gone(self, name: str, generation: int) -> None:
-        """Record that a follower's connection has ended."""
+        """Remove a follower whose connection has ended; other servers with free memory get its stripes."""
         with self._changed:
             self._apply(self._allocator.leave(name, generation, self._clock()))
             self._forget_lost()
 
     def run(self) -> None:
-        """Apply leases and time limits until `close`. The target of a thread."""
+        """Remove lost servers and idle datasets until `close`. Blocks its thread."""
         with self._changed:
             while not self._is_closed:
                 self._tick()

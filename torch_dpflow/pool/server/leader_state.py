@@ -41,11 +41,13 @@ _FILE = "followers"
 
 @dataclass(eq=False)
 class FollowerRecord:
+    """Leader's record of one follower: unsent instructions, and reported states of its datasets."""
+
     info: ServerInfo
     generation: int
     #: Instructions that were not sent yet.
     instructions: list[DatasetPart | DropDataset] = field(default_factory=list)
-    #: The last state of each dataset that reflects all its instructions.
+    #: The last reported state of each dataset, if it reflects all instructions for the dataset.
     states: dict[bytes, DatasetState] = field(default_factory=dict)
 
     def instruct(self, instruction: DatasetPart | DropDataset) -> None:
@@ -53,7 +55,7 @@ class FollowerRecord:
         self.states.pop(instruction.identity, None)
 
     def take(self, heartbeat: FollowerHeartbeat) -> Iterator[DatasetState]:
-        """Accept a heartbeat's states, except of datasets with instructions that are still to be sent."""
+        """Record and yield the states in a heartbeat, except of datasets with instructions not sent yet."""
         waiting = {one.identity for one in self.instructions}
         for state in heartbeat.states:
             if state.identity not in waiting:
@@ -82,14 +84,14 @@ class Followers(dict[str, FollowerRecord]):
         SERVICE.info("server %s has joined the pool", info.name)
 
     def living(self, name: str, generation: int) -> FollowerRecord:
-        """Return a follower. Raises PeerLostError if it was removed."""
+        """Return the follower that joined as this generation. Raises PeerLostError if it was removed or replaced."""
         follower = self.get(name)
         if follower is None or follower.generation != generation:
             raise PeerLostError(f"server {name} was removed from the pool after its lease expired; it may join again")
         return follower
 
     def forget(self, lives: Callable[[str, int], bool]) -> None:
-        """Remove followers whose leases have expired."""
+        """Remove followers whose leases have expired. lives: returns whether a name and generation has a lease."""
         for name, follower in list(self.items()):
             if not lives(name, follower.generation):
                 SERVICE.warning("server %s of the pool is lost", name)
@@ -97,7 +99,7 @@ class Followers(dict[str, FollowerRecord]):
                 self._write()
 
     def infos(self, leader: ServerInfo, rooms: Mapping[str, tuple[int, int]]) -> dict[str, ServerInfo]:
-        """Return the leader and its followers. rooms: total and free bytes of each live server."""
+        """Return descriptions of the leader and followers, by name. rooms: total and free bytes of each live server."""
         infos = {leader.name: leader, **{name: follower.info for name, follower in self.items()}}
         return {
             name: msgspec.structs.replace(info, free=rooms[name][1]) for name, info in infos.items() if name in rooms
@@ -118,19 +120,19 @@ _REFUSAL_S = 2.0
 
 @dataclass(eq=False)
 class KnownDataset:
-    """Record of a dataset that was requested."""
+    """Leader's record of a dataset that a client has requested or a returning follower has reported."""
 
     request: PreloadDataset
     is_explicit: bool
-    #: Whether a client wants all of it or nothing.
+    #: Whether a client requires that all of it is cached, or nothing.
     whole: bool
     #: None while its metadata is read.
     held: HeldDataset | None = None
-    #: Cut of what followers hold, if they do.
+    #: The `cut` (see `layout.resident`) of the stripes in `returned`.
     cut: int = ALL
-    #: Stripes that followers reported while its metadata is read, by name.
+    #: Stripes that returning followers reported before its metadata was read, by follower.
     returned: dict[str, list[int]] = field(default_factory=dict)
-    #: Why it is not held, for the next request; and since when.
+    #: Why the dataset could not be cached, to answer the next request; and since when.
     refusal: PoolRefusal | None = None
     refused_at: float = 0.0
     #: Samples read from memory, and from storage.
@@ -152,7 +154,7 @@ class KnownDataset:
         return source if isinstance(source, ArraySource) and source.is_pushed else None
 
     def take_back(self, server: str, report: DatasetPart) -> bool:
-        """Accept a part that a returning follower holds; return whether it has the same cut as the other parts."""
+        """Accept stripes that a returning follower holds; return False if it must drop them: their `cut` differs."""
         cut = self.held.cut if self.held is not None else self.cut if self.returned else report.cut
         if report.cut == cut and self.held is None:
             self.cut = cut
@@ -160,7 +162,7 @@ class KnownDataset:
         return report.cut == cut
 
     def info(self) -> CachedDataset:
-        """Return the dataset's values that the leader has without a request to other servers."""
+        """Return the dataset's state without its progress: all counts but `hits` and `misses` are 0."""
         return CachedDataset(
             identity=self.request.identity,
             ref=self.request.source.ref,
@@ -174,9 +176,10 @@ class KnownDataset:
     def progress(
         self, held: HeldDataset, allocated: AllocatedDataset, states: Mapping[str, DatasetState]
     ) -> CachedDataset:
-        """Return how much of the dataset all its servers together have placed and loaded.
+        """Return the dataset's state, with how much of it all its servers together have placed and loaded.
 
-        states: last reported state of each server that has applied all instructions. States count copies as well.
+        states: last reported state of each server that has applied all instructions. A state also counts copies, which
+            are subtracted here.
         """
         records, samples = held.records, partial(samples_in, held.source)
         owned = allocated.owned()
@@ -200,7 +203,7 @@ class KnownDataset:
         )
 
     def is_forgotten(self, now: float) -> bool:
-        """Return whether the dataset was refused, and is to be forgotten, so that the next request begins again."""
+        """Return whether the dataset was refused so long ago that the next request may try again."""
         return self.refusal is not None and now - self.refused_at > _REFUSAL_S
 
     def instruction(self, stripes: list[int]) -> DatasetPart:
@@ -215,7 +218,7 @@ class KnownDataset:
 
 
 def check_pushed_dataset(request: PreloadDataset, others: Iterable[KnownDataset]) -> None:
-    """Raise UsageError if the dataset was never pushed, or another dataset has its name."""
+    """Raise UsageError if the request reads a pushed array that is not in the pool, or another array has its name."""
     source = request.source
     if not isinstance(source, ArraySource) or not source.is_pushed:
         return
@@ -262,10 +265,11 @@ def find_base(
 ) -> SharedStripes | None:
     """Return the stripes that a dataset shares with an older version; None if it shares none.
 
-    A stored dataset shares only if its other stripes fit as well, or if all of it is required; and only in a pool of
-    one server, because the stripes of each version have separate owners in other pools.
+    A pushed array shares the stripes that it names. A stored dataset shares equal stripes only in a pool of one server,
+    because otherwise each version's stripes have separate owners. If a part of it is enough for the client, its other
+    stripes must fit as well.
 
-    Raises UsageError if the older version of a pushed array is not here, or of another form.
+    Raises UsageError if a pushed array's older version is not here, or the array does not continue it.
     """
     if known.pushed is not None:
         return _pushed_base(known.request, holdings)
@@ -308,7 +312,7 @@ def _common(opened: OpenedSource, older: HeldDataset) -> int:
 
 
 def droppable(datasets: Mapping[bytes, KnownDataset]) -> bytes | None:
-    """Return an unloaded dataset whose memory no other version shares; None if there is none."""
+    """Return the identity of an unloaded dataset whose memory no other version shares; None if there is none."""
     bases = {one.base for one in datasets.values()}
     free = (name for name, one in datasets.items() if one.is_unloaded and one.held and name not in bases)
     return next(free, None)

@@ -48,11 +48,11 @@ class _UnauthenticatedPeer:
 
 
 class PoolListener:
-    """Listener at a TCP port.
+    """TCP listener that authenticates clients, and hands over their control and data connections.
 
     Args:
         address: address to listen at; port 0 for any free port.
-        talk: serves a control connection in another thread.
+        talk: called with each control connection; serves it in another thread.
         holdings: the datasets that data connections read.
 
     Raises OptionError if the address cannot be bound, or there are no keys.
@@ -81,7 +81,7 @@ class PoolListener:
         self._holdings = holdings
         #: Exists while `run` does.
         self._data_sender: DataSender
-        #: Address at which clients reach it.
+        #: Address at which clients reach this listener.
         self.address = str(dataclasses.replace(address, port=self._listener.getsockname()[1]))
 
     def run(self) -> None:

@@ -68,7 +68,12 @@ def find_address(
     *,
     trust_network: bool = False,
 ) -> PoolAddress:
-    """Return the named address; "auto" and None stand for `DPFLOW_POOL` and `DPFLOW_POOL_CONNECTION`, if set.
+    """Return a pool's address as a `PoolAddress`, from what a user gives.
+
+    Args:
+        address: a directory or tcp://HOST:PORT; "auto": the value of `DPFLOW_POOL`, or else this user's default
+            directory. A `PoolAddress` is returned unchanged.
+        connection: path of the connection file; None: the value of `DPFLOW_POOL_CONNECTION`, if set.
 
     Raises OptionTypeError or OptionError if the address is neither a directory nor tcp://HOST:PORT.
     """
@@ -94,7 +99,7 @@ def peer_uid(connection: socket.socket) -> int:
 
 
 def find_directory(address: str | os.PathLike[str] = "auto") -> Path:
-    """Return a pool's directory: "auto" is the one that `DPFLOW_POOL` names, or this user's default on this host.
+    """Return a pool's directory. "auto": the directory in `DPFLOW_POOL`, or else this user's default on this host.
 
     Raises OptionTypeError if `address` is not a path, OptionError if it is a URL, or too long for a socket.
     """

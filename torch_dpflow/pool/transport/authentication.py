@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class TLSStream:
-    """Client side of a TLS connection, with the socket methods that its users need. Owns the socket, `plain`.
+    """Client side of a TLS connection, with the methods of a socket that clients call. Owns the socket, `plain`.
 
     It reads from the socket in large pieces: `ssl.SSLSocket` makes two system calls per 16 KiB and competes for the GIL
     as often. Raises OSError (including ssl.SSLError) if the handshake fails.
@@ -126,7 +126,7 @@ class _RefusedError(PeerLostError, OptionError):
 
 
 class TLSAuthenticator:
-    """TLS 1.3 with certificates on both sides. Methods raise OSError and DPFlowError."""
+    """Authenticator by TLS 1.3, with certificates on both sides. Methods raise OSError and DPFlowError."""
 
     def __init__(self, keys: ConnectionFile, *, serves: bool) -> None:
         if keys.certificates is None:
@@ -143,7 +143,7 @@ class TLSAuthenticator:
             self._context = client_context(keys.certificates)
 
     def accept(self, connection: socket.socket) -> Handshake[socket.socket]:
-        """Authenticate the client of this server; return the connection to use."""
+        """Authenticate a client at this server; return the connection to use from then on."""
         if (yield from _when_ready(partial(connection.recv, 1, socket.MSG_PEEK))) != _HANDSHAKE:
             _refuse(connection)
             raise MessageError("a client that does not speak TLS")
@@ -158,7 +158,7 @@ class TLSAuthenticator:
         return admitted
 
     def connect(self, connection: socket.socket) -> Stream:
-        """Authenticate this client and the server; return the connection to use."""
+        """Authenticate the server and this client to each other; return the connection to use from then on."""
         try:
             return TLSStream(connection, self._context, SERVER_NAME)
         except ssl.SSLCertVerificationError as error:
@@ -176,7 +176,7 @@ class TLSAuthenticator:
 
 
 class HMACAuthenticator:
-    """Authentication by HMAC: both sides prove that they hold the cluster's key, then send plain bytes.
+    """Authenticator by HMAC: both sides prove that they hold the cluster's key, then send plain bytes.
 
     Methods raise OSError and DPFlowError.
     """
@@ -225,7 +225,7 @@ StreamAuthenticator: TypeAlias = TLSAuthenticator | HMACAuthenticator
 
 
 def authenticator_for(address: PoolAddress, *, serves: bool) -> StreamAuthenticator:
-    """Return the authenticator for an address. Raises OptionError if there are no keys."""
+    """Return the authenticator for an address. Raises OptionError if there are no keys. serves: for a server."""
     keys = address.keys()
     return HMACAuthenticator(keys) if address.trust_network else TLSAuthenticator(keys, serves=serves)
 
@@ -237,8 +237,9 @@ def check_keys(address: PoolAddress) -> None:
 
 
 def connect_stream(address: PoolAddress, authenticator: StreamAuthenticator, purpose: int, silence_s: float) -> Stream:
-    """Connect to a server and authenticate it.
+    """Connect to a server, authenticate both sides, and return the connection.
 
+    purpose: `CONTROL` or `DATA_CONNECTION`.
     silence_s: timeout of the handshake as a whole, and of each later wait for the server, seconds.
 
     Raises PeerLostError if no server answers in time. The error is also an OptionError if keys or protocol differ.

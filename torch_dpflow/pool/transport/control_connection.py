@@ -69,7 +69,7 @@ class Channel:
 
     @property
     def passes_memory(self) -> bool:
-        """Whether descriptors can be passed: whether both sides are on one host."""
+        """Whether descriptors of memory can be sent and received: whether this is a Unix socket."""
         return self._here is not None
 
     def send(
@@ -159,7 +159,7 @@ class PoolConnection:
 
     def __init__(self, address: AddressLike = "auto", *, silence_s: float = _SILENCE_S) -> None:
         found = find_address(address)
-        #: For messages.
+        #: The address, for texts of errors; and the timeout.
         self._address, self._silence_s = str(found), silence_s
         self._lock = threading.Lock()
         #: Whether an answer is outstanding.
@@ -241,7 +241,7 @@ class PoolConnection:
         whole: bool,
         progress: Callable[[CachedDataset], None] = lambda info: None,
     ) -> CachedDataset:
-        """Cache a dataset until it is unloaded; return once every sample was read or has failed.
+        """Cache a dataset until it is unloaded; return its state once every sample was read or has failed.
 
         Raises PoolFullError if the whole dataset does not fit, and the errors of `request`.
         """
@@ -254,7 +254,7 @@ class PoolConnection:
             time.sleep(_POLL_S)
 
     def unload(self, identity: bytes) -> CachedDatasetList:
-        """Unload a dataset. Raises UsageError if it is not cached."""
+        """Unload a dataset; return the datasets that are still cached. Raises UsageError if it is not cached."""
         return self.get(UnloadDataset(identity), CachedDatasetList)
 
     def close(self) -> None:

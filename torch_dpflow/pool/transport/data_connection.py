@@ -126,7 +126,7 @@ class RequestedRecord(NamedTuple):
 class DataConnection:
     """Connection that requests records of datasets and receives them in request order.
 
-    silence_s: seconds without an expected byte, after which the server is lost.
+    silence_s: seconds without an expected byte, after which the server counts as lost.
     memory: buffers for records that are not copied.
 
     Raises PeerLostError if there is no server, or it fails to prove that it belongs to the cluster.
@@ -176,7 +176,9 @@ class DataConnection:
         self._socket.sendall(RecordRequest(identity, [_part(one.wanted) for one in records]).pack())
 
     def take(self, *, copy: bool) -> list[tuple[RequestedRecord, bytes | memoryview | int]]:
-        """Receive the next answer: the content or status code of each record; after READY the code 0 or ABSENT.
+        """Receive the next answer; return its records, each with the content or a code in place of it.
+
+        The codes are LATER, ABSENT and GONE; in a READY answer 0 (now in memory) and ABSENT.
 
         copy: False returns large records as read-only views of the receive buffers. Records with a `buffer` are always
         views.

@@ -43,7 +43,7 @@ ENTRY_BYTES = 16
 
 
 def memory_name(memory: int) -> bytes:
-    """Return the name of memory for reading ahead, for use as a dataset's identity whose record numbers are offsets."""
+    """Return the name of memory for reading ahead. Requests use it as an identity, and offsets as record numbers."""
     return memory.to_bytes(16, "big")
 
 
@@ -78,7 +78,7 @@ class RecordRequest(NamedTuple):
 
 
 def take_request(content: bytearray) -> RecordRequest | None:
-    """Remove the next request from the received bytes; None if it is incomplete. Raises MessageError."""
+    """Remove and return the next request in the received bytes; None if it is incomplete. Raises MessageError."""
     if len(content) < _REQUEST.size:
         return None
     magic, count, identity = _REQUEST.unpack_from(content)
@@ -105,7 +105,7 @@ def pack_answer(kind: int, identity: bytes, entries: Sequence[tuple[int, int]]) 
 
 
 def read_header(content: bytes) -> tuple[int, int, bytes]:
-    """Parse an answer's kind, number of records, and dataset. Raises MessageError."""
+    """Return an answer's kind, number of records, and dataset identity. Raises MessageError if the header is wrong."""
     magic, kind, count, identity = _ANSWER.unpack(content)
     if magic != _REPLY or kind not in (DATA, READY) or not 1 <= count <= MAX_RECORDS:
         raise MessageError(f"an answer of kind {kind} with {count} records; 1 to {MAX_RECORDS} are allowed")
@@ -113,7 +113,7 @@ def read_header(content: bytes) -> tuple[int, int, bytes]:
 
 
 def read_table(content: bytes) -> tuple[list[int], list[int]]:
-    """Parse the numbers and lengths of an answer's records. Raises MessageError."""
+    """Return the numbers and the lengths of an answer's records. Raises MessageError for an impossible length."""
     table = struct.unpack(f"<{len(content) // 8}q", content)
     lengths = table[1::2]
     if min(lengths) < GONE or max(lengths) > MAX_RECORD_BYTES:

@@ -46,7 +46,7 @@ class DataReader:
     Args:
         pool: address of any server of the pool; all its servers have the same keys.
         silence_s: seconds without an expected byte, after which a server's connection is closed.
-        window: limit of outstanding bytes; None for a measured one, or 8 MiB if all servers are on this host.
+        window: limit of outstanding bytes; None for a measured limit, or 8 MiB if all servers are on this host.
 
     Raises OptionError if there are no keys.
     """

@@ -29,7 +29,7 @@ _MAGIC = b"dpregion"
 UNLOADED, IDLE = 0, 1
 #: Magic, identity of the dataset, stripes, records.
 _HEADER = struct.Struct("<8s16sQQ")
-#: Length of a record that the index does not have; it stays in storage.
+#: In place of a length in the index: the record's length is not known, so the record stays in storage.
 UNKNOWN = -1
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1, 2, 4, 16
 _SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE
@@ -41,7 +41,7 @@ _RESERVE_SHARE = 0.05
 
 
 class PoolSegment:
-    """Mapped segment, as its server or a reader sees it."""
+    """Mapped segment: memory with stripes of one dataset. In its server, `fd` is its descriptor; in a reader, -1."""
 
     def __init__(self, fd: int, memory: mmap.mmap, owners: list[int] | None = None) -> None:
         self.fd = fd
@@ -56,7 +56,7 @@ class PoolSegment:
         self._index = view[index : index + 16 * records].cast("q")
 
     def place(self, stripe: int, number: int) -> tuple[int, int]:
-        """Return offset and length of a stripe's record; the length may be `UNKNOWN`."""
+        """Return offset and length of record `number` of a stripe; the length may be `UNKNOWN`."""
         at = 2 * (self.stripes[stripe] + number)
         return self._index[at], self._index[at + 1]
 
@@ -79,7 +79,10 @@ class PoolSegment:
         self.memory[offset : offset + length] = content
 
     def copy_from(self, fd: int, start: int, stripe: int, number: int) -> int:
-        """Copy a record from a file that `check_pushed` has accepted to its offset; return its bytes. Server only."""
+        """Copy a record from pushed memory, where it begins at `start`, to its place; return its length. Server only.
+
+        fd: descriptor that `check_pushed` has accepted.
+        """
         offset, length = self.place(stripe, number)
         copied = os.preadv(fd, [memoryview(self.memory)[offset : offset + length]], start)
         assert copied == length
@@ -87,12 +90,12 @@ class PoolSegment:
 
     @property
     def retired(self) -> int | None:
-        """Number of the reason for which the segment's dataset was dropped; None if it was not dropped."""
+        """Why the segment's dataset was dropped: `UNLOADED` or `IDLE`; None if it was not dropped."""
         state = self.memory[0]
         return None if state == _MAGIC[0] else state
 
     def share(self) -> PoolSegment:
-        """Share the memory with another dataset. Raises OSError if no descriptor is free. Server only."""
+        """Return a segment of this memory for another dataset. Raises OSError if no descriptor is free. Server only."""
         other = PoolSegment(os.dup(self.fd), self.memory, self._owners)
         self._owners[0] += 1
         return other
@@ -111,9 +114,10 @@ class PoolSegment:
 
 
 def create_segment(records: SampleLayout, stripes: Sequence[int], known: np.ndarray) -> PoolSegment:
-    """Reserve memory for stripes.
+    """Reserve memory for stripes, and write the index of their records; return it as a segment.
 
-    known: whether each record's length is known.
+    records: layout in which records without a place take 0 bytes.
+    known: whether each record has a place and a known length.
 
     Raises PoolFullError if the machine or control group does not have the memory.
     """
@@ -125,7 +129,7 @@ def create_segment(records: SampleLayout, stripes: Sequence[int], known: np.ndar
 
 
 def sealed_memory(size: int, purpose: str) -> tuple[int, mmap.mmap]:
-    """Return memory that only this process can write to, and its descriptor.
+    """Return the descriptor and the mapping of new memory that only this process can write to.
 
     Raises PoolFullError if the memory is not available.
     """
@@ -149,7 +153,7 @@ def sealed_memory(size: int, purpose: str) -> tuple[int, mmap.mmap]:
 
 
 def map_sealed(fd: int) -> mmap.mmap:
-    """Map memory from a server; the caller closes the descriptor. Raises MessageError, OSError, ValueError."""
+    """Map memory from a server; the caller closes the descriptor. Raises MessageError, OSError or ValueError."""
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise MessageError("memory of the pool is not sealed, so it cannot be mapped safely")
     return mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
@@ -168,7 +172,7 @@ def check_pushed(fd: int, size: int) -> None:
 def map_segment(fd: int, identities: Collection[bytes]) -> PoolSegment:
     """Map a segment that a server has sent; the caller closes the descriptor.
 
-    Raises MessageError if it is not a segment of these datasets.
+    Raises MessageError if it is not a segment of one of these datasets.
     """
     try:
         memory = map_sealed(fd)
