@@ -264,7 +264,7 @@ def test_what_is_wrong_with_text_is_told(name: str, source: str, settings: dict[
         make_importer(name, source, settings)
 
 
-@pytest.mark.parametrize("kind", ["csv", "parquet", "parquet directory", "coco"])
+@pytest.mark.parametrize("kind", ["csv", "parquet", "parquet directory", "coco", "speech"])
 def test_an_import_does_not_continue_with_corrected_labels(
     tmp_path: Path, local_store: DatasetStore, kind: str
 ) -> None:
@@ -278,6 +278,12 @@ def test_an_import_does_not_continue_with_corrected_labels(
             content = {"images": images, "categories": [{"id": 0}, {"id": 1}], "annotations": boxes}
             (tmp_path / "a.json").write_text(json.dumps(content))
             return CocoImporter(tmp_path / "a.json", images=tmp_path)
+        if kind == "speech":
+            (folder := tmp_path / "speech/1/2").mkdir(parents=True, exist_ok=True)
+            for n in range(9):
+                (folder / f"{n}.flac").write_bytes(b"sound")
+            (folder / "1-2.trans.txt").write_text("".join(f"{n} {one}\n" for n, one in enumerate(labels)))
+            return SpeechImporter(tmp_path / "speech")
         if kind == "csv":
             lines = ["path,label", *(f"{n}.jpg,{one}" for n, one in enumerate(labels))]
             (tmp_path / "a.csv").write_text("\n".join(lines))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -213,22 +214,38 @@ class SpeechImporter(BaseImporter):
         self.options = self._files.options
         self._endings = endings_of(endings)
         self.root: str | None = self._files.url
-        self.source = {"importer": "speech", "root": self.root, "endings": list(self._endings)}
+
+    @functools.cached_property
+    def source(self) -> Mapping[str, Any]:
+        """Description as in `Importer`. Its `state` changes with each write of a transcript."""
+        digest = hashlib.sha256()
+        for speaker, chapter, children in self._chapters() if self._files.exists("") else ():
+            for name, _, size, state in children:
+                if name.endswith(_TRANSCRIPT):
+                    path = f"{speaker}/{chapter}/{name}"
+                    digest.update(f"{path}\0{size}\0{state}\0".encode(errors="surrogatepass"))
+        settings = {"root": self.root, "endings": list(self._endings)}
+        return {"importer": "speech", **settings, "state": digest.hexdigest()}
 
     def items(self, start: int = 0) -> Iterator[Item]:
         return islice(self._all_items(), start, None)
 
     def _all_items(self) -> Iterator[Item]:
         check_folder(self._files)
+        for chapter in self._chapters():
+            yield from self._items_of(*chapter)
+
+    def _chapters(self) -> Iterator[tuple[str, str, list[DirectoryEntry]]]:
+        """Yield the names of each speaker and chapter, and the chapter's entries."""
         for speaker in self._files.children(all_keys=True):
             if speaker.is_directory:
                 for chapter in self._files.children(speaker.name, all_keys=True):
                     if chapter.is_directory:
-                        yield from self._chapter(speaker.name, chapter.name)
+                        folder = f"{speaker.name}/{chapter.name}"
+                        yield speaker.name, chapter.name, self._files.children(folder, all_keys=True)
 
-    def _chapter(self, speaker: str, chapter: str) -> Iterator[Item]:
+    def _items_of(self, speaker: str, chapter: str, children: list[DirectoryEntry]) -> Iterator[Item]:
         folder = f"{speaker}/{chapter}"
-        children = self._files.children(folder, all_keys=True)
         words = self._transcripts(folder, children)
         for child in children:
             stem, dot, ending = self._files.label(child.name).rpartition(".")
