@@ -1,4 +1,4 @@
 """Prefetch buffer and cache of a shard, over one set of loaded samples.
 
-A pure state machine, `SampleCache`. It returns loads, cancellations and answers to its shard as instructions.
+`SampleCache` is a pure state machine: it returns instructions to load, to cancel or to answer, which its shard obeys.
 """

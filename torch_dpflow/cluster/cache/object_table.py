@@ -24,7 +24,7 @@ _SIZE_WEIGHT = 0.1
 
 
 class ObjectTable:
-    """Entries of a sample cache, and sums of their bytes. The cache's policy decides which cached entries stay.
+    """Table of a sample cache's entries, and sums of their bytes. The cache's policy decides which cached entries stay.
 
     A ticket is a reader's request for one sample. An entry is held while a ticket refers to it, or while it is cached.
 
@@ -49,10 +49,10 @@ class ObjectTable:
         self._spare: LazyHeap[CacheEntry] | None = None
         #: Mean size of the latest samples; None before the first.
         self._mean: float | None = None
-        #: Bytes of ready objects, of those with tickets, and expected from running loads.
+        #: Bytes of ready entries, bytes of ready entries with tickets, and expected bytes of running loads.
         self.held = self.pinned = self.reserved = 0
         self.ready = self.running = 0
-        #: Tickets so far; those whose entry was there; loads that have begun.
+        #: Number of tickets so far, of tickets whose entry existed already, and of loads that have begun.
         self.wants = self.shared = self.loads = 0
         #: Entries that wait to be loaded.
         self.queue = LoadQueue()
@@ -63,7 +63,7 @@ class ObjectTable:
 
     @property
     def cache_samples(self) -> int:
-        """Number of samples that the cache can hold, by the mean size of recent samples; 0 while unknown."""
+        """Number of samples that the cache can hold, by their recent mean size; 0 if unknown, or without a policy."""
         if self._policy is None or self._mean is None:
             return 0
         return max(1, int(_KEPT_SHARE * self.capacity / max(1.0, self._mean)))
@@ -86,7 +86,7 @@ class ObjectTable:
             self._policy.join(job)
 
     def leave(self, job: str, left: Collection[str]) -> None:
-        """Remove a job. Drop random samples that all remaining jobs, `left`, have received."""
+        """Remove a job. Drop random samples that all remaining jobs (`left`) have received."""
         if self._policy is None:
             return
         self._policy.forget(job)
@@ -132,7 +132,7 @@ class ObjectTable:
         return added
 
     def attach(self, entry: CacheEntry, reader: CacheReader, ticket: Ticket, jobs: Collection[str]) -> None:
-        """Add a ticket to an existing entry. The reader belongs to one of `jobs`, which are all jobs."""
+        """Add a ticket to an existing entry. A random sample that all jobs (`jobs`) now have leaves the cache."""
         if entry.ready and not entry.tickets:
             self.pinned += entry.size
             self._note_spare(entry)
@@ -141,7 +141,7 @@ class ObjectTable:
             self._drop_if_spent(entry, jobs)
 
     def detach(self, entry: CacheEntry, reader: str, ticket: Ticket) -> bool:
-        """Remove a ticket of `reader`; return whether it was the last one. Then call `release`."""
+        """Remove a ticket of `reader`. Return whether the entry has no tickets now; if so, call `release`."""
         entry.detach(reader, ticket)
         if not entry.tickets:
             return True
@@ -150,7 +150,7 @@ class ObjectTable:
         return False
 
     def release(self, entry: CacheEntry) -> None:
-        """Unpin an entry without tickets, and remove it unless it is cached. The caller cancels its load."""
+        """Count an entry without tickets as unneeded; remove it unless it is cached. The caller cancels its load."""
         if entry.loading:
             entry.loading = 0
             self.running -= 1
@@ -168,7 +168,7 @@ class ObjectTable:
         self.reserved += size
 
     def store(self, entry: CacheEntry, value: Any, size: int) -> None:
-        """Store the result of the entry's load, for the tickets that refer to the entry."""
+        """Store the result of the entry's load; at least one ticket refers to the entry."""
         self.running -= 1
         self.reserved -= entry.size
         entry.store(value, size)
@@ -214,7 +214,8 @@ class ObjectTable:
     def make_room(self, size: int, *, share: float) -> bool:
         """Evict cached entries until `size` more bytes fit; return whether they fit.
 
-        With a `share` below 1, nothing is evicted if wanted samples and these bytes exceed that share of the capacity.
+        share: if below 1, nothing is evicted while samples with tickets, running loads and these bytes together exceed
+            this share of the capacity.
         """
         if share < 1 and self.pinned + self.reserved + size > share * self.capacity:
             return self.has_room(size)
@@ -224,7 +225,7 @@ class ObjectTable:
         return True
 
     def evict(self) -> bool:
-        """Evict one entry, which the policy chooses; return False if nothing is cached."""
+        """Evict the cached entry that the policy chooses. Return whether there was a cached entry."""
         key = None if self._policy is None else self._policy.evict()
         if key is not None:
             self._uncache(self._cached[key])

@@ -11,16 +11,16 @@ import msgspec
 from torch_dpflow._core.lazy_heap import LazyHeap
 from torch_dpflow.errors import UsageError
 
-#: Number of one want of one job, in the order of the job's plan; never reused.
+#: Number by which a job requests one sample once. Tickets grow in the order of the job's plan.
 Ticket: TypeAlias = int
-#: Number of one fetch; chosen by the owner.
+#: Number of one fetch, chosen by the owner of the cache.
 RequestId: TypeAlias = Hashable
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):
     """Instruction: load this sample, then call `SampleCache.loaded`."""
 
-    #: Number of this load; another load of the sample has another one.
+    #: Number of this load. Each load of a sample has a different number.
     load: int
     key: int
     #: Seed, with the key, of the random draws.
@@ -36,9 +36,9 @@ class Cancel(msgspec.Struct, frozen=True, gc=False):
 
 
 class Serve(msgspec.Struct, frozen=True):
-    """Instruction: answer this request with these samples, each with its ticket.
+    """Instruction: answer this fetch with these samples, each with its ticket.
 
-    The job fetches missing samples again.
+    The job must fetch missing samples again.
     """
 
     request: RequestId
@@ -62,9 +62,9 @@ class Arrival(NamedTuple):
 class ShardCacheStatistics:
     """Snapshot of a sample cache: its contents now, and its counts since it was created."""
 
-    #: Samples that jobs have wanted.
+    #: Number of samples that jobs have requested.
     wants: int
-    #: Of these, those that were ready or loading already.
+    #: Number of requested samples that were ready, loading or queued already.
     shared: int
     loads: int
     #: Bytes of samples held now, and expected from running loads.
@@ -98,7 +98,7 @@ class CacheEntry:
         queue: the table's queue, for a waiting entry.
         number: the entry's number in the table, in the order of creation.
         draw: together with the key, the seed of the sample's random draws.
-        distance: 0 if a request waits for the entry; else the least number of samples that a job reads before it.
+        distance: 0 if a fetch waits for the entry; else the least number of samples that a job reads before it.
         reader, ticket: the first reader that wants the entry, and its ticket.
     """
 
@@ -136,9 +136,9 @@ class CacheEntry:
         self.key = key
         self.draw = draw
         self.distance = distance
-        #: The tickets that refer to it, each with its reader, and whether it was served under them.
+        #: By (reader, ticket) that refers to the entry: whether the entry was served under this ticket.
         self.tickets: dict[tuple[str, Ticket], bool] = {(reader.name, ticket): False}
-        #: How many of the tickets it was served under.
+        #: Number of tickets under which the entry was served.
         self.served = 0
         #: Jobs that have received it or will; a random sample is served to each job once.
         self.claimed = {reader.job}
@@ -160,7 +160,7 @@ class CacheEntry:
 
     @property
     def is_spare(self) -> bool:
-        """Whether the entry's value may be dropped and loaded again: no request has received it, and none waits."""
+        """Whether the entry's value may be dropped and loaded again: no fetch has received it, and none awaits it."""
         return self.ready and bool(self.tickets) and not self.served and not self.requests
 
     def attach(self, reader: CacheReader, ticket: Ticket) -> None:
@@ -178,7 +178,7 @@ class CacheEntry:
         self.distance = 0
 
     def drop_request(self, request: RequestId, ticket: Ticket) -> bool:
-        """Remove a request; return whether it was the last one."""
+        """Remove a request for this entry; return whether no request is left."""
         del self.requests[request, ticket]
         if self.requests:
             return False
@@ -215,11 +215,11 @@ class CacheReader:
     """Process that reads from a sample cache: a job, or a rank of a job."""
 
     name: str
-    #: The job that it is, or is a rank of; the policy treats the ranks of a job as one job.
+    #: Name of the job: the reader is the job, or a rank of it. The policy treats the ranks of a job as one job.
     job: str
-    #: Whether it wants samples, and not outputs of the cacheable stage, where there are both; None: not known yet.
+    #: With two stages: whether the reader wants samples, or else outputs of the cacheable stage; None: not known yet.
     draws: bool | None = None
-    #: Entries that it wants and has not released, oldest first.
+    #: Entries that the reader wants and has not released, oldest first.
     wants: dict[Ticket, CacheEntry] = field(default_factory=dict)
     requests: set[RequestId] = field(default_factory=set)
 
@@ -230,17 +230,17 @@ class CacheReader:
 
 @dataclass(eq=False, slots=True)
 class FetchRequest:
-    """Request of a job for awaited samples, which has not been answered."""
+    """Open fetch of a job: a request for samples that it waits for, which has not been answered."""
 
     number: RequestId
     job: CacheReader
     tickets: list[Ticket]
-    #: How many of them are not ready.
+    #: Number of these tickets whose entries are not ready.
     missing: int = 0
 
     @property
     def first(self) -> CacheEntry:
-        """Entry of the request's first ticket; the entries of all its tickets are in one table."""
+        """Entry of the first ticket. The entries of all tickets of the request are in one table."""
         return self.job.wants[self.tickets[0]]
 
 
@@ -250,7 +250,7 @@ class LoadQueue(LazyHeap[CacheEntry]):
     __slots__ = ()
 
     def add(self, wanted: CacheEntry) -> None:
-        """Add an entry, or move it to the place of its present distance."""
+        """Add an entry, or move it to the position of its present distance."""
         self.push(wanted, wanted.distance, wanted.number)
 
 
@@ -261,7 +261,7 @@ class RequestTable:
         self._open: dict[RequestId, FetchRequest] = {}
 
     def open(self, number: RequestId, job: CacheReader, tickets: Sequence[Ticket]) -> list[Serve]:
-        """Open a request of `job`.
+        """Open a request of `job` for these tickets; return its answer if all samples are ready.
 
         Raises UsageError if `job` does not hold one of the tickets, or the number is in use.
         """
@@ -282,7 +282,7 @@ class RequestTable:
         return [] if request.missing else [self._serve(request)]
 
     def arrived(self, wanted: CacheEntry) -> list[Serve]:
-        """Answer the requests that waited for this entry alone, which is loaded now."""
+        """Record that this entry is loaded; answer the requests that wait for no other entry."""
         complete: list[Serve] = []
         for number, _ in list(wanted.requests):
             request = self._open[number]
@@ -292,7 +292,7 @@ class RequestTable:
         return complete
 
     def shorten(self, job: CacheReader, ticket: Ticket) -> list[Serve]:
-        """Remove a ticket that `job` releases; answer requests in which no other ticket is missing."""
+        """Remove a released ticket from the requests of `job`; return answers to those that lack no other sample."""
         wanted = job.wants[ticket]
         complete: list[Serve] = []
         for number in [number for number, asked in wanted.requests if asked == ticket]:
@@ -306,12 +306,12 @@ class RequestTable:
         return complete
 
     def flush(self, queue: LoadQueue) -> list[Serve]:
-        """Answer every request for entries of this table with the entries that are ready, if any are."""
+        """Answer each request for entries of the table of `queue` with its ready entries, if it has any."""
         partly = [one for one in self._open.values() if one.missing < len(one.tickets) and one.first.queue is queue]
         return [self._serve(request) for request in partly]
 
     def abandon(self, job: CacheReader) -> list[Serve]:
-        """Answer all requests of a job that has left, without samples."""
+        """Close all requests of a job that has left; return an answer without samples to each."""
         numbers = list(job.requests)
         job.requests.clear()
         for number in numbers:

@@ -9,9 +9,9 @@ sample. An entry stays while a ticket refers to it or the cache holds it. A samp
 to each job: a job that wants the key again gets another draw. The policy may keep it for jobs that have not received
 it; it is dropped when every job has received it.
 
-**Capacity.** A load begins when its expected bytes fit into the capacity, with the bytes that are held and the expected
-bytes of running loads. To prefetch a sample the cache evicts at most half of the capacity. For a sample that a job
-waits for, the cache evicts everything if need be. Then it drops ready samples that are wanted farthest ahead, and
+**Capacity.** A load begins when its expected bytes fit into the capacity, together with the bytes that are held and the
+expected bytes of running loads. To prefetch a sample the cache evicts at most half of the capacity. For a sample that a
+job waits for, the cache evicts everything if need be. Then it drops ready samples that are wanted farthest ahead, and
 queues them again. If that is not enough, requests are answered with the samples that are ready, so that their jobs
 release them. So the sample that a job waits for can always be loaded, even if another job holds samples and does not
 read.
@@ -51,7 +51,7 @@ from torch_dpflow.cluster.cache.objects import (
 from torch_dpflow.errors import UsageError
 from torch_dpflow.lookahead import Lookahead
 
-#: The share of the capacity that the cache evicts at most for samples that no request waits for.
+#: The cache evicts at most this share of the capacity for samples that no request waits for.
 AHEAD_SHARE = 0.5
 #: With two stages, the share that samples may take, and the steps in which inputs get what those do not use.
 _DRAWN_SHARE, _STEP = 0.5, 1 / 32
@@ -152,14 +152,16 @@ class SampleCache:
     # -- reading ---------------------------------------------------------------------------------------------
 
     def is_wanted(self, job: str, ticket: Ticket) -> bool:
-        """Return whether a reader holds this ticket."""
+        """Return whether the reader `job` has requested a sample under this ticket, and not released it."""
         return ticket in self._reader(job).wants
 
     def want(
         self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int | None, *, counts: bool = True
     ) -> list[CacheInstruction]:
-        """Record samples that `job` will fetch: (ticket, key), nearest first. Known tickets of the job are ignored.
+        """Record samples that `job` will fetch. Tickets that the job has already are ignored.
 
+        job: name of a reader, as in `join`.
+        wants: (ticket, key) of each sample, in the order in which the job needs them.
         draw: seed of the random draws of samples that have to be loaded; differs between jobs and epochs. None: with
             two stages, outputs of the cacheable stage are wanted.
         counts: whether the policy counts these as reads of the job's present epoch.
@@ -187,7 +189,7 @@ class SampleCache:
         return self._admit(out)
 
     def fetch(self, job: str, request: RequestId, tickets: Sequence[Ticket]) -> list[CacheInstruction]:
-        """Fetch samples that `job` wants; one `Serve` answers with all of them, or with some.
+        """Fetch samples that `job` wants. One `Serve`, now or later, answers with all or some of them.
 
         Raises UsageError: the job has not joined, a ticket is not wanted, or the request's number is in use.
         """
@@ -206,11 +208,11 @@ class SampleCache:
 
     @property
     def cache_samples(self) -> int:
-        """Number of samples that the cache can hold, by the mean size of recent samples; 0 before the first."""
+        """Number of samples that the cache can hold, by their recent mean size; 0 if unknown, or without a policy."""
         return self._kept.cache_samples
 
     def resize(self, capacity_bytes: int) -> list[CacheInstruction]:
-        """Change the capacity; bytes beyond it are dropped as soon as no request waits for them.
+        """Change the capacity. Samples beyond it are dropped as soon as no request waits for them.
 
         Raises OptionError if `capacity_bytes` is below 1.
         """
@@ -231,7 +233,7 @@ class SampleCache:
         return None if entry is None else entry.key
 
     def loaded(self, arrivals: Iterable[Arrival]) -> list[CacheInstruction]:
-        """Store the results of loads; cancelled loads are ignored."""
+        """Store the results of loads. Results of cancelled loads are ignored."""
         out: list[CacheInstruction] = []
         for load, value, size, keep in arrivals:
             arrived = self._loading.get(load)
@@ -243,7 +245,7 @@ class SampleCache:
         return self._admit(out)
 
     def statistics(self) -> ShardCacheStatistics:
-        """Return the present contents and the counts so far; with two stages, counts of the cacheable stage."""
+        """Return present contents, and counts so far. With two stages, some counts are only of the cacheable stage."""
         kept, tables = self._kept, self._tables
         return ShardCacheStatistics(
             wants=kept.wants,

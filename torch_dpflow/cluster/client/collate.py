@@ -1,11 +1,11 @@
-"""Collation of a shared flow's batches in the job, with one thread, and their delivery.
+"""Collation of a shared flow's batches in the job, with one thread, and delivery of the batches.
 
 A private loader's workers collate its batches; see `workers/batch_worker`.
 
 torch's default collate stacks large tensors with all threads of the process. In a training process this wakes threads
-that the training loop uses itself: on a busy machine it took thirty times as long as with one thread. Samples that lie
-one behind the other in memory, such as those of one answer of a shard, are not copied: the batch is the memory in which
-they were received.
+that the training loop uses itself: on a busy machine it took thirty times as long as with one thread. Samples that are
+adjacent in memory, such as the samples of one answer of a shard, are not copied: the batch is the memory in which they
+were received.
 
 `PlanFeed` passes batches of keys to the reader's thread, `ReadyBatches` passes batches in order back to the training
 loop. A sampler whose order may still change is called where torch calls it: in the training loop's thread, and no
@@ -42,7 +42,7 @@ from torch_dpflow.ipc.serialization.codec import decode, decode_heads
 from torch_dpflow.ipc.serialization.fast_path import numbers_beside
 from torch_dpflow.ipc.serialization.pickling import is_plain
 
-#: Below this size torch stacks with one thread as well, bytes.
+#: Below this size torch stacks with one thread as well (bytes).
 _SMALL_BYTES = 1 << 15
 
 
@@ -65,12 +65,12 @@ def collate_samples(samples: list[Any]) -> Any:
 def collate_payloads(
     payloads: Sequence[tuple[PayloadTable, Sequence[Frame]]], *, keep_layout: bool = False
 ) -> Any | None:
-    """Collate the samples in these payloads without unpickling each; return None unless all are alike.
+    """Collate the samples in these payloads without unpickling each sample; return None if they are not alike.
 
-    Each sample must be a tensor, or a tuple of a tensor and numbers, and all tensors must have the same dtype and
-    shape. The result equals that of `collate_samples`, or of `collate_channels_last` if `keep_layout`. Unpickling a
-    payload costs more than everything else that a job does for a sample. The batch may take over the frames' memory
-    unless the result is None.
+    Alike: each sample is a tensor, or a tuple of a tensor and numbers, and all tensors have the same dtype and shape.
+    The result equals that of `collate_samples`, or of `collate_channels_last` if `keep_layout`. Unpickling a
+    payload costs more than everything else that a job does for a sample. If a batch is returned, it may have taken over
+    the memory of the frames.
     """
     found = decode_heads(payloads)
     if not found or default_collate_fn_map.get(torch.Tensor) is not collate_tensor_fn:
@@ -195,8 +195,8 @@ def build_batch(
 ) -> None:
     """Set `ready.outcome` to the collated batch, or `ready.error` to the first error among the samples.
 
-    came: the received samples. how_workers_ended: returns a text for the error of a sample that killed its workers, or
-    that no worker could load.
+    came: the received samples, in the order of `ready.keys`. how_workers_ended: returns a text for the error of a
+        sample that killed its workers, or that no worker could load.
     """
     keeps_layout = collate is collate_channels_last
     if keeps_layout or collate is collate_samples:
@@ -218,7 +218,7 @@ def build_batch(
 
 
 def received_sample(kind: int, table: PayloadTable, frames: Sequence[Frame]) -> Received:
-    """Return a sample's payload as received from a shard, or the error that was sent instead."""
+    """Return the payload of a sample, or the error that a shard sent instead. kind: outcome, SAMPLE to WORKERLESS."""
     if kind == POISONED:
         return PoisonTaskError(bytes(frames[0]).decode(errors="replace"))
     if kind == WORKERLESS:
@@ -283,7 +283,7 @@ class PlanFeed:
         self._came.put(None)
 
     def wait(self, within_s: float) -> None:
-        """Wait until a batch or the end is put, at most for the given time."""
+        """Wait until `put` or `end` is called, at most `within_s` seconds."""
         with suppress(queue.Empty):
             self._came.get(timeout=within_s)
 
@@ -304,7 +304,7 @@ class PlanFeed:
         return later
 
 
-#: Longest wait of the training loop, and of the reader's thread, at a time, seconds.
+#: Longest wait of the training loop, and of the reader's thread, at a time (seconds).
 LOOK_S, IDLE_S = 1.0, 0.1
 
 
@@ -316,11 +316,11 @@ class ReadyBatch:
     number: int
     outcome: Any
     keys: list[int]
-    #: Number of the epoch's samples up to its end.
+    #: Number of the epoch's samples up to the end of this batch.
     end: int
     error: BaseException | ExceptionWrapper | None = None
     nbytes: int = 0
-    #: Whether it has no batch and marks the end of the epoch, an early one if there is an error.
+    #: Whether this is no batch but the end of the epoch; with `error`, an early end.
     is_last: bool = False
 
 
@@ -339,13 +339,13 @@ class ReadyBatches:
         # These only wake the other side. Two of them take an eighth of the time of one bounded `queue.Queue`.
         self._came: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._went: queue.SimpleQueue[None] = queue.SimpleQueue()
-        #: The next batch, until `done`.
+        #: The batch that `next` returned last, until `done` is called; None: none.
         self.in_hand: ReadyBatch | None = None
 
     def put(self, ready: ReadyBatch, idle: Callable[[], None]) -> None:
-        """Wait until the queue is not full, then append a batch, unless closed.
+        """Wait until the queue is not full, then append a batch. Once closed, return at once.
 
-        While waiting, call `idle` every IDLE_S.
+        idle: called every `IDLE_S` seconds of the wait.
         """
         if self._went.qsize():
             self._went.get()
@@ -359,7 +359,7 @@ class ReadyBatches:
             self._came.put(None)
 
     def next(self, timeout_s: float | None = None) -> ReadyBatch | None:
-        """Wait for the next batch, and return it until `done` is called; return None once closed.
+        """Wait for the next batch, and return the same batch until `done` is called; return None once closed.
 
         Raises LoaderTimeoutError if no batch is put within `timeout_s` seconds; None: no limit.
         """
@@ -393,10 +393,10 @@ class ReadyBatches:
         self.in_hand = None
 
     def wake(self) -> None:
-        """Wake both threads. Any thread may call, even a finalizer."""
+        """Wake the thread that puts and the thread that takes. Any thread may call, even a finalizer."""
         self._came.put(None)
         self._went.put(None)
 
     def clear(self) -> None:
-        """Drop the waiting batches. Call it after `close`, and after the thread that puts has ended."""
+        """Drop the waiting batches. Call this after `closed` was set and the thread that puts has ended."""
         self._waiting = deque()  # a new one: the thread that takes may be using the old one

@@ -1,12 +1,12 @@
 """Position of a job, or of one of its ranks, in an epoch of the router's order. Any number of ranks can resume it.
 
-A state has three sets of samples, one bit for each sample of the flow. In a large flow, a job without ranks saves a
-digest instead of `done` while its order follows from seed and epoch. With the strategy "independent" this is always so;
-with "shared-log" until the job first reads a sample that another job has loaded.
+A state contains three sets of samples, with one bit for each sample of the flow. In a large flow, a job without ranks
+saves a digest instead of `done` while its order follows from seed and epoch alone. With the strategy "independent" this
+is always so; with "shared-log" until the job first reads a sample that another job has loaded.
 
 - `done`: samples that were delivered to this rank.
-- `together`: samples that all ranks had read when each rank had read the same number as this rank, by the router's
-  answer.
+- `together`: samples that all ranks together have read when each has read the same number as this rank, as reported by
+  the router.
 - `earlier`: samples that had been read when the unread samples were divided among the present ranks.
 
 A run with the same number of ranks resumes each rank from its own `done`. With a different number of ranks, or if ranks
@@ -33,14 +33,14 @@ from torch_dpflow.errors import StateError
 from torch_dpflow.samplers.passes import RankShares
 
 Marks = npt.NDArray[np.uint8]
-#: Samples of a flow up to which a state has a bit for each, whatever decides the order: 43 KiB as text.
+#: Up to this number of samples of the flow, a state always has a bit for each sample: 43 KiB as text.
 MAX_MARKED = 1 << 18
 
 
 class EpochCursor:
     """Position of a job, or of a rank of a job, in its epoch.
 
-    It begins at the epoch's start unless a state is resumed.
+    The position is the epoch's start until `resume` or `add` is called.
     """
 
     def __init__(self, job: JobDescription, epoch: int) -> None:
@@ -49,11 +49,11 @@ class EpochCursor:
         #: How many samples were delivered to this rank, without those in `earlier`.
         self.position = 0
         self.marks: Marks = np.zeros(-(-job.size // 8), np.uint8)
-        #: The samples that had been read when the rest was dealt to the present ranks; None: all were dealt.
+        #: Samples that had been read when the unread samples were divided among the present ranks; None: no samples.
         self.earlier: Marks | None = None
-        #: A position, and the samples that all ranks together have read there; None: not known.
+        #: (position, samples that all ranks together have read when each is at this position); None: not known.
         self.together: tuple[int, Marks] | None = None
-        #: How many of the epoch's first samples follow from seed and epoch.
+        #: How many of the epoch's first samples are in the order that follows from seed and epoch alone.
         self.in_order = 0
         #: Whether it was resumed at the epoch's end: what `drop_last` left out is not read in another batch size.
         self._is_over = False
@@ -66,7 +66,7 @@ class EpochCursor:
 
     @property
     def length(self) -> int:
-        """Number of samples in this rank's part of the epoch, without `earlier`."""
+        """Number of samples in this rank's part of the epoch, without the samples in `earlier`."""
         job = self._job
         samples = job.size if job.indices is None else len(job.indices)
         read = 0 if self.earlier is None else _count(self.earlier)
@@ -76,16 +76,16 @@ class EpochCursor:
 
     @property
     def left(self) -> int:
-        """Number of samples still to be delivered, without a last batch that is dropped."""
+        """Number of samples that are still to be delivered, without a last batch that `drop_last` drops."""
         left = 0 if self._is_over else self.length - self.position
         return left - left % self._job.batch_size if self._job.drop_last else left
 
     def drawn(self) -> DrawnEpoch:
-        """Return a copy for the router, with the delivered samples as the drawn samples."""
+        """Return the report for the router, in which the drawn samples are those that were delivered."""
         return DrawnEpoch(self.epoch, self.marks.copy(), self.position, self.length, self.earlier, self.in_order)
 
     def add(self, keys: list[int], position: int) -> None:
-        """Record the delivery of a batch. position: number of samples delivered by then. May be repeated."""
+        """Record the delivery of a batch. Idempotent. position: number of delivered samples, this batch included."""
         # For the few samples of a batch numpy would take twice as long.
         marks = self.marks.data
         for key in keys:
@@ -93,7 +93,7 @@ class EpochCursor:
         self.position = position
 
     def state(self) -> dict[str, Any]:
-        """Return the state as plain data: about size / 8 bytes, at most 64 KiB if `done` is a digest."""
+        """Return the state as plain data: about size / 8 bytes for each set of samples, or a digest for `done`."""
         rank = self._job.rank
         at, together = self.together or (-1, self.marks)
         return {
@@ -120,10 +120,10 @@ class EpochCursor:
         return {"done": None, "digest": _digest(self.marks)}
 
     def resume(self, epoch: int, state: dict[str, Any]) -> None:
-        """Set the position to that of `state`: the state of one rank, or the joined states of all (`join_flow_states`).
+        """Set the position from `state`: the state of one rank, or the states of all ranks from `join_flow_states`.
 
-        Raises StateError, and changes nothing, unless `state` is of this epoch and contains the samples that all ranks
-        had read.
+        Raises StateError, and changes nothing, if `state` is of another epoch or flow, or does not show which samples
+        all ranks had read.
         """
         is_joined = "ranks" in state
         saved = _saved(state["ranks"] if is_joined else [state], epoch, self._job.size)
@@ -175,7 +175,7 @@ class EpochCursor:
 
 @dataclass(slots=True)
 class DrawnEpoch:
-    """Report of a job to its router: the samples of an epoch that were drawn."""
+    """Report of a job to its router: which samples of an epoch were drawn. `RouterLink` updates it at each draw."""
 
     number: int
     drawn: Marks

@@ -1,4 +1,4 @@
-"""One epoch of one job: a thread requests samples ahead, fetches and collates them, and keeps batches in order."""
+"""Reading of one epoch by one job: a thread requests, fetches and collates samples ahead, in the order of the plan."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.metrics import LoaderMeter
 
-#: Longest pauses before a failed fetch is repeated, after the first time and after many, seconds.
+#: Longest pauses before a failed fetch is repeated, after the first failure and after many (seconds).
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
-#: How long the thread waits for a fetch before it checks the others, and for each of those, seconds.
+#: How long the thread waits for a fetch before it checks the other fetches, and for each of these (seconds).
 LOOK_S, POLL_S = 0.1, 0.001
-#: How long `close` waits for running calls before it interrupts them, and between two interrupts, seconds.
+#: How long `close` waits for running calls before it interrupts these calls, and between two interrupts (seconds).
 CLOSE_S, AGAIN_S = 0.7, 0.05
 
 
@@ -73,10 +73,11 @@ class EpochReader:
     Control-C in the iterating thread, at any of its steps, loses no batch: the next call delivers it.
 
     Args:
-        plan: the keys of each batch, or `LATER`; read in the reader's thread, ahead of need.
-        collate: makes a batch of its samples, in the reader's thread.
-        delivered: called for each delivered batch with its number, its keys, and the total number of samples delivered
-            by then. After an interrupt it may be called twice for the same batch.
+        plan: keys of each batch; `LATER` while the next batch is not known. Read in the reader's thread, ahead of need.
+        of: the epoch, and the seed of its random draws.
+        collate: makes a batch from a list of samples, in the reader's thread.
+        delivered: called for each delivered batch with its number, its keys, and the total number of delivered samples,
+            this batch included. After an interrupt it may be called twice for the same batch.
         meter: counts batches, and the time that the training loop waits for them.
         options: how far to read ahead, and how long to wait for samples.
         closed: set to end the epoch early.
@@ -116,7 +117,7 @@ class EpochReader:
         self._requested: deque[_Batch] = deque()
         self._fetching = 0
         self._exhausted = False
-        #: Moving averages over batches: bytes, and the time that the thread waits for one, seconds.
+        #: Moving averages over batches: bytes, and the time that the thread waits for one (seconds).
         self._mean_bytes = self._mean_wait_s = 0.0
         self._thread = threading.Thread(target=self._run, name="dpflow-read", daemon=True)
         self._thread.start()
@@ -136,10 +137,10 @@ class EpochReader:
         Raises:
             StopIteration: the epoch is over.
             LoaderTimeoutError: no batch arrived within `timeout_s`.
-            WorkerError: an error ended the epoch in an earlier call.
+            WorkerError: an error has ended the epoch in an earlier call.
+            UsageError: the reader was closed before the end of the epoch.
 
-        Also raises the error that ends the epoch, and the error that takes the place of a batch, which then counts as
-        taken.
+        Also raises the error that ends the epoch, and an error in place of a batch, which then counts as taken.
         """
         self.note_delivered()
         try:
@@ -172,7 +173,7 @@ class EpochReader:
         return f"it waits for index {keys:.400}"
 
     def note_delivered(self) -> None:
-        """Call `delivered` for the taken batch, unless it has been called."""
+        """Call `delivered` for the batch that was taken last, if that is still to be done."""
         ready = self._ready.in_hand
         if ready is not None and ready.outcome is TAKEN:
             self._delivered(ready.number, ready.keys, ready.end)
@@ -187,7 +188,7 @@ class EpochReader:
 
     @property
     def is_fetching(self) -> bool:
-        """Whether the services may still be needed. Any thread may call."""
+        """Whether the reader's thread runs, and so may call the services. Any thread may call."""
         return self._thread.is_alive()
 
     @property
@@ -227,8 +228,9 @@ class EpochReader:
     def close(self, deadline: float | None = None) -> bool:
         """Stop reading and release the requested samples. Any thread may call, repeatedly.
 
-        deadline: time by `time.monotonic` at which running calls are interrupted; None: CLOSE_S from now. Returns
-            whether the reader's thread has ended; False if that thread itself calls this, in `collate` or the plan.
+        deadline: time by `time.monotonic` at which running calls are interrupted; None: `CLOSE_S` from now.
+
+        Returns whether the reader's thread has ended: False if that thread itself calls this, in `collate` or the plan.
         """
         self.abandon()
         if threading.current_thread() is self._thread:
@@ -411,7 +413,7 @@ class EpochReader:
 
 
 def end_calls(thread: threading.Thread, deadline: float, links: ShardLinks) -> None:
-    """Wait for a thread of a closing job to end. After `deadline` (by `time.monotonic`), interrupt its calls."""
+    """Wait until a thread of a closing job has ended. After `deadline` (by `time.monotonic`), interrupt its calls."""
     thread.join(max(0.0, deadline - time.monotonic()))
     while thread.is_alive():
         links.interrupt()

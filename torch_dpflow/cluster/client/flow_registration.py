@@ -1,4 +1,4 @@
-"""Registration of a job's flow with the coordinator, and upload of what the workers load."""
+"""Registration of a job's flow with the coordinator, and upload of the content that its workers load."""
 
 from __future__ import annotations
 
@@ -46,28 +46,28 @@ from torch_dpflow.remote.shipping.modules import installed_modules_in, module_of
 from torch_dpflow.samplers.indices import IndexArray, check_indices
 from torch_dpflow.workers.script_settings import ScriptSettings
 
-#: Memory for samples in transit, besides the capacity of a cache around the dataset, bytes.
+#: Memory for samples in transit, in addition to the capacity of a cache around the dataset (bytes).
 UNDER_WAY_BYTES = 256 << 20
-#: Longest timeout of a registration, seconds; then the job looks for a cluster that has replaced this one.
+#: Longest timeout of a registration (seconds); then the job looks for a cluster that has replaced this one.
 LONGEST_CALL_S = 6.0
 #: Parts of the dataset itself, and of what is given with it.
 _OWN = re.compile(r"(dataset|transform|stand_in|worker_init_fn)\b")
-#: Contents up to this size are searched for the modules that they need, which takes as much memory, bytes.
+#: Contents up to this size are searched for the modules that they need, which takes as much memory (bytes).
 MAX_SEARCHED_BYTES = 32 << 20
-#: Timeout of one piece of an upload, seconds. A repeated piece is ignored, so a busy coordinator loses nothing.
+#: Timeout of one piece of an upload (seconds). A repeated piece is ignored, so a busy coordinator loses nothing.
 PIECE_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobDataset:
-    """A job's dataset as the workers of its flow load it."""
+    """Dataset of a job, in the form in which the workers of its flow load it."""
 
     dataset: TwoStageDataset
-    #: Whether loading a sample twice gives the same.
+    #: Whether loading a sample twice gives the same value.
     repeatable: bool
-    #: The cache that the dataset was wrapped in; the flow's own pool replaces it.
+    #: The `ALSDCache` around the dataset, which the shards' caches replace; None: there is none.
     cache: ALSDCache | None
-    #: By place in the job's dataset, the sample of the flow; None: the same number.
+    #: The flow's sample number for each position in the job's dataset; None: the same numbers.
     places: IndexArray | None = None
 
     @property
@@ -77,9 +77,9 @@ class JobDataset:
 
 
 def split_stages(dataset: Any, options: JobOptions) -> JobDataset:
-    """Split a dataset into a cacheable and a per-draw stage if it declares them.
+    """Split a dataset into a cacheable and a per-draw stage. Only an `ALSDCache` or `TwoStageDataset` may have both.
 
-    For a `Subset`, the flow has the dataset below it, so that jobs with different subsets share the flow.
+    A `Subset` is replaced by the dataset below it, so that jobs with different subsets share the flow.
     """
     cache = dataset if isinstance(dataset, ALSDCache) else None
     places = None
@@ -100,7 +100,7 @@ def split_stages(dataset: Any, options: JobOptions) -> JobDataset:
 
 
 def without_subset(dataset: Any) -> tuple[Any, IndexArray | None]:
-    """Return (dataset below torch's `Subset`s, its sample number for each place in the outermost `Subset`).
+    """Return (dataset below torch's `Subset`s, its sample number for each position in the outermost `Subset`).
 
     The second value is None without a `Subset`. A `Subset` that contains a sample twice, or invalid numbers, is
     returned unchanged.
@@ -148,10 +148,10 @@ def describe(
     options: JobOptions,
     imports: FlowImports | None = None,
 ) -> FlowSpec:
-    """Return the description with which a job registers its flow. Raises OptionError if the description is not allowed.
+    """Return the description with which a job registers its flow. Raises OptionError if a value is not allowed.
 
-    packed: the workers' load spec, from `SampleAssignment.pack`.
-    content: from `content_of`. imports: from `imports_of`.
+    packed: the content that workers fetch, from `join_content`.
+    content: from `content_of`. imports: from `imports_of`. size: number of samples of the flow.
     """
     if len(packed) > MAX_CONTENT_BYTES:
         raise OptionError(
@@ -190,9 +190,9 @@ def describe(
 
 
 def imports_of(packed: bytes, settings: ScriptSettings) -> FlowImports | None:
-    """Return the modules that workers import, so that a host imports them once; None if each worker has to import them.
+    """Return the modules that workers need, so that a host imports them once; None: each worker must import them.
 
-    Each worker has to if `settings` differ from the defaults, because imports can depend on them.
+    None is returned if `settings` differ from the defaults, on which imports can depend, or the modules are not known.
     """
     places = {"directory": settings.directory, "script": settings.script}
     if len(packed) > MAX_SEARCHED_BYTES or replace(settings, directory="", script="") != ScriptSettings():
@@ -209,11 +209,11 @@ def imports_of(packed: bytes, settings: ScriptSettings) -> FlowImports | None:
 
 @dataclass(frozen=True)
 class FlowContent:
-    """Identity of a flow's content, with names for messages."""
+    """Identity of a flow's content: what is compared between jobs, and what is sent to workers."""
 
-    #: By name, for messages.
+    #: By name for messages: further values that all jobs of a version must share.
     labels: dict[str, str]
-    #: What the workers are sent.
+    #: Parts that are compared, and the user's modules and attributes that are sent to workers.
     identity: ContentIdentity
 
 
@@ -228,8 +228,8 @@ def content_of(
 ) -> FlowContent:
     """Identify the content of a flow. Takes about as long as pickling the dataset.
 
-    like: the content at an earlier epoch; the user's modules are then not read again, because workers keep the modules
-    that were sent.
+    like: the content at an earlier epoch, whose modules are then not read again, because workers keep the modules that
+    were sent.
     code: which of the user's modules are sent, as in `LoaderOptions`.
     """
     transform = dataset.per_draw
@@ -249,7 +249,7 @@ def content_of(
 
 
 def changes(now: FlowContent, then: FlowContent) -> tuple[dict[str, str], dict[str, str]]:
-    """Return (changes of the dataset's own state, all other changes) of a content, each by path."""
+    """Return (changes of the dataset's own state, other changes), each a text by the path of the changed part."""
     names = dict.fromkeys([*now.labels, *then.labels])
     own = {name: "other" for name in names if now.labels.get(name) != then.labels.get(name)}
     found = differences(now.identity.parts, then.identity.parts, then.identity.ignore)
@@ -283,7 +283,7 @@ def register(
 ) -> bool:
     """Register a flow, and upload its content unless the cluster has it.
 
-    outages: log of outages, used if the cluster does not answer or makes the job wait; None: log nothing.
+    packed: the content. outages: log for a cluster that does not answer or makes the job wait; None: log nothing.
     is_replaced: returns whether another cluster has replaced this one; called after each call without an answer.
 
     Returns False if the cluster has been replaced: the flow has to be registered with the new cluster. Raises

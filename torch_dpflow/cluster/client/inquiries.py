@@ -1,4 +1,4 @@
-"""Requests of a job to the coordinator for which reading does not wait: costs, and how workers ended."""
+"""Requests of a job to the coordinator on which reading does not depend: costs, and how workers ended."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.errors import DeadlineError, PeerLostError, RemoteCallError
 from torch_dpflow.ipc.rpc import RpcClient
 
-#: Minimum time between two requests for the cost, timeout of one, and pause after one without an answer, seconds. A
+#: Minimum time between two requests for the cost, timeout of one, and pause after one without an answer (seconds). A
 #: coordinator may be away while jobs read.
 COST_S, COST_CALL_S, COST_PAUSE_S = 1.0, 1.0, 30.0
-#: Timeout of the request for how a sample's workers ended, seconds, and how many of them an error names.
+#: Timeout of the request for how a sample's workers ended (seconds), and how many of these workers an error names.
 ENDS_CALL_S, MAX_ENDS = 2.0, 3
 
 
 class FlowInquiries:
-    """Requests to the coordinator, which are never repeated. Any thread may call.
+    """Requests of one job to the coordinator, which are never repeated. Any thread may call.
 
     coordinator: returns the coordinator's client; None while it does not answer.
     """
 
     def __init__(self, job: JobDescription, coordinator: Callable[[], RpcClient | None]) -> None:
         self._job, self._coordinator = job, coordinator
-        #: The worker-seconds of the flow, and when they were requested.
+        #: Last known worker-seconds of the flow and of the job.
         self.cost = Cost(0.0, 0.0)
         self._cost_requested_at = -math.inf
 
     def look_at_cost(self, *, every_s: float = COST_S) -> Cost:
-        """Return the cost, requested at most every `every_s` seconds. Without an answer, return the last known cost."""
+        """Return the cost, requested at most every `every_s` seconds; the last known cost if there is no answer."""
         coordinator, now = self._coordinator(), time.monotonic()
         if coordinator is not None and now - self._cost_requested_at >= every_s:
             self._cost_requested_at = now
@@ -44,7 +44,7 @@ class FlowInquiries:
         return self.cost
 
     def how_workers_ended(self) -> str:
-        """Return a text about how the flow's workers ended lately; empty if unknown."""
+        """Return a text about how workers of the flow ended lately, for an error; empty if it is not known."""
         coordinator, mine = self._coordinator(), f"{self._job.instance}/"
         if coordinator is None:
             return ""

@@ -1,4 +1,4 @@
-"""`open_job`: registration of a flow with its cluster, and joining of the jobs that read the flow."""
+"""Opening of a job (`open_job`): registration of its flow with a cluster, and connection to the flow's services."""
 
 from __future__ import annotations
 
@@ -51,12 +51,13 @@ def open_job(
     options: JobOptions | None = None,
     content: FlowContent | None = None,
 ) -> SharedJob:
-    """Join the jobs that read `flow`; the flow's services start if they do not run.
+    """Open a job that reads `flow`, together with other jobs. The flow's services start if they do not run.
 
     Args:
+        reading: which samples the job reads, and in which batches; None: all samples, in batches of one.
         address: the cluster's address, see `find_cluster`. If its connection file does not exist, the call waits for
             it, up to `options.reconnect_timeout_s`.
-        content: the flow's content from an earlier job; None: it is identified now.
+        content: `SharedJob.content` of an earlier job of this flow; None: identify the content now.
 
     Raises:
         OptionError, OptionTypeError: an argument is not allowed.
@@ -163,7 +164,7 @@ def _samples_read(reading: JobReading, source: JobDataset, size: int) -> IndexAr
 def changes_of_flow(
     flow: FlowDefinition, options: JobOptions, then: FlowContent
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the changes of a flow's content since a job was opened with `then`; see `flow_registration.changes`."""
+    """Return how a flow's content has changed since it was `then`. For the result see `flow_registration.changes`."""
     dataset = split_stages(flow.dataset, options).dataset
     now = content_of(dataset, flow.worker_init_fn, options, ScriptSettings.capture(), then)
     return changes(now, then)

@@ -1,4 +1,4 @@
-"""Description of a job that reads a shared flow: its samples, their order, and the services for it."""
+"""Options and descriptions of a flow and of the jobs that read it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from torch_dpflow.options import Code
 from torch_dpflow.samplers.indices import IndexArray, Indices
 
 DEFAULT_MEMORY_BYTES = 1 << 30
-#: Largest size in an option, bytes.
+#: Largest size in an option (bytes).
 MAX_BYTES = 2**53
 #: Longest name of a job, characters.
 MAX_NAME = 100
 
 
 def draw_name() -> str:
-    """Return a random name for a job without one."""
+    """Return a random name, for a job whose options contain no name."""
     return UNNAMED + secrets.token_hex(8)
 
 
@@ -42,6 +42,7 @@ class Replica:
 
     Args:
         rank: number of this rank, starting at 0.
+        num_replicas: number of ranks of the job.
         drop_last: drop samples that do not divide evenly, instead of reading some twice.
 
     Raises:
@@ -64,15 +65,15 @@ class JobOptions:
     """Options of a job and of its flow. Options marked (flow) take effect in the job that starts the flow.
 
     Args:
-        name: the job's name; None: a random one. No other running job may have it. The name of a job that died is free
-            at once for a job on the same host, and after 15 s for a job on another. All ranks of one job have the same
-            name. A loader that is iterated again during an iteration is a separate job, with "~2" and so on appended to
-            the name.
+        name: the job's name, which no other running job may have; None: a random name. The name of a job that died is
+            free at once for a job on the same host, and after 15 s for a job on another. All ranks of one job have the
+            same name. A loader that is iterated again during an iteration is a separate job, with "~2" and so on
+            appended to the name.
         shards: (flow) number of shard processes, each of which serves samples in one thread. None: the number that the
             rate needs, within the limits of workers, memory and processors.
-        memory_bytes: (flow) memory for samples of all shards together, bytes. None: the bytes of the `ALSDCache` around
-            the dataset and 256 MiB for samples in transit; without such a cache, 1 GiB.
-        policy: (flow) cache policy, or "none". None: that of the `ALSDCache`, else "alsd".
+        memory_bytes: (flow) memory for samples of all shards together (bytes). None: the bytes of the `ALSDCache`
+            around the dataset and 256 MiB for samples in transit; without such a cache, 1 GiB.
+        policy: (flow) cache policy, or "none". None: the policy of the `ALSDCache` around the dataset, else "alsd".
         strategy: (flow) how the jobs' orders are coordinated: "shared-log" (DynaGCS), "joader", "coordl", or another of
             `torch_dpflow.samplers.STRATEGIES`.
         cache_samples: (flow) how many samples the strategy assumes that the caches hold. 0: `memory_bytes` divided by
@@ -80,12 +81,12 @@ class JobOptions:
         repeatable: (flow) whether loading a sample twice gives the same value, so that it may be cached. None: True if
             the dataset is an `ALSDCache`. If the `ALSDCache` has a `transform`, the transform's input is cached, and a
             worker runs the transform for each job and epoch.
-        idle_s: (flow) time for which the services outlive the last job, seconds, at least 3.
+        idle_s: (flow) how many seconds the services outlive the last job, at least 3.
         task_timeout_s: (flow) time limit of a worker for one sample, and for its start, in which it fetches and
-            unpickles the dataset, seconds; None: no limit. A worker that takes longer is killed and replaced. Its
+            unpickles the dataset (seconds); None: no limit. A worker that takes longer is killed and replaced. Its
             sample is tried three times before it fails. Choose a limit well above the slowest sample and the start.
-        ignore: parts of the dataset and code that may differ between the jobs of a flow, by the names in the error that
-            refuses a job, such as "train.args.lr". `*` and `?` stand for characters. The workers get these parts from
+        ignore: parts of the dataset and code that may differ between the jobs of a flow, such as "train.args.lr". The
+            error that refuses a job has their names. `*` and `?` stand for characters. The workers get these parts from
             the job that starts the flow, and a later job that does not ignore them is refused. None: no part. Unless
             this is an empty list, attributes of an `argparse.Namespace` whose names appear nowhere in the code are
             neither compared nor sent; reading such an attribute in a worker raises UsageError.
@@ -96,7 +97,7 @@ class JobOptions:
         requested: number of batches that are requested from shards ahead of need (P_R), more than `ready`. A sampler
             whose order may change while it is read is drawn no further ahead than torch draws it.
         budget_bytes: maximum bytes of batches in transit; a single batch may be larger.
-        reconnect_timeout_s: time after which a call fails, seconds, if the cluster is unreachable or the flow's
+        reconnect_timeout_s: number of seconds after which a call fails if the cluster is unreachable, or if the flow's
             platform has lost all workers.
 
     Raises:
@@ -181,9 +182,9 @@ class FlowDefinition:
         name: 1 to 100 of the characters A-Z a-z 0-9 . _ / -.
         dataset: a map-style dataset with a length. It is sent to the workers by cloudpickle, once for each version. For
             an `ALSDCache` or a `TwoStageDataset` the flow caches the output of the cacheable stage.
-        version: raise it with every change of the dataset.
+        version: number of this definition; raise it with every change of the dataset.
         workers: number of processes that load; takes effect in the job that starts the flow.
-        worker_init_fn: called in each worker, as by torch.
+        worker_init_fn: called in each worker with the worker's number, as by torch.
         code: which of the user's own modules are sent, as in `LoaderOptions`.
     """
 
@@ -203,8 +204,8 @@ class JobReading:
         batch_size, drop_last, collate_fn: as in torch's loader; collate_fn=None is torch's default.
         seed: together with the epoch, the seed of the job's own order and of its random draws.
         indices: the samples that the job reads; None: all.
-        replica: rank of this process; all ranks must have the same `JobOptions.name`, `seed` and `indices`. None: the
-            process is the whole job.
+        replica: rank of this process in the job; all ranks must have the same `JobOptions.name`, `seed` and `indices`.
+            None: the process is the whole job.
         cacheable_only: read the output of the cacheable stage instead of samples.
         side: number of this reader, starting at 1, if one rank has several readers at the same time.
         independence: share of the job's picks, 0 to 1, that ignore what other jobs have loaded; as in `DynaGCSSampler`.
@@ -223,7 +224,7 @@ class JobReading:
 
 @dataclass(frozen=True, kw_only=True)
 class JobDescription(JobReading):
-    """Description of a job for its services, constant while the job lives; `indices` are samples of the flow."""
+    """Description of a job, constant while the job lives. `indices` are numbers of the flow's samples."""
 
     flow: str
     version: int
@@ -231,11 +232,11 @@ class JobDescription(JobReading):
     #: Samples of the flow.
     size: int
     indices: IndexArray | None = None
-    #: By place in the job's dataset, the sample of the flow; None: the same number.
+    #: The flow's sample number for each position in the job's dataset; None: the same numbers.
     places: IndexArray | None = None
     #: Rank of this process; None: it reads the whole job.
     rank: JobRank | None = None
-    #: Whether its flow caches samples for jobs that read them later.
+    #: Whether the flow caches samples for jobs that read these later.
     caches: bool = False
     weight: float = 1.0
 
@@ -254,9 +255,10 @@ class JobDescription(JobReading):
 
 @dataclass(frozen=True, kw_only=True)
 class Failover:
-    """Functions by which a job moves to a cluster that has replaced its own."""
+    """Functions by which a job moves to the cluster that has replaced its present cluster."""
 
     #: Finds the cluster that the job's address names now; None if it names none.
     find: Callable[[], Cluster | None]
-    #: Registers the job's flow with a cluster within this many seconds; False if another cluster has replaced that one.
+    #: Registers the job's flow with a cluster within the given number of seconds. Returns False if another cluster has
+    #: replaced that cluster.
     register: Callable[[Cluster, float], bool]

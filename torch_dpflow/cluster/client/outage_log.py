@@ -8,12 +8,12 @@ from collections.abc import Callable
 from torch_dpflow.errors import DeadlineError, DPFlowError, ErrorKind, MessageError, RemoteCallError, UsageError
 from torch_dpflow.log import LOADER
 
-#: How often in a row a service may fail at a call that is safe to repeat, before the user gets the error.
+#: Number of internal errors of a service, at a call that is safe to repeat, after which the user gets the error.
 MAX_FAULTS = 5
-#: Shortest outage that is logged, seconds.
+#: Shortest outage that is logged (seconds).
 SILENCE_S = 3.0
-#: Longest pauses before a call is repeated, after the first time and after many, and the shortest timeout of a call,
-#: however close the deadline is: a busy service still reports what it waits for; seconds.
+#: Longest pauses before a call is repeated, at first and after many attempts; and the shortest timeout of a call, even
+#: at the deadline, so that a busy service can still report what it waits for (seconds).
 FIRST_PAUSE_S, LONGEST_PAUSE_S, MIN_CALL_S = 0.1, 0.5, 0.5
 
 
@@ -42,7 +42,8 @@ class OutageLog:
     """Record of when the services of a job's flow last answered. Any thread may call.
 
     Args:
-        reconnect_timeout_s: how long the job waits for the services, seconds.
+        reconnect_timeout_s: how long the job waits for the services (seconds); for messages.
+        muted: log nothing.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class OutageLog:
         self.reconnect_timeout_s = reconnect_timeout_s
         #: Whether the latest call was not answered.
         self.is_out = False
-        #: When the services last answered, by the clock.
+        #: When the services last answered, by `clock` (seconds).
         self.answered_at = clock()
         self._flow = flow
         self._job = job
@@ -75,7 +76,7 @@ class OutageLog:
     def on_no_answer(self, error: DPFlowError, *, quietly: bool = False) -> None:
         """Record a call without an answer. The outage is logged once it has lasted `SILENCE_S`.
 
-        quietly: whether the call neither counts as an outage nor is logged.
+        quietly: whether this silence is expected: nothing is logged, and the time without an answer begins again.
         """
         self.is_out = True
         if quietly:
@@ -89,7 +90,7 @@ class OutageLog:
             self._warn(text, silence_s, self.reconnect_timeout_s, str(error))
 
     def on_wait(self, reason: str, *, limit: str | None = None) -> None:
-        """Record that a service makes the job wait. The reason is logged after `SILENCE_S`, then at doubled intervals.
+        """Record that a service makes the job wait. `reason` is logged after `SILENCE_S`, then at doubled intervals.
 
         limit: text for the log about how long the job will wait; empty: no text; None: up to `reconnect_timeout_s`.
         """
@@ -105,8 +106,9 @@ class OutageLog:
     def on_error(self, error: DPFlowError, faults: int) -> ErrorKind | None:
         """Record an error of a call; return its kind, or None if there was no answer. The caller then repeats the call.
 
-        faults: how often this call has failed with an error of the kind INTERNAL. Raises UsageError if the call is
-            refused, and `error` itself if a repeated call would fail too.
+        faults: how often this call has failed with an error of the kind INTERNAL.
+
+        Raises UsageError if the service refuses the call, and `error` itself if a repeated call would fail too.
         """
         kind = error.kind if isinstance(error, RemoteCallError) else None
         if kind is not None:
@@ -132,7 +134,7 @@ class OutageLog:
             LOADER.warning(f"flow %r, job %r: {text}", self._flow, self._job, *of)
 
     def deadline_error(self, error: DPFlowError) -> DeadlineError:
-        """Return the error for a job that has waited for `reconnect_timeout_s`. error: the last one."""
+        """Return the error for a job that has waited for `reconnect_timeout_s`. error: the last error of its call."""
         return DeadlineError(
             f"flow {self._flow!r}, job {self._job!r}: nothing was received within "
             f"reconnect_timeout_s={self.reconnect_timeout_s:g} s; its services last answered "

@@ -42,18 +42,18 @@ from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.samplers.indices import CompactArray, IndexArray, compact, mark
 
 T = TypeVar("T")
-#: Timeout of a call to a router, seconds; then the job gets the router's address from the coordinator again.
+#: Timeout of a call to a router (seconds); then the job gets the router's address from the coordinator again.
 CALL_S = LEASE_S
-#: Timeout of joining, which waits until every shard has registered, seconds.
+#: Timeout of joining, which waits until every shard has registered (seconds).
 JOIN_S = 20.0
-#: Timeout of leaving a router or a shard, seconds.
+#: Timeout of leaving a router or a shard (seconds).
 LEAVE_S = 0.5
-#: How long the position of all ranks is requested while the router or other ranks are away, seconds.
+#: How long the position of all ranks is requested while the router or other ranks are away (seconds).
 READ_BY_ALL_S = 3.0
 
 
 class RouterLink:
-    """One job's connection to its flow's router. Any thread may call.
+    """Connection of one job to its flow's router. Any thread may call.
 
     A call is repeated for up to `reconnect_timeout_s`, even across restarts of the router and the coordinator. If
     another cluster has replaced the joined cluster, the call is repeated there. Jobs restore the state of a restarted
@@ -61,7 +61,7 @@ class RouterLink:
 
     Args:
         failover: finds a cluster that has replaced the present cluster; None: no other cluster is tried.
-        closed: event after which all calls raise UsageError; only `interrupt` ends a running call.
+        closed: once it is set, all calls raise UsageError. A running call ends only by `interrupt`.
 
     Raises:
         UsageError: the router or the coordinator rejects the job; the message has the reason.
@@ -125,12 +125,12 @@ class RouterLink:
 
     @property
     def id(self) -> JobId:
-        """Present id of the job at the services."""
+        """Id under which this process is known to the router and the shards; it changes when the job joins again."""
         rank = self._job.rank
         return JobId(self._job.reader, self._generation, self._job.instance, "" if rank is None else rank.job)
 
     def start_epoch(self, at: EpochCursor, *, resumes: bool = False) -> None:
-        """Begin to draw an epoch from this position. resumes: whether the position is that of a saved state."""
+        """Begin an epoch at this position, and report it to the router. resumes: whether a saved state has it."""
         with self._lock:
             self._is_fresh = self._epoch is None and not resumes
             self._before, self._announced = self._epoch, None
@@ -139,13 +139,13 @@ class RouterLink:
             self._attempt(self._in_epoch)
 
     def announce(self, epoch: int, order: IndexArray) -> None:
-        """Send the remaining order of an epoch, if the job's own sampler decides it, for the shards' caches."""
+        """Send the router the order of an epoch that the job's own sampler decides, for the shards' caches."""
         with self._lock:
             self._announced = epoch, order.astype(compact(self._job.size))
             self._attempt(lambda: self._announce(self._connected()))
 
     def draw(self, count: int, given_up: StopSignal) -> IndexArray:
-        """Return up to `count` next samples, none at the epoch's end. Raises PeerLostError once `given_up` is set."""
+        """Draw at most `count` next samples, none at the epoch's end. Raises PeerLostError once `given_up` is set."""
         with self._lock:
             epoch = self._epoch
             assert epoch is not None
@@ -159,13 +159,13 @@ class RouterLink:
 
     @property
     def in_order(self) -> int:
-        """Number of samples at the epoch's start whose order follows from seed and epoch."""
+        """Number of samples at the epoch's start whose order follows from seed and epoch alone."""
         return 0 if self._epoch is None else self._epoch.in_order
 
     def read_by_all(self, epoch: int, position: int) -> Marks | None:
-        """Return the samples that all ranks together have read when each has read `position`; None if not known.
+        """Return the samples that all ranks have read when each has read `position` samples; None if not known.
 
-        Takes no lock, because another thread may hold it while it waits for other ranks. Waits at most READ_BY_ALL_S.
+        Takes no lock, because another thread may hold the lock and wait for other ranks. Waits at most `READ_BY_ALL_S`.
         """
         deadline = time.monotonic() + READ_BY_ALL_S
         while (left_s := deadline - time.monotonic()) > 0 and not self.outages.is_out:
@@ -178,9 +178,9 @@ class RouterLink:
         return None
 
     def rejoin(self, stale: int, given_up: StopSignal | None = None, deadline: float | None = None) -> None:
-        """Join again under a new generation, unless another thread has joined again since generation `stale`.
+        """Join again under a new generation. Do nothing if another thread has done so since generation `stale`.
 
-        given_up: see `draw`. deadline: time by `time.monotonic`; None: `reconnect_timeout_s` from now.
+        given_up: as in `draw`. deadline: end of attempts, by `time.monotonic`; None: after `reconnect_timeout_s`.
         """
         with self._lock:
             if self._generation == stale:
@@ -188,18 +188,20 @@ class RouterLink:
                 self._attempt(self._in_step, given_up, deadline)
 
     def refresh_routes(self, given_up: StopSignal | None = None, deadline: float | None = None) -> None:
-        """Fetch the present routing table. Arguments as for `rejoin`."""
+        """Fetch the present routing table into `routes`. Arguments as for `rejoin`."""
         with self._lock:
             self._attempt(lambda: self._fetch_routes(self._in_step(), self._call_s), given_up, deadline)
 
     def send_heartbeat(self, figures: JobFigures, *, reads: bool) -> None:
-        """Renew the lease, report the job's figures, and fetch the routing table if it has changed. Never repeated.
+        """Renew the lease, report the job's figures, and fetch the routing table if it has changed. Repeats no call.
 
-        Takes no lock, because another thread may hold it while it waits for the router.
+        Takes no lock, because another thread may hold the lock and wait for the router.
 
         reads: whether the job is in the middle of an epoch. Between two epochs the flow's services may be stopped in
-            favour of another flow, so a missing answer is not logged. Raises PeerLostError if the router is not
-            connected, DeadlineError if it is silent, RemoteCallError if it fails.
+            favour of another flow, so a missing answer is not logged.
+
+        Raises PeerLostError if the router is not connected, DeadlineError if it does not answer, RemoteCallError if the
+        call fails there.
         """
         router = self._router
         if router is None:
@@ -218,13 +220,13 @@ class RouterLink:
             self._fetch_routes(router, min(CALL_S, self._timeout_s))
 
     def interrupt(self) -> None:
-        """Fail the running calls at once; later calls connect again. Takes no lock."""
+        """Close the connections: running calls fail at once, and later calls connect again. Takes no lock."""
         for client in (self._router, self._coordinator):
             if client is not None:
                 client.close()
 
     def close(self) -> None:
-        """Leave, and disconnect. May be called twice."""
+        """Leave the flow, and disconnect. May be called twice."""
         router = self._router
         if router is not None and not self.outages.is_out:
             with suppress(DeadlineError, PeerLostError, RemoteCallError):  # the lease expires anyway

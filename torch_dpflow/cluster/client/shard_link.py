@@ -1,4 +1,4 @@
-"""Client connections to the shards of a flow: requests ahead of need, fetches from all shards at once, releases."""
+"""Client connections of a job to its flow's shards: requests ahead of need, fetches from all shards, releases."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from torch_dpflow.ipc.messages.fields import MAX_SAMPLES
 from torch_dpflow.ipc.messages.payload_groups import split_payloads
 from torch_dpflow.ipc.rpc import PendingCall, RpcClient
 
-#: A call to a shard fetches this many samples, of several batches if these are small or divided among many shards.
+#: A call to a shard fetches at least this number of samples if it can; they may belong to several batches.
 FETCHED_TOGETHER = 32
 #: A call fetches up to MAX_TOGETHER small samples, in at most TOGETHER_BYTES: a call costs job and shard as much as
 #: 30 small samples.
 MAX_TOGETHER, TOGETHER_BYTES = 128, 4 << 20
-#: It fetches no more batches than come within this time, seconds: the first of them waits for the last.
+#: A call fetches no more batches than arrive within this time (seconds), because the first batch waits for the last.
 TOGETHER_S = 0.1
-#: Timeout of a fetch, seconds, unless the job's own is shorter; then it is repeated.
+#: Timeout of a fetch (seconds), unless `reconnect_timeout_s` is shorter. After it, the fetch is repeated.
 FETCH_S = 30.0
-#: Timeout of a heartbeat, seconds; then the job fetches the routing table, as another shard may own the keys.
+#: Timeout of a heartbeat (seconds). After it, the job fetches the routing table: another shard may own the keys.
 HEARTBEAT_TIMEOUT_S = 2 * HEARTBEAT_S
 #: Maximum number of samples of one fetch: the answer fits into a message even if each sample has many frames.
 FETCH_SAMPLES = 256
-#: Maximum shared memory lent to a shard on this host, bytes.
+#: Maximum shared memory lent to a shard on this host (bytes).
 LENT_BYTES = 1 << 28
 
 
@@ -50,7 +50,7 @@ class EpochDraw(NamedTuple):
 
 @dataclass(slots=True)
 class Wanted:
-    """One sample that a job needs."""
+    """Sample that a job needs, with the ticket of this request."""
 
     ticket: int
     key: int
@@ -58,7 +58,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class Fetch:
-    """A call to one shard for samples that the job waits for."""
+    """Running call to one shard, for samples that the job waits for."""
 
     address: str
     wanted: list[Wanted]
@@ -66,7 +66,7 @@ class Fetch:
 
 
 class ShardLinks:
-    """Connections to the shards of one flow.
+    """Connections of a job to the shards of its flow.
 
     One thread calls all methods except `send_heartbeat`, `interrupt`, `forget`, `close`.
 
@@ -99,21 +99,21 @@ class ShardLinks:
         return len(self._routes.addresses)
 
     def want(self, wanted: Sequence[Wanted]) -> None:
-        """Record samples that will be needed, soonest first. The next `fetch` or `flush` requests them."""
+        """Record samples that the job will need, soonest first. The next `fetch` or `flush` requests them."""
         # One message for several batches: each message wakes a shard, whose code has left the processor's caches by
         # then, and interrupts a worker that decodes.
         for address, part in self._by_shard(wanted):
             self._unsent[address] += part
 
     def flush(self, of: EpochDraw) -> None:
-        """Request the recorded samples, without waiting for answers: fetches repeat lost requests."""
+        """Request the samples that `want` recorded, without waiting for answers. Fetches repeat lost requests."""
         self._use_latest_routes()
         for address in [address for address, unsent in self._unsent.items() if unsent]:
             while ahead := self._next_unsent(address, MAX_SAMPLES):
                 self._begin("want", address, ahead, of)
 
     def fetch(self, wanted: Sequence[Wanted], of: EpochDraw) -> list[Fetch]:
-        """Begin to fetch samples, or the first `MAX_SAMPLES` of them, from all their shards at once."""
+        """Begin to fetch samples, at most the first `MAX_SAMPLES`, from all their shards; return the running calls."""
         wanted = wanted[:MAX_SAMPLES]
         fetches: list[Fetch] = []
         self._drop_unsent(wanted)
@@ -126,14 +126,14 @@ class ShardLinks:
         return fetches
 
     def comes(self, fetch: Fetch, within_s: float) -> bool:
-        """Wait up to `within_s` seconds for the answer; return whether `finish` would return at once."""
+        """Wait up to `within_s` seconds for the answer; return whether `finish` would return or raise at once."""
         try:
             return fetch.pending.wait(within_s)
         except DPFlowError:  # `finish` raises it
             return True
 
     def finish(self, fetch: Fetch) -> dict[int, Received]:
-        """Wait for a fetch; return the received samples by ticket. Missing samples have to be fetched again.
+        """Wait for a fetch; return the received samples by ticket. The caller must fetch missing samples again.
 
         Raises the errors of the call.
         """
@@ -156,7 +156,7 @@ class ShardLinks:
         return samples
 
     def release(self, wanted: Sequence[Wanted], of: EpochDraw) -> None:
-        """Release samples at the shards, without waiting for the next fetch."""
+        """Release these samples, and all received samples, at their shards now and not with the next fetch."""
         self._drop_unsent(wanted)
         for address, part in self._by_shard(wanted):
             self._taken[address] += [one.ticket for one in part]
@@ -173,7 +173,7 @@ class ShardLinks:
             call.result()
 
     def interrupt(self) -> None:
-        """Fail the running calls at once with PeerLostError. Any thread may call."""
+        """Close all connections: running calls fail at once with PeerLostError. Any thread may call."""
         with self._lock:
             clients, self._clients = list(self._clients.values()), {}
         for client in clients:
@@ -290,15 +290,15 @@ def _leave(clients: Sequence[RpcClient], job: JobId) -> None:
 
 
 def batches_ahead(samples: int, *, at_most: int) -> int:
-    """Return how many batches of `samples` samples to request ahead: at least one, limited by what shards accept."""
+    """Return how many batches of `samples` samples to request ahead: 1 to `at_most`, as many as shards accept."""
     return max(1, min(at_most, MAX_WANTS // max(1, samples)))
 
 
 def batches_together(samples: float, nbytes: float, wait_s: float, *, at_most: int) -> int:
-    """Return how many batches to fetch by one call to each shard. A call costs the time of many small samples.
+    """Return how many batches to fetch by one call to each shard: 1 to `at_most`, because a call has a fixed cost.
 
-    samples: number of samples for each batch and shard. nbytes: bytes of a sample. wait_s: the time that the reader
-        usually waits for a batch, seconds.
+    samples: mean number of samples of a batch from one shard. nbytes: bytes of a sample. wait_s: the time that the
+        reader usually waits for a batch (seconds).
     """
     most = max(FETCHED_TOGETHER, min(MAX_TOGETHER, int(TOGETHER_BYTES / max(1.0, nbytes))))
     together = min(at_most, math.ceil(most / max(1.0, samples)))

@@ -1,4 +1,4 @@
-"""Job that reads a shared flow: creates readers of epochs, and renews the leases in a thread."""
+"""Job that reads a shared flow: creates readers of epochs, and renews the job's leases in a thread."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from torch_dpflow.log import LOADER
 from torch_dpflow.metrics import LoaderMeter
 from torch_dpflow.samplers.indices import IndexArray
 
-#: How often a job sends its heartbeat, seconds.
+#: How often a job sends its heartbeat (seconds).
 HEARTBEAT_S = 2 * clocks.HEARTBEAT_S
 
 
 class SharedJob:
-    """Job that reads a flow. It has one epoch reader at a time: creating a reader closes the earlier one.
+    """Job that reads a flow, opened by `open_job`. It has one epoch reader at a time: a new reader closes the earlier.
 
     Do not use a job after a fork; `close` does nothing in a child, which has neither the threads nor the connections.
     """
@@ -66,7 +66,7 @@ class SharedJob:
         self._pid = os.getpid()
         self._job = job
         self.collate_with(collate)
-        #: Its flow's content when the job was opened.
+        #: Content of the flow when the job was opened; None: not known.
         self.content = content
         self._options = options
         self._closed = StopSignal()
@@ -114,7 +114,7 @@ class SharedJob:
 
     @property
     def sharing(self) -> Sharing:
-        """How many samples the flow's shards have loaded and served, by their latest answers."""
+        """Figures of how much the flow's jobs share, from the latest answers of the shards."""
         tallies = list(self._links.tallies.values())
         served, decodes = (sum(tally[place] for tally in tallies) for place in (0, 1))
         return sharing_of(served, decodes, size=self._job.size, keeps=self._job.caches, jobs=self._router.jobs)
@@ -126,11 +126,11 @@ class SharedJob:
 
     @property
     def limited_by(self) -> str:
-        """Limit of the flow's jobs, by the latest heartbeat; empty if none is known."""
+        """What limits the speed of the flow's jobs, by the latest heartbeat, as in `FlowView`; empty if not known."""
         return self._router.limited_by
 
     def cost(self) -> Cost:
-        """Return the flow's worker-seconds and this job's part; at most a second old while the cluster answers."""
+        """Return the worker-seconds of the flow and of this job, at most a second old while the cluster answers."""
         inquiries = self._router.inquiries
         return inquiries.cost if self._leaving else inquiries.look_at_cost()
 
@@ -143,12 +143,14 @@ class SharedJob:
         """Read an epoch in the order that the flow's router draws: each sample once, every order equally likely.
 
         If the job has several ranks, a rank waits for all other ranks before its first batch, unless no rank has begun.
-        It also waits if it resumes from a state that differs from the router's record of it. There is no time limit.
+        It also waits if it resumes from a state that differs from the router's record of this rank. These waits have no
+        time limit.
 
-        done: result of `state` in a run with any number of ranks; samples that were delivered by then are not read
-            again.
-        draw_seed: together with the epoch, the seed of the random draws; None: the job's seed. Raises StateError for a
-            state of another flow or epoch, or if the samples that other ranks had read are not known.
+        done: result of `state` in a run with any number of ranks; the samples in it are not read again. None: read the
+            whole epoch.
+        draw_seed: together with the epoch, the seed of the random draws; None: the job's seed.
+
+        Raises StateError if `done` is of another flow or epoch, or does not show which samples other ranks had read.
         """
         cursor = self._cursor_at_start(epoch)
         if done is not None:
@@ -170,11 +172,13 @@ class SharedJob:
     ) -> EpochReader:
         """Read the batches of `plan`, in its order.
 
-        order: the samples of all batches, if they are known now; shards' caches then keep the samples that are read
-            next. If the dataset is a `Subset`, the numbers are places in the `Subset`, as in the plan.
+        plan: the sample numbers of each batch. If the dataset is a `Subset`, they are positions in the `Subset`.
+        order: the samples of all batches, numbered as in `plan`, if they are known now. Shards' caches then keep the
+            samples that are read next.
         draw_seed: with `epoch`, the seed of the random draws; None: the job's seed.
-        passed: called for each delivered batch with its number, counted from 0, and its number of samples. It is called
-            before the next batch is delivered, or by the reader's `note_delivered`; after an interrupt perhaps twice.
+        passed: called for each delivered batch with the batch's number, starting at 0, and its number of samples,
+            before the next batch is delivered or by the reader's `note_delivered`. After an interrupt, perhaps called
+            twice.
         """
         self._begin(self._cursor_at_start(epoch))
         if order is not None and len(order) and order.min() >= 0 and order.max() < self._samples:
@@ -183,7 +187,7 @@ class SharedJob:
         return self._read(map(self._checked, plan), epoch, draw_seed, StopSignal(), passed, await_plan)
 
     def state(self) -> dict[str, Any]:
-        """Return the state: which samples of the epoch have been delivered. O(size / 8).
+        """Return the state of the present epoch: which samples have been delivered. O(size / 8).
 
         If the job has several ranks, the router also reports the samples that all ranks have read at this rank's
         position. So if the ranks are in step, the state of one rank is enough to resume with a different number of
@@ -196,15 +200,15 @@ class SharedJob:
         return self._cursor.state()
 
     def close_with(self, owner: object) -> None:
-        """Close the job when `owner` is collected, or when the interpreter exits."""
+        """Make the job leave its flow when `owner` is garbage-collected, or when the interpreter exits."""
         weakref.finalize(owner, self.abandon).atexit = False
         atexit.register(self.close)
 
     def abandon(self) -> None:
-        """Make the job's own thread leave the flow and end. The call waits for nothing and takes no lock.
+        """Close the job in its own thread, without waiting: the thread leaves the flow and ends. Takes no lock.
 
-        Finalizers call this, in any thread, between any two steps of the thread. That thread may hold a lock that
-        leaving takes, or be the thread for which leaving waits.
+        Finalizers call this in any thread, between any two steps of that thread. It may hold a lock that leaving the
+        flow takes, or be the thread whose end is awaited.
         """
         self._closed.set()
         self._heartbeat.stop()
@@ -213,7 +217,10 @@ class SharedJob:
             self._reader.abandon()
 
     def close(self) -> None:
-        """Leave the flow and end the threads. Any thread may call, repeatedly; the job's own threads do not wait."""
+        """Leave the flow, and wait until the job's threads have ended. Any thread may call, repeatedly.
+
+        A call by one of these threads does not wait.
+        """
         if os.getpid() != self._pid:
             return
         self.abandon()

@@ -1,4 +1,4 @@
-"""Autoscaling of one flow: decides once a second how many workers it should have. Pure.
+"""Autoscaling of one flow: decides once a second how many workers it should have. A pure state machine.
 
 ::
 
@@ -8,9 +8,8 @@
 **Up** when jobs wait for loads, or when workers are busy all the time. A step sets the number that is needed, but at
 most `TIMES` times the present number plus `MORE`. The step is corrected upwards for several seconds, until the full
 demand is visible. The next step follows once the new workers have been measured. **Down** to the highest need of the
-last 20 s,
-or of the time of a cold start if that is longer. The length of queues plays no part: a queue is as long as jobs
-prefetch, however few workers there are.
+last 20 s, or of the time of a cold start if that is longer. The length of queues plays no part: a queue is as long as
+jobs prefetch, however few workers there are.
 
 **Saturation.** If added workers have increased the rate only little, something else is the limit, such as the storage.
 The flow then gets only the workers that the measured rate needs. After several minutes a small step tests whether the
@@ -45,13 +44,13 @@ class JobCounts(msgspec.Struct, frozen=True):
 class FlowCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of a flow: counters since a fixed moment, and present numbers."""
 
-    #: The number of jobs that read, and the counts of each; a job that has just joined has none.
+    #: The number of jobs that read, and the counts of each job; a job that has just joined has no counts.
     jobs: int
     readings: Mapping[str, JobCounts] = {}
     #: Samples that jobs have requested, and loads that these requests have caused or will cause.
     requested: float = 0
     due: float = 0
-    #: Finished loads, seconds in which workers had tasks, and seconds in which they existed, summed over workers.
+    #: Sums over workers: finished loads, seconds in which they had tasks, and seconds in which they existed.
     loads: float = 0
     busy_s: float = 0.0
     worker_s: float = 0.0
@@ -61,7 +60,7 @@ class FlowCounts(msgspec.Struct, frozen=True, kw_only=True):
     late_s: float = 0.0
     #: Seconds in which samples were on their way from shards to jobs.
     link_s: float = 0.0
-    #: Seconds that workers of these hosts ran on a processor, and waited for one; and these hosts' processors.
+    #: Seconds that workers on nodes ran on a processor, and waited for one; and the number of processors of the nodes.
     cpu_s: float = 0.0
     queued_s: float = 0.0
     processors: int = 0
@@ -76,7 +75,7 @@ _COUNTED = ("requested", "due", "loads", "busy_s", "worker_s", "away_s", "late_s
 
 
 def between(first: FlowCounts, last: FlowCounts) -> tuple[FlowCounts, float, float]:
-    """Return (growth of all counters from `first` to `last`, stall seconds of the jobs, their reading seconds)."""
+    """Return how much has grown: (all counters of the flow, stall seconds of the jobs, reading seconds of the jobs)."""
     readings = [(one, first.readings.get(name, JobCounts(0, 0.0, 0.0))) for name, one in last.readings.items()]
     counted = {name: getattr(last, name) - getattr(first, name) for name in _COUNTED}
     grown = FlowCounts(jobs=last.jobs, **counted)
@@ -84,7 +83,7 @@ def between(first: FlowCounts, last: FlowCounts) -> tuple[FlowCounts, float, flo
     return grown, stall_s, sum(max(0.0, one.reading_s - then.reading_s) for one, then in readings)
 
 
-#: Length of the window over which rates are measured, seconds.
+#: Length of the window over which rates are measured (seconds).
 WINDOW_S = 5.0
 #: The intended busy share of workers, and the share above which they count as busy all the time.
 HEADROOM, BUSY = 0.92, 0.95
@@ -95,27 +94,27 @@ STALLED, LATE, MIN_SHARE = 0.02, 0.5, 0.25
 AWAY = 0.5
 #: A step goes to at most `TIMES` as many workers plus `MORE`; it is corrected for `CORRECT_S` seconds.
 TIMES, MORE, CORRECT_S = 2.0, 4, 6.0
-#: How long a step is measured, seconds, once the share `THERE` of all workers works.
+#: How long a step is measured (seconds), once the share `THERE` of all workers works.
 MEASURE_S, THERE = 4.0, 0.9
 #: A step of at least the share `JUDGED` shows saturation if it brings less than the share `BROUGHT` of what it should.
 JUDGED, BROUGHT = 0.2, 0.4
-#: How long a flow counts as saturated, seconds, and the factor of the step that tests whether it still is.
+#: How long a flow counts as saturated (seconds), and the factor of the step that tests whether it still is.
 SATURATED_S, TRIAL = 300.0, 1.25
 #: Scale down to the highest need of the last `DOWN_S` seconds, or of `DOWN_STARTS` cold starts, if that is below the
 #: share `DOWN` of the present number.
 DOWN_S, DOWN_STARTS, DOWN = 20.0, 1.0, 0.95
 #: Weight of the latest need in the moving average for scaling down; a fraction of a worker that is rounded off.
 SMOOTHING, NEGLIGIBLE = 0.3, 0.05
-#: How long one worker stays after the last load of a cached flow, and all after the last job has left, seconds.
+#: How long one worker stays after the last load of a cached flow, and all after the last job has left (seconds).
 SELDOM_S, EMPTY_S = 60.0, 5.0
 #: A job that pauses keeps its workers for at least this many cold starts; the assumed time of a cold start before the
-#: first is measured, seconds.
+#: first is measured (seconds).
 HOLD_STARTS, COLD_S = 6.0, 3.0
 
 
 @dataclass(slots=True)
 class _JobDemand:
-    """Demand of a job, samples per second, and the time of its last request, seconds."""
+    """Demand of a job, samples per second, and the time of its last request (seconds)."""
 
     requested_at: float
     demand: float = 0.0
@@ -132,7 +131,7 @@ class _Step:
     rate: float
     #: The largest number of workers it may reach.
     most: int
-    #: When its workers were ready, seconds, and the counts at that time.
+    #: When its workers were ready (seconds), and the counts at that time.
     there: tuple[float, FlowCounts] | None = None
 
 
@@ -140,7 +139,7 @@ class _Step:
 class Figures:
     """Figures measured over a window; shares are of the jobs' time or of the workers' time."""
 
-    #: Waits of jobs, the parts of them for loads and for links, and the time in which workers had tasks.
+    #: Waits of jobs, the parts of these waits for loads and for links, and the time in which workers had tasks.
     stall: float = 0.0
     late: float = 0.0
     link: float = 0.0
@@ -156,7 +155,7 @@ class Figures:
 
 
 def measure(first: FlowCounts, last: FlowCounts, passed_s: float, before: Figures) -> Figures:
-    """Return the figures of a window of `passed_s` seconds. before: earlier figures, for missing rates."""
+    """Return the figures of a window of `passed_s` seconds. before: earlier figures, for rates that are unknown."""
     grown, stall_s, reading_s = between(first, last)
 
     def share(part: float, whole: float) -> float:
@@ -191,9 +190,10 @@ class _Saturation:
 
 
 class Autoscaler:
-    """Autoscaler of one flow. Not thread-safe; a step is O(jobs).
+    """State machine that decides how many workers one flow should have. Not thread-safe; a step is O(jobs).
 
     Args:
+        bounds: bounds of the number of workers.
         first: initial number of workers.
     """
 
@@ -203,9 +203,9 @@ class Autoscaler:
         self.target = self._within(first)
         #: Workers to restore when a job requests again; None while no job pauses.
         self._resume: int | None = None
-        #: When a job was last open, and when one last requested samples, seconds.
+        #: When a job was last open, and when one last requested samples (seconds).
         self._read_at = self._requested_at = -math.inf
-        #: When jobs last caused a load, seconds.
+        #: When jobs last caused a load (seconds).
         self._due_at = -math.inf
         self._history: deque[tuple[float, FlowCounts]] = deque()
         self._needs: deque[tuple[float, float]] = deque()
@@ -226,7 +226,7 @@ class Autoscaler:
         self._wake(now)
 
     def forget_limit(self) -> None:
-        """Drop the measured limit of the flow, because its shards change."""
+        """Discard what was measured about saturation. Call this when the number of shards changes."""
         self._step, self._saturation = None, _Saturation()
 
     def step(self, counts: FlowCounts, now: float) -> str:

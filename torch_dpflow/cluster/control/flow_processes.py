@@ -1,4 +1,4 @@
-"""The processes of each flow, and the division of a cluster among flows. Pure.
+"""The processes of each flow, and the division of a cluster among flows. Pure functions.
 
 A shard that should be removed first drains. The router assigns its keys to other shards. The draining shard answers
 pending requests, refuses new requests as stale, and reports in its status when no job reads from it any more. If it
@@ -33,13 +33,13 @@ def launches_of(
 ) -> list[Launch]:
     """Return the processes of one flow: a router, shards with evenly distributed workers, and draining shards.
 
-    part: the flow's part of the cluster.
-    processes: the running processes, of this flow or of all flows.
-    has_platform: whether a platform runs the shards' workers, and not the node.
-    lingering: number of workers that stay for now, although their shards are already assigned fewer.
-    limited_by: the limit to report to jobs.
-    nodes: names of the nodes to which shards with their workers are dealt. The empty name is the cluster's own node,
-        which also runs the router.
+    part: numbers of shards and workers, and the memory, of the flow.
+    processes: the running processes of this flow, or of all flows.
+    has_platform: whether a platform runs the shards' workers. If not, the shards' nodes run them.
+    lingering: number of workers that run on for now, although the shards' settings already have fewer.
+    limited_by: what limits the flow, for the jobs' heartbeats.
+    nodes: names of the nodes among which shards, with their workers, are divided. The empty name is the cluster's own
+        node, which always runs the router.
     is_unread: whether no job reads the flow, so that workers that cannot start are not started again.
     """
     router = f"{spec.instance}/router"
@@ -136,7 +136,7 @@ def flow_parts(
     unread: Collection[str] = (),
     targets: Sequence[int] | None = None,
 ) -> list[Part | None]:
-    """Return the part of each flow, by max-min fairness; None if nothing is left for it.
+    """Return each flow's part of the cluster, by max-min fairness; None for a flow for which nothing is left.
 
     No flow gets more than it requests; what a flow does not need goes to other flows. Each shard has at least one
     worker, so a flow with fewer workers than shards gets fewer shards. A flow that needs no workers now keeps its
@@ -145,7 +145,7 @@ def flow_parts(
     specs: descriptions of the flows, with their present numbers of shards.
     unread: instances of flows without jobs. They get no workers if workers are scarce, and one shard if shards are
         scarce.
-    targets: target number of workers of each autoscaled flow; 0 while no job reads; None without autoscaling.
+    targets: with autoscaling, the target number of workers of each flow, 0 while no job reads; None: no autoscaling.
     """
     requests = [spec.workers for spec in specs] if targets is None else [*targets]
     if targets is None and limits.workers is not None and sum(requests) > limits.workers:

@@ -37,14 +37,14 @@ from torch_dpflow.ipc.messages.fields import UnknownFlowError
 
 #: Maximum number of flows of a cluster, each version counted.
 MAX_FLOWS = 4096
-#: A flow that no job has used for this long may be stopped in favour of another, seconds.
+#: A flow that no job has used for this long may be stopped in favour of another (seconds).
 UNREAD_S = LEASE_S
-#: How long the services of a flow may take to start, seconds.
+#: How long the services of a flow may take to start (seconds).
 STARTING_S = 2 * START_S
-#: How long the services of a lower version run without a job, seconds: after a restart of its router, jobs take so
-#: long to rejoin.
+#: How long the services of a lower version run without a job (seconds): after a restart of its router, jobs take up to
+#: this time to rejoin.
 LOWER_S = 3 * LEASE_S
-#: Most announced contents of one flow.
+#: Maximum number of contents that jobs can announce for one flow.
 MAX_ANNOUNCED = 64
 
 
@@ -64,18 +64,18 @@ class Flow:
 
     spec: FlowSpec
     state: FlowState = FlowState.CREATED
-    #: Jobs that read it, as its router last reported.
+    #: Number of jobs that read the flow, as its router last reported.
     jobs: int = 0
-    #: When a job last had it open or accessed it, seconds.
+    #: When a job last had the flow open or accessed it (seconds).
     last_used: float = 0.0
-    #: How many of the jobs are in the middle of an epoch, and when one last was or accessed the flow, seconds.
+    #: How many of the jobs are in the middle of an epoch; and when a job last was, or last accessed the flow (seconds).
     reading: int = 0
     last_read: float = 0.0
     #: Whether a higher version is registered.
     replaced: bool = False
     #: Whether its services have been requested and do not run yet.
     starting: bool = False
-    #: The latest states and when the flow entered them, seconds; the present one last.
+    #: The latest states and when the flow entered them (seconds); the present one last.
     life: deque[tuple[FlowState, float]] = field(default_factory=lambda: deque(maxlen=MAX_LIFE))
     #: Registrations that agree with this one, by the digest of the content that may be uploaded; the latest last.
     announced: dict[str, FlowSpec] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Flow:
         return self.state is FlowState.READY and now - self.last_used >= UNREAD_S
 
     def may_give_way(self, now: float) -> bool:
-        """Return whether the flow's services run and no job was in an epoch lately; jobs may have the flow open."""
+        """Return whether the flow's services run and no job was in an epoch lately. Jobs can have the flow open."""
         if self.is_unread(now):
             return True
         is_open = self.state is FlowState.ACCESSED and not self.replaced and not self.reading
@@ -148,7 +148,7 @@ class FlowRegistry:
             self._add(Flow(spec, last_used=now))
 
     def find(self, name: str) -> Flow | None:
-        """Return a flow by "name:v2", or the highest version of a name; None if there is none."""
+        """Return the flow "name:v2", or the highest version of "name"; None if no such flow is registered."""
         found = (flow for flow in self._flows.values() if flow.spec.name == name and not flow.replaced)
         return self._flows.get(name) or next(found, None)
 
@@ -184,7 +184,7 @@ class FlowRegistry:
         return [flow for flow in self._flows.values() if flow.spec.content == content or content in flow.announced]
 
     def accept_content(self, flow: Flow, content: str) -> None:
-        """Set the first content that was uploaded completely as the flow's content.
+        """Make a completely uploaded content the flow's content. Call this for the first such content of a flow.
 
         Jobs whose registrations agree can have contents that differ in bytes, and the job that registered first may end
         before it has uploaded its content.
@@ -205,13 +205,13 @@ class FlowRegistry:
         return flow
 
     def start(self, flow: Flow) -> None:
-        """Start a flow's services, unless they run."""
+        """Request the start of a flow's services, unless they run: `running` then contains the flow."""
         flow.starting = flow.starting or not flow.runs
 
     def report(self, instance: str, jobs: int | None, now: float, *, reading: int | None = None) -> bool:
         """Process a report of a flow's router; return whether the flow should run.
 
-        jobs: number of jobs that the router serves; None: it is not up.
+        jobs: number of jobs that the router serves; None: the router is not up.
         reading: number of these jobs that are in the middle of an epoch; None: all.
         """
         flow = self._flows.get(instance)
@@ -252,7 +252,7 @@ class FlowRegistry:
         return flow
 
     def stop_unread(self, now: float) -> bool:
-        """Stop the services of the flow that has been unread for longest; return False if all flows are read.
+        """Stop the services of the flow that has been unread for longest. Return whether there was an unread flow.
 
         Flows without jobs are stopped before flows that jobs only have open. Such jobs start the services again when
         they read.
@@ -266,7 +266,7 @@ class FlowRegistry:
         return True
 
     def delete(self, instance: str, now: float) -> None:
-        """Delete this version of a flow, if it exists. Raises UsageError if jobs read it."""
+        """Delete this version of a flow, if it exists. Raises UsageError if jobs read it or no version is named."""
         flow = self._flows.get(instance)
         if flow is None:
             if ":" not in instance:
@@ -278,7 +278,7 @@ class FlowRegistry:
         self._remove(flow)
 
     def tick(self, now: float) -> None:
-        """Stop the services of flows that no job has used for `idle_s`."""
+        """Stop the services of flows that no job has used for `idle_s`; forget lower versions unused for `LOWER_S`."""
         for flow in self.flows:
             idle_s = LOWER_S if flow.replaced else flow.spec.idle_s
             # A lower version that was just registered, or restored after a restart, may be about to be accessed.
@@ -342,7 +342,7 @@ class EndedJobs:
     def observe(self, flow: str, readings: Mapping[str, JobCounts], limited_by: str, at: float) -> None:
         """Record the counts of a flow's jobs. Jobs that were in the previous counts and are missing now have ended.
 
-        limited_by: limit of the flow before these counts. at: the time, seconds since 1970.
+        limited_by: what limited the flow before these counts. at: the time, in seconds since 1970.
         """
         before, known = self._seen.get(flow, ({}, ""))
         limit = limited_by or known

@@ -1,4 +1,4 @@
-"""Numbers of workers and shards of all flows, their limits, and their worker-seconds. Pure.
+"""Numbers of workers and shards of all flows, their limits, and their worker-seconds. A pure state machine.
 
 `autoscale` and `shard_scaling` decide for one flow; this module computes their input once a second, from the reports of
 services.
@@ -30,12 +30,12 @@ from torch_dpflow.cluster.messages.node import ProcessView, by_flow
 
 #: Maximum number of jobs of a flow whose worker-seconds are kept.
 MAX_JOBS = 1024
-#: Time between two steps of the autoscalers, seconds.
+#: Time between two steps of the autoscalers (seconds).
 STEP_S = 1.0
-#: How long a superfluous local worker stays, seconds: longer than the pause between heartbeats. By then its shard has
+#: How long a superfluous local worker stays (seconds): longer than the pause between heartbeats. By then its shard has
 #: received the smaller number, and blames no sample for the worker's end.
 LINGER_S = 2.0
-#: The limit of a flow that a shard's thread limits: see `page_figures.FLOW_LIMITS`.
+#: Name of the limit "a shard's thread", as in `page_figures.FLOW_LIMITS`.
 SHARD = "shard"
 
 
@@ -62,8 +62,8 @@ class FlowScaling:
         limits: limits of all flows together. Without `autoscale`, each flow gets the number of workers that it
             requests.
         price_per_hour: price of a worker, for reports.
-        ended: record of jobs that have left.
-        wall_clock: returns the time, seconds since 1970.
+        ended: record of jobs that have left, which `observe` updates.
+        wall_clock: returns the time, in seconds since 1970.
     """
 
     def __init__(
@@ -86,7 +86,8 @@ class FlowScaling:
     def parts(self, running: Mapping[str, FlowSpec], hosts: int, unread: Collection[str]) -> dict[str, Part | None]:
         """Return each running flow's part of the cluster; None if nothing is left for it.
 
-        hosts: number of hosts that run shards. unread: as in `flow_parts`.
+        hosts: number of hosts that run shards.
+        unread: flows without jobs, as in `flow_parts`.
         """
         shards, targets = [*map(self.shards, running.values())], None
         if self._autoscale is not None:
@@ -130,13 +131,13 @@ class FlowScaling:
         return self._of(spec).law.target
 
     def lingering(self, spec: FlowSpec, now: float) -> int:
-        """Return how many workers this flow has while superfluous workers are being ended; 0 if none are."""
+        """Return the most workers that this flow had in the last `LINGER_S` seconds; 0 without autoscaling."""
         if self._autoscale is None:
             return 0
         return max((target for at, target in self._of(spec).targets if at > now - LINGER_S), default=0)
 
     def limited_by(self, instance: str) -> str:
-        """Return the limit of a flow's jobs, in one word; empty if none is known."""
+        """Return the name of the limit of a flow's jobs, as in `FlowView.limited_by`; empty if it is not known."""
         flow = self._flows.get(instance)
         return "" if flow is None else flow.limited_by
 

@@ -4,9 +4,8 @@ A pure state machine; there is no socket, thread or clock inside.
 
 An epoch has a *slot* for each sample that its ranks read together. Slot `s` is place `s // replicas` of rank `s %
 replicas`, as in torch's DistributedSampler. The only job of a flow therefore reads the same order as with a
-DistributedSampler of the same seed. A slot is filled from the job's sampling group when a rank first draws that far,
-and stays
-filled: a repeated draw of the same places returns the same samples.
+DistributedSampler of the same seed. A slot is filled from the job's sampling group when a rank first draws that far. It
+stays filled: a repeated draw of the same places returns the same samples.
 
 Ranks need not be in step. The first rank to finish an epoch begins the next epoch; before that, the remaining slots are
 filled for the other ranks. Epochs are kept until every rank has passed them, at most `MAX_EPOCHS`.
@@ -33,8 +32,8 @@ from torch_dpflow.samplers.group import SamplingGroup
 from torch_dpflow.samplers.indices import CompactArray, IndexArray, compact, mark
 from torch_dpflow.samplers.passes import RankShares
 
-#: The places that a job without ranks may draw again, or that count as drawn in lookaheads; earlier ones are cleared
-#: once there are as many more. It has requested few samples more than it has received.
+#: Number of latest places that a job without ranks can draw again, and that count as drawn in lookaheads. Earlier
+#: places are cleared once there are twice as many. The job has requested few samples more than it has received.
 KEPT_PLACES = 1 << 21
 #: Maximum number of epochs that are kept for ranks that are behind. An epoch takes memory for one number per sample.
 MAX_EPOCHS = 16
@@ -47,17 +46,18 @@ class Held:
     """Report of the samples of an epoch that a rank has received."""
 
     epoch: int
-    #: How many of its first places.
+    #: Number of the rank's first places that it has received.
     position: int = 0
-    #: The samples in them, ascending, each once. A rank that resumes from the state of another one, in step with it,
-    #: reports those of all ranks.
+    #: The samples in these places, ascending, each once. A rank that resumes from the state of another rank, in step
+    #: with it, reports the samples of all ranks.
     samples: IndexArray = field(default_factory=lambda: _NOTHING)
-    #: The samples that had been read when the rest was dealt to these ranks, ascending; the places are of the rest.
+    #: Samples that had been read when the unread samples were divided among the present ranks, ascending. Places count
+    #: only the unread samples.
     earlier: IndexArray = field(default_factory=lambda: _NOTHING)
 
 
 class JointOrder:
-    """Distribution of a job's epochs to its ranks. The job has joined a sampling group, which draws the samples.
+    """State machine that distributes a job's epochs to its ranks. The job is in a sampling group, which draws samples.
 
     A job without ranks counts as one rank. Not thread-safe. A start costs O(samples that were read before), a draw of n
     samples O(n * replicas).
@@ -99,7 +99,7 @@ class JointOrder:
 
     @property
     def done(self) -> IndexArray:
-        """Samples of the newest epoch that some rank had read before the epoch began in this object, ascending."""
+        """Samples of the newest epoch that a rank or an earlier run had read before the epoch began here, ascending."""
         if not self._epochs:
             return _NOTHING
         return self._epochs[max(self._epochs)].done
@@ -108,11 +108,11 @@ class JointOrder:
         """Begin or resume an epoch for a rank.
 
         Args:
-            held: reports of the samples that the rank has: of this epoch first, then of earlier epochs.
+            held: reports of the samples that the rank has received: of this epoch first, then of earlier epochs.
             reader: name of the reader, if the rank has several readers.
             fresh: whether the rank has read nothing, in any epoch.
 
-        Raises UsageError: the ranks are too far apart, or this rank reports samples that the job does not read.
+        Raises UsageError: the rank reports more samples than its part has, or the reports of the ranks do not fit.
         """
         now = held[0]
         if len(now.earlier) > self._shares.length:
@@ -135,7 +135,7 @@ class JointOrder:
             self._refill(rank)
 
     def leave(self, rank: int, reader: str = "") -> None:
-        """Remove a reader; its rank may begin again later."""
+        """Remove a reader. Its rank can begin again later."""
         epoch = self._at.pop((rank, reader), None)
         if epoch is not None and all(rank != other for other, _ in self._at):
             self._at[rank, ""] = epoch
@@ -145,7 +145,8 @@ class JointOrder:
     ) -> IndexArray:
         """Return the samples in `count` places of a rank, starting at place `position`; fewer at the end of its part.
 
-        alone: if all reports are empty, treat ranks without a report as empty too, instead of waiting for them.
+        now: seconds on a steady clock, by which the group measures the job's speed; None: do not measure.
+        alone: do not wait for ranks without a report if all reports are of one epoch, and no rank has read anything.
 
         Raises:
             AwaitedRanksError: other ranks have not started.
@@ -166,8 +167,8 @@ class JointOrder:
     def read_by_all(self, epoch: int, position: int) -> NDArray[np.uint8] | None:
         """Return the samples that the job has read when each rank has read `position` samples of its part of the epoch.
 
-        The result has one bit for each sample of the group, the most significant bit of a byte first. It is None if a
-        rank reported a later position, because the order of that rank's samples is then unknown.
+        The result has one bit for each sample of the group, the most significant bit of a byte first. It is None if the
+        order up to `position` is not known: a rank reported a later position, or early places have been cleared.
 
         Raises OutOfStepError: the epoch is not in progress, or ranks have to report first.
         """

@@ -1,8 +1,8 @@
 """Lookaheads: a job's future reads as its router knows them, and as a shard uses them (thesis 3.4.3, 3.4.4).
 
-Pure: there is no socket, thread or clock inside. The router takes each job's future from its sampling group, or from
-the job itself, and cuts it to the shard's keys. The router does not know which drawn samples were already requested
-from the shard; `ShardLookaheads` does, and removes them from the lookahead for the cache's policy.
+Pure: there is no socket, thread or clock inside. The router takes each job's future reads from its sampling group, or
+from the job itself, and selects those of a shard's keys. The router does not know which drawn samples were already
+requested from the shard; `ShardLookaheads` does, and removes them from the lookahead for the cache's policy.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _MANY_CERTAIN = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class KnownEpoch:
-    """Epoch of a job, as its router knows it.
+    """Reads of a job in its epoch, as the router knows them.
 
     Args:
-        ahead: lookahead of the job's sampling group, or of the job's own sampler.
-        drawn: samples that were drawn since the epoch was begun at this router, in order.
-        done: samples that the job had read before that, ascending.
+        ahead: future reads, from the job's sampling group or its own sampler.
+        drawn: samples that were drawn since the epoch began at this router, in order.
+        done: samples that the job had read before the epoch began at this router, ascending.
     """
 
     ahead: Lookahead
@@ -42,7 +42,7 @@ class KnownEpoch:
     done: Keys
 
     def cut(self, first: int, end: int, size: int) -> tuple[JobLookahead, list[Any]]:
-        """Return (answer, arrays) for a shard that owns the keys from `first` to before `end`.
+        """Return (`JobLookahead`, its five arrays) for a shard that owns the keys from `first` to before `end`.
 
         size: number of samples of the flow.
         """
@@ -96,7 +96,7 @@ class LookaheadParts(NamedTuple):
 
     @classmethod
     def of(cls, frames: Sequence[memoryview], size: int) -> LookaheadParts | None:
-        """Return copies of the arrays in an answer's frames; None without frames. size: the number of samples."""
+        """Return copies of the arrays in an answer's frames; None without frames. size: samples of the flow."""
         if not frames:
             return None
         dtypes = [compact(size), compact(size), np.float64, compact(size), compact(size)]
@@ -151,7 +151,7 @@ class _JobEpoch:
 
 
 class ShardLookaheads:
-    """Lookaheads of the jobs of one shard, as they proceed. Not thread-safe: the shard's thread owns it.
+    """Record of the lookaheads that one shard has of its jobs, and must request. Not thread-safe: one thread owns it.
 
     Args:
         flow: the name and version of the flow.
@@ -165,7 +165,7 @@ class ShardLookaheads:
         self._due: list[str] = []
 
     def assign(self, first: int, end: int) -> None:
-        """Set the keys that the shard owns. Earlier requests for other keys no longer count."""
+        """Set the keys that the shard owns. `requests` then returns requests for the lookaheads of all jobs."""
         self._first, self._end = first, end
         for name, job in self._jobs.items():
             job.wanted = _Marks(first, end)
@@ -222,7 +222,7 @@ class ShardLookaheads:
         return requests
 
     def failed(self, requests: Sequence[LookaheadRequest]) -> None:
-        """Record that these requests may be unanswered, so that they are made again."""
+        """Record that these requests may be unanswered; `requests` then returns them again."""
         for request in requests:
             if (job := self._jobs.get(request.job)) is not None:
                 self._request(request.job, job)
@@ -230,7 +230,10 @@ class ShardLookaheads:
     def answered(
         self, request: LookaheadRequest, answer: JobLookahead, parts: LookaheadParts | None
     ) -> Lookahead | None:
-        """Return the lookahead in a router's answer; None if the answer is not new, or is of another epoch."""
+        """Return the lookahead in a router's answer, for the policy; None if the answer is not new or no longer fits.
+
+        It no longer fits if the job has left or is in another epoch, or if the shard owns other keys.
+        """
         job = self._jobs.get(request.job)
         if job is None or (request.first, request.end) != (self._first, self._end):
             return None

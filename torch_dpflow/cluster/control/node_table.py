@@ -1,4 +1,4 @@
-"""Nodes that have joined a cluster, and how many nodes a platform should run. Pure.
+"""Nodes that have joined a cluster, and how many nodes a platform should run. A pure state machine.
 
 A node's states::
 
@@ -42,7 +42,7 @@ class NodeTable:
     Args:
         cluster: id of the cluster, for records.
         generations: nodes get generations above this number, which grows with each coordinator process of a cluster.
-        lease_s: time without a report after which a node is removed, seconds.
+        lease_s: time without a report after which a node is removed (seconds).
     """
 
     def __init__(self, cluster: str, *, generations: int, lease_s: float) -> None:
@@ -53,7 +53,7 @@ class NodeTable:
         self._nodes: dict[str, _JoinedNode] = {}
 
     def restore(self, record: NodeRecord, now: float) -> bool:
-        """Wait for a node that an earlier coordinator knew; return whether the node can belong to this cluster."""
+        """Add a node that an earlier coordinator stored. Return False if it belongs to another cluster."""
         if record.cluster != self._cluster or record.name in self._nodes:
             return False
         self._generation = max(self._generation, record.generation)
@@ -89,7 +89,7 @@ class NodeTable:
     def report(self, name: str, generation: int, standing: str, processes: Sequence[ProcessView], now: float) -> bool:
         """Record a node's report; return whether the node belongs to the cluster.
 
-        A node that has left must join again.
+        If not, it has left or been removed, and must join again.
         """
         node = self._nodes.get(name)
         if node is None or node.record.generation != generation:
@@ -112,7 +112,7 @@ class NodeTable:
         return [self._removed(name) for name in ended]
 
     def tick(self, now: float) -> list[NodeRecord]:
-        """Expire leases; return the records of removed nodes."""
+        """Remove nodes whose leases have expired; return their records."""
         return [self._removed(name) for name in self._leases.expire(now)]
 
     def _removed(self, name: str) -> NodeRecord:
@@ -121,7 +121,7 @@ class NodeTable:
 
     @property
     def usable(self) -> dict[str, int]:
-        """Number of processors of each node that accepts shards, by name, sorted."""
+        """Number of processors of each node that accepts shards, sorted by the node's name."""
         return {name: node.record.processors for name, node in sorted(self._nodes.items()) if node.standing != LEAVING}
 
     @property
@@ -153,10 +153,10 @@ def _is_own(view: ProcessView, node: str) -> bool:
 
 @dataclass(slots=True)
 class NodeScaling:
-    """Scaling of the number of nodes, within limits, to what the workers of all flows need.
+    """State machine that decides how many nodes a platform should run for the workers of all flows.
 
-    The number rises at once. It falls only to the highest need of the latest `hold_s`, because a node that leaves loses
-    its shards' caches. Times are seconds on one monotonic clock.
+    The number rises at once. It falls only to the highest need of the latest `hold_s` seconds, because a node that
+    leaves loses its shards' caches. Times are seconds on one monotonic clock.
     """
 
     limits: NodeLimits
@@ -166,7 +166,7 @@ class NodeScaling:
     _less: tuple[float, int] | None = field(default=None, init=False)
 
     def wanted(self, workers: int, running: int, now: float) -> int:
-        """Return the number of nodes that `workers` workers need, smoothed over time.
+        """Return how many nodes should run now, when all flows together need `workers` workers.
 
         running: number of running nodes, from which the first call starts, because an earlier coordinator may have
             started them.

@@ -1,4 +1,4 @@
-"""Names of a flow's readers, each leased to one process. Pure.
+"""Names of a flow's readers, each leased to one process. A pure state machine.
 
 A name belongs to the process that joined under it until its lease expires or it leaves. Another process that requests
 the name has to repeat its request, because the holder may have ended or be about to leave. If the holder renews its
@@ -15,22 +15,22 @@ from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import NameBusyError, StaleJobError
 from torch_dpflow.ipc.rpc.leases import Leases, Renewal
 
-#: How long a holder may renew its lease of a name that another process has requested, seconds: ranks of a changed group
-#: leave their former job one after the other.
+#: How long a holder may renew its lease of a name that another process has requested (seconds): ranks of a changed
+#: group leave their former job one after the other.
 LEAVING_S = 3.0
 
 
 class Rivals(dict[int, float]):
-    """Requests for what another process holds: the time of each process's first request, by its random number."""
+    """Refused requests for what another process holds: each caller's first request, by the caller's random number."""
 
     def refuse(self, rival: int, renewed: float, now: float, *, busy: str, final: str) -> NoReturn:
-        """Refuse a request.
+        """Refuse a request of the process `rival`, by one of two errors.
 
-        renewed: when the holder last renewed its lease.
+        renewed: when the holder of the name last renewed its lease.
 
         Raises:
-            NameBusyError: with the text `busy`, if the holder may have ended; the caller repeats the request.
-            UsageError: with the text `final`, if the holder is running.
+            NameBusyError: the holder may have ended (text: `busy`). The caller repeats the request.
+            UsageError: the holder has renewed its lease `LEAVING_S` after the first request (text: `final`).
         """
         if renewed > self.setdefault(rival, now) + LEAVING_S:
             del self[rival]
@@ -65,7 +65,7 @@ class ReaderNames(Leases):
         holder: the process's random number.
         process: the process's identity, as in `own_process`.
 
-        Returns whether it replaces an earlier generation, whose state must be dropped.
+        Returns whether this generation replaces an earlier one, whose state the caller must drop.
 
         Raises:
             NameBusyError: another process has the name, but may have ended; the caller repeats the request.

@@ -24,7 +24,7 @@ class Routing:
 
     Args:
         expected: ids of the shards that should own keys. There is no table before all of them have registered.
-        lease_s: time without a registration after which a shard's keys are reassigned, seconds.
+        lease_s: time without a registration after which a shard's keys are reassigned (seconds).
         first: first generation of this table, above those of all earlier routers of the flow, because shards and jobs
             use the newest generation.
 
@@ -53,12 +53,12 @@ class Routing:
 
     @property
     def complete(self) -> bool:
-        """Whether there is a table: every expected shard has registered."""
+        """Whether there is a table, because every expected shard has registered at least once."""
         return self.generation > 0
 
     @property
     def table(self) -> RoutingTable:
-        """The present table, which has no routes while no shard is registered."""
+        """The present table. It has no routes before all expected shards have registered, or after all were lost."""
         bounds = self._bounds()
         return RoutingTable(
             self.generation,
@@ -69,7 +69,7 @@ class Routing:
         )
 
     def expect(self, shards: Collection[str]) -> None:
-        """Set which shards own keys, once they have registered. Raises OptionError if `shards` is empty."""
+        """Set which shards own keys after they have registered. Raises OptionError if `shards` is empty."""
         if not shards:
             raise OptionError("expected=[]: at least one shard has to own the keys")
         self._expected = frozenset(shards)
@@ -81,7 +81,8 @@ class Routing:
     def register(self, shard: str, incarnation: int, address: str, now: float) -> RangeAssignment | None:
         """Register a shard, or renew its lease.
 
-        Returns the shard's range, empty until the table is complete; None if another process has replaced the shard.
+        Returns the shard's range, which is empty until the table is complete, and retired if the shard is not expected;
+        None if a process with a higher incarnation has replaced this one.
         """
         if incarnation < self._incarnations.get(shard, 0):
             return None
@@ -125,7 +126,7 @@ class Routing:
 
 
 class RouteMap:
-    """A job's copy of a routing table. Raises OptionError for a table that has no routes, or gaps in them."""
+    """Copy of a routing table in a job. Raises OptionError for a table without routes, or with gaps between them."""
 
     def __init__(self, table: RoutingTable) -> None:
         self.generation = table.generation
@@ -136,5 +137,5 @@ class RouteMap:
         self._ends = np.array(ends)
 
     def places_of(self, keys: Sequence[int]) -> IndexArray:
-        """Return the index of the route that owns each key, shape (n,)."""
+        """Return for each key the index of its owner in `addresses`, shape (n,)."""
         return np.searchsorted(self._ends, np.asarray(keys, np.int64), side="right")

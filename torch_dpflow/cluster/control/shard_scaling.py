@@ -1,4 +1,4 @@
-"""Scaling of one flow's shards: decides once a second how many threads should serve its samples. Pure.
+"""Scaling of one flow's shards: decides once a second how many threads should serve its samples. A pure state machine.
 
 A shard serves samples in one thread. This thread limits the flow if two conditions hold for several seconds:
 
@@ -32,7 +32,7 @@ from msgspec.structs import astuple
 
 from torch_dpflow.cluster.control.autoscale import FlowCounts, between
 
-#: Length of the window over which threads are measured, seconds, and how long it is not begun after a change.
+#: Length of the window over which threads are measured, and the pause before a new window after a change (seconds).
 WINDOW_S, SETTLE_S = 5.0, 3.0
 #: A thread is full if its busy share is at least `FULL`, or `NEARLY_FULL` while that of workers is below `IDLE`.
 FULL, NEARLY_FULL, IDLE = 0.92, 0.85, 0.9
@@ -40,20 +40,21 @@ FULL, NEARLY_FULL, IDLE = 0.92, 0.85, 0.9
 STALLED = 0.05
 #: Doubling the shards should increase the rate by at least this share, and smaller steps in proportion.
 BROUGHT = 0.1
-#: There is one shard less once the busiest thread would have been busy for less than the share `LOW` for `DOWN_S`.
+#: One shard is removed if, without it, the busiest thread would have been busy for less than the share `LOW` of the
+#: time, during `DOWN_S` seconds.
 LOW, DOWN_S = 0.5, 30.0
-#: How long the next step up is delayed after one that did not help, and the longest that any delay becomes, seconds.
+#: Delay of the next step up after a step that did not help, and the maximum of any delay (seconds).
 HOLD_S, LONGEST_S = 120.0, 3600.0
 
 
 class ShardCounts(msgspec.Struct, frozen=True):
     """Counters of a shard since its start."""
 
-    #: Processor time of its thread, and time that it has served, seconds.
+    #: Processor time of the shard's thread, and time for which the shard has served (seconds).
     thread_s: float
     serving_s: float
     served: float
-    #: Sums over its workers of the seconds in which they had tasks, and in which they were there.
+    #: Sums over the shard's workers: seconds in which they had tasks, and seconds in which they existed.
     busy_s: float
     worker_s: float
 
@@ -73,12 +74,12 @@ class _Load:
 
 
 class ShardScaler:
-    """Scaler of the shards of one flow. Not thread-safe; a step is O(shards + jobs)."""
+    """State machine that decides how many shards one flow should have. Not thread-safe; a step is O(shards + jobs)."""
 
     def __init__(self) -> None:
         #: The number of shards that the flow should have.
         self.target = 1
-        #: Whether a thread limits the flow, and the latest step has changed nothing about that.
+        #: Whether a shard's thread limits the flow, and the latest `step` has not raised the number of shards.
         self.is_limit = False
         self._history: deque[tuple[float, FlowCounts, Shards]] = deque()
         self._settled_at = -math.inf
@@ -86,19 +87,20 @@ class ShardScaler:
         self._step: tuple[int, float] | None = None
         self._was_down = False
         self._may_grow_at, self._hold_s = -math.inf, HOLD_S
-        #: Since when the flow has had a shard too many, seconds; and how long it must have.
+        #: Since when the flow has had a shard too many (seconds); and how long it must have.
         self._low_since, self._down_s = math.inf, DOWN_S
 
     def restore(self, shards: int) -> None:
         self.target = max(1, shards)
 
     def step(self, counts: FlowCounts, own: Shards, now: float, *, shards: int, least: int, most: int) -> None:
-        """Process the present counts, and set `target`.
+        """Set `target` by the present counts.
 
+        counts: figures of the flow.
         own: counters of the shards that own keys.
-        shards: the number that there should be now. It differs from `target` if nodes have joined, or if the cluster
-            cannot run more.
-        least, most: limits of the number of shards for steps down and up.
+        shards: number of shards that should run now. It differs from `target` if nodes have joined, or if the cluster
+            cannot run more shards.
+        least, most: no step goes below or above these numbers of shards.
         """
         self.is_limit = False
         if len(own) != shards or (self._history and self._history[-1][2].keys() != own.keys()):

@@ -21,20 +21,20 @@ from torch_dpflow._core import clocks
 from torch_dpflow.cluster.messages.node import Launch, ProcessView
 from torch_dpflow.workers.platform import RETRY_S, shortened
 
-#: A process without a heartbeat for this long is killed and restarted, seconds.
+#: A process without a heartbeat for this long is killed and restarted (seconds).
 LEASE_S = 2 * clocks.LEASE_S
-#: The pause before a process that ended at once is restarted, first and longest, seconds; `RETRY_S` is the longest of a
-#: worker that has not been up.
+#: The pause before a process that ended at once is restarted, first and longest (seconds); `RETRY_S` is the longest of
+#: a worker that has not been up.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
-#: A process that has run for this long did not end at once, seconds. Equal to the longest pause: no process is started
+#: A process that has run for this long did not end at once (seconds). Equal to the longest pause: no process is started
 #: more often than that, and one that is killed from outside is restarted without a pause.
 STABLE_S = 2.0
-#: Time limit of the first heartbeat, seconds, from the start or the latest sign that the process runs: it imports. It
+#: Time limit of the first heartbeat (seconds), from the start or the latest sign that the process runs: it imports. It
 #: doubles with each start in a row that exceeds it, this many times at most.
 START_S, MAX_DOUBLINGS = clocks.START_S, 3
-#: Longest time for which a starting worker delays the next ones, seconds.
+#: Longest time for which a starting worker delays the next ones (seconds).
 START_PACE_S = 10.0
-#: If three in four intervals between heartbeats of the others exceed this, seconds, all leases grow in proportion, by
+#: If three in four intervals between heartbeats of the others exceed this (seconds), all leases grow in proportion, by
 #: at most this factor.
 LATE_HEARTBEAT_S, MAX_LEASE_FACTOR = 2 * clocks.HEARTBEAT_S, 6.0
 WORKER = "worker"
@@ -78,13 +78,14 @@ class _Process:
     runs: bool = False
     pid: int = 0
     began: float = 0.0
-    #: Whether it is being launched, and for a running one without a heartbeat when it last used its processor, seconds.
+    #: Whether it is being launched, and for a running one without a heartbeat when it last used its processor
+    #: (seconds).
     launching: bool = False
     progressed: float = 0.0
     progress: tuple[int, ...] = ()
     #: How many incarnations in a row were killed before their first heartbeat.
     late_starts: int = 0
-    #: The time of its last heartbeat, None before the first, and the interval before that one, seconds.
+    #: The time of its last heartbeat, None before the first, and the interval before that one (seconds).
     heartbeat: float | None = None
     interval: float = 0.0
     #: Whether it has been killed because its lease had expired.
@@ -94,7 +95,7 @@ class _Process:
     #: Whether it has been launched, is not up, and delays the start of others; and whether it is a worker that is up.
     starting: bool = False
     up: bool = False
-    #: When to start the next incarnation, seconds; None while one runs.
+    #: When to start the next incarnation (seconds); None while one runs.
     due: float | None = None
     #: How many incarnations in a row have ended at once, and how many there have been after the first.
     failures: int = 0
@@ -119,8 +120,10 @@ class _Process:
 class Supervisor:
     """State machine that keeps the desired processes running. Not thread-safe.
 
+    Methods return instructions, which the caller must carry out in this order.
+
     Args:
-        lease_s: time without a heartbeat after which a process is killed, seconds.
+        lease_s: time without a heartbeat after which a process is killed (seconds).
         most: maximum number of processes; services are started before workers.
         max_starting: maximum number of workers that are starting at the same time.
     """
@@ -167,7 +170,7 @@ class Supervisor:
         return out + self._spawn_due(now)
 
     def on_started(self, id: str, incarnation: int, pid: int, now: float) -> list[SupervisorInstruction]:
-        """Record that a process has been launched. After each `Spawn`, call this or `on_ended`."""
+        """Record that a process has been launched. After each `Spawn`, call this; if the launch failed, `on_ended`."""
         process = self._processes[id]
         process.runs, process.pid, process.launching = True, pid, False
         process.began = process.progressed = now
@@ -176,7 +179,7 @@ class Supervisor:
         return self._kill(process) if process.stopped else []
 
     def note_progress(self, progress_of: Callable[[int], tuple[int, ...]], now: float) -> None:
-        """Record progress of starting processes, which send no heartbeats yet, so that they are not killed.
+        """Extend the time limit of each starting process that has made progress since the last call.
 
         progress_of: returns figures of a process, given its pid, that change while it runs, such as its processor time.
         """
@@ -186,7 +189,7 @@ class Supervisor:
                 process.progressed = now if process.progress != before else process.progressed
 
     def on_ended(self, id: str, incarnation: int, now: float, how: str = "") -> list[SupervisorInstruction]:
-        """Record that a process has ended, for any reason. how: a description for display."""
+        """Record that a process has ended, for any reason. how: how it ended, for display."""
         process = self._processes.get(id)
         if process is None or process.incarnation != incarnation:
             return []
@@ -232,7 +235,7 @@ class Supervisor:
         return self._processes[id].launch.settings
 
     def tick(self, now: float) -> list[SupervisorInstruction]:
-        """Apply time limits. Call this after all events up to `now` were recorded."""
+        """Apply time limits: kill silent processes, start due processes. First record all events up to `now`."""
         out: list[SupervisorInstruction] = []
         for process in self._processes.values():
             process.starting &= now - process.began < START_PACE_S
@@ -266,7 +269,7 @@ class Supervisor:
 
     @property
     def next_due(self) -> float | None:
-        """Time at which the next waiting process is due to start, seconds; None if no process waits."""
+        """Time at which the next waiting process is due to start (seconds); None if no process waits."""
         services, workers = self._capacity()
         dues = [
             one.due
@@ -277,7 +280,7 @@ class Supervisor:
 
     @property
     def refused(self) -> int:
-        """Number of desired processes that cannot be started because the limit is reached."""
+        """Number of desired processes that cannot be started because `most` processes run."""
         if self._capacity()[0] > 0:
             return 0
         return sum(one.waits for one in self._processes.values())

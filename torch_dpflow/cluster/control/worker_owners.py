@@ -1,11 +1,11 @@
-"""Ownership of a cluster's remote workers by its shards, for the provisioner. Pure.
+"""Ownership of a cluster's remote workers by its shards, for the provisioner. A pure state machine.
 
 A shard's fleet names each worker before it requests the start, and the provisioner receives the name before it calls
 the platform. If shard or provisioner dies, the other process still has all names. A worker that neither of them knows,
 as after the death of both, is a stray.
 
-A shard that attaches under a higher incarnation has lost the workers of its earlier incarnation, which had their keys.
-A shard also loses its workers if it is silent for longer than they wait.
+A shard that attaches under a higher incarnation has lost the workers of its earlier incarnation, because only that had
+their keys. A shard also loses its workers if it is silent for longer than its workers wait for it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch_dpflow.ipc.messages.fields import StaleShardError
 from torch_dpflow.ipc.rpc.leases import Expiry
 from torch_dpflow.remote.launchers.contract import Ended, Outcome, Refused, cluster_of
 
-#: Silence after which a shard has lost its workers, seconds: they have ended, as it does not answer them.
+#: Silence after which a shard has lost its workers (seconds): workers end if their shard does not answer them.
 SILENT_S = START_S / 2
-#: Pause before a start that exceeds the limit is repeated, seconds.
+#: Pause before a start that exceeds the limit is repeated (seconds).
 AGAIN_S = 1.0
 
 
@@ -58,7 +58,7 @@ class WorkerOwners:
         return len(self._members)
 
     def limit(self, most: int | None) -> None:
-        """Apply the platform's limit of workers; None: no limit."""
+        """Lower the maximum number of workers to the limit of the platform; None: no limit."""
         self.most = self.most if most is None else min(self.most, most)
 
     def attach(self, shard: str, incarnation: int, names: Iterable[str], now: float) -> int:
@@ -80,7 +80,7 @@ class WorkerOwners:
         return owner.seen
 
     def hears(self, shard: str, incarnation: int, now: float) -> bool:
-        """Record a call from a shard; return whether the shard is attached."""
+        """Renew the lease of a shard that calls; return whether this shard is attached."""
         owner = self._owners.get(shard)
         if owner is None or owner.incarnation != incarnation:
             return False
@@ -90,8 +90,8 @@ class WorkerOwners:
     def start(self, shard: str, name: str) -> bool:
         """Record a shard's request for a worker; return whether the caller must start the worker.
 
-        False: the worker was started before, or the request is refused. `news(shard, ...)` then returns a `Refused`
-        outcome with the reason.
+        False: the worker was started before, or the request is refused. A refusal is a `Refused` outcome with the
+        reason, which `news` returns.
         """
         if name in self._members:
             if isinstance(self._members[name], float):
@@ -117,7 +117,7 @@ class WorkerOwners:
         return self._members.get(name) == shard
 
     def note(self, outcome: Outcome) -> None:
-        """Record an outcome for the shard that owns the worker. `Refused` and `Ended` remove the worker."""
+        """Record a platform's outcome for the shard that owns the worker. `Refused` and `Ended` remove the worker."""
         shard = self._members.get(outcome.name)
         if isinstance(outcome, Refused | Ended):
             self._members.pop(outcome.name, None)
@@ -146,7 +146,7 @@ class WorkerOwners:
         return self._doom(shard, end_at)
 
     def to_end(self, now: float) -> list[str]:
-        """Return the workers that should be ended now, each once."""
+        """Return the workers that should be ended now, also those of silent shards. Returns each worker once."""
         for shard in self._leases.expire(now):
             del self._owners[shard]
             self._doom(shard, now)
@@ -155,7 +155,7 @@ class WorkerOwners:
         return due
 
     def strays(self, found: Iterable[str]) -> list[str]:
-        """Return the cluster's workers in `found` that no shard owns."""
+        """Return the names in `found` that are workers of the cluster and not in this record."""
         return [name for name in found if name.startswith(self._prefix) and name not in self._members]
 
     def _doom(self, shard: str, end_at: float) -> list[str]:

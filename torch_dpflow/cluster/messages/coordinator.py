@@ -25,9 +25,9 @@ from torch_dpflow.ipc.messages.fields import Body, Count, Name, Seconds, Text
 
 #: Maximum number of samples, shards and workers of a flow.
 MAX_SIZE, MAX_SHARDS, MAX_WORKERS = 2**31 - 1, 256, 4096
-#: Minimum memory of the cache of a shard, bytes.
+#: Minimum memory of the cache of a shard (bytes).
 MIN_MEMORY = 1 << 20
-#: Minimum time for which services outlive their last job, seconds; a router reports its jobs once a second.
+#: Minimum time for which services outlive their last job (seconds); a router reports its jobs once a second.
 MIN_IDLE_S = 3.0
 #: Fields of which each shard needs a part.
 _OF_EVERY_SHARD = ("workers", "memory_bytes")
@@ -36,44 +36,45 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """A named, versioned description of loading. `check` raises OptionError."""
+    """Description of a flow, with which a job registers it: name, version, content, and options."""
 
     name: Name
-    #: Counts the flow's definitions.
+    #: Version of the flow's definition; users raise it with each change.
     version: Count
     size: Count
     #: SHA-256 of the content of the flow (dataset, stages) in hexadecimal, under which it is stored.
     content: Name
     #: Values that all descriptions of one version must share, by name; differences are shown to users.
     fingerprint: Annotated[dict[Name, Text], msgspec.Meta(max_length=64)]
-    #: Whether loading a sample twice returns the same.
+    #: Whether loading a sample twice returns the same value.
     repeatable: bool = False
-    #: None: as many as the rate of its jobs needs.
+    #: Number of shards; None: the number that the rate of its jobs needs.
     shards: Count | None = None
     #: Number of workers of all shards together.
     workers: Count = 2
-    #: Memory for samples of all shards together, bytes.
+    #: Memory for samples of all shards together (bytes).
     memory_bytes: Count = 1 << 30
     #: Cache policy, or "none".
     policy: Name = "alsd"
     strategy: Name = "shared-log"
-    #: How many samples the caches hold, for strategies that follow residency; 0: a tenth of all.
+    #: How many samples the caches hold, for strategies that follow residency; 0: the number that the shards report, and
+    #: before that a tenth of all samples.
     cache_samples: Count = 0
     #: Seeds the random draws of the sampling group.
     seed: Count = 0
-    #: How long services outlive the last job, seconds.
+    #: How long services outlive the last job (seconds).
     idle_s: Seconds = 600.0
     #: Whether the dataset has a per-draw stage behind the cacheable one.
     staged: bool = False
-    #: Timeout of loading one sample, after which its worker is killed as hung, seconds; None: no timeout.
+    #: Timeout of loading one sample, after which its worker is killed as hung (seconds); None: no timeout.
     task_timeout_s: Seconds | None = None
-    #: The parts that are sent to its workers; all descriptions of one version must have equal parts too.
+    #: Digests of the parts that are sent to its workers; they must be equal in all descriptions of one version.
     parts: ContentParts = {}
-    #: Patterns of parts that do not count.
+    #: Patterns of parts that may differ.
     ignore: Annotated[tuple[Pattern, ...], msgspec.Meta(max_length=MAX_IGNORED)] = ()
     #: The name of the script, for messages.
     script: Name = SCRIPT_PART
-    #: What its workers import, which does not affect samples. None: not known.
+    #: Modules that its workers import; they do not affect samples. None: not known.
     imports: FlowImports | None = None
 
     @property
@@ -82,9 +83,9 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
         return f"{self.name}:v{self.version}"
 
     def check(self) -> None:
-        """Raise OptionError unless all fields have values with which services can run.
+        """Raise OptionError if a field has a value with which the services cannot run.
 
-        Otherwise the services would fail at the start and be restarted endlessly.
+        They would fail at the start, and be restarted endlessly.
         """
         if not _NAME.fullmatch(self.name):
             raise OptionError(
@@ -112,7 +113,7 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
             raise OptionError(f"flow {self.name!r}: content={self.content!r} is no SHA-256 in hexadecimal")
 
     def difference(self, other: FlowSpec) -> str:
-        """Return how the descriptions differ, for display; empty if they agree."""
+        """Return how this description differs from `other`, the registered one, for display; empty if they agree."""
         differing: list[str] = []
         for name in dict.fromkeys([*self.fingerprint, *other.fingerprint]):
             here, there = self.fingerprint.get(name, "absent"), other.fingerprint.get(name, "absent")
@@ -174,7 +175,7 @@ class ContentRequest(Body):
 
 
 class Access(Body):
-    """To a coordinator: a job begins to read this flow. Answered with the address of the router."""
+    """To a coordinator: a job begins to read this flow. Answered with the address of the flow's router."""
 
     flow: Name
     version: Count
@@ -183,8 +184,8 @@ class Access(Body):
 class Scale(Body):
     """To a coordinator: set the number of shards of a flow, and of the workers of all its shards together.
 
-    None: no change, but at least one worker for each shard. "auto": the number of shards that the rate needs. Answered
-    with `FlowView`.
+    A number that is None does not change, except that each shard gets at least one worker. "auto": the number of shards
+    that the rate needs. Answered with `FlowView`.
     """
 
     #: With or without a version: see `FlowRegistry.find`.
@@ -194,24 +195,24 @@ class Scale(Body):
 
 
 class Part(Body):
-    """Part of a cluster that a flow gets: at most what its description requests."""
+    """Part of a cluster that a flow gets: processes and memory."""
 
     shards: Count
-    #: Number of workers of all the flow's shards together; the memory is a sum too.
+    #: Number of workers, and bytes of memory, of all the flow's shards together.
     workers: Count
     memory_bytes: Count
 
 
 class LifeStep(Body):
-    """Time at which a flow entered a state of its life cycle."""
+    """State of a flow's life cycle, and when the flow entered it."""
 
     state: Name
-    #: Seconds ago.
+    #: How long ago the flow entered the state (seconds).
     age_s: Seconds
 
 
 class WorkerSeconds(Body):
-    """Running time of a flow's workers, seconds: in total, and the part of each job."""
+    """Running time of a flow's workers (seconds): in total, and the part of each job."""
 
     #: Includes time of jobs that have left, and time without readers.
     total: Seconds
@@ -224,7 +225,7 @@ class CostRequest(Body):
     """To a coordinator: return the worker-seconds of a flow. Answered with `Cost`."""
 
     flow: Name
-    #: The process that reads.
+    #: Name of the process that reads, as in `JobId`.
     job: Name
 
 
@@ -236,18 +237,18 @@ class Cost(Body):
 
 
 class EndedJob(Body):
-    """A job that has left its flow."""
+    """Record of a job that has left its flow."""
 
     flow: Name
-    #: The process that read.
+    #: Name of the process that read, as in `JobId`.
     job: Name
-    #: When it left, seconds since 1970.
+    #: When it left, in seconds since 1970.
     at: Count
     samples: Count
-    #: How long it waited for batches, and how long it read in all, seconds.
+    #: How long it waited for batches, and how long it read in all (seconds).
     stall_s: Seconds
     reading_s: Seconds
-    #: What limited it last, as in `FlowView`; "job" if it hardly waited.
+    #: What last limited the job's speed, as in `FlowView`; "job" if it hardly waited for data.
     limited_by: Text
 
 
@@ -265,29 +266,29 @@ class FlowView(Body):
     part: Part | None
     #: What limits the speed of its jobs, such as "workers" or "storage"; empty if nothing is known.
     limited_by: Text = ""
-    #: Since its services started.
+    #: Worker-seconds since its services started; None: not known.
     workers_s: WorkerSeconds | None = None
     #: Seconds until its services end if no job comes; None while it has jobs, or no services.
     idle_in_s: Seconds | None = None
 
 
 class AutoscaleLimits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Bounds of the number of workers of all flows together, if it follows the demand of jobs."""
+    """Bounds between which autoscaling sets the number of workers of all flows together."""
 
     least: int
     most: int
-    #: How long a job that pauses keeps its workers, seconds.
+    #: How long a job that pauses keeps its workers (seconds).
     hold_s: float = 120.0
 
 
 class NodeLimits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Bounds of the number of nodes that a platform runs, if it follows the demand of jobs."""
+    """Bounds between which the number of nodes that a platform runs follows the demand of jobs."""
 
     least: int
     most: int
-    #: How many workers one node is for.
+    #: Number of workers that one node runs.
     workers_each: int
-    #: How long nodes that are not needed stay, seconds.
+    #: How long nodes that are not needed stay (seconds).
     hold_s: float = 120.0
 
     def clamp(self, nodes: int) -> int:
@@ -300,9 +301,9 @@ class ClusterLimits:
 
     Args:
         workers: maximum number of processes that load; None: the number that the flows request.
-        memory_bytes: maximum memory for samples, bytes; None: the memory that the flows request.
+        memory_bytes: maximum memory for samples (bytes); None: the memory that the flows request.
         autoscale: bounds between which the number of workers follows the demand of jobs; None: no autoscaling.
-        shards: number of ports at which remote workers connect; None: any number.
+        shards: maximum number of shards, each of which needs a port for remote workers; None: any number.
 
     Raises OptionError: a limit is below the needs of one flow, or above what can be used.
     """
@@ -332,7 +333,7 @@ class CoordinatorArguments(msgspec.Struct, frozen=True, array_like=True, forbid_
     #: Owner of the lease of the state store: see `StateStore.renew`.
     owner: str
     limits: ClusterLimits
-    #: At which to listen; empty for an address that the node chooses.
+    #: Address at which to listen; empty for an address that the node chooses.
     address: str = ""
     #: HOST:PORT at which to serve metrics; empty for none.
     metrics: str = ""

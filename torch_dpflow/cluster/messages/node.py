@@ -19,9 +19,9 @@ MAX_IMPORTS = 256
 MAX_NODES = 256
 #: Name of a node; part of the ids of its shards.
 NODE_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
-#: How long a cluster that ends waits for the reports of joined nodes, which come twice a second, seconds.
+#: How long a cluster that ends waits for the reports of joined nodes, which come twice a second (seconds).
 END_NOTICE_S = 2 * HEARTBEAT_S
-#: Key in the status of a coordinator that has no state yet and refuses all calls: the reason; empty while it starts.
+#: Key in the status of a coordinator that has no state yet and refuses all calls. Value: why; empty while it starts.
 WAITING = "waiting"
 
 NodeName: TypeAlias = Annotated[str, msgspec.Meta(pattern=NODE_NAME)]
@@ -32,7 +32,7 @@ class FlowImports(Body):
 
     #: Installed modules, in this order.
     modules: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_IMPORTS)]
-    #: The user's own top-level modules, which are imported by workers alone.
+    #: The user's own top-level modules, which each worker imports itself.
     own: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_IMPORTS)]
     #: The script's current directory, and its name.
     directory: Text
@@ -40,22 +40,22 @@ class FlowImports(Body):
 
 
 class Launch(Body):
-    """A process that a node should keep running."""
+    """Description of a process that a node should keep running."""
 
     #: Unique in the node; a prefix up to a slash names a group.
     id: Name
     #: A name of `cluster.services.service.ROLES`.
     role: Name
-    #: For the role, msgpack. If they change, a new process replaces this one.
+    #: Arguments of the role, as msgpack. If they change, a new process replaces this one.
     arguments: bytes = b""
-    #: For the role, msgpack. They may change while the process runs; heartbeats are answered with them. So a flow is
-    #: scaled without a restart, which would lose its cache.
+    #: Settings of the role, as msgpack. The process receives changed settings in answers to its heartbeats. So a flow
+    #: is scaled without a restart, which would lose its cache.
     settings: bytes = b""
-    #: The joined node that should run it; empty: the cluster's own.
+    #: Name of the joined node that should run the process; empty: the cluster's own node.
     node: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
-    #: Whether it is started again after it has ended at once.
+    #: Whether the process is started again if it ends soon after its start.
     needed: bool = True
-    #: None: nothing is known, or it is the only one.
+    #: Modules to import once for all workers of the flow. None: not known, or the flow has only one worker.
     imports: FlowImports | None = None
 
 
@@ -75,22 +75,22 @@ class Ending(Body):
 
 
 class Heartbeat(Body):
-    """From a process of a node. Answered with `HeartbeatReply`."""
+    """To a node, from each of its processes, periodically. Answered with `HeartbeatReply`."""
 
     id: Name
     incarnation: Count
-    #: At which it listens; empty if it does not listen.
+    #: Address at which the process listens; empty if it does not listen.
     address: Text
     #: Figures for display and for the coordinator.
     status: dict[Name, Any]
 
 
 class HeartbeatReply(Body):
-    """The answer to `Heartbeat`."""
+    """Answer to `Heartbeat`: whether the process should continue, and with which settings."""
 
     #: Whether the process should continue.
     desired: bool
-    #: The present settings of its launch.
+    #: Present settings of the process, as in `Launch`.
     settings: bytes = b""
 
 
@@ -110,7 +110,7 @@ class ProcessView(Body):
     runs: bool = True
     #: How the process before it ended, as `str(End)` says, with the report behind the first line; empty for the first.
     ended: Text = ""
-    #: The joined node that runs it; empty: the cluster's own.
+    #: Name of the joined node that runs the process; empty: the cluster's own node.
     node: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
 
 
@@ -121,7 +121,7 @@ def instance_of(id: str) -> str:
 
 
 def by_flow(processes: Iterable[ProcessView]) -> Mapping[str, list[ProcessView]]:
-    """Return the processes of each flow, by its name and version."""
+    """Return the processes of each flow, by the flow's name and version; under "", processes that belong to no flow."""
     found: defaultdict[str, list[ProcessView]] = defaultdict(list)
     for view in processes:
         found[instance_of(view.id)].append(view)
@@ -156,9 +156,9 @@ class NodeJoin(Body):
 
 
 class NodeJoined(Body):
-    """The answer to `NodeJoin`."""
+    """Answer to `NodeJoin`: the node belongs to the cluster now."""
 
-    #: Grows with each node that joins; the incarnations of its processes start with it.
+    #: Grows with each node that joins. Incarnations of the node's processes begin above a multiple of this number.
     generation: Count
     #: As in `ClusterPlace`.
     token: Text
@@ -176,12 +176,12 @@ class NodeReport(Body):
 
 
 class NodeAssignment(Body):
-    """Processes that a joined node should run."""
+    """Answer to `NodeReport`: processes that the node should run."""
 
     #: False once the cluster has expired the node, which then stops all processes before it joins again.
     is_known: bool
     ends: bool = False
-    #: Whether the node should leave, as fewer are needed.
+    #: Whether the node should leave, because fewer nodes are needed.
     leaves: bool = False
     desire: Desire = msgspec.field(default_factory=lambda: Desire([]))
 
@@ -201,7 +201,7 @@ class NodeFleet(Body):
 
 
 class FleetTarget(Body):
-    """The answer to `NodeFleet`."""
+    """Answer to `NodeFleet`: how many nodes the platform should run, and which of its nodes have joined."""
 
     #: How many nodes the platform should run.
     wanted: Count
@@ -211,7 +211,7 @@ class FleetTarget(Body):
 
 
 class NodeRecord(Body):
-    """A joined node, as the coordinator stores it."""
+    """Record of a joined node, in the form in which the coordinator stores it."""
 
     #: As in `ClusterPlace`: the same after a restart of the coordinator, another one in a new cluster.
     cluster: Name

@@ -34,15 +34,15 @@ _ERRORS: dict[str, type[PlatformError]] = {
 
 
 class OwnedWorker(Body):
-    """A remote worker of a shard."""
+    """Remote worker that a shard owns."""
 
     name: Name
-    #: Its id on the platform, if known.
+    #: Id of the worker on the platform; None: not known.
     ref: Text | None
 
 
 class Attach(Body):
-    """To a provisioner: this shard has these workers. Workers of the shard's earlier incarnations are ended.
+    """To a provisioner: attach this shard, which owns `workers`. Workers of its earlier incarnations are ended.
 
     Answered with `Attached`.
     """
@@ -53,10 +53,10 @@ class Attach(Body):
 
 
 class Attached(Body):
-    """From a provisioner: its platform. The answer to `Attach`."""
+    """Answer to `Attach`: limits and address of the provisioner's platform."""
 
     limits: Limits
-    #: Address at which to listen for workers.
+    #: Address at which the shard should listen for its workers.
     listen_at: Text
     #: Number of events that the shard has received: see `EventsRequest`.
     seen: Count
@@ -77,7 +77,7 @@ class StopRequest(Body, tag="stop"):
 
 
 class SuspectRequest(Body, tag="suspect"):
-    """Request to check this worker on the platform soon."""
+    """Request to check soon whether this worker still runs on the platform."""
 
     name: Name
 
@@ -86,7 +86,10 @@ Request: TypeAlias = StartRequest | StopRequest | SuspectRequest
 
 
 class Requests(Body):
-    """To a provisioner: requests, in order. Answered with False, and without effect, if the shard is not attached."""
+    """To a provisioner: start, stop or check workers, in this order. Answered with True.
+
+    If the shard is not attached, the call has no effect and the answer is False.
+    """
 
     shard: Name
     incarnation: Count
@@ -94,11 +97,11 @@ class Requests(Body):
 
 
 class EventsRequest(Body):
-    """To a provisioner: wait for new events of the shard's workers. Answered with `Events`."""
+    """To a provisioner: wait briefly for new events of the shard's workers. Answered with `Events`."""
 
     shard: Name
     incarnation: Count
-    #: Number of events received since it attached.
+    #: Number of events that the shard has received since it attached.
     seen: Count
 
 
@@ -106,7 +109,7 @@ class RefusedStart(Body, tag="refused"):
     """Outcome `Refused` of a platform, as a message."""
 
     name: Name
-    #: Class of the error, its text, and the time until the next attempt.
+    #: Class of the error, its text, and the time until the next attempt (seconds).
     kind: Name
     text: Text
     seconds: Seconds
@@ -118,27 +121,27 @@ class RefusedStart(Body, tag="refused"):
         return cls(refused.name, kind, str(error)[-MAX_TEXT:], getattr(error, "retry_after_s", 0.0))
 
     def outcome(self) -> Refused:
-        """Return the outcome in the message. Raises KeyError if it is not valid."""
+        """Return the outcome that this message describes. Raises KeyError if `kind` is not a known class."""
         kind = _ERRORS[self.kind]
         return Refused(self.name, kind(self.text, self.seconds) if kind is ThrottledError else kind(self.text))
 
 
-#: Each `Outcome` of a platform, as it is sent.
+#: An `Outcome` of a platform, in the form in which it is sent.
 WorkerEvent: TypeAlias = Accepted | RefusedStart | Answerless | Warned | Ended
 
 
 class Events(Body):
-    """From a provisioner: new events of a shard's workers. The answer to `EventsRequest`."""
+    """Answer to `EventsRequest`: new events of the shard's workers."""
 
     #: Whether the shard is attached; if not, it must attach again.
     known: bool
-    #: For the next `EventsRequest`.
+    #: Number of events that the shard has received with this answer, for its next `EventsRequest`.
     seen: Count = 0
     events: Annotated[list[WorkerEvent], msgspec.Meta(max_length=MAX_EVENTS)] = []
 
 
 class Release(Body):
-    """To a provisioner: this shard ends. Its workers are ended by force if they have not exited after this time."""
+    """To a provisioner: this shard ends. Its workers are ended by force if they still run after `grace_s` seconds."""
 
     shard: Name
     incarnation: Count

@@ -11,26 +11,26 @@ from torch_dpflow.ipc.messages.fields import MAX_RANKS, MAX_SAMPLES, Body, Count
 
 
 class RegisterShard(Body):
-    """To a router: heartbeat of a shard, which serves at this address. Answered with `RangeAssignment`."""
+    """To a router: heartbeat of a shard, which serves at `address`. Answered with `RangeAssignment`."""
 
     shard: Name
     #: Counts the processes of this shard.
     incarnation: Count
     address: Text
-    #: Secret of the node that started it, as jobs call every shard that registers.
+    #: Secret of the node that started the shard. It is required because jobs connect to every registered shard.
     token: Name
-    #: How many samples its cache can hold, judging by the latest ones; 0 if not known.
+    #: How many samples its cache can hold, by the size of the latest samples; 0 if not known.
     cache_samples: Count = 0
 
 
 class RangeAssignment(Body):
-    """To a shard: the keys that it owns, and the routing generation since which it owns them."""
+    """Answer to `RegisterShard`: the shard owns the keys from `first` to before `end`, in this routing generation."""
 
     generation: Count
     first: Count
     end: Count
-    #: Whether it owns no keys and ends once its jobs have left. In this order (others receive its keys, jobs leave, it
-    #: ends) every key has an owner at all times.
+    #: Whether the shard owns no keys and ends once its jobs have left. In this order (other shards receive its keys,
+    #: jobs leave, the shard ends) every key has an owner at all times.
     retired: bool = False
 
 
@@ -60,21 +60,21 @@ class LookaheadRequest(Body):
 
 
 class JobLookahead(Body):
-    """Lookahead for the samples that a job had not read when its epoch was started here (thesis 3.4.3).
+    """Answer to `LookaheadRequest`: samples that a job had not read when its epoch began at the router (thesis 3.4.3).
 
     Five frames follow, arrays of sample numbers (`compact`) except for the weights (float64): the certain samples in
-    order, from the start; the likely samples; their weights; the members; the order of the next epoch.
+    order, from that beginning; the likely samples; the weights of these; the members; the order of the next epoch.
     """
 
     epoch: Count
-    #: Changes with each change; 0 while nothing is known.
+    #: Version of this lookahead, higher after each change; 0 while nothing is known.
     version: Count
-    #: Whether the certain samples are all remaining ones, so that none is likely or unknown.
+    #: Whether the certain samples are all remaining samples, so that no sample is likely or unknown.
     is_complete: bool = False
-    #: Samples of the whole epoch.
+    #: How many of the requested keys the job reads in the whole epoch.
     length: Count = 0
-    #: Whether the frame has the members: all samples of the job in the epoch or, if the order is not complete, all
-    #: remaining ones. Otherwise the members are all keys of the request.
+    #: Whether the frame of the members is valid: all samples of the job in the epoch or, if the order is not complete,
+    #: all remaining samples. False: all keys of the request are members.
     has_members: bool = False
     has_following: bool = False
     #: As in `JobOptions`.
@@ -92,7 +92,7 @@ class ReportOrder(Body):
 
 
 class RoutingTable(Body):
-    """The owners of all keys. Every change has a higher generation."""
+    """Table of the owners of all keys. Each change of the table raises its generation."""
 
     generation: Count
     routes: list[Route]
@@ -102,11 +102,12 @@ class JobId(Body):
     """Identity of a process that reads: a job, or a rank of a job."""
 
     name: Name
-    #: Number from the router that distinguishes processes of one name; a new one after its lease has expired.
+    #: Number from the router that distinguishes processes of one name. A process gets a higher number after its lease
+    #: has expired.
     generation: Count
     #: Name and version of the flow: the service of another flow may listen at the address of one that has ended.
     flow: Name
-    #: The job of which it is a rank; empty if it is the whole job.
+    #: Name of the job of which the process is a rank; empty if the process is the whole job.
     job: Text = ""
 
 
@@ -128,12 +129,12 @@ class JobHeartbeat(Body):
 
     job: JobId
     figures: JobFigures | None = None
-    #: Whether it is in the middle of an epoch.
+    #: Whether the job is in the middle of an epoch.
     reads: bool = True
 
 
 class JobHeartbeatReply(Body):
-    """The answer to `JobHeartbeat`."""
+    """Answer to `JobHeartbeat`: generation of the routing table, and figures of the flow."""
 
     #: Generation of the routing table.
     generation: Count
@@ -157,7 +158,7 @@ class JobRank(Body):
 class Join(Body):
     """To a router: a process starts to read, as a job or as a rank of a job. Answered with `Joined`."""
 
-    #: Its name, and the name and version of the flow.
+    #: Name of the process, and name and version of the flow.
     reader: Name
     flow: Name
     #: Random number that identifies the process among others with the same name.
@@ -166,23 +167,24 @@ class Join(Body):
     seed: Count
     #: Samples of one batch of this process.
     batch_size: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
-    #: None if it is the whole job.
+    #: None: the process is the whole job.
     rank: JobRank | None = None
-    #: Whether a frame with the samples of the job follows, int64; otherwise it reads all.
+    #: Whether a frame with the samples of the job (int64) follows; otherwise the job reads all samples.
     has_indices: bool = False
-    #: Share of its picks that ignore what other jobs have loaded; and its weight for the cache policy.
+    #: Share of the job's picks that ignore what other jobs have loaded; and the job's weight for the cache policy.
     independence: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    #: As returned by `own_process`: processes of its host can check by it whether it has ended.
+    #: Result of `own_process`, by which other processes of the host can check whether this process has ended.
     process: Text = ""
     #: `holder` of each process of the same job that is known to have ended.
     replaces: Annotated[list[Count], msgspec.Meta(max_length=MAX_RANKS)] = []
-    #: The generation under which it read before, 0 for none: it gets a newer one, the same for a repeated call.
+    #: Generation under which the process read before, 0 for none. The answer has a higher one, which a repeated call
+    #: returns again.
     after: Count = 0
 
 
 class NameHolder(Body):
-    """Process of a job. A call with the job's name is answered with a list of these."""
+    """Process that holds the name of a job or rank. The call `holders` with a job's name returns a list of these."""
 
     #: As in `Join`.
     holder: Count
@@ -190,30 +192,31 @@ class NameHolder(Body):
 
 
 class Joined(Body):
-    """The answer to `Join`."""
+    """Answer to `Join`: the generation of the process, its number of samples, and the routing table."""
 
     #: Generation of the process's `JobId` until it joins again.
     generation: Count
-    #: Samples of an epoch; for a rank, of its part.
+    #: Number of samples of an epoch; for a rank, of its part of the epoch.
     length: Count
     table: RoutingTable
 
 
 class EpochPlace(Body):
-    """Position of a process in an epoch. A frame has one bit for each sample, set if it has been drawn."""
+    """Position of a process in an epoch. A frame follows: one bit for each sample, set if the sample has been drawn."""
 
     epoch: Count
-    #: Number of samples of its part that have been drawn.
+    #: Number of samples that have been drawn of the process's part.
     position: Count
-    #: Whether another frame follows, of the samples that had been read when the rest was dealt to these ranks.
+    #: Whether another frame follows: the samples that had been read when the unread samples were divided among the
+    #: present ranks.
     has_earlier: bool = False
 
 
 class StartEpoch(Body):
-    """To a router: an epoch starts or continues. The frames of each of `places` follow."""
+    """To a router: start or continue an epoch at this position. The frames of each of `places` follow."""
 
     job: JobId
-    #: In the current epoch, then in the one before.
+    #: Position in the current epoch; then, for ranks, the position in the epoch before.
     places: Annotated[list[EpochPlace], msgspec.Meta(min_length=1, max_length=2)]
     #: Whether the process has read nothing so far, in any epoch.
     fresh: bool = False
@@ -222,21 +225,21 @@ class StartEpoch(Body):
 class DrawSamples(Body):
     """To a router: draw the next samples of the process's part of an epoch.
 
-    Answered with a frame of int64 sample numbers, empty at the end; and with the number of the epoch's first samples
-    that follow from seed and epoch, 0 for a job with ranks.
+    Answered with a frame of int64 sample numbers, empty at the end of the part. The body of the answer is the number of
+    samples at the epoch's start whose order follows from seed and epoch alone; 0 for a job with ranks.
     """
 
     job: JobId
     epoch: Count
-    #: Number of samples of its part that have been drawn; a repeated call returns the same samples.
+    #: Number of samples of the process's part that were drawn before. A repeated call returns the same samples.
     position: Count
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
 
 
 class ReadByAll(Body):
-    """To a router: return the samples that all ranks together have read when each has read `position` of its part.
+    """To a router: return the samples that all ranks together have read when each has read `position` samples.
 
-    Answered with a frame of one bit for each sample, or with none if that is not known.
+    Answered with a frame of one bit for each sample, or without a frame if the samples are not known.
     """
 
     job: JobId
@@ -244,7 +247,7 @@ class ReadByAll(Body):
     position: Count
 
 
-#: How long the leases of jobs and shards last after the latest heartbeat, seconds.
+#: How long the leases of jobs and shards last after the latest heartbeat (seconds).
 JOB_LEASE_S, SHARD_LEASE_S = 3 * LEASE_S, LEASE_S
 #: Maximum number of processes that read one flow.
 MAX_JOBS = 1024
@@ -254,5 +257,5 @@ class RouterSettings(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     """The settings of a router, which may change while it runs."""
 
     shards: list[str]
-    #: As in `FlowView`, for jobs.
+    #: As in `FlowView`; reported to jobs.
     limited_by: str = ""

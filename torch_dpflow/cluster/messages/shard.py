@@ -1,4 +1,4 @@
-"""Bodies of the calls to a shard, the tasks of its workers, and the settings of both."""
+"""Bodies of the calls to a shard, the tasks of its workers, and the settings of shards and workers."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from torch_dpflow.ipc.messages.headers import Frame, PayloadGroup, PayloadTable,
 
 #: How many workers a sample may kill before it is reported as poisoned.
 POISON_LIMIT = 3
-#: Tasks that a worker holds. Results of some are sent in one message, and the others run meanwhile. This is half of
-#: what torch's loader queues for a worker, with batches of 16.
+#: Number of tasks that a worker holds. It sends the results of some in one message while others wait or run. This is
+#: half of what torch's loader queues for a worker, with batches of 16.
 WINDOW = 16
-#: Maximum number of samples that a job may have requested ahead of need and not received, of all shards together; and
-#: also maximum number that it waits for, of one shard.
+#: Maximum number of samples that a job has requested ahead of need, from all shards together, and not received. Also
+#: the maximum number of samples for which it waits at one shard.
 MAX_WANTS = 1 << 16
 
 
 class Ask(Body):
-    """To a shard: samples that a job will need (`want`) or waits for (`fetch`), each with a ticket.
+    """To a shard: samples that a job will need (call `want`) or waits for (call `fetch`).
 
-    A fetch is answered with `Served`, which contains all awaited samples or some of them.
+    Each sample has a ticket, a number that the job uses only once. A fetch is answered with `Served`, which contains
+    all awaited samples or some of them.
     """
 
     job: JobId
     #: Generation of the routing table that named this shard.
     routing: Count
     epoch: Count
-    #: Seeds the random draws. None: the job reads the output of the cacheable stage.
+    #: Seed of the random draws. None: the job reads the output of the cacheable stage.
     draw: Count | None
     tickets: SampleKeys
     keys: SampleKeys
@@ -44,8 +45,8 @@ class Ask(Body):
     taken: SampleKeys
     #: How many of the last samples will be needed later: a fetch does not wait for them.
     ahead: Count = 0
-    #: Number of this request among the job's requests to this shard. If a request is repeated after a later one, only
-    #: the samples that the job waits for count: it may have released the others.
+    #: Counts the job's requests to all shards. If a shard receives a request after a later one, only the samples that
+    #: the job waits for count: it may have released the others.
     number: Count = 0
 
     @property
@@ -61,15 +62,15 @@ SAMPLE, FAILED, POISONED, WORKERLESS = range(4)
 
 
 class Served(Body):
-    """From a shard: samples, by their tickets. The frames of their payloads follow, in order."""
+    """Answer of a shard to a fetch: samples, by ticket. The frames of their payloads follow, in order."""
 
-    #: Each with its outcome, a number from SAMPLE to WORKERLESS.
+    #: Each group has one outcome, a number from SAMPLE to WORKERLESS.
     samples: Annotated[list[PayloadGroup], msgspec.Meta(max_length=MAX_SAMPLES)]
-    #: Samples that the shard has sent to jobs (these included) and loaded since it started. In every answer, so that
-    #: also a job that ends before its first heartbeat has them.
+    #: Number of samples that the shard has sent to jobs since it started, these included; and number that it has
+    #: loaded. Every answer has both numbers, so that a job that ends before its first heartbeat has them too.
     served: Count = 0
     decodes: Count = 0
-    #: How long its workers have taken to load, by stage.
+    #: How long the shard's workers have taken to load, by stage.
     times: StageTimes = msgspec.field(default_factory=StageTimes)
 
 
@@ -90,7 +91,7 @@ class ShardArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
 #: Random bytes that identify the process of a shard.
 SHARD_ID_BYTES = 8
-#: The frame of a shard's `WorkerWelcome`: its id, its process id, its number of workers; then the content's digest.
+#: Frame of a shard's `WorkerWelcome`: id of the shard, pid, number of workers; the digest of the content follows.
 GREETING = struct.Struct(f"<{SHARD_ID_BYTES}sQQ")
 
 
@@ -129,7 +130,7 @@ class SampleTask(NamedTuple):
 
 
 def pack_task(key: int, draw: int, input: tuple[PayloadTable, Sequence[Frame]] | None) -> Frame:
-    """Encode a task as one frame, which contains a copy of `input`; see `SampleTask`."""
+    """Return a task as one frame, with a copy of `input`. Arguments as in `SampleTask`."""
     if input is None:
         return _NUMBERS.pack(key, draw, 0)
     table, given = input
@@ -145,7 +146,7 @@ def pack_task(key: int, draw: int, input: tuple[PayloadTable, Sequence[Frame]] |
 
 
 def key_to_load(payload: memoryview) -> int | None:
-    """Return the key of a task that loads a sample; None if the task has an input, or if the frame is cut short."""
+    """Return the key of a packed task that loads a sample; None if the task has an input or the frame is cut short."""
     if len(payload) < _NUMBERS.size:
         return None
     key, _, length = _NUMBERS.unpack_from(payload)
@@ -153,7 +154,7 @@ def key_to_load(payload: memoryview) -> int | None:
 
 
 def unpack_task(payload: memoryview) -> SampleTask:
-    """Decode a task. Its input shares the frame's memory. Raises MessageError if the frame is cut short."""
+    """Decode a frame of `pack_task`, whose memory the task's input shares. Raises MessageError if it is invalid."""
     try:
         key, draw, length = _NUMBERS.unpack_from(payload)
         if not length:

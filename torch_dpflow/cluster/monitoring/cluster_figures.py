@@ -1,4 +1,4 @@
-"""Figures of a cluster for display: rows for jobs, flows and processes, and how much jobs share. Pure."""
+"""Figures of a cluster for display: rows for jobs, flows and processes, and how much jobs share. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.node import ProcessView, by_flow
 
 T = TypeVar("T")
-#: Little is shared if at least this many samples were served and this share of them was loaded for it.
+#: Little is shared if at least `MIN_SERVED` samples were served, and loads are at least the share `LITTLE` of these.
 MIN_SERVED, LITTLE = 100, 0.9
 
 
 class Sharing(NamedTuple):
-    """Figures of how much the jobs of a flow share. Counts are since its shards started."""
+    """Figures that show how much the jobs of a flow share. Counts are since the flow's shards started."""
 
     #: Samples that jobs have received, and that workers have loaded.
     served: int
@@ -34,6 +34,7 @@ class Sharing(NamedTuple):
 def sharing_of(served: int, decodes: int, *, size: int, keeps: bool, jobs: int = 0) -> Sharing:
     """Return the figures of how much the jobs of a flow share.
 
+    served, decodes: as in `Sharing`.
     size: number of samples of the flow. keeps: whether samples are cached for later readers. jobs: number of jobs that
         have read the flow; 0: unknown. A single job gets no advice about sharing.
     """
@@ -76,10 +77,10 @@ class ShardFigures(msgspec.Struct, frozen=True, kw_only=True):
     queued: int = 0
     loading: int = 0
     cached: int = 0
-    #: Bytes of samples that it holds, and its capacity for them.
+    #: Bytes of samples that the shard holds, and its capacity for samples.
     held_bytes: int = 0
     room_bytes: int = 0
-    #: How long its workers have taken to load, by stage.
+    #: How long the shard's workers have taken to load, by stage.
     times: StageTimes = msgspec.field(default_factory=StageTimes)
 
     @property
@@ -89,7 +90,7 @@ class ShardFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def decodes_per_sample(self) -> float:
-        """Samples loaded, per sample that a job received; 0.0 before the first."""
+        """Samples loaded, per sample that a job received; 0.0 before a job has received one."""
         return self.decodes / self.served if self.served else 0.0
 
 
@@ -97,7 +98,7 @@ class ShardRow(msgspec.Struct, frozen=True, kw_only=True):
     flow: str
     shard: str
     figures: ShardFigures
-    #: How often it, and its workers, have been restarted.
+    #: How often the shard, and its workers, have been restarted.
     restarts: int
     worker_restarts: int
 
@@ -112,7 +113,7 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
     batches: int
     samples: int
     bytes: int
-    #: Its part of the worker-seconds.
+    #: The job's part of the flow's worker-seconds.
     worker_s: float = 0.0
     #: How long the workers of a loader have taken to load, by stage; None for a job of a flow.
     times: StageTimes | None = None
@@ -139,7 +140,7 @@ class FlowRow(msgspec.Struct, frozen=True, kw_only=True):
     figures: ShardFigures
     #: Why its jobs share little; empty if they share much, or if that is not known yet.
     sharing: str
-    #: What to change about that; empty for nothing.
+    #: What to change so that jobs share more; empty for nothing.
     cache_advice: str = ""
     #: How often its router, its shards and its workers have been restarted.
     restarts: int
@@ -151,7 +152,7 @@ class FlowRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """All figures at one moment."""
+    """Rows of all flows, shards and jobs at one moment."""
 
     flows: list[FlowRow]
     shards: list[ShardRow]
@@ -231,13 +232,13 @@ def _sum(figures: Sequence[ShardFigures]) -> ShardFigures:
 
 
 def figure_of(status: dict[str, Any], name: str, kind: type[T]) -> T:
-    """Return a figure in the status of a process; the empty one if there is none, or if it is of a later release."""
+    """Return the figure `name` in the status of a process; an empty `kind` if it is absent or no valid `kind`."""
     with suppress(msgspec.ValidationError):
         return converted(status.get(name, []), kind)
     return kind()
 
 
 def count_of(status: dict[str, Any], name: str) -> int:
-    """Return a count in the status of a process; 0 if absent."""
+    """Return the count `name` in the status of a process; 0 if it is absent or not an integer."""
     value = status.get(name)
     return value if isinstance(value, int) else 0

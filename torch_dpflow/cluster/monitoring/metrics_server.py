@@ -77,7 +77,8 @@ def check_metrics_address(address: str, *, public: bool) -> tuple[str, int]:
 def serve_metrics(address: str, views: Callable[[], Views]) -> None:
     """Start threads that serve metrics at HOST:PORT until the process ends.
 
-    views: returns the data; called for each answer, in one of these threads.
+    views: returns the data; called for each answer, in one of these threads. If the address cannot be used, this is
+        logged and not raised.
     """
     client = _require_client()
     host, _, port = address.rpartition(":")
@@ -90,7 +91,7 @@ def serve_metrics(address: str, views: Callable[[], Views]) -> None:
 
 
 class UnnamedJobs:
-    """Combination of a flow's unnamed jobs into one row: their random names would make a new series for each run."""
+    """Combiner of each flow's unnamed jobs into one row: their random names would make a new series for each run."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -99,7 +100,10 @@ class UnnamedJobs:
         self._gone: dict[str, JobRow] = {}
 
     def combine(self, rows: Sequence[JobRow], flows: Collection[str]) -> list[JobRow]:
-        """Return the rows of named jobs, and one row for the unnamed jobs of each flow, whose counts never fall."""
+        """Return the rows of named jobs, and one row for the unnamed jobs of each flow. Its counts never fall.
+
+        rows: all current jobs. flows: all existing flows; the counts of other flows are dropped.
+        """
         unnamed = {(row.flow, row.job): row for row in rows if row.job.startswith(UNNAMED)}
         with self._lock:
             for key in self._seen.keys() - unnamed.keys():

@@ -23,11 +23,11 @@ from torch_dpflow.errors import MissingExtraError, OptionError
 #: Environment variable with the path of the file with the token.
 TOKEN_FILE = "DPFLOW_WEB_TOKEN_FILE"
 MIN_TOKEN, MAX_TOKEN = 16, 1024
-#: Allowed requests of one address: a second on average, and at once.
+#: Allowed requests of one client address: number per second on average, and number at once.
 RATE, BURST = 20.0, 60.0
-#: Maximum addresses whose rate is tracked; the address that was silent for the longest time is dropped.
+#: Maximum number of client addresses whose rate is tracked. The one that was silent for the longest time is dropped.
 MAX_CLIENTS = 256
-#: Hosts in URLs by which only this machine is reached.
+#: Names of hosts in URLs that reach only this machine.
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
@@ -45,12 +45,12 @@ def parse_address(name: str, address: str, example: str) -> tuple[str, int]:
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises OSError."""
+    """Return a socket that listens at this address. Raises OSError if that is not possible."""
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def check_vacant(name: str, host: str, port: int) -> None:
-    """Raise OptionError if this process cannot listen at the address."""
+    """Raise OptionError, which names the option `name`, if this process cannot listen at the address."""
     try:
         listen_at(host, port).close()
     except OSError as error:
@@ -66,29 +66,30 @@ class Refusal(NamedTuple):
 
 
 def digest_of(token: str) -> bytes:
-    """Return the digest of a token, which is stored instead of the token."""
+    """Return the digest of a token. Only the digest is stored."""
     return hashlib.sha256(token.encode()).digest()
 
 
 class PageAuthenticator:
-    """Rate limit and authentication of requests. Not thread-safe.
+    """Authenticator of requests to the live page, with a limit of each client's rate. Not thread-safe.
 
     Args:
         digest: digest of the token that each request needs; empty without a token.
-        hosts: allowed names of the page; empty for any. Without a token this prevents DNS rebinding: a foreign page
-            could otherwise let its own name resolve to this host, and read the page.
+        hosts: names by which the page may be requested; empty for any. Without a token this prevents DNS rebinding: a
+            foreign page could otherwise let its own name resolve to this host, and read the page.
     """
 
     def __init__(self, digest: bytes = b"", hosts: frozenset[str] = frozenset()) -> None:
         self._digest = digest
         self._hosts = hosts
-        #: By address: requests left, and at which time, seconds.
+        #: By address: requests left, and at which time (seconds).
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def refuse(self, method: str, client: str, host: str, authorization: str, now: float) -> Refusal | None:
         """Return why a request is refused; None if it is accepted.
 
-        host, authorization: headers of the request, empty if absent.
+        client: the client's address. host, authorization: headers of the request, empty if absent.
+        now: time in seconds.
         """
         if not self._is_within_rate(client, now):
             return Refusal(429, "too many requests; wait a second", {"Retry-After": "1"})
@@ -150,13 +151,14 @@ class PagePlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 def check_page(name: str, address: str, token_file: str | None, *, vacant: bool = True) -> PagePlace:
-    """Return the place of a page at HOST:PORT.
+    """Check the address and the token of a page, and return them.
 
-    name: the option, for messages. vacant: whether to check that the port is free.
+    name: the option, for messages. address: HOST:PORT. token_file: path of the file with the token; None: no token.
+    vacant: whether to check that the port is free.
 
     Raises:
         OptionError: the address is not HOST:PORT, is in use, or can be reached from other machines although there is no
-            token; or the token file contains no token, or other users can read it.
+            token. Or the token file cannot be read, contains no token, or can be read by other users.
         MissingExtraError: the packages for the page are not installed.
     """
     host, port = parse_address(name, address, "127.0.0.1:8265")

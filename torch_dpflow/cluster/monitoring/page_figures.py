@@ -1,4 +1,4 @@
-"""Observations of a cluster or a loader at one moment, and the rows that the live page shows. Pure.
+"""Observations of a cluster or a loader at one moment, and the rows that the live page shows. Pure functions.
 
 The module also contains the explanation of each limit, with advice.
 """
@@ -18,7 +18,7 @@ from torch_dpflow.cluster.messages.node import ProcessView, instance_of
 from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, figure_of, figures_of
 from torch_dpflow.ipc.messages.remote_worker import RemoteWorkerView
 
-#: Maximum jobs and processes on one page, which shows the number of the others.
+#: Maximum number of jobs and of processes on one page. The page shows how many more there are.
 MAX_JOBS, MAX_PROCESSES = 256, 1024
 #: States of processes of nodes; remote workers have those of `WorkerState`.
 RUNNING, STARTING, DOWN = "running", "starting", "down"
@@ -28,35 +28,35 @@ class ProcessRow(msgspec.Struct, frozen=True, kw_only=True):
     """Row of a worker or a service."""
 
     id: str
-    #: Name and version of its flow; empty if it serves all.
+    #: Name and version of its flow; empty if the process serves all flows.
     flow: str
     role: str
     state: str
     #: Host and process id, for display.
     where: str = ""
     restarts: int = 0
-    #: How the process before it ended; empty if there was none, or if that is not known.
+    #: How the previous process of this id ended; empty if there was none, or if its end is not known.
     ended: str = ""
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """All figures at one moment. Counts are as in `FlowRow` and `JobRow`."""
+    """Rows of all flows, jobs and processes at one moment. Counts are as in `FlowRow` and `JobRow`."""
 
     flows: list[FlowRow] = []
     jobs: list[JobRow] = []
     processes: list[ProcessRow] = []
-    #: By `JobRow.key`: what limits a job that waits, and what to change. Jobs that are absent use those of their flow.
+    #: By `JobRow.key`: what limits a job that waits, and what to change. An absent job has the limit of its flow.
     limits: dict[str, tuple[str, str]] = {}
-    #: Restarts in total, if processes do not report theirs.
+    #: Number of restarts in total, if `processes` do not have it; None: they have it.
     restarts: int | None = None
-    #: Failure of the coordinator, such as "does not answer", since when its values are unchanged; empty for none.
+    #: Failure of the coordinator, such as "does not answer"; its latest values are then shown. Empty for none.
     failure: str = ""
 
 
 class FlowLine(FlowRow, frozen=True, kw_only=True):
-    """A flow on the page: its row, its state in words, and rates from earlier rows, which are None while unknown."""
+    """Flow on the page: its row, its state in words, and rates from earlier rows. An unknown rate is None."""
 
-    #: Since its shards started, and over the last seconds.
+    #: Rates since the flow's shards started, and rates over the last seconds.
     hit_rate: float | None
     hit_rate_now: float | None
     decodes: float | None
@@ -71,13 +71,13 @@ class FlowLine(FlowRow, frozen=True, kw_only=True):
 
 
 class JobLine(JobRow, frozen=True, kw_only=True):
-    """A job on the page: its row, and rates from earlier rows, which are None if it has read nothing lately."""
+    """Job on the page: its row, and rates from earlier rows. A rate is None if the job has read nothing lately."""
 
-    #: Since it started, and over the last seconds.
+    #: Share of the time in which the job waited: since it started, and over the last seconds.
     stall: float
     stall_now: float | None
     samples_per_s: float | None
-    #: As in `FlowLine`; advice only if it is not in the line of its flow, times for a loader.
+    #: As in `FlowLine`. Advice is empty if the line of the flow has it; `sample` and `stages` are only for loaders.
     limited_by: str
     limit: str
     advice: str
@@ -103,7 +103,7 @@ class Headline(msgspec.Struct, frozen=True, kw_only=True):
     """First line of the page: the limit of the run, and advice."""
 
     text: str
-    #: Empty for none.
+    #: What to change; empty for nothing.
     advice: str
     #: "good", "wait" or "bad".
     state: str
@@ -121,7 +121,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class History(msgspec.Struct, kw_only=True):
-    """Figures over time: a value or None of each job and flow, for each moment in `at` (seconds since 1970)."""
+    """Figures over time: for each job or flow, a value or None for each moment in `at` (seconds since 1970)."""
 
     at: list[float]
     stall: dict[str, list[float | None]]
@@ -131,7 +131,7 @@ class History(msgspec.Struct, kw_only=True):
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """Update of the page: everything if `whole` is True, else the changes since the previous update."""
+    """Update of the page: the present rows; and events and history, all if `whole`, else new since the last update."""
 
     number: int
     whole: bool
@@ -146,7 +146,7 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     flows: list[FlowLine]
     jobs: list[JobLine]
     processes: list[ProcessRow]
-    #: Numbers of jobs and processes that are not shown.
+    #: Numbers of further jobs and processes, which the page does not list.
     more_jobs: int
     more_processes: int
     events: list[Event]
@@ -154,7 +154,7 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def observation_of(flows: Sequence[FlowView], processes: Sequence[ProcessView], failure: str = "") -> Observation:
-    """Return the observation of a cluster from the views of its coordinator and its node."""
+    """Return the observation of a cluster, from the views of coordinator and node. failure: as in `Observation`."""
     figures = figures_of(flows, processes)
     rows = [row for view in processes for row in _rows_of(view)]
     return Observation(flows=figures.flows, jobs=figures.jobs, processes=rows, failure=failure)
@@ -178,7 +178,7 @@ def _rows_of(view: ProcessView) -> Iterator[ProcessRow]:
 
 
 class Limit(NamedTuple):
-    """A limit in two or three words, in a clause, and what to change. NAME stands for the name of the flow."""
+    """Texts about a limit: as words, as a clause, what to change, what helps otherwise. NAME stands for the flow."""
 
     words: str
     meaning: str
@@ -242,7 +242,7 @@ _OWN_PROCESS = "look at what else runs on the job's host, and at its collate_fn:
 
 
 def limit_of(by: str) -> Limit:
-    """Return the limit that the word `by` names. Unknown words are limits of the platform."""
+    """Return the texts about the limit that `by` names. An unknown name is a limit of the platform."""
     found = FLOW_LIMITS.get(by)
     return found or Limit(
         _LOADER_WORDS.get(by, f"the platform: {by}"),
@@ -252,12 +252,12 @@ def limit_of(by: str) -> Limit:
 
 
 def advice_of(by: str, flow: str) -> str:
-    """Return advice for a flow that is limited `by`; empty if there is none. flow: name and version."""
+    """Return advice for a flow whose limit is `by`: what to change; empty for nothing. flow: name and version."""
     return "" if by in ("", "job") else limit_of(by).change.replace("NAME", flow.rpartition(":v")[0])
 
 
 def headline_of(kind: str, jobs: Sequence[JobLine], flows: Mapping[str, FlowLine]) -> Headline:
-    """Return the headline: the limit of the run, and advice. kind: "cluster" or "loader"."""
+    """Return the headline: what limits jobs or loaders most, and advice. kind: "cluster" or "loader"."""
     noun = "loader" if kind == "loader" else "job"
     if not jobs:
         advice = "" if flows or noun == "loader" else 'a loader with flow="NAME" and its job are shown here'

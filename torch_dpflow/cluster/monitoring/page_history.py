@@ -1,4 +1,4 @@
-"""History of a cluster or a loader: rates over the last seconds, ten minutes of them, and events. Pure.
+"""History of a cluster or a loader: rates of the last ten minutes, and events. A pure state machine.
 
 The caller observes about once a second. Counters that fall because their process was restarted give no rate.
 """
@@ -32,15 +32,15 @@ from torch_dpflow.cluster.monitoring.page_figures import (
     limit_of,
 )
 
-#: Interval over which rates are computed, seconds; jobs report once a second.
+#: Interval over which rates are computed (seconds); jobs report once a second.
 WINDOW_S = 5.0
-#: Maximum points of the history, jobs and flows in it, and events.
+#: Maximum number of points of the history, of jobs and of flows in it, and of events.
 MAX_POINTS, MAX_SERIES, MAX_EVENTS = 600, 64, 200
-#: Most similar events of one moment that are listed one by one.
+#: Maximum number of similar events of one moment that are listed separately.
 MAX_ALONE = 4
-#: What limits a job that waits little.
+#: Name of the limit of a job that waits little.
 OWN_PACE = "job"
-#: States of a worker that loads, or could.
+#: States of a worker that loads, or is ready to load.
 AT_WORK = (RUNNING, "working", "on deck")
 
 
@@ -65,7 +65,7 @@ class PageHistory:
         self._latest: Update
 
     def observe(self, seen: Observation, at: float) -> Update:
-        """Add an observation and return the changes. at: seconds since 1970."""
+        """Add an observation; return the update for pages that have the previous one. at: seconds since 1970."""
         jobs = {row.key: row for row in seen.jobs}
         flows = {row.flow: row for row in seen.flows}
         while self._seen and not at - WINDOW_S <= self._seen[0][0] < at:
@@ -101,7 +101,7 @@ class PageHistory:
         return self._latest
 
     def whole(self) -> Update:
-        """Return the latest update with the whole history. Call `observe` first."""
+        """Return the latest update with the whole history, for a page that has none. Call `observe` first."""
         fields = {name: getattr(self._latest, name) for name in Update.__struct_fields__}
         return Update(**{**fields, "whole": True, "events": list(self._events), "history": self._history})
 

@@ -35,9 +35,9 @@ from torch_dpflow.workers.process_control import at_parents_end, exit_with
 
 #: Maximum simultaneous connections, and streams of updates.
 MAX_CONNECTIONS, MAX_STREAMS = 128, 32
-#: Maximum bytes of the head of a request; timeouts of receiving it, and of a client that receives, seconds.
+#: Maximum bytes of the head of a request; timeouts of receiving a head, and of a client that must receive (seconds).
 MAX_HEAD, HEAD_S, STUCK_S = 16 << 10, 10.0, 20.0
-#: Duration of a stream, seconds, after which the browser opens another one. Streams to vanished clients
+#: Duration of a stream (seconds), after which the browser opens another one. Streams to vanished clients
 #: therefore end.
 STREAM_S = 600.0
 _FILES = Path(__file__).with_name("page")
@@ -54,7 +54,7 @@ _HEADERS = {
 
 
 class PageServer:
-    """Thread that answers requests from the observations that another thread reports.
+    """Thread that serves the live page. Another thread gives it observations.
 
     Args:
         listener: a listening socket; owned by the server.
@@ -104,7 +104,7 @@ class PageServer:
         self._thread.start()
 
     def observe(self, seen: Observation) -> None:
-        """Send an observation to all open pages. One thread may call."""
+        """Send an observation to all open pages. Call this in one thread only."""
         with self._lock:
             update = self._history.observe(seen, time.time())
             latest = _event(update.number, msgspec.json.encode(update))

@@ -1,4 +1,4 @@
-"""Publication of a running cluster's connection file, of which each path has at most one."""
+"""Publication of a running cluster's connection file. Two running clusters cannot have the same path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch_dpflow.cluster.security.connection_file import (
 )
 from torch_dpflow.errors import DPFlowError, OptionError, UsageError
 
-#: Interval at which a cluster checks whether its file exists, seconds.
+#: Interval at which a cluster checks whether its file exists (seconds).
 CHECK_S = 2.0
 
 
@@ -89,7 +89,7 @@ class Announcement:
 
 
 def check_vacant(path: Path) -> None:
-    """Raise UsageError if a running cluster has its file at `path`; OptionError for another kind of file or folder."""
+    """Raise UsageError if a running cluster has its file at `path`, OptionError if the file cannot be written there."""
     leftover = _lock_leftover(path)
     if leftover is not None:
         os.close(leftover)
@@ -100,7 +100,7 @@ def check_vacant(path: Path) -> None:
 
 
 def lock_file(path: Path) -> int | None:
-    """Return a descriptor that locks the file until it is closed; None if another process has locked it."""
+    """Lock a file; return a descriptor, which holds the lock until it is closed. None: another process has the lock."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -35,7 +35,7 @@ class ClusterCertificates(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     #: Certificate of the authority, without a key.
     authority: str
     client: str
-    #: For processes that serve.
+    #: Certificate and key of servers; None in files for clients only.
     server: str | None = None
 
 
@@ -45,7 +45,7 @@ def can_draw_certificates() -> bool:
 
 
 def draw_certificates() -> ClusterCertificates:
-    """Generate the certificates of a new cluster, valid for ten years. Raises MissingExtraError."""
+    """Generate certificates for a new cluster, valid for ten years. Raises MissingExtraError without `cryptography`."""
     imported("cryptography", "certificates need cryptography", "pool")
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -93,7 +93,7 @@ def read_certificates(authority: Sequence[Path], client: Sequence[Path], server:
     authority: certificates of the authority.
     client, server: a certificate with its intermediate certificates and its key, in one or more files.
 
-    Raises OptionError if a file cannot be read, or `check_certificates` refuses a certificate.
+    Raises OptionError if a file cannot be read or does not fit its role, or `check_certificates` refuses a certificate.
     """
     found = ClusterCertificates(
         authority=_pem("authority", authority), client=_pem("client", client), server=_pem("server", server)
@@ -129,12 +129,15 @@ def check_certificates(certificates: ClusterCertificates) -> None:
 
 
 def is_client(certificate: dict[str, Any] | None) -> bool:
-    """Return whether a certificate, as returned by `ssl`, is for clients of clusters."""
+    """Return whether the certificate of a TLS peer, as returned by `getpeercert`, has the name of clients."""
     return ("DNS", CLIENT_NAME) in (certificate or {}).get("subjectAltName", ())
 
 
 def server_context(certificates: ClusterCertificates) -> ssl.SSLContext:
-    """Return the TLS 1.3 context of a server, for clients with a certificate of the cluster. Raises OptionError."""
+    """Return the TLS 1.3 context of a server, which accepts only the cluster's clients.
+
+    Raises OptionError if there is no certificate for servers, or a certificate cannot be read.
+    """
     if certificates.server is None:
         raise OptionError(
             "the connection file holds no certificate for servers, so no server can use it; use the file that "
@@ -147,7 +150,7 @@ def server_context(certificates: ClusterCertificates) -> ssl.SSLContext:
 
 
 def client_context(certificates: ClusterCertificates) -> ssl.SSLContext:
-    """Return the TLS 1.3 context of a client, for servers of the cluster. Raises OptionError."""
+    """Return the TLS 1.3 context of a client of the cluster. Raises OptionError if a certificate cannot be read."""
     return _prepared(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), certificates.authority, certificates.client)
 
 

@@ -43,11 +43,11 @@ class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     client_secret: str
     #: For processes that start services; absent from files for jobs.
     server_secret: str | None = None
-    #: 2 with certificates.
+    #: Version of the file's format: 2 with certificates, else 1.
     version: int = 1
-    #: Whether workers run on a platform, or in nodes on one, and need the modules of jobs.
+    #: Whether a platform runs the workers or nodes, so that jobs have to send the user's modules.
     sends_code: bool = False
-    #: For servers of the pool that are reached over a network.
+    #: Certificates for connections to pool servers over a network.
     certificates: ClusterCertificates | None = None
 
     def for_jobs(self) -> ConnectionFile:
@@ -100,7 +100,7 @@ def generate_keys(address: str, *, certificates: bool = False) -> ConnectionFile
 
 
 def write_connection_file(path: str | os.PathLike[str], connection: ConnectionFile) -> None:
-    """Write JSON that only the owner may read, atomically."""
+    """Write a connection file atomically, as JSON that only the owner can read."""
     draft = draft_connection_file(path, connection)
     try:
         draft.replace(path)
@@ -110,7 +110,7 @@ def write_connection_file(path: str | os.PathLike[str], connection: ConnectionFi
 
 
 def draft_connection_file(path: str | os.PathLike[str], connection: ConnectionFile) -> Path:
-    """Write a connection file next to `path`, which the caller moves there atomically; return its path."""
+    """Write a connection file next to `path`, and return the path of this draft. The caller moves it to `path`."""
     draft = Path(path).with_name(f".{Path(path).name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -127,7 +127,7 @@ def read_connection_file(
 ) -> ConnectionFile:
     """Read and check the connection file of a cluster.
 
-    advice: what to do if the file is not a connection file.
+    advice: for the error if the file is not a connection file: what to do.
 
     Raises OptionError if the file does not exist, other users can read it, or it is not a connection file.
     """
@@ -211,12 +211,12 @@ def _read(path: str | os.PathLike[str], what: str, *, missing: str, other: str) 
 ADDRESS_VARIABLE = "DPFLOW_ADDRESS"
 #: The name of a node's socket in the directory of its cluster.
 NODE_SOCKET = "node"
-#: The kernel's limit for the path of a socket, bytes.
+#: The kernel's limit for the path of a socket (bytes).
 LONGEST_SOCKET_PATH = 107
 
 
 def default_connection_file() -> Path:
-    """Return the path to which `dpflow up` writes the connection file, in a folder that exists in containers too."""
+    """Return the path to which `dpflow up` writes its file by default, in a folder that exists in containers too."""
     folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     return Path(folder) / f"dpflow-connection-{os.getuid()}.json"
 
@@ -246,7 +246,7 @@ def _found_file() -> Path:
 
 
 def keys_hint(address: str) -> str:
-    """Return a hint about keys for a cluster that does not answer; empty if the address needs none."""
+    """Return the text of a hint about keys, for a cluster that does not answer; empty if `address` needs no keys."""
     if not address.startswith("tcp://"):
         return ""
     return (
@@ -267,7 +267,7 @@ class Cluster:
     def connect(self, address: str | None = None, *, timeout_s: float = 60.0, shared_bytes: int = 0) -> RpcClient:
         """Return a client of the service at `address`; None: of the coordinator.
 
-        shared_bytes: maximum shared memory for calls with large payloads, bytes.
+        shared_bytes: maximum shared memory for calls with large payloads (bytes).
         """
         return RpcClient(
             self.address if address is None else address,
@@ -282,8 +282,8 @@ def find_cluster(address: str | os.PathLike[str] | None = "auto") -> Cluster:
     address: "auto" or None for the cluster that `DPFLOW_ADDRESS` names, or else the one that this user has started on
         this host; the path of a connection file; or ipc://PATH or tcp://127.0.0.1:PORT without keys.
 
-    Raises OptionError if the connection file does not exist or other users can read it; OptionTypeError if `address` is
-    neither text nor a path.
+    Raises OptionError if the connection file does not exist, is invalid or can be read by other users, or `address` is
+    not of these forms; OptionTypeError if `address` is neither text nor a path.
     """
     check_type("address", address, (str, os.PathLike, type(None)), '"auto" or the path of a connection file')
     if address in (None, "auto"):
@@ -321,8 +321,8 @@ def _check_direct(address: str) -> None:
 def node_proof(keys: ConnectionFile, name: str) -> str:
     """Return the proof that a node of this name has the server key of the cluster, 64 hexadecimal digits.
 
-    It is sent through a connection that is encrypted with that key. A job's connection file lacks the key, so a job can
-    neither make nor read a proof. Raises OptionError for such a file.
+    The proof is sent through a connection that is encrypted with that key. A job's connection file lacks the key, so a
+    job can neither make nor read a proof. Raises OptionError for a job's file.
     """
     secret = keys.server_keys().secret
     return hmac.new(secret, b"dpflow node " + name.encode(), hashlib.sha256).hexdigest()

@@ -2,7 +2,7 @@
 
 A content may have hundreds of megabytes. It is identified by its digest and transferred in pieces. No service holds a
 content in memory, or waits for hashing and writing: a thread of the coordinator does this. Workers fetch their content
-directly.
+from the coordinator directly.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ T = TypeVar("T")
 
 #: Maximum number of simultaneous uploads to the coordinator, and of calls that wait for its thread.
 MAX_DRAFTS, MAX_WAITING = 64, 32
-#: Timeout of the transfer of a piece, seconds.
+#: Timeout of the transfer of a piece (seconds).
 PIECE_S = 30.0
-#: Timeout of a fetch without a piece; the interval at which other processes of the host check for its end; seconds.
+#: Time without a piece after which a fetch fails; interval at which other processes of the host check whether the fetch
+#: has ended (seconds).
 FETCH_S, POLL_S = 120.0, 0.5
 _DRAFT, _LOCK = ".part", ".lock"
 
@@ -62,7 +63,7 @@ class ContentFiles:
     Args:
         directory: path of the directory, created if it does not exist; only its owner can access it.
 
-    The constructor and all methods raise StateError if the directory cannot be used.
+    The constructor, `receive` and `read` raise StateError if the directory cannot be used.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -81,10 +82,10 @@ class ContentFiles:
             raise self._broken(error) from error
 
     def receive(self, piece: ContentPiece, data: memoryview) -> int:
-        """Store a piece. Return the number of stored bytes: the offset of the next piece, or the content's size.
+        """Store the next piece. Return the number of stored bytes: the offset of the next piece, or the content's size.
 
-        A piece at another offset is ignored, because several clients may upload one content. Raises UsageError if the
-        complete content does not have its digest.
+        A piece at a different offset is ignored, because several clients may upload one content. Raises UsageError if
+        the complete content does not have its digest.
         """
         if piece.digest in self.digests:
             return piece.size
@@ -104,7 +105,7 @@ class ContentFiles:
         return draft.held
 
     def read(self, request: ContentRequest) -> tuple[int, bytes]:
-        """Return a content's size in bytes, and a piece of the content. Raises UsageError if it is not stored."""
+        """Return (size of a content in bytes, the requested piece). Raises UsageError if the content is not stored."""
         if request.digest not in self.digests:
             raise UsageError(f"no content {request.digest!r} is stored")
         try:
@@ -155,7 +156,7 @@ class ContentFiles:
 
 
 def check_piece(piece: ContentPiece, frames: Sequence[memoryview]) -> None:
-    """Raise UsageError unless the sizes of the content and of the piece are allowed."""
+    """Raise UsageError if the content or the piece is too large, or `frames` is not a single piece."""
     if piece.size > MAX_CONTENT_BYTES:
         raise UsageError(f"the content of a flow has {piece.size} bytes; {MAX_CONTENT_BYTES} are allowed")
     if len(frames) != 1 or not 1 <= frames[0].nbytes <= CONTENT_PIECE_BYTES:
@@ -163,7 +164,7 @@ def check_piece(piece: ContentPiece, frames: Sequence[memoryview]) -> None:
 
 
 class Contents:
-    """Contents of a coordinator, with a thread that reads and writes. The coordinator's thread calls all methods.
+    """Contents of a coordinator, with a thread that reads and writes the files. One other thread calls all methods.
 
     Raises StateError if the directory cannot be used.
     """
@@ -211,13 +212,14 @@ class Contents:
 
 
 def open_content(place: ClusterPlace, digest: str, on_progress: Callable[[], None], *, coordinator: str) -> IO[bytes]:
-    """Open a content. The first process of this host that needs it fetches it from the coordinator for all processes.
+    """Return the open file of a content. The first process of a host that needs it fetches it for all processes.
 
-    The content stays on the host while a process has it open, and then until another content is fetched.
+    The file stays on the host while a process has it open, and then until another content is fetched.
 
     on_progress: called repeatedly while the content is fetched.
-    coordinator: the id of the coordinator's process. Raises DPFlowError if no piece arrives for `FETCH_S`, or if the
-    received content does not have the digest.
+    coordinator: id of the coordinator's process.
+
+    Raises DPFlowError if no piece arrives for `FETCH_S`, or if the received content does not have the digest.
     """
     folder = Path(place.directory, "contents")
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -56,7 +56,7 @@ METHODS: dict[str, Any] = {
     "ended": None,
     "processes": None,
 }
-#: How long a job's call waits for the router of its flow, seconds. Shorter than a job's timeout, so that a job can
+#: How long a job's call waits for the router of its flow (seconds). Shorter than a job's timeout, so that a job can
 #: distinguish services that start from an absent coordinator.
 ACCESS_S = 2.0
 _encode = msgspec.msgpack.encode
@@ -66,7 +66,7 @@ _encode = msgspec.msgpack.encode
 class _WaitingCall:
     call: IncomingCall
     instance: str
-    #: When it is answered even without a router, seconds.
+    #: When it is answered even without a router (seconds).
     until: float
 
 
@@ -76,12 +76,12 @@ class Coordinator:
     Args:
         server: server at which the methods are registered; the caller runs it.
         store: store for flows.
-        contents: contents (pickled datasets) that workers load.
+        contents: store for contents (pickled datasets), which workers load.
         limits: limits of all flows together.
-        worker_platform: where workers run; None: the nodes start them.
+        worker_platform: platform that runs workers; None: nodes run them.
         nodes: nodes on other hosts; None: no other host can join.
         price_per_hour: price of a worker, for reports.
-        host_bytes: memory of the cluster's host if no other host can join it.
+        host_bytes: memory of the cluster's host, for a check, if no other host can join; None: no check.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Coordinator:
         price_per_hour: float = 0.0,
         host_bytes: int | None = None,
     ) -> None:
-        #: Called when the desired processes may have changed.
+        #: Called when the processes that should run may have changed.
         self.on_change: Callable[[], None] = lambda: None
         self._host_bytes = host_bytes
         self._worker_platform = worker_platform
@@ -135,11 +135,11 @@ class Coordinator:
         return self._by_node().get("", [])
 
     def assigned_to(self, node: str) -> list[Launch] | None:
-        """Return the processes that a joined node should run; None while they may be incomplete."""
+        """Return the processes that a joined node should run; None until the cluster's own node has reported."""
         return self._by_node().get(node, []) if self._has_observed else None
 
     def changed(self) -> None:
-        """Recompute the processes that should run, and notify the nodes of possible changes."""
+        """Mark the list of processes that should run as out of date, and call `on_change`."""
         self._launches = None
         self.on_change()
 
@@ -168,7 +168,7 @@ class Coordinator:
         return found
 
     def observe(self, processes: list[ProcessView]) -> None:
-        """Record the running processes of the cluster's own node, and apply leases and deadlines."""
+        """Record the processes of the cluster's own node; update flows by their reports, and answer waiting calls."""
         now = self._clock()
         self.observed = processes
         self._has_observed = True
@@ -206,7 +206,7 @@ class Coordinator:
         return joined or {"": len(os.sched_getaffinity(0))}
 
     def parts(self, *, hosts: int = 0) -> dict[str, Part | None]:
-        """Return each running flow's part of the cluster. hosts: assumed number of hosts; 0: those that run shards."""
+        """Return each running flow's part of the cluster. hosts: assumed number of hosts; 0: the present number."""
         return self._scaling.parts(self._running, hosts or len(self._hosts), self._unread())
 
     def _unread(self) -> set[str]:

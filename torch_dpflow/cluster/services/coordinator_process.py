@@ -24,7 +24,7 @@ from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, RpcServer
 
 
 class Reconciler:
-    """Two daemon threads: one observes the node's running processes, the other sends the node the desired processes."""
+    """Two daemon threads: one observes the processes of the node, the other sends the node the desired processes."""
 
     def __init__(self, service: ServiceSpec, server: RpcServer, coordinator: Coordinator) -> None:
         self._node = service.place.connect(service.place.node_address, timeout_s=10.0)
@@ -53,7 +53,7 @@ class Reconciler:
         self._desired.send(Desire(ask_in(self._server, self._coordinator.desired)))
 
 
-#: Longest wait for a message, and while the state is loaded, seconds.
+#: Longest wait for a message, and while the state is loaded (seconds).
 IDLE_POLL_S, LOADING_POLL_S = 0.5, 0.02
 
 

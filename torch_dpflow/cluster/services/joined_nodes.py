@@ -1,4 +1,4 @@
-"""Calls from nodes on other hosts: to join, to report running processes, and to receive the processes to run."""
+"""Calls from nodes on other hosts, by which they join, report their processes, and receive the processes to run."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcServer
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.shipping.compatibility import unfit, versions_here
 
-#: The lease of a node expires this long after its latest report, seconds: as long as that of a node's processes.
+#: The lease of a node expires this long after its latest report (seconds): as long as that of a node's processes.
 NODE_LEASE_S = 2 * LEASE_S
 #: Maximum number of nodes that join under one coordinator: the generations of the next one are above.
 _MAX_JOINS = 1 << 12
-#: Methods for nodes and about them, like `coordinator.METHODS`.
+#: Methods of the coordinator for nodes and about nodes, with the types of their arguments.
 NODE_METHODS: dict[str, Any] = {
     "join_node": NodeJoin,
     "report_node": NodeReport,
@@ -53,12 +53,13 @@ def node_table(place: ClusterPlace, incarnation: int) -> NodeTable:
 
 
 class JoinedNodes:
-    """Joined nodes of a cluster, driven by the coordinator's thread.
+    """Coordinator's part for joined nodes: answers their calls. The coordinator's thread drives it.
 
     Args:
-        server: methods are registered with it.
+        server: server of the coordinator, at which the methods are registered.
         store: stores the nodes for the next coordinator.
-        place: settings of the cluster. Nodes are refused if these have no keys, or have a platform for workers.
+        place: settings of the cluster. Without keys, or with a platform for workers, no node can join.
+        table: the nodes, which this object changes.
         limits: limits of the number of nodes that a platform runs; None: no platform runs nodes.
     """
 
@@ -85,7 +86,7 @@ class JoinedNodes:
             server.register(name, getattr(self, f"_on_{name}"), body_type=body)
 
     def poll(self) -> None:
-        """Expire leases. Call this at least once a second."""
+        """Remove nodes whose leases have expired. Call this at least once a second."""
         self._note_lost(self._table.tick(self._clock()), f"has expired: no report for {NODE_LEASE_S:g} s")
 
     def _note_lost(self, lost: Sequence[NodeRecord], why: str) -> None:
@@ -97,7 +98,7 @@ class JoinedNodes:
             self._coordinator.changed()
 
     def end(self) -> None:
-        """Notify all nodes, in the answers to their next reports, that the cluster ends."""
+        """Begin to notify all nodes that the cluster ends: in the answers to their next reports."""
         self._ends = True
 
     def all_notified(self) -> bool:

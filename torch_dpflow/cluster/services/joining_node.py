@@ -1,4 +1,4 @@
-"""Node that joins the cluster of another host, and runs shards of flows with their workers.
+"""Node that joins the cluster of another host, and runs shards of flows with the workers of these shards.
 
 `dpflow node --join` starts such a node, and so does a platform, such as in a Ray actor: see `node_fleet`.
 """
@@ -39,9 +39,9 @@ from torch_dpflow.log import SERVICE, LogOptions, write_lines
 from torch_dpflow.remote.shipping.compatibility import versions_here
 from torch_dpflow.workers.fork_server import end_fork_server
 
-#: Timeouts, seconds: of one call to the coordinator, of joining, and of a coordinator that stops answering later.
+#: Timeouts (seconds): of one call to the coordinator, of joining, and of a coordinator that stops answering later.
 ANSWER_S, JOIN_S, SILENCE_S = 3 * HEARTBEAT_S, START_S / 2, START_S
-#: How long jobs may take to leave the shards of a node that leaves, seconds.
+#: How long jobs may take to leave the shards of a node that leaves (seconds).
 LEAVE_S = START_S
 #: Roles that a joined node may be assigned; all others run on the cluster's own host.
 JOINED_ROLES = ("shard", "worker")
@@ -51,7 +51,7 @@ _MAX_STARTS = 1 << 20
 
 
 class Joining:
-    """Call that joins a cluster; repeatable.
+    """Call by which this node joins a cluster. It can be made again, for a later join.
 
     Args:
         cluster: address and keys of the cluster.
@@ -69,7 +69,9 @@ class Joining:
     def join(self, timeout_s: float = JOIN_S, *, is_over: Callable[[], bool] = lambda: False) -> NodeJoined:
         """Join the cluster, with repeated attempts, and return its answer.
 
-        Raises UsageError if the cluster refuses, with its reason, or does not answer before the timeout or `is_over`.
+        is_over: returns whether to give no further attempt.
+
+        Raises UsageError if the cluster refuses the node, with the reason, or if all attempts have failed.
         """
 
         def check(error: DPFlowError, is_late: bool) -> None:
@@ -90,13 +92,15 @@ class Joining:
 
 
 class CoordinatorLink:
-    """Thread that reports to the coordinator, and makes the local node run the processes that it assigns.
+    """Thread that reports to the coordinator, and makes the local node run the processes that the coordinator assigns.
 
     If the node's lease has expired, or the cluster was restarted, the link joins again after all local processes have
     ended.
 
     Args:
-        place: settings of the node's own processes.
+        joining: the call by which the node joins.
+        cluster: address and keys of the cluster.
+        place: settings of the local node and its processes.
     """
 
     def __init__(self, joining: Joining, cluster: Cluster, place: ClusterPlace) -> None:
@@ -106,13 +110,13 @@ class CoordinatorLink:
         #: Set by `start`.
         self._node: Node
         self._joined: NodeJoined
-        #: Time without an answer of a coordinator, and when this time was last updated, seconds.
+        #: Time without an answer of a coordinator, and when this time was last updated (seconds).
         self._silent_s, self._counted_at = 0.0, time.monotonic()
         self._seen = 0
         self._desired = DesiredProcesses(self._local)
-        #: Memory of the local shards about which a warning was logged, bytes.
+        #: Memory of the local shards about which a warning was logged (bytes).
         self._warned_of = 0
-        #: Whether the node should leave, and when it started to, seconds.
+        #: Whether the node should leave, and when it started to (seconds).
         self.leaves, self._leaves_since = False, 0.0
         self.has_joined = False
         self._closes = False
@@ -124,7 +128,7 @@ class CoordinatorLink:
         )
 
     def start(self, node: Node) -> bool:
-        """Join and start the thread; if that fails, stop the node. Return whether the node has joined. Call once."""
+        """Join and start the thread; if joining fails, stop the node. Return whether the node has joined. Call once."""
         self._node = node
         self.has_joined = self._join()
         if self.has_joined:
@@ -132,7 +136,7 @@ class CoordinatorLink:
         return self.has_joined
 
     def leave(self) -> None:
-        """Stop the node after jobs have left its shards. Any thread and any signal handler may call."""
+        """Stop the node after jobs have left its shards, or after `LEAVE_S`. Any thread or signal handler may call."""
         self.leaves = True
 
     def close(self) -> None:
@@ -247,7 +251,7 @@ class CoordinatorLink:
 
 
 class JoiningNode:
-    """Node of the cluster of another host; `serve` runs it. At most one in a process.
+    """Node of this host in the cluster of another host. `serve` runs it. Create at most one in a process.
 
     Raises:
         OptionError: the connection file cannot be used, only the cluster's own host can reach the cluster, or the
@@ -281,8 +285,9 @@ class JoiningNode:
     def serve(self, ready: Callable[[], None] = lambda: None) -> None:
         """Join, and run the node until it has left or the cluster ends. Sets up the logging of this process.
 
-        ready: called once, in this thread, when the node has joined. Raises UsageError if the cluster refuses the node,
-            with the reason, or stops answering.
+        ready: called once, in this thread, when the node has joined.
+
+        Raises UsageError if the cluster refuses the node, with the reason, or stops answering.
         """
         write_lines(self._log, {"process": f"node {self.name}", "pid": os.getpid()})
         try:
@@ -299,7 +304,7 @@ class JoiningNode:
             raise UsageError(self._link.failure)
 
     def stop(self) -> None:
-        """Leave the cluster once jobs have left the local shards; on a second call, at once.
+        """Make `serve` leave the cluster once jobs have left the local shards; on a second call, at once.
 
         Any thread and any signal handler may call.
         """
@@ -321,7 +326,7 @@ class NodeLaunchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def run(launch_spec: bytes) -> int:
-    """Run a node until it has left or the cluster ends, and return its exit code. Runs in a separate process."""
+    """Run a node until it has left or the cluster ends, and return its exit code. A platform calls this."""
     spec = msgpack_decoder(NodeLaunchSpec).decode(launch_spec)
     given = {name: getattr(spec, name) for name in ("name", "processors", "log")}
     try:

@@ -27,9 +27,10 @@ class NodeOptions:
         join: the cluster's connection file, or its path. It must contain the server key, as the file that `dpflow up`
             writes, or a key file with the cluster's address added.
         name: name of the node, unique in the cluster; None: the name of this host.
-        listen: the IP address at which jobs reach this host; None: the address from which it connects to the cluster.
-        processors: number of processors that the node may use, for display; None: the number that this process may use.
-        log: log settings of its processes.
+        listen: IP address at which jobs reach this host; None: the address from which this host connects to the
+            cluster.
+        processors: number of processors that the node may use; None: the number that this process may use.
+        log: log settings of the node's processes.
 
     Raises OptionError: a file, name or address is not usable.
     """
@@ -61,8 +62,8 @@ class NodeOptions:
 def own_address(cluster: str, listen: str | None) -> str:
     """Return the address of this host at which the services of a joined node listen.
 
-    cluster: the coordinator's address. Raises OptionError unless it is an address of this host that the cluster and
-    jobs on other hosts can reach.
+    cluster: the coordinator's address. listen: the wanted address; None: the address from which this host connects to
+        the cluster. Raises OptionError if the cluster and jobs on other hosts cannot reach the address.
     """
     parts = urlsplit(cluster)
     address = listen
@@ -97,9 +98,9 @@ def _check_own(host: ipaddress.IPv4Address | ipaddress.IPv6Address, cluster: str
 
 
 def keys_of(join: str | ConnectionFile) -> ConnectionFile:
-    """Return the keys in a connection file, given as such or by its path.
+    """Return the connection file `join`, which is given as an object or by its path.
 
-    Raises OptionError if a node cannot join with them.
+    Raises OptionError if a node cannot join a cluster with its address and keys.
     """
     keys, error = join if isinstance(join, ConnectionFile) else read_connection_file(join), ""
     start, give = ("start it by `dpflow up --listen tcp://ADDRESS:PORT`", "give the file that `dpflow up` has written")

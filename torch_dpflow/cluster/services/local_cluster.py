@@ -64,20 +64,20 @@ class ClusterOptions:
 
     Args:
         connection_file: path of the file by which jobs find the cluster; None: the path that "auto" uses.
-        state: address of a state store; None: a store that is removed with the cluster.
+        state: address of the state store, as in `open_store`; None: a store that is removed with the cluster.
         listen: address at which to listen, tcp://HOST:PORT, with keys. None: sockets on this host that only this user
             can reach; with `nodes`, a free port of the address by which the platform reaches this host.
-        keys: with `listen`, path of a connection file whose keys to use; None: generate new keys.
+        keys: with `listen`, path of a file whose keys are used, from `dpflow keygen`; None: generate new keys.
         limits: limits of all flows together.
         metrics: HOST:PORT at which to serve metrics for Prometheus; None: no metrics.
         metrics_public: whether other hosts can reach `metrics`, without a key.
         web: HOST:PORT of the live page; None: no page.
         web_token_file: path of a file with the page's token, required if other machines can reach HOST; None: no token.
-        pool_memory: memory of a pool server, which holds datasets for this user on this host, bytes; None: no server.
+        pool_memory: bytes of memory of a pool server, which holds datasets for this user on this host; None: no server.
         platform: name of a platform that runs the workers, such as "ray"; None: processes of this host.
         autoscale: MIN:MAX, between which the workers of all flows together follow the demand of jobs. None: the limits
-            in the settings, or else the number that flows request. MAX must equal the number of workers in `limits`, if
-            given.
+            in the settings, or else the number that flows request. If `limits` has a number of workers, MAX must equal
+            this number.
         nodes: with `platform`, how many nodes of the cluster it runs, each with shards and their workers: N, or
             MIN:MAX, between which the number follows the demand of jobs. None: the platform runs single workers.
         worker_listen: with `platform`, the address at which shards listen for workers: tcp://HOST:PORT, port 0 for a
@@ -172,7 +172,7 @@ class ClusterOptions:
         return NodeLimits(*_parse_nodes(self.nodes), platform.workers_each, registry.autoscale().hold_s)
 
     def page_place(self, *, vacant: bool = True) -> PagePlace | None:
-        """Return the place of the live page; None without a page. Raises the errors of `check_page`."""
+        """Return the checked address of the live page; None without a page. `vacant` and errors: see `check_page`."""
         return None if self.web is None else check_page("web", self.web, self.web_token_file, vacant=vacant)
 
     @property
@@ -186,7 +186,7 @@ class ClusterOptions:
 
 
 class LocalCluster:
-    """Cluster of one host: a node with its directory and connection file. `serve` runs it. At most one in a process.
+    """Cluster of one host: a node with its directory and connection file. `serve` runs it. Create only one.
 
     Raises:
         OptionError: the connection file cannot be written, or `keys` cannot be read.
@@ -203,7 +203,7 @@ class LocalCluster:
         self._announcement: Announcement | None = None
         check_vacant(self._path)
         raise_limit(WISHED_DESCRIPTORS)
-        #: Maximum number of workers of all flows, by the options and the limit of open files.
+        #: Maximum number of workers of all flows together, by the options and the limit of open files.
         self.workers = min(options.limits.workers or MAX_WORKERS, max_workers())
         autoscale = options.limits.autoscale
         # The scaling law must know the limit of open files.
@@ -227,9 +227,10 @@ class LocalCluster:
     def serve(self, ready: Callable[[], None] | None = None) -> None:
         """Run the node until it is stopped, then clean up. Sets up this process's logging by the options.
 
-        ready: called once, in this thread, when the cluster answers calls. Raises StateError if the state store can no
-            longer be used; UsageError if another cluster has its connection file at the path by now; OptionError if the
-            file cannot be written.
+        ready: called once, in this thread, when the cluster answers calls.
+
+        Raises StateError if the state store can no longer be used; UsageError if another cluster has its connection
+        file at the path by now; OptionError if the file cannot be written.
         """
         write_lines(self._log, {"process": "node", "pid": os.getpid()})
         keep_fork_server_in(self._directory.path)
@@ -323,9 +324,9 @@ class LocalCluster:
 
 
 def scaled_limits(limits: ClusterLimits, text: str | None) -> ClusterLimits:
-    """Return the limits with the bounds of scaling, from `--autoscale` or else from the settings.
+    """Return `limits` with the bounds of autoscaling from `text` (MIN:MAX) or else from the settings, if there are any.
 
-    Raises OptionError if they disagree or are invalid.
+    Raises OptionError if `text` is invalid, or the bounds contradict `limits`.
     """
     table = registry.autoscale()
     if text is not None:

@@ -1,4 +1,4 @@
-"""Node: starts, supervises and ends the processes of one host, as the coordinator desires."""
+"""Node: starts, supervises and ends processes of one host: its own, and those that the coordinator desires."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from torch_dpflow.workers.fork_server import ModuleEndedError, progress_of
 from torch_dpflow.workers.import_server import StillImportingError
 from torch_dpflow.workers.platform import Handle, Imports, Platform, ProcessSpec
 
-#: How often a node checks its processes when nothing happens, seconds.
+#: How often a node checks its processes when nothing happens (seconds).
 CHECK_S = HEARTBEAT_S / 2
-#: How long a call of `changes` waits for a change, seconds: the greatest age of figures.
+#: How long a call of `changes` waits for a change (seconds): the greatest age of figures.
 HOLD_S = HEARTBEAT_S / 2
-#: How long processes may take to end their workers on a platform, seconds.
+#: How long processes may take to end their workers on a platform (seconds).
 GRACE_S = 8.0
-#: The session of a silent client is dropped after this long, seconds; processes send a heartbeat each second.
+#: The session of a silent client is dropped after this long (seconds); processes send a heartbeat each second.
 IDLE_CLIENT_S = START_S / 2
 #: Maximum number of messages that a node handles before it checks its processes.
 BURST = 1024
@@ -55,16 +55,16 @@ BURST = 1024
 class Node:
     """Node that keeps its own processes, and processes that a coordinator desires, running. One thread drives it.
 
-    A node saves no state: clients send the desired processes. A process that ends, or sends no heartbeat for `LEASE_S`,
-    is restarted at the same address.
+    A node saves no state: the coordinator sends the desired processes. A process that ends, or sends no heartbeat for
+    `LEASE_S`, is restarted at the same address.
 
     Args:
-        place: the sockets, keys and token of its processes.
+        place: sockets, keys and token of the node's processes.
         own: processes that always run: the coordinator, and optionally the provisioner, the live page and a pool
             server. Empty on a host that has joined a cluster.
         platform: starts the node's processes; the node closes it at its end.
-        roles: roles of processes that a coordinator may desire.
-        worker_platform: for the provisioner, the platform that runs workers; None: `platform` runs them.
+        roles: roles of processes that the coordinator may desire.
+        worker_platform: platform that runs workers or nodes, for the provisioner; None: `platform` runs all workers.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Node:
         self._ended_early: list[Handle] = []
         #: Calls of `changes`: deadline, revision that the caller has, call.
         self._watching: list[tuple[float, int, IncomingCall]] = []
-        #: Time of the next check of processes, seconds.
+        #: Time of the next check of processes (seconds).
         self._check_at = 0.0
         self._stopped = False
         self._ready: Callable[[], None] | None = None
@@ -118,7 +118,7 @@ class Node:
         )
 
     def serve(self, ready: Callable[[], None] | None = None) -> None:
-        """Keep everything running until `stop` is called, here or by a client.
+        """Keep the node's processes running until `stop` is called, here or by a client; then end them.
 
         ready: called once, in this thread, when the coordinator serves.
 
@@ -158,7 +158,7 @@ class Node:
         return not (self._processes or self._launching)
 
     def begin(self, token: str, incarnations: int) -> None:
-        """Set the token and the lowest incarnation (above `incarnations`) of the processes that will be started.
+        """Set the token of the processes that will be started, and the number above which their incarnations begin.
 
         Call this while nothing runs and nothing is desired. Any thread may call.
         """
@@ -166,12 +166,12 @@ class Node:
         self._supervisor.begin(incarnations)
 
     def stop(self) -> None:
-        """Make `serve` end everything and return. Any thread and any signal handler may call."""
+        """Make `serve` end all processes and return. Any thread and any signal handler may call."""
         self._stopped = True
         self._server.stop()
 
     def _until_due(self) -> float:
-        """Return the longest time to wait for messages, seconds."""
+        """Return the longest time to wait for messages (seconds)."""
         now = time.monotonic()
         waits = [self._check_at - now, *(until - now for until, _, _ in self._watching)]
         if (due := self._supervisor.next_due) is not None:
@@ -335,9 +335,9 @@ class Node:
         self._stopped = True
 
 
-#: How long the end of the thread may take before a start that waits is ended, and how long afterwards, seconds.
+#: How long `close` waits for the thread before it ends a start that waits, and how long after that (seconds).
 THREAD_GRACE_S, THREAD_END_S = 0.5, 2.0
-#: How often processes are tried again that wait for the imports of their group, seconds.
+#: Interval at which the start of a process that waits for the imports of its group is tried again (seconds).
 IMPORT_POLL_S = 0.05
 
 
@@ -346,7 +346,7 @@ class LaunchThread:
 
     Args:
         platform: starts the processes. The caller closes it after this thread.
-        report: called in this thread with the outcome of each launch.
+        report: called in this thread with each specification, and the process's handle or the error of its start.
     """
 
     def __init__(self, platform: Platform, report: Callable[[ProcessSpec, Handle | Exception], None]) -> None:
@@ -360,7 +360,7 @@ class LaunchThread:
         self._specs.put(spec)
 
     def close(self) -> None:
-        """Start no more processes, end a start that waits, and wait for the thread. Idempotent."""
+        """Start no more processes, interrupt a start that waits, and wait briefly for the thread to end. Idempotent."""
         self._closes = True
         self._specs.put(None)
         self._thread.join(THREAD_GRACE_S)

@@ -36,17 +36,18 @@ from torch_dpflow.remote.fleet.worker_states import (
 from torch_dpflow.remote.launchers.contract import Ended, NodePlatform, Refused, prefix_of
 from torch_dpflow.workers.platform import RETRY_S
 
-#: The interval between reports to the coordinator, and the timeout of one, seconds.
+#: The interval between reports to the coordinator, and the timeout of a report (seconds).
 REPORT_S, ANSWER_S = HEARTBEAT_S / 2, 3 * HEARTBEAT_S
-#: How long a node may take to leave: its jobs, and its own end; seconds.
+#: How long a node may take to leave, until its jobs have left it and its processes have ended (seconds).
 NODE_LEAVE_S = LEAVE_S + 15.0
 
 
 class PlatformNodes:
-    """Nodes that a platform runs. One thread drives this object.
+    """Nodes that a platform runs: starts, watches and ends them. One thread drives this object.
 
     Args:
         service: specification of this process.
+        spec: settings of the platform.
 
     Raises:
         MissingExtraError, OptionError, PlatformError: see `NodePlatform.open_nodes`.
@@ -65,7 +66,7 @@ class PlatformNodes:
         self._coordinator = ServiceClient(service.place, COORDINATOR, timeout_s=ANSWER_S, locate_s=ANSWER_S)
         #: Number of nodes that should run, and why fewer do.
         self._wanted, self._shortage = 0, ""
-        #: When to start nodes again after a failure, seconds.
+        #: When to start nodes again after a failure (seconds).
         self._retry_at = float("inf")
 
     def wait(self) -> None:

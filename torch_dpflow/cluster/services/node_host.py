@@ -17,19 +17,20 @@ from torch_dpflow.errors import OptionError
 from torch_dpflow.workers.fork_server import ForkServerPlatform
 from torch_dpflow.workers.local_platform import DESCRIPTORS
 
-#: Descriptors that a node keeps for itself, and the limit that it requests: more than any cluster needs.
+#: Number of descriptors that a node keeps for itself; and limit of descriptors that it requests, enough for any
+#: cluster.
 OWN_DESCRIPTORS, WISHED_DESCRIPTORS = 64, 65536
 
 
 def max_processes() -> int:
-    """Return how many processes this process can start, by its limit of open files."""
+    """Return how many child processes this process can have at a time, by its limit of open files."""
     return max(0, soft_limit() - OWN_DESCRIPTORS) // (DESCRIPTORS + 1)  # and its connection
 
 
 def max_workers() -> int:
-    """Return how many workers all flows can have together, by the limit of open files.
+    """Return how many workers all flows can have together, by this process's limit of open files.
 
-    A flow has a router and at least one shard; there are never more flows or shards than workers.
+    A worker counts three times, because there are never more routers or more shards than workers.
 
     Raises DescriptorLimitError if the limit allows no worker.
     """
@@ -52,7 +53,7 @@ def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def fork_platform() -> ForkServerPlatform:
-    """Return the platform for a node's processes."""
+    """Return the platform on which a node starts its processes: a fork server of this host."""
     # Processes are forked from a server that has imported torch: 2 s and 130 MB less for each worker. A client never
     # chooses what it imports.
     return ForkServerPlatform(preload=["torch", *PRELOAD], timeouts_s=(LEASE_S, START_S), outlived=True)
@@ -69,7 +70,7 @@ def keep_fork_server_in(directory: str) -> None:
 
 
 def private_directory() -> PrivateDirectory:
-    """Create a directory for sockets. Raises OptionError if that fails."""
+    """Create and return a directory for the sockets of a node. Raises OptionError if that fails."""
     try:
         return PrivateDirectory()
     except OSError as error:

@@ -1,7 +1,7 @@
 """Live page of a cluster: a process that observes the node and the coordinator, and serves the page over HTTP.
 
-The process calls both once a second. It requests the processes from the node, so that the page shows a dead
-coordinator.
+The process calls node and coordinator once a second. The node reports the processes, so that the page can show that the
+coordinator has died.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch_dpflow.errors import DPFlowError, RemoteCallError
 from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.log import SERVICE
 
-#: Interval of observations, timeout of an answer, interval of attempts to listen, seconds.
+#: Interval of observations, timeout of a call, and interval between attempts to listen (seconds).
 INTERVAL_S, ANSWER_S, RETRY_S = HEARTBEAT_S, 2 * HEARTBEAT_S, 2 * HEARTBEAT_S
 
 
 class ClusterObserver:
-    """Observer of a cluster. If a process does not answer, its latest values stay."""
+    """Observer of a cluster, for the live page. If node or coordinator does not answer, its latest values remain."""
 
     def __init__(self, place: ClusterPlace) -> None:
         self._place = place

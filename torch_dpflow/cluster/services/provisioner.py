@@ -1,7 +1,7 @@
 """Provisioner of a cluster's workers on a platform: the only process with the platform's library and credentials.
 
-It starts, watches and ends workers for all shards. Each shard's fleet has the workers' keys and connections, and
-decides about their lives. So workers survive the death of the provisioner, which saves no state: see
+It starts, watches and ends workers for all shards. Each shard's fleet has the keys and connections of its workers, and
+decides when they start and end. So workers survive the death of the provisioner, which saves no state: see
 `cluster.control.worker_owners`.
 """
 
@@ -46,34 +46,34 @@ from torch_dpflow.remote.launchers.contract import (
     prefix_of,
 )
 
-#: How long a call of `events` waits for one, seconds.
+#: How long a call of `events` waits for an event (seconds).
 HOLD_S = 1.0
-#: Time until all shards have attached to a new provisioner, so that it can look for strays; interval of looking;
-#: seconds.
+#: Time until all shards have attached to a new provisioner, so that it can look for workers without a shard; interval
+#: at which it looks for them (seconds).
 FIRST_SWEEP_S, SWEEP_S = 15.0, 60.0
-#: How long workers may take to end by themselves when the cluster ends, seconds.
+#: How long workers may take to end by themselves when the cluster ends (seconds).
 GRACE_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """Result of opening a platform: the platform, and its workers at that time."""
+    """Open platform of a provisioner."""
 
     platform: AdoptingPlatform
     launcher: Launcher
-    #: Address at which to listen for its workers.
+    #: Address at which shards should listen for the platform's workers.
     listen_at: str
-    #: Its workers at that time.
+    #: The cluster's workers that ran on the platform when it was opened, by name.
     found: Mapping[str, Ref]
 
 
 class Provisioner:
-    """Provisioner that serves the shards of a cluster. One thread drives it; no method blocks.
+    """Provisioner that serves the shards of a cluster. One thread drives it; only `close` blocks.
 
     Args:
         server: server at which the methods are registered; the caller runs it.
         spec: settings of the platform.
-        place: address and key with which shards connect.
+        place: address at which shards listen for workers, and maximum number of workers.
         prefix: prefix of the names of the cluster's workers.
         on_opened: called in the server's thread once the platform is open.
     """
@@ -132,7 +132,7 @@ class Provisioner:
         }
 
     def close(self) -> None:
-        """End all workers, and wait for their ends. Any thread may call."""
+        """End all workers; those that run `GRACE_S` later are ended by force. Blocks. Any thread may call."""
         if self._opened is not None:
             self._opened.platform.close(grace_s=GRACE_S)
 
@@ -222,7 +222,7 @@ class Provisioner:
     # -- the platform ----------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Begin to connect to the platform, without waiting. Call this in the server's thread."""
+        """Begin to open the platform in a thread, without waiting. Call this in the server's thread."""
         self._opens = True
         run_apart(self._server.post, "dpflow-platform", self._open, self._on_outcome)
 

@@ -52,7 +52,7 @@ from torch_dpflow.samplers import sampling_group
 from torch_dpflow.samplers.indices import IndexArray, compact
 
 _NOTHING: IndexArray = np.empty(0, np.int64)
-#: The cache capacity of the group is corrected once it is off by more than this share.
+#: The cache capacity of the sampling group is corrected if it differs by more than this share from the reported one.
 RESIZED_SHARE = 0.1
 
 
@@ -63,10 +63,10 @@ class Router:
     which restores the sampling group.
 
     Args:
-        server: methods are registered with it; the caller serves.
-        settings: settings, including the shards that own the flow's keys.
+        server: server at which the methods are registered; the caller runs it.
+        settings: first settings, including the shards that own the flow's keys.
         token: token of the node that starts the flow's shards.
-        incarnation: incarnation of this process, above that of any earlier router of this flow.
+        incarnation: incarnation of this process, above the incarnations of all earlier routers of this flow.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Router:
         self._jobs_seen = 0
         #: By shard: the generation at its latest report, and how many samples its cache can hold; 0 if not known.
         self._reported: dict[str, tuple[int, int]] = {}
-        #: Calls that wait for a complete table, with their deadlines, seconds.
+        #: Calls that wait for a complete table, with their deadlines (seconds).
         self._waiting: list[tuple[IncomingCall, Joined, float]] = []
         alone = self._restoring.alone
         for name, handler, body in (
@@ -128,7 +128,7 @@ class Router:
         self.poll()
 
     def poll(self) -> None:
-        """Apply leases and deadlines. Call this in the server's thread."""
+        """Expire leases of shards and jobs, and answer calls at their deadlines. Call this in the server's thread."""
         now = self._clock()
         for shard in self._routing.tick(now):
             text = "shard lease expired; its keys were reassigned"

@@ -51,7 +51,7 @@ class FlowJob:
     #: For a job with its own sampler: the newest epoch, and its order by rank.
     announced_epoch: int = 0
     announced: dict[int, IndexArray] = field(default_factory=dict)
-    #: State of the current version of its lookahead.
+    #: What the current version of the job's lookahead depends on: a new version begins when this changes.
     known: tuple[Any, ...] = ()
     version: int = 0
     #: Processes that described the job differently.
@@ -64,7 +64,7 @@ class FlowJob:
         ranks. Such ranks renew no lease later than `reader_names.LEAVING_S` after the first request.
 
         Args:
-            join: the request. rank, members: the rank's part and the digest of its samples.
+            join: the request. rank: which part the rank reads. members: `set_digest` of the job's samples.
             renewed: time of the latest renewal of any other rank's lease.
 
         Raises:
@@ -93,7 +93,7 @@ class FlowJob:
             yield f"rank {rank.rank} of job {rank.job!r} joins with samples that differ from its other ranks'"
 
 
-#: Ends a handler in the server's thread; returns its answer.
+#: Function that completes a call in the server's thread, and returns the answer of the call's handler.
 Finish: TypeAlias = Callable[[], Result | Later | None]
 
 
@@ -109,7 +109,7 @@ class Restoring:
         self.is_running = False
 
     def alone(self, handler: Handler) -> Handler:
-        """Return a handler that refuses calls while the thread is busy; the clients repeat them."""
+        """Return a handler that calls `handler`, but refuses calls while the thread runs; clients then repeat them."""
 
         def handle(call: IncomingCall) -> Result | Later | None:
             if self.is_running:
@@ -119,9 +119,9 @@ class Restoring:
         return handle
 
     def run(self, call: IncomingCall, work: Callable[[], Finish]) -> Later:
-        """Run `work` in a thread.
+        """Answer a call later: run `work` in a thread, then run the result of `work` in the server's thread.
 
-        The function that it returns then runs in the server's thread, and answers the call.
+        The value of that second function is the answer; an error of either function is the call's error.
         """
         self.is_running = True
         run_apart(self._post, "dpflow-restore", work, partial(self._answer, call))
@@ -139,7 +139,10 @@ class Restoring:
 
 
 def new_job(group: SamplingGroup, join: Join, rank: JobRank, indices: IndexArray | None, members: bytes) -> FlowJob:
-    """Add a job to a sampling group when its first rank joins. members: `set_digest` of the job's samples."""
+    """Add a job to a sampling group, and return its record, when its first rank joins.
+
+    indices: the job's samples; None: all. members: `set_digest` of `indices`.
+    """
     batch = join.batch_size * rank.replicas
     named = not rank.job.startswith(UNNAMED)
     group.join(rank.job, indices, seed=join.seed, batch_size=batch, independence=join.independence, named=named)
@@ -148,14 +151,14 @@ def new_job(group: SamplingGroup, join: Join, rank: JobRank, indices: IndexArray
 
 
 def indices_in(frames: list[memoryview]) -> IndexArray:
-    """Decode the samples of a job from a message's frames."""
+    """Return the sample numbers in the frames of a `Join`. Raises UsageError if the frames are invalid."""
     if len(frames) != 1 or frames[0].nbytes % 8:
         raise UsageError("a job's samples are one frame of int64")
     return np.frombuffer(frames[0], np.int64)
 
 
 def samples_in(bitmap: memoryview, size: int) -> IndexArray:
-    """Return the samples whose bits are set. An empty bitmap, which a reader without samples sends, contains none."""
+    """Return the samples whose bits are set. A reader that has read nothing sends an empty bitmap, which has none."""
     bits = np.frombuffer(bitmap, np.uint8)
     if len(bits) not in (0, -(-size // 8)):
         raise UsageError(f"a bitmap of {len(bits)} bytes: {-(-size // 8)} are required")

@@ -33,10 +33,10 @@ from torch_dpflow.remote.launchers.contract import PlatformSpec
 from torch_dpflow.workers.exit_report import exit_report
 
 T = TypeVar("T")
-#: Ids of the processes that a node runs by itself. Optional: the provisioner (a platform runs the workers, or nodes),
-#: the live page, the server of the pool.
+#: Ids of the processes that a node runs without a request by the coordinator. The provisioner (if a platform runs
+#: workers or nodes), the live page and the server of the pool are optional.
 COORDINATOR, PROVISIONER, PAGE, POOL = "coordinator", "provisioner", "page", "pool"
-#: The function of each role.
+#: By role, the main function of its processes.
 ROLES = {
     "coordinator": "torch_dpflow.cluster.services.coordinator_process:run",
     "provisioner": "torch_dpflow.cluster.services.provisioner:run",
@@ -49,11 +49,11 @@ ROLES = {
 }
 #: Modules imported once for all processes of a node. Few clusters have a pool, whose server imports what it needs.
 PRELOAD = [target.partition(":")[0] for role, target in ROLES.items() if role != POOL]
-#: A process sends no heartbeat once an iteration of its main loop takes this long, seconds.
+#: A process sends no heartbeat once an iteration of its main loop takes this long (seconds).
 STUCK_S = START_S / 2
-#: Longest time that a server waits for a message before it polls, seconds.
+#: Longest time that a server waits for a message before it polls (seconds).
 POLL_S = 0.1
-#: The interval at which the status is gathered, seconds; gathering costs more than polling.
+#: The interval at which a server computes its status (seconds); this costs more than polling.
 STATUS_S = HEARTBEAT_S / 2
 #: FLOW:vN/router, FLOW:vN/shard-000 or FLOW:vN/shard-000/worker-0: the id of a process of a flow. Shards of a joined
 #: node are FLOW:vN/shard-NODE-000.
@@ -62,9 +62,9 @@ _ID = re.compile(r"(?P<flow>[^:]+:v\d+)/(router|(?P<shard>shard-[\w.-]+)(/worker
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlatform:
-    """Platform that runs a cluster's workers, as shards know it.
+    """Platform that runs a cluster's workers: the part of its settings that shards need.
 
-    Only the provisioner has the platform's settings and keys.
+    Only the provisioner has the other settings and the keys.
     """
 
     name: str
@@ -80,11 +80,12 @@ class ClusterPlace:
 
     Args:
         directory: directory of the sockets, which only the node's user can read.
-        host: address of this host at which services listen over TCP; None: only sockets of this host.
+        host: address of this host at which services listen over TCP; None: they listen at sockets of this host only.
         keys: keys for TCP; None without TCP. They are stored here because the connection file may vanish while
             processes start.
         token: secret that proves to services that the node has started a shard or worker.
-        worker_platform: where workers run; None: the node starts them.
+        log: log settings of the processes.
+        worker_platform: platform that runs workers; None: the node runs them.
     """
 
     directory: str
@@ -115,7 +116,7 @@ class ClusterPlace:
         return f"ipc://{self.directory}/{hashlib.sha256(id.encode()).hexdigest()[:16]}"
 
     def report_file(self, incarnation: int) -> str:
-        """Return the path of the exit report of a worker."""
+        """Return the path of the file in which a worker of this incarnation reports its end."""
         return f"{self.directory}/exit-report-{incarnation}"
 
     def remove_socket(self, id: str) -> None:
@@ -132,7 +133,7 @@ class ClusterPlace:
         return TransportOptions(keys=None if self.keys is None else self.keys.client_keys())
 
     def listen(self, address: str) -> Listener:
-        """Listen at `address`. Raises TransportError."""
+        """Return a listener at `address`. Raises TransportError if the address cannot be used."""
         return listen(address, options=TransportOptions(keys=None if self.keys is None else self.keys.server_keys()))
 
 
@@ -143,10 +144,10 @@ class ServiceSpec:
     id: str
     role: str
     incarnation: int
-    #: For the role, msgpack; the settings are those at the time of the start.
+    #: Arguments of the role, and its settings at the time of the start, as msgpack.
     arguments: bytes
     settings: bytes
-    #: Address of the process before it; empty for the first.
+    #: Address of the previous process of this id; empty for the first process.
     address: str
     place: ClusterPlace
     #: The platform that runs workers; for the provisioner only.
@@ -154,13 +155,13 @@ class ServiceSpec:
 
     @property
     def report_file(self) -> str:
-        """Path of its exit report; empty for services, whose log has their errors."""
+        """Path of the exit report of a worker; empty for services, which log their errors."""
         return self.place.report_file(self.incarnation) if self.role == "worker" else ""
 
     def listen(self, address: str = "") -> Listener:
-        """Listen at the address of the previous process of this id, else at `address`, else at a default address.
+        """Return a listener at the previous process's address, else at `address`, else at a default address.
 
-        If another process has taken the port, a free port is used, which heartbeats report.
+        If another process has taken the port, the listener has a free port, which heartbeats report.
         """
         for chosen in filter(None, (self.address, address)):
             try:
@@ -181,11 +182,11 @@ class HeartbeatSender:
 
     Args:
         address: address at which the process listens; empty if it does not listen.
-        apply_settings: called in this thread with changed settings.
-        status: first status, figures for display.
-        figures: returns further figures for each heartbeat; called in this thread.
-        leave: called in this thread before the process ends because the node does not desire it.
-        stuck_s: duration of an iteration of the main loop after which no more heartbeats are sent, seconds.
+        apply_settings: called in the sender's thread with changed settings, encoded.
+        status: first status: figures for display.
+        figures: returns further figures for each heartbeat; called in the sender's thread.
+        leave: called in the sender's thread before the process ends because the node does not desire it.
+        stuck_s: duration of an iteration of the main loop, in seconds, after which no more heartbeats are sent.
     """
 
     def __init__(
@@ -219,7 +220,7 @@ class HeartbeatSender:
         self._thread.wake()
 
     def on_iteration(self) -> None:
-        """Record that the main loop has completed an iteration."""
+        """Record that the main loop has completed an iteration, so that heartbeats continue."""
         self._iterated_at = time.monotonic()
 
     def _send(self) -> None:
@@ -254,11 +255,11 @@ def serve(
 ) -> None:
     """Run the server, with heartbeats, until the process ends. All given functions except `leave` run in this thread.
 
-    status: returns figures for display.
+    status: returns figures for the coordinator and for display.
     poll: called between messages, at least every `poll_s` seconds.
-    apply_settings: called with changed settings.
+    apply_settings: called with changed settings, encoded.
     leave: called before the process ends; see `HeartbeatSender`.
-    heartbeats: sender of this process, if it was started before; None: start a new sender.
+    heartbeats: sender that was started before; `apply_settings` and `leave` are then ignored. None: start a sender.
     """
     heartbeats = heartbeats or HeartbeatSender(
         service,
@@ -281,7 +282,7 @@ def serve(
 
 
 class DesiredProcesses:
-    """Sender of the processes that a node should run, once for each change."""
+    """Sender of the list of processes that a node should run, which is sent again only when it has changed."""
 
     def __init__(self, node: RpcClient) -> None:
         self._node = node
@@ -289,7 +290,7 @@ class DesiredProcesses:
         self._applied: Desire | None = None
 
     def send(self, desire: Desire) -> bool:
-        """Send these processes to the node, unless they were sent before; return whether they were sent.
+        """Send this list to the node if it differs from the last list; return whether it was sent.
 
         Raises DPFlowError if the node does not answer.
         """
@@ -302,7 +303,7 @@ class DesiredProcesses:
 
 
 def ask_in(server: RpcServer, question: Callable[[], T]) -> T:
-    """Call `question` in the server's thread, wait, and return its result or raise its error."""
+    """Call `question` in the server's thread; wait for its result and return it, or raise its error."""
     answer: Future[T] = Future()
     server.post(partial(_carry_out, question, answer))
     return answer.result()
@@ -311,9 +312,9 @@ def ask_in(server: RpcServer, question: Callable[[], T]) -> T:
 def run_apart(
     post: Callable[[Callable[[], None]], None], name: str, work: Callable[[], T], done: Callable[[Future[T]], None]
 ) -> None:
-    """Do blocking work in a thread with this name; then call `done` with the outcome in a server's thread.
+    """Call `work`, which may block, in a new thread; then call `done` with the outcome in a server's thread.
 
-    post: the server's method `post`.
+    post: method `post` of that server. name: name of the new thread.
     """
 
     def run() -> None:
@@ -332,7 +333,7 @@ def _carry_out(work: Callable[[], T], outcome: Future[T]) -> None:
 
 
 def locate(place: ClusterPlace, id: str, *, timeout_s: float = 60.0) -> str:
-    """Wait until the process `id` listens; return its address. Raises DeadlineError after `timeout_s`."""
+    """Wait until the process `id` listens; return its address. Raises DeadlineError after `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s
     seen, backoff = 0, Backoff()
     with place.connect(place.node_address) as node:
@@ -351,15 +352,15 @@ def locate(place: ClusterPlace, id: str, *, timeout_s: float = 60.0) -> str:
 
 
 class ServiceClient:
-    """Client of the process `id`, whose address is looked up again after each failure. One thread calls.
+    """Client of the process `id`. It looks the address up again after each failure. Only one thread may call.
 
-    timeout_s, locate_s: timeouts of a call, and of the lookup of the address, seconds.
+    timeout_s, locate_s: timeouts of a call, and of the request for the address (seconds).
     """
 
     def __init__(self, place: ClusterPlace, id: str, *, timeout_s: float, locate_s: float = START_S) -> None:
         self._place, self._id, self._timeout_s, self._locate_s = place, id, timeout_s, locate_s
         self._client: RpcClient | None = None
-        #: Where it was found last; empty before.
+        #: Last known address of the process; empty before the first call.
         self.address = ""
 
     def call(self, method: str, body: Any, reply_type: Any) -> Answer:

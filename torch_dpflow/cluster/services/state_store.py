@@ -22,21 +22,22 @@ from torch_dpflow.log import SERVICE
 _REDIS_PREFIX = "torch_dpflow:"
 #: The key that holds the owner of the store.
 _REDIS_OWNER = "torch_dpflow-owner"
-#: How long an owner's lease of a store lasts, and how often it is renewed, seconds.
+#: How long an owner's lease of a store lasts, and how often it is renewed (seconds).
 LEASE_S, RENEW_S = 3 * clocks.LEASE_S, 3 * clocks.HEARTBEAT_S
 _LEASE_MS = int(LEASE_S * 1000)
-#: How often to check whether another owner's lease has expired, seconds.
+#: How often to check whether another owner's lease has expired (seconds).
 _POLL_S = 0.2
-#: How long Redis may take to answer, seconds.
+#: How long Redis may take to answer (seconds).
 _ANSWER_S = 5.0
 #: How many keys to request from Redis at once.
 _REDIS_BATCH = 500
 
 
 class StateStore(Protocol):
-    """Store of bytes by key. A value survives this process once `write` has returned; each call is atomic.
+    """Store of bytes by key. A value survives this process after `write` has returned; each call is atomic.
 
-    Any thread may call. Every call raises StateError if the store cannot be reached or is damaged.
+    Any thread may call. Every call raises StateError if the store cannot be reached or is damaged. In a store without
+    leases (SQLite), `claim` and `release` do nothing, and `renew` returns True.
     """
 
     def items(self) -> dict[str, bytes]:
@@ -65,7 +66,7 @@ class StateStore(Protocol):
 
 
 def open_store(url: str) -> StateStore:
-    """Open the store at `url`: a path or sqlite:///PATH, or redis://HOST:PORT/NUMBER.
+    """Open the store at `url`: a path or sqlite:///PATH; or redis://, rediss:// or unix:// for Redis.
 
     Raises OptionError for another kind of address, or if the package for Redis is missing; StateError if the store
     cannot be opened.
@@ -85,7 +86,7 @@ def open_store(url: str) -> StateStore:
 
 
 class SQLiteStore:
-    """Store in one SQLite file that only its user can read. One process at a time writes to it.
+    """Store in one SQLite file that only its user can read. A lock of the file, not a lease, excludes other clusters.
 
     Args:
         path: path of the file, which is created if it does not exist.
@@ -153,7 +154,7 @@ class SQLiteStore:
 
 
 class RedisStore:
-    """Store in a Redis server. The server's configuration decides how much survives a crash of the server.
+    """Store in a Redis server. The configuration of the server decides what survives a crash of the server.
 
     Args:
         url: address of the server: redis://HOST:PORT/NUMBER, rediss:// with TLS, or unix://PATH.
@@ -250,14 +251,14 @@ def _without_password(url: str) -> str:
 
 
 class WriteBehindStore:
-    """Store in memory, which a thread copies to another store whenever that can be used.
+    """Store in memory, whose changes a thread copies to another store whenever that store can be used.
 
-    A value survives this process once the thread has written it, shortly after `put`. If the other store was
-    unavailable or has been emptied, everything is written again. All methods except `load` belong to one thread.
+    A value survives this process once the thread has written it, shortly after `put`. Changes are kept while the other
+    store is unavailable; if it has been emptied, all values are written again. One thread calls all methods.
 
     Args:
         open_store: opens the other store, or raises StateError.
-        owner: name of the owner of leases, see `StateStore.renew`.
+        owner: name under which the other store is leased, see `StateStore.renew`.
     """
 
     # Written behind, so that an absent store blocks no call. Values put just before this process dies may be lost; a
@@ -278,9 +279,9 @@ class WriteBehindStore:
         self.failure: Exception | None = None
 
     def load(self, meanwhile: Callable[[], None]) -> None:
-        """Wait until the store can be used, and read everything. Call once, before all other methods.
+        """Wait until the other store can be used, and read all its values. Call once, before all other methods.
 
-        meanwhile: called repeatedly while waiting; each call should wait briefly.
+        meanwhile: called repeatedly until then; each call should block for a moment.
         """
         self._writer.wake()
         self._writer.start()
@@ -307,7 +308,7 @@ class WriteBehindStore:
         self._writer.wake()
 
     def once_written(self, done: Callable[[Exception | None], None]) -> None:
-        """Make the thread call `done(None)` once all values are written, or `done(error)` if the store fails."""
+        """Make the thread call `done(None)` once all values are written, or `done(error)` if the other store fails."""
         self._awaiting.put(done)
         self._writer.wake()
 

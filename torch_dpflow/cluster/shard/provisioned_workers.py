@@ -1,7 +1,7 @@
 """Workers of a shard on the cluster's platform. Only the provisioner has the platform's library and keys.
 
-A shard has the names of all its workers before the provisioner has them, and reports them to each new provisioner. The
-death of a provisioner therefore costs no worker: unanswered requests are repeated, and workers live on.
+A shard names its workers before it requests them, and reports all names to each new provisioner. The death of a
+provisioner therefore costs no worker: unanswered requests are repeated, and workers live on.
 """
 
 from __future__ import annotations
@@ -45,19 +45,20 @@ from torch_dpflow.remote.fleet.worker_listener import PortsInUseError
 from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Refused
 from torch_dpflow.remote.shipping.content_pack import split_content
 
-#: Timeouts of opening the provisioner's platform, and of the call by which a shard leaves the provisioner, seconds.
+#: Timeouts of opening the provisioner's platform, and of the call by which a shard leaves the provisioner (seconds).
 OPEN_S, RELEASE_S = 120.0, 2.0
 
 
 class ProvisionedPlatform:
-    """`RemotePlatform` of one shard, which forwards all requests to the provisioner.
+    """`RemotePlatform` of one shard: forwards all requests to the provisioner.
 
-    It is also its own `PlatformSource`, and is open once it was created.
+    It is also its own `PlatformSource`. The constructor opens it.
 
-    name: name of the cluster's platform, for messages.
+    Args:
+        name: name of the cluster's platform, for messages.
 
     Raises:
-        RemoteCallError: the platform cannot be opened, or refuses the connection.
+        RemoteCallError: the provisioner cannot open the platform, or refuses this shard.
         DeadlineError: the provisioner does not answer.
     """
 
@@ -211,18 +212,18 @@ class ProvisionedPlatform:
 
 #: Maximum number of messages of remote workers that are handled before one of a job.
 _BURST = 64
-#: Timeout of sending the last messages to remote workers, seconds.
+#: Timeout of sending the last messages to remote workers (seconds).
 LINGER_S = 1.0
-#: How long a free port for remote workers is awaited, longer than a shard that ends waits for its jobs, and the pause
-#: between two attempts, seconds.
+#: How long a shard waits for a free port for remote workers, longer than a shard that ends waits for its jobs; and the
+#: pause between two attempts (seconds).
 PORT_S, PORT_RETRY_S = 30.0, 1.0
 
 
 class ProvisionedWorkers:
     """Workers of a shard that a platform runs, and the listener to which they connect.
 
-    Call all methods in the shard's thread. Another thread fetches what the workers load, and waits until the
-    provisioner has opened the platform, which takes seconds.
+    Call all methods in the shard's thread. Another thread fetches the content that workers load, and waits for the
+    provisioner to open the platform, which takes seconds.
     """
 
     def __init__(self, service: ServiceSpec, platform: WorkerPlatform, shard: SampleShard, content: str) -> None:

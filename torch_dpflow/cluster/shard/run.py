@@ -26,13 +26,13 @@ from torch_dpflow.cluster.shard.server import SampleShard
 from torch_dpflow.errors import DPFlowError, ErrorKind, RemoteCallError
 from torch_dpflow.log import SERVICE
 
-#: How often a shard registers with its router, which is its heartbeat, and the timeout of that call, seconds.
+#: How often a shard registers with its router, which is its heartbeat, and the timeout of that call (seconds).
 REGISTER_S, REGISTER_TIMEOUT_S = HEARTBEAT_S, 10.0
-#: Timeout of a request for a lookahead, seconds.
+#: Timeout of a request for a lookahead (seconds).
 LOOKAHEAD_S = 30.0
-#: Interval of requests to the node for workers whose end the shard cannot detect, seconds.
+#: Interval at which the shard requests the state of workers whose end it cannot detect from the node (seconds).
 WATCH_S = HEARTBEAT_S
-#: How long a shard may take to end its workers, seconds.
+#: How long a shard may take to end its remote workers (seconds).
 LEAVE_S = 8.0
 #: Objects after which the garbage collector runs in a shard. With Python's 700 it took a seventh of a shard's time:
 #: nearly all of its objects are freed by their references.
@@ -40,7 +40,7 @@ GC_OBJECTS = 50_000
 
 
 class LookaheadCalls:
-    """Thread that requests lookaheads from the router, and passes them to the shard."""
+    """Thread that requests the lookaheads that a shard needs from the router, and passes the answers to the shard."""
 
     # Apart from the registration: it waits for the threads of shard and router, which may be busy for a second each.
     # Meanwhile the shard must not be taken for dead.
@@ -94,7 +94,7 @@ class RouterCalls:
 
 
 class WorkerWatch:
-    """Thread that requests the node to kill workers, and reports ends of workers that the shard cannot detect."""
+    """Thread that requests the node to kill workers, and reports to the shard which workers have ended."""
 
     # A pid is valid within its host and pid namespace only. So the shard kills nothing: it names workers by their
     # number and incarnation, and only their node, which assigned these, signals processes.
@@ -115,7 +115,7 @@ class WorkerWatch:
         self._thread.wake()
 
     def watch(self, shard: SampleShard) -> None:
-        """Start the thread. Call once."""
+        """Start the thread, which reports ends of workers to this shard if the shard cannot detect them. Call once."""
         self._shard = shard
         self._thread.start()
 

@@ -40,11 +40,11 @@ class TwoStageDataset(Dataset[Any]):
 
     #: The cacheable stage, deterministic: a map-style dataset.
     cacheable: Any
-    #: The per-draw stage, run for each job and epoch: makes a sample from the output of `cacheable` and its number.
-    #: None: the output is the sample.
+    #: The per-draw stage, run for each job and epoch: makes a sample from the output of `cacheable` and the sample's
+    #: number. None: the output is the sample.
     per_draw: Callable[[Any, int], Any] | None = None
-    #: Returns the placeholder of a sample that fails, from its number and the error. A placeholder is never cached.
-    #: None: the error is raised where the sample is used.
+    #: Returns the placeholder of a sample that fails, from the sample's number and the error. A placeholder is never
+    #: cached. None: the job raises the error in place of the batch.
     stand_in: Callable[[int, Exception], Any] | None = None
 
     def __len__(self) -> int:
@@ -67,16 +67,16 @@ class KeylessTransform:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleAssignment:
-    """Load spec of a flow's workers; the same for all workers and all jobs."""
+    """Load spec of a flow: what its workers unpickle and load. It is the same for all workers and all jobs."""
 
     dataset: TwoStageDataset
     worker_init_fn: Callable[[int], Any] | None
-    #: Whether images travel pixel by pixel, as they were decoded, and are not sorted into planes: the job that started
-    #: the flow collates by `collate_channels_last`. Others get the same batches, at more processor time.
+    #: Whether images are sent in the layout in which they were decoded (channels last), because the job that started
+    #: the flow collates by `collate_channels_last`. Other jobs get the same batches, at more processor time.
     keeps_layout: bool = False
     #: Settings of the script that started the flow.
     settings: ScriptSettings = field(default_factory=ScriptSettings)
-    #: What the script has set in the user's own modules.
+    #: Attributes that the script has set in the user's own modules.
     own_state: OwnState = field(default_factory=OwnState)
 
     def __reduce__(self) -> Any:
@@ -114,12 +114,13 @@ def _assignment(
 class SampleSource:
     """Loader of samples that makes its process a DataLoader worker: one torch thread, `get_worker_info()`.
 
-    An error here, including one in unpickling or in `worker_init_fn`, becomes the result of every task. The process
-    continues, so that the job gets the user's own traceback and not a dead worker.
+    An error of the constructor, such as in unpickling or in `worker_init_fn`, becomes the result of every task. The
+    process continues, so that the job gets the user's own traceback and not a dead worker.
 
     Args:
         packed: file with a packed `SampleAssignment`.
-        worker: number of this worker in its shard. workers: number of the shard's workers.
+        worker: number of this worker in its shard.
+        workers: how many workers the shard has.
     """
 
     def __init__(self, packed: IO[bytes], worker: int, workers: int) -> None:
@@ -140,7 +141,7 @@ class SampleSource:
             self._broken = wrapped_failure(worker)
 
     def announce(self, payloads: Sequence[memoryview]) -> None:
-        """Announce newly queued tasks to the dataset, if it accepts announcements."""
+        """Announce newly queued tasks, as packed by `pack_task`, to the dataset, if it accepts announcements."""
         keys = [key for key in map(key_to_load, payloads) if key is not None] if self._tells else []
         if not keys:
             return
@@ -151,9 +152,9 @@ class SampleSource:
             SERVICE.exception("the dataset rejected the announcement of the samples that come next")
 
     def load(self, payload: memoryview) -> tuple[int, Any]:
-        """Return (kind of the task's outcome, value). The value is the sample, its placeholder, or an ExceptionWrapper.
+        """Carry out a packed task; return (SAMPLE, sample) or (FAILED, placeholder or ExceptionWrapper).
 
-        Never raises an Exception.
+        An exception in loading is returned and not raised. Raises MessageError if `payload` is not a valid task.
         """
         if self._broken is not None:
             return FAILED, self._broken

@@ -31,31 +31,31 @@ from torch_dpflow.workers.batches import unpicklable_failure
 from torch_dpflow.workers.process_control import exit_with, use_sched_batch
 from torch_dpflow.workers.task_worker import Compress, TaskWorker
 
-#: Maximum shared memory that a worker uses for its results, bytes.
+#: Maximum shared memory that a worker uses for its results (bytes).
 SHARED_MEMORY_BYTES = 64 << 20
-#: How long a worker waits for its shard's answer before it repeats its handshake, seconds.
+#: How long a worker waits for its shard's answer before it repeats its handshake (seconds).
 HANDSHAKE_S = 1.0
-#: How often a worker that has tasks polls its socket, seconds. Polling after every sample took 3% of its time, and new
-#: or revoked tasks can wait half as long as a result may.
+#: Interval at which a worker that has tasks polls its socket (seconds). Polling after every sample took 3% of its time,
+#: and new or revoked tasks can wait half as long as a result may.
 LOOK_S = 0.03
 #: How long a worker that cannot watch its shard's process is idle before it repeats its handshake, as its shard may
-#: have been replaced, seconds.
+#: have been replaced (seconds).
 IDLE_S = 10.0
-#: A worker whose handshakes have not been answered for this long ends, seconds: its shard may listen elsewhere by now,
+#: A worker whose handshakes have not been answered for this long ends (seconds): its shard may listen elsewhere by now,
 #: and the worker that is started in its place locates it.
 SILENCE_S = 120.0
 
 
 class SampleWorker(TaskWorker):
-    """Worker of a flow.
+    """Worker of a flow: loads samples for its shard. `work` runs it.
 
     Args:
         content: opens the content with the given digest; calls its second argument repeatedly while it fetches the
             content.
-        up: called when the content is open.
+        up: called when the worker is ready to load.
         directory: directory that is removed if the worker ends with its shard.
-        repeats: whether the worker repeats its handshake, while it is unanswered and when the worker is idle. Not
-            needed if the end of the shard is detected otherwise.
+        repeats: whether the worker repeats its handshake while there is no answer, and when the worker is idle. False:
+            the caller detects the end of the shard by other means.
     """
 
     look_s = LOOK_S
@@ -80,14 +80,14 @@ class SampleWorker(TaskWorker):
         self._repeats = repeats
         self.idle_s = IDLE_S if repeats else None
         self._source: SampleSource | None = None
-        #: For how long handshakes have not been answered, seconds.
+        #: For how long handshakes have not been answered (seconds).
         self._unanswered_s = 0.0
         self._shard = b""
-        #: How long the latest result took to be handed over, seconds.
+        #: How long the latest result took to be handed over (seconds).
         self._handing_s = 0.0
 
     def begin(self) -> None:
-        """Repeat the handshake until it is answered, because the shard may have been replaced."""
+        """Send the handshake, repeatedly if `repeats`, until the shard has answered or the worker should end."""
         is_due = True
         while self._source is None and not self._stopped:
             if is_due:
@@ -209,10 +209,10 @@ def _open_content(place: ClusterPlace, digest: str, on_progress: Callable[[], No
 def load_samples(
     packed: bytes, number: int, incarnation: int, connection: Connection, *, is_near: bool, directory: str
 ) -> None:
-    """Load single samples in a remote worker until the shard ends it.
+    """Run a remote worker of a flow until its shard ends it.
 
-    packed: a packed `SampleAssignment`. is_near: whether the shard is on this host. directory: directory that is
-        removed if the worker ends with its shard.
+    packed: a packed `SampleAssignment`. number, incarnation: of the worker in its shard. is_near: whether the shard is
+        on this host. directory: directory that is removed if the worker ends with its shard.
     """
     set_worker_signal_handlers()
     worker = SampleWorker(

@@ -40,9 +40,9 @@ from torch_dpflow.ipc.transport.link_time import LinkTime
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
 
-#: Maximum frames and bytes of one answer; a job requests the rest again.
+#: Maximum frames and bytes of one answer; a job fetches the other samples again.
 MAX_FRAMES, MAX_ANSWER_BYTES = 2048, 256 << 20
-#: How long a shard that no longer owns keys waits for its jobs to leave, seconds.
+#: How long a shard that no longer owns keys waits for its jobs to leave (seconds).
 LINGER_S = 20.0
 
 
@@ -60,7 +60,7 @@ class SampleShard:
     """Shard that serves samples to the jobs of one flow. One thread drives it.
 
     Args:
-        listener: where jobs and workers connect; closed with the shard's server.
+        listener: listener to which jobs and workers connect; closed with the shard's server.
         settings: the shard's share of the flow's workers and memory.
         token: token of the node that starts the shard's workers.
         end_worker: called with the number and incarnation of a worker that should be killed.
@@ -96,7 +96,7 @@ class SampleShard:
         self._readers: dict[str, _Reader] = {}
         self._range = RangeAssignment(0, 0, spec.size)
         self._has_owned = False
-        #: When it lost its last keys, seconds.
+        #: When it lost its last keys (seconds).
         self._retired_at: float | None = None
         self._requests = itertools.count(1)
         self._calls: dict[RequestId, IncomingCall] = {}
@@ -110,7 +110,7 @@ class SampleShard:
         self._late_s, self._counted_at = 0.0, clock()
         self._listener = WorkerDemultiplexer(listener, token, self._on_worker)
         self.server = RpcServer(self._listener, options=ServerOptions(shared_bytes=1 << 29))
-        #: For how long samples were in transit to jobs, at the latest status, seconds.
+        #: For how long samples were in transit to jobs, at the latest status (seconds).
         self._link, self._link_s = LinkTime.of(self.server.address), 0.0
         self.server.register("want", self._on_want, body_type=Ask)
         self.server.register("fetch", self._on_fetch, body_type=Ask)
@@ -118,7 +118,7 @@ class SampleShard:
         self.server.register("leave", self._on_leave, body_type=JobId)
 
     def poll(self) -> None:
-        """Apply leases and time limits. Call this in the server's thread."""
+        """Apply leases and time limits, and serve finished loads. Call this periodically, in the server's thread."""
         now = self._clock()
         self._late_s += len({call.body.job.name for call in self._calls.values()}) * (now - self._counted_at)
         self._counted_at = now
@@ -139,7 +139,7 @@ class SampleShard:
                 call.fail(outage)
 
     def apply_settings(self, settings: ShardSettings) -> None:
-        """Change the shard's number of workers or its memory. Call this in the server's thread."""
+        """Set the shard's number of workers and its memory. Call this in the server's thread."""
         self.workers.resize(settings.workers)
         self._cache.concurrency = self.workers.concurrency
         self._apply(self._cache.resize(settings.memory_bytes))
@@ -167,8 +167,8 @@ class SampleShard:
     def assign(self, range_: RangeAssignment) -> None:
         """Set the keys that the shard owns, as the router has assigned them. Call this in the server's thread.
 
-        Pending requests for keys that other shards own now are answered at once, without samples. Jobs then request
-        these samples from the new owners.
+        Samples whose keys other shards own now are removed from pending requests, which are answered without them. Jobs
+        then request these samples from the new owners. An assignment of an older generation is ignored.
         """
         if not range_.retired:
             self._retired_at = None
@@ -192,7 +192,7 @@ class SampleShard:
         return self._lookaheads.requests()
 
     def lookaheads_failed(self, requests: list[LookaheadRequest]) -> None:
-        """Make `lookahead_requests` return `requests` again. Call this in the server's thread."""
+        """Record failed requests: `lookahead_requests` returns them again. Call this in the server's thread."""
         self._lookaheads.failed(requests)
 
     def take_lookahead(self, request: LookaheadRequest, answer: JobLookahead, parts: LookaheadParts | None) -> None:

@@ -21,7 +21,7 @@ class WorkerDemultiplexer:
     """Listener of a shard that handles the messages of workers itself and returns all other messages.
 
     A worker's identity ends with the node's token. A shard trusts the results of workers, so only a process that the
-    node has started counts as one; every other peer is a client of the RPC server.
+    node has started counts as a worker; every other peer is a client of the RPC server.
 
     Args:
         listener: the wrapped listener; `close` closes it.
@@ -57,13 +57,13 @@ class WorkerDemultiplexer:
 
 
 class DetachedPayload(msgspec.Struct, gc=False):
-    """Encoded payload in this process's memory. Its frames may be sent any number of times."""
+    """Encoded payload in this process's memory. Its frames can be sent any number of times."""
 
-    #: SAMPLE, FAILED, POISONED or WORKERLESS.
+    #: Outcome of loading the sample: SAMPLE, FAILED, POISONED or WORKERLESS.
     kind: int
     table: PayloadTable
     frames: list[Frame]
-    #: Its size, bytes.
+    #: Its size (bytes).
     nbytes: int
 
     @property
@@ -76,12 +76,14 @@ class DetachedPayload(msgspec.Struct, gc=False):
 
 
 def detach_group(kind: int, table: PayloadTable, size: int, parts: list[list[memoryview]]) -> list[DetachedPayload]:
-    """Copy each part of a joined frame, a payload of `size` bytes. A view would keep the whole frame alive."""
+    """Copy the payloads in a joined frame, each of `size` bytes. Without a copy they would keep the frame alive."""
     return [DetachedPayload(kind, table, [bytes(part)], size) for (part,) in parts]
 
 
 def detach(kind: int, table: PayloadTable, frames: list[memoryview], reader: ArenaReader | None) -> DetachedPayload:
-    """Copy a payload out of shared memory into this process's memory.
+    """Copy a payload out of shared memory into this process's memory. Frames that were sent as messages are not copied.
+
+    reader: reader of the sender's shared memory; None: the sender does not share memory.
 
     Raises:
         MessageError: the table does not fit the frames, or there is no shared memory to read.

@@ -41,14 +41,15 @@ from torch_dpflow.workers.shard import UNREACHABLE, Shard
 #: Workers of this host hold more tasks than WINDOW, up to QUICK_WINDOW, if they run all of them within WINDOW_S
 #: seconds: a message costs as much as several quick samples.
 QUICK_WINDOW, WINDOW_S = 64, 0.06
-#: Time after which others overtake a worker that runs one sample for much longer than usual, seconds: it may be
+#: Time after which others overtake a worker that runs one sample for much longer than usual (seconds): it may be
 #: frozen, which its node notices only after `supervision.LEASE_S`.
 OVERTAKE_S = 1.0
-#: Time without a working worker after which waiting jobs get the reason, and the interval of repetitions, seconds.
+#: Time without a working worker after which waiting jobs get an error with the reason; also the interval between such
+#: errors (seconds).
 OUTAGE_S = 3.0
 #: How many tables of payloads are kept to compare later ones with.
 MAX_TABLES = 256
-#: Limits of a platform, of `worker_states.LIMITED_BY`, for which jobs wait without a time limit.
+#: Limits of a platform, from `worker_states.LIMITED_BY`, for which jobs wait longer than for lost workers.
 AWAITED = ("quota", "throttling")
 
 
@@ -69,12 +70,13 @@ class ShardWorkers:
     Args:
         listener: listener to which workers connect; the caller receives, and passes messages of workers to
             `on_message`.
-        content: digest of the content that workers load, and fetch themselves.
+        content: digest of the content, which workers fetch and load.
+        workers: intended number of workers.
         loaded: called by `flush` with the number and the result of each finished load.
         end: called with the number and incarnation of a worker that should be killed.
         task_timeout_s: as in `FlowSpec`.
-        clock: returns the time, seconds. It should stand still while this process is suspended, so that workers are not
-            blamed for the suspension.
+        clock: returns the time (seconds). It should stand still while this process is suspended, so that workers are
+            not blamed for the suspension.
     """
 
     def __init__(
@@ -138,12 +140,12 @@ class ShardWorkers:
         self._newest: dict[int, int] = {}
 
     def use_platform(self, open_: Callable[[], None]) -> None:
-        """Make a platform run the workers. open_: opens the platform, then calls `serve`; repeated after a failure."""
+        """Make a platform run the workers. open_: begins to open it, and later calls `serve`; repeated after `fail`."""
         self._open = open_
         open_()
 
     def serve(self, remote: RemoteWorkers) -> None:
-        """Start a platform's workers, and exchange all further messages with them."""
+        """Start the workers of an open platform. From now on, tasks are sent to these workers."""
         self._shard.sender, remote.shard, remote.shell = remote, self._shard, self
         self._remote = remote
         remote.resize(self.expected)
@@ -162,13 +164,13 @@ class ShardWorkers:
         return {number: worker.incarnation for number, worker in self._workers.items() if not worker.is_watched}
 
     def ended(self, number: int, incarnation: int) -> None:
-        """Report that a worker has ended, or has been replaced."""
+        """Handle the end of an `unwatched` worker. An incarnation that is not connected is ignored."""
         worker = self._workers.get(number)
         if worker is not None and worker.incarnation == incarnation:
             self._lose(number, worker)
 
     def lose(self, worker: int, how: str, *, had_tasks: bool, may_blame: bool) -> None:
-        """Handle the end of a remote worker: see `remote_workers.Shell`."""
+        """Handle the end of a remote worker. For the arguments see `remote_workers.Shell`."""
         known = self._workers.get(worker)
         if had_tasks and known is not None:
             self._lose(worker, known, how, may_blame=may_blame)
@@ -181,12 +183,12 @@ class ShardWorkers:
         return 0 if worker is None else worker.samples
 
     def fail(self, error: Exception | str) -> None:
-        """Fail all samples for a time, while no worker works. A platform starts no workers during this time."""
+        """Fail all loads for `RETRY_S`, as long as no worker works. A platform starts no workers during this time."""
         self._failure, self._failed_until = str(error), self._clock() + RETRY_S
         SERVICE.error("no more workers: %s", error)
 
     def load(self, loads: Sequence[Load]) -> None:
-        """Queue samples to be loaded, in this order."""
+        """Queue samples to be loaded, in this order. `flush` reports the results."""
         if self._failure and not self._may_load():
             self._arrived += [(one.load, text_payload(WORKERLESS, self._failure)) for one in loads]
             return
@@ -202,13 +204,13 @@ class ShardWorkers:
         self._shard.on_message(peer, frames)
 
     def flush(self) -> None:
-        """Call `loaded` for the loads that have finished since the last call."""
+        """Call the function `loaded` with the loads that have finished since the last call."""
         while self._arrived:
             arrived, self._arrived = self._arrived, []
             self._loaded(arrived)
 
     def poll(self) -> None:
-        """Detect workers that have ended, and apply time limits."""
+        """Handle workers that have ended, and apply time limits. Call this periodically."""
         now = self._clock()
         workers, busy = self._scheduler.workers
         self._worker_s += workers * (now - self._counted_at)
@@ -231,8 +233,8 @@ class ShardWorkers:
     def outage(self) -> RecoverableError | None:
         """Return the error for jobs once no worker has worked for `OUTAGE_S`; None otherwise.
 
-        Jobs wait longer for workers that start, and for a platform that is short of capacity (`epoch_reader`). If all
-        workers are gone for another reason, the job's timeout for an unreachable cluster applies.
+        AwaitedWorkersError: workers start, or the platform is short of capacity; jobs wait longer (see `EpochReader`).
+        LostWorkersError: all workers were lost for another reason; jobs wait up to their `reconnect_timeout_s`.
         """
         if self._none_since is None or self._clock() - self._none_since < OUTAGE_S:
             return None
@@ -260,7 +262,7 @@ class ShardWorkers:
 
     @property
     def decodes(self) -> int:
-        """Number of samples that were decoded; further draws of cached samples do not count."""
+        """Number of samples that were decoded. Runs of only the per-draw stage, and failed loads, do not count."""
         counters = self._scheduler.counters
         return counters.delivered + counters.duplicates - self._without_decode
 
@@ -420,7 +422,7 @@ class ShardWorkers:
         self._arrived.append((task, text_payload(POISONED, text)))  # the job gets from the node how its workers ended
 
     def starved(self) -> None:
-        """Do nothing: jobs request samples."""
+        """Do nothing when workers have no tasks: jobs decide which samples are loaded."""
 
     def failed(self, worker: int, why: str) -> None:
         if (known := self._workers.get(worker)) is not None and not known.is_ending:
