@@ -76,8 +76,8 @@ class JobOptions:
         policy: (flow) cache policy, or "none". None: the policy of the `ALSDCache` around the dataset, else "alsd".
         strategy: (flow) how the jobs' orders are coordinated: "shared-log" (DynaGCS), "joader", "coordl", or another of
             `torch_dpflow.samplers.STRATEGIES`.
-        cache_samples: (flow) how many samples the strategy assumes that the caches hold. 0: `memory_bytes` divided by
-            the size of the latest sample, or a tenth of all samples before the first is loaded.
+        cache_samples: (flow) how many samples the strategy assumes that the caches hold. 0: the number that fits by the
+            mean size of recent samples, or a tenth of all samples until such a size is known.
         repeatable: (flow) whether loading a sample twice gives the same value, so that it may be cached. None: True if
             the dataset is an `ALSDCache`. If the `ALSDCache` has a `transform`, the transform's input is cached, and a
             worker runs the transform for each job and epoch.

@@ -142,9 +142,9 @@ class SharedJob:
     def traverse(self, epoch: int, *, done: dict[str, Any] | None = None, draw_seed: int | None = None) -> EpochReader:
         """Read an epoch in the order that the flow's router draws: each sample once, every order equally likely.
 
-        If the job has several ranks, a rank waits for all other ranks before its first batch, unless no rank has begun.
-        It also waits if it resumes from a state that differs from the router's record of this rank. These waits have no
-        time limit.
+        If the job has several ranks, a rank waits for the reports of all other ranks before its first batch, except in
+        a job that has read nothing yet. It also waits if it resumes from a state that differs from the router's record
+        of this rank. These waits have no time limit.
 
         done: result of `state` in a run with any number of ranks; the samples in it are not read again. None: read the
             whole epoch.

@@ -99,7 +99,7 @@ class Flow:
         return self.state is FlowState.IDLE and not self.starting
 
     def is_unread(self, now: float) -> bool:
-        """Return whether the flow's services run and no job has used the flow lately."""
+        """Return whether the flow's services run and no job has used the flow for `UNREAD_S`."""
         return self.state is FlowState.READY and now - self.last_used >= UNREAD_S
 
     def may_give_way(self, now: float) -> bool:

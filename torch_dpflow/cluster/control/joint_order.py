@@ -83,7 +83,7 @@ class JointOrder:
 
     @property
     def awaited(self) -> tuple[int, ...]:
-        """Ranks that have to report their samples before any rank can draw."""
+        """Ranks that have to report their samples before any rank can draw; empty while ranks can draw."""
         if self._epochs:
             return ()
         return tuple(rank for rank in range(self._shares.replicas) if rank not in self._reported)

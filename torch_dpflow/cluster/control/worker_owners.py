@@ -4,7 +4,7 @@ A shard's fleet names each worker before it requests the start, and the provisio
 the platform. If shard or provisioner dies, the other process still has all names. A worker that neither of them knows,
 as after the death of both, is a stray.
 
-A shard that attaches under a higher incarnation has lost the workers of its earlier incarnation, because only that had
+A shard that attaches under a higher incarnation has lost the workers of its earlier incarnation, which alone had
 their keys. A shard also loses its workers if it is silent for longer than its workers wait for it.
 """
 

@@ -128,7 +128,7 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
 
 
 def check_algorithms(policy: str, strategy: str, size: int = 1) -> None:
-    """Raise OptionError unless `policy` is a cache policy or "none", and `strategy` a strategy for `size` samples."""
+    """Raise OptionError for an unknown `policy` or `strategy`, or a strategy that cannot order `size` samples."""
     # Imported here: the private loader imports this module and needs neither samplers nor caches.
     from torch_dpflow.caches.policy_registry import POLICIES
     from torch_dpflow.samplers.strategy_registry import STRATEGIES, check_strategy

@@ -131,7 +131,7 @@ class History(msgspec.Struct, kw_only=True):
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """Update of the page: the present rows; and events and history, all if `whole`, else new since the last update."""
+    """Update of the page: all rows, and new events and points of the history; all events and history if `whole`."""
 
     number: int
     whole: bool

@@ -180,7 +180,7 @@ class Contents:
         return self._files.digests
 
     def run(self, call: IncomingCall, work: Callable[[ContentFiles], T], done: Callable[[T], None]) -> None:
-        """Run `work` in the thread, then call `done` there with the result, or fail `call` with the error.
+        """Run `work` in the thread for files; then call `done` there with the result, or fail `call` with the error.
 
         Raises OverloadedError if too many calls are waiting for the thread.
         """
@@ -198,7 +198,7 @@ class Contents:
         self._work.put(run)
 
     def drop(self, digest: str) -> None:
-        """Run `ContentFiles.drop` in the thread, without waiting for it."""
+        """Remove a content, without waiting: the thread for files removes its file."""
         self._files.digests.discard(digest)
         self._work.put(partial(self._drop, digest))
 

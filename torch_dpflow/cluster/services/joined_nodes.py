@@ -53,7 +53,7 @@ def node_table(place: ClusterPlace, incarnation: int) -> NodeTable:
 
 
 class JoinedNodes:
-    """Coordinator's part for joined nodes: answers their calls. The coordinator's thread drives it.
+    """Part of a coordinator that answers the calls of joined nodes. The coordinator's thread drives it.
 
     Args:
         server: server of the coordinator, at which the methods are registered.

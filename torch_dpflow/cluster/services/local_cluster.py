@@ -186,7 +186,7 @@ class ClusterOptions:
 
 
 class LocalCluster:
-    """Cluster of one host: a node with its directory and connection file. `serve` runs it. Create only one.
+    """Cluster of one host: a node, its directory and connection file. `serve` runs it. Create only one in a process.
 
     Raises:
         OptionError: the connection file cannot be written, or `keys` cannot be read.
