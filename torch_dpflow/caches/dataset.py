@@ -49,7 +49,9 @@ class LookaheadPoller:
         self._left = 0
 
     def poll(self, count: int) -> Lookahead | None:
-        """Return a new lookahead, or None if none is due or known. Hold no lock, because this runs the sampler's code.
+        """Return a new lookahead, or None if none is due or known.
+
+        The caller must hold no lock, because this runs the sampler's code.
 
         count: number of reads that follow this call.
         """
@@ -142,7 +144,7 @@ class ALSDCache(Dataset[Any]):
 
     @property
     def dataset(self) -> Dataset[Any]:
-        """The wrapped dataset. Setting another one drops all samples and counts, or raises OptionTypeError."""
+        """The wrapped dataset. If another one is set, all samples are dropped, and counts begin again at 0."""
         return self._dataset
 
     @dataset.setter

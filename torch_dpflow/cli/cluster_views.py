@@ -221,7 +221,7 @@ def print_costs(flows: Sequence[FlowView]) -> None:
 def print_top(figures: ClusterFigures, earlier: ClusterFigures | None, *, clear: bool) -> None:
     """Print flows, shards and jobs; with `clear` in place of what the terminal shows.
 
-    The jobs' stall shares count from `earlier`, or if that is None from their start.
+    A job's stall share counts from `earlier`, or from the job's start if it has read nothing since.
 
     Column `hits` is hits per requested sample, `/sample` decodes per served sample, `queue` the samples queued or
     loading.
@@ -290,7 +290,7 @@ def _print_shards(console: Console, figures: ClusterFigures) -> None:
 
 
 def print_jobs(figures: ClusterFigures, earlier: ClusterFigures | None = None) -> None:
-    """Print one row for each job. Stall shares count from `earlier`, or if that is None from the job's start."""
+    """Print one row for each job. See `print_top` for the stall shares."""
     if figures.jobs:
         table = _table("jobs", "flow", "job", "batches", "samples", "bytes", "stall")
         before = {(row.flow, row.job): row for row in earlier.jobs} if earlier is not None else {}

@@ -151,7 +151,7 @@ class ShardImporter(BaseImporter):
 
     @classmethod
     def finds(cls, files: SourceFiles) -> bool:
-        """Return whether names have this format: some names in a directory, or all names of a list or pattern."""
+        """Return whether file names match this format: at least one in a directory, or all of a list or pattern."""
         return bool(files.only(cls.names).files) and all(map(cls.names.fullmatch, files.only(cls.names).names))
 
     @staticmethod

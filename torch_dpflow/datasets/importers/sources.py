@@ -103,9 +103,10 @@ class SourceFiles:
         return self.of([by_name[name] for name in files_of_split(self.names, split, self.given)])
 
     def of_folder(self, split: str) -> SourceFiles | None:
-        """Return the objects in the directory with a split's name; None if there is no such directory.
+        """Return the objects in the directory with the split's name, such as `train`; None if there is none.
 
-        Raises OptionError if files next to the directory have its name and the extension of the files in it.
+        Raises OptionError if there are also files of this split and format next to the directory, such as
+        `train-0.parquet`, or if several directories have names of the split.
         """
         folder = folder_of_split(self.folders, split, self.names) if self.is_directory else None
         if folder is None:

@@ -165,12 +165,12 @@ class RemoteWorkers:
 
     @property
     def limited_by(self) -> str:
-        """Limit of the number of workers, in one word: see `Fleet`."""
+        """What limits the number of workers, in one word, such as "quota": see `Fleet`."""
         return self._fleet.limited_by
 
     @property
     def shortage(self) -> str:
-        """Limit of the number of workers, with details, for display."""
+        """Sentence on why fewer workers run than are requested; empty if nothing limits them."""
         return self._shortage.reason
 
     def views(self) -> list[RemoteWorkerView]:

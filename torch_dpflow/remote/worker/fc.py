@@ -1,8 +1,9 @@
 """Program of Function Compute's custom container: `python -m torch_dpflow.remote.worker.fc [MODULE]`.
 
 A small HTTP server, which imports what takes seconds before it listens, and runs each invocation's launch spec in a
-fork. An invocation is answered when nothing of its worker is left: after that the platform freezes the instance, and an
-open connection would look alive to the shard. The server has one thread, so that a fork copies no half-finished state.
+fork. It answers an invocation once the worker and its connections have ended: the platform then freezes the instance,
+and the shard could not tell a frozen connection from a live one. The server has one thread, so that a fork copies no
+half-finished state.
 
 A frozen worker that is thawed later continues. If its lease has ended meanwhile, its shard rejects it and it ends.
 """
