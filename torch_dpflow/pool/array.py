@@ -91,7 +91,7 @@ class PooledArray(Dataset[Rows]):
         self._lend = lend
 
     def read_batch(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Rows:
-        """Return rows in the given order as one tensor of shape (number of rows, *shape of a row).
+        """Return rows in the given order as one tensor of shape (number of rows, ...), where ... is the shape of a row.
 
         Raises:
             IndexError: there is no such row. OptionTypeError: an index is not a whole number.
