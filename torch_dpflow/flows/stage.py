@@ -67,7 +67,7 @@ CacheControl = Literal["always", "never"]
 
 @dataclass(frozen=True)
 class Stage:
-    """Named step of preprocessing. Its pickle includes the function's code, even that of a lambda.
+    """Named step of preprocessing. Its function is pickled by cloudpickle, so it may be a lambda.
 
     For the arguments see `DataLoadFlow.map`.
 

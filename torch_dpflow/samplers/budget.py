@@ -201,7 +201,9 @@ class LengthBuckets:
         return len(self.bounds) - 1
 
     def epoch(self, order: CompactArray) -> tuple[CompactArray, IndexArray]:
-        """Return an epoch's samples, ordered by batch, and the batches from the shortest to the longest.
+        """Return an epoch's samples, and the numbers of its batches, sorted by the length of their longest sample.
+
+        Batch `i` is the samples from `bounds[i]` to `bounds[i + 1]`.
 
         order: all samples; the samples of a bucket keep this order.
         """

@@ -205,7 +205,7 @@ class FlowRegistry:
         return flow
 
     def start(self, flow: Flow) -> None:
-        """Request the start of a flow's services, unless they run: `running` then contains the flow."""
+        """Mark that a flow's services should run, so that `running` contains it. No effect if they run."""
         flow.starting = flow.starting or not flow.runs
 
     def report(self, instance: str, jobs: int | None, now: float, *, reading: int | None = None) -> bool:

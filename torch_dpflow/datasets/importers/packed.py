@@ -50,9 +50,9 @@ class PackedShard(NamedTuple):
 
 
 class PackedImporter(ShardImporter):
-    """Base of importers of a directory with an `index.json`. Samples are read in place.
+    """Base of importers of a directory with an `index.json`.
 
-    Samples of compressed shards cannot be read one by one: they are decompressed and copied.
+    Samples are read in place. If the shards or the samples are compressed, they are decompressed and copied.
 
     Args:
         source: the directory.

@@ -188,10 +188,11 @@ def with_retries(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> T:
-    """Return the result of `attempt`, called with the deadline, and called again while `max_attempts` allows that.
+    """Call `attempt` until it succeeds, as often as `max_attempts` and `options.attempts` allow; return its result.
 
-    Pauses have exponential back-off and full jitter; the last ones are shortened, so that attempts reach the deadline.
-    Attempts end at the deadline or after `ReadOptions.attempts`. Without `is_remote` there is one attempt.
+    It is called with the earlier of `deadline` and `options.deadline_s` from now, a time of `clock`, at which attempts
+    end. Pauses have exponential back-off and full jitter; the last ones are shortened. Without `is_remote` there is one
+    attempt, with `deadline`.
 
     Raises the last attempt's StorageError, whose message after retries has the number of attempts. If it is a timeout,
     as at the deadline, the message also contains the latest error that is no timeout.

@@ -23,9 +23,9 @@ def group_payloads(
 ) -> tuple[list[Group], list[Frame]]:
     """Group payloads, given as (number, outcome, table, frames); return the groups, and the frames to send with them.
 
-    Small payloads are joined into one frame if they have the same table object, outcome and size, or tables that differ
-    only by their block. All others stay in order, so that samples' large frames are adjacent; neighbours with the same
-    table object and outcome form a group.
+    Small payloads of the same outcome and size are joined into one frame if they have the same table object, or tables
+    that differ only in their block. All others stay in order, so that large frames of samples are adjacent; neighbours
+    with the same table object and outcome form a group.
 
     kind: class of the groups.
     """

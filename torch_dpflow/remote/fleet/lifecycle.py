@@ -205,7 +205,7 @@ class Fleet:
 
     @property
     def connected(self) -> list[FleetWorker]:
-        """All workers that have connected and whose connections are served."""
+        """All workers that have connected and are not lost."""
         return [one for one in self._workers.values() if one.nonce and not one.is_lost]
 
     def get(self, name: str) -> FleetWorker | None:

@@ -86,7 +86,7 @@ def to_bind(listen: str) -> str:
 
 
 def to_tell(listen: str, bound: str) -> list[str]:
-    """Return the addresses at which other hosts reach the listener.
+    """Return the addresses to give to workers, loopback among them if the listener is on all interfaces.
 
     listen: the configured address; bound: the actual address.
     """

@@ -64,7 +64,7 @@ _PLAIN_KINDS = frozenset("biufcSUmM")
 
 @functools.lru_cache(maxsize=4096)
 def is_harmless(kind: type) -> bool:
-    """Return whether objects of a type are compared only by their type."""
+    """Return whether objects of this type count only by the type's name, as locks, loggers and threads do."""
     return _is_pythons(kind) and any(one.__qualname__ in _HARMLESS.get(module_of(one), ()) for one in kind.__mro__)
 
 
