@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader
 
 from tests.contracts.index_samplers import BudgetContract, deal
 from torch_dpflow import DPFlowDataLoader
+from torch_dpflow._core.permutation import torch_order
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.samplers import BudgetBatchSampler
-from torch_dpflow.samplers.budget import upper_edges
+from torch_dpflow.samplers.budget import _permutation, upper_edges
 
 LENGTHS = np.random.default_rng(1).lognormal(3, 0.7, 3000).clip(1, 400)
 
@@ -46,6 +47,12 @@ def test_padding_is_within_the_spread(spread: float) -> None:
     batches = list(BudgetBatchSampler(LENGTHS, 2000, spread=spread))
     cost = sum(len(batch) * LENGTHS[batch].max() for batch in batches)
     assert 1 - LENGTHS.sum() / cost < spread / (1 + spread)
+
+
+@pytest.mark.parametrize("length", [1, 7, 100_000])
+def test_the_order_is_that_of_earlier_states(length: int) -> None:
+    """States of epochs that were drawn by `torch_order` can be continued."""
+    assert np.array_equal(_permutation(length, 5), torch_order(length, 5)[:])
 
 
 def test_epochs_have_other_batches_and_other_steps() -> None:

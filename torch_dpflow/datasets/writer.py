@@ -297,7 +297,7 @@ class VariantWriter:
 
     @property
     def _source(self) -> str:
-        return ", ".join(f"{key}={value!r}" for key, value in self._importer.source.items())
+        return ", ".join(f"{key}={value!r}" for key, value in self._record.source.items() if key != "state")
 
     def _changed(self, how: str) -> SourceError:
         return SourceError(

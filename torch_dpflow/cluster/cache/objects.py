@@ -292,7 +292,7 @@ class RequestTable:
         return complete
 
     def shorten(self, job: CacheReader, ticket: Ticket) -> list[Serve]:
-        """Remove a released ticket from the requests of `job`; return answers to those that lack no other sample."""
+        """Remove a released ticket from the requests of `job`; return answers to requests that lack no other sample."""
         wanted = job.wants[ticket]
         complete: list[Serve] = []
         for number in [number for number, asked in wanted.requests if asked == ticket]:

@@ -81,7 +81,7 @@ class EpochCursor:
         return left - left % self._job.batch_size if self._job.drop_last else left
 
     def drawn(self) -> DrawnEpoch:
-        """Return the report for the router, in which the drawn samples are those that were delivered."""
+        """Return the report for the router, in which only delivered samples count as drawn."""
         return DrawnEpoch(self.epoch, self.marks.copy(), self.position, self.length, self.earlier, self.in_order)
 
     def add(self, keys: list[int], position: int) -> None:

@@ -1,4 +1,4 @@
-"""Node: starts, supervises and ends processes of one host: its own, and those that the coordinator desires."""
+"""Node: starts, supervises and ends processes of one host: its own, and all that the coordinator assigns to it."""
 
 from __future__ import annotations
 

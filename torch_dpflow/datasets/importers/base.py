@@ -141,7 +141,7 @@ class Importer(Protocol):
 
 
 class BaseImporter:
-    """Base of importers whose samples do not depend on those of the variant that they append to. See `Importer`."""
+    """Base of importers whose samples do not depend on the variant that they append to. See `Importer`."""
 
     def extend(self, info: Mapping[str, Any]) -> None: ...
 

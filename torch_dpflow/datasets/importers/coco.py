@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -60,7 +61,7 @@ class CocoImporter(BaseImporter):
         self._segmentation = segmentation
         self._url = join_url(self._files.url, self._name)
 
-    @property
+    @functools.cached_property
     def source(self) -> Mapping[str, Any]:
         """Description as in `Importer`. Its `state` changes with each write of the file."""
         return {

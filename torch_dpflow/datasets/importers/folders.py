@@ -30,7 +30,8 @@ def check_folder(files: Files) -> None:
 def files_below(files: Files, folder: str) -> list[DirectoryEntry]:
     """Return all files below `folder`, hidden files too, sorted by directory and then by name, as torchvision does.
 
-    The entries' names are paths below `files`. Links to directories are followed, except to those that contain them.
+    The entries' names are paths below `files`. Links to directories are followed, except to a directory that contains
+    the link.
     """
     found: list[tuple[str, DirectoryEntry]] = []
     pending = [(folder, frozenset({files.real(folder)}))]
@@ -56,6 +57,11 @@ def check_links(files: Files, found: Iterable[DirectoryEntry]) -> None:
                 f"{printable_url(files.url)}/{file.name} is a link that leads nowhere; restore the file that it names, "
                 "or remove it"
             )
+
+
+def _identity(file: DirectoryEntry) -> bytes:
+    """Return bytes that change with the file's path, size or state."""
+    return f"{file.name}\0{file.size}\0{file.state}\0".encode(errors="surrogatepass")
 
 
 def endings_of(endings: Sequence[str]) -> tuple[str, ...]:
@@ -131,9 +137,9 @@ class ImageFolderImporter(BaseImporter):
         digest = hashlib.sha256()
         has_states = True
         for folder in self._find_classes().values():
-            for path, _, size, state in self._images(folder):
-                has_states &= state is not None
-                digest.update(f"{path}\0{size}\0{state}\0".encode(errors="surrogatepass"))
+            for image in self._images(folder):
+                has_states &= image.state is not None
+                digest.update(_identity(image))
         return [(digest.hexdigest() if has_states else None,)]
 
     def extend(self, info: Mapping[str, Any]) -> None:
@@ -220,10 +226,9 @@ class SpeechImporter(BaseImporter):
         """Description as in `Importer`. Its `state` changes with each write of a transcript."""
         digest = hashlib.sha256()
         for speaker, chapter, children in self._chapters() if self._files.exists("") else ():
-            for name, _, size, state in children:
-                if name.endswith(_TRANSCRIPT):
-                    path = f"{speaker}/{chapter}/{name}"
-                    digest.update(f"{path}\0{size}\0{state}\0".encode(errors="surrogatepass"))
+            for child in children:
+                if child.name.endswith(_TRANSCRIPT):
+                    digest.update(_identity(child._replace(name=f"{speaker}/{chapter}/{child.name}")))
         settings = {"root": self.root, "endings": list(self._endings)}
         return {"importer": "speech", **settings, "state": digest.hexdigest()}
 

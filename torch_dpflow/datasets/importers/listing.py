@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -102,7 +103,7 @@ class ListingImporter(BaseImporter):
         self.root: str | None = data.url if data_column is None else None
         self.options = data.options
 
-    @property
+    @functools.cached_property
     def source(self) -> Mapping[str, Any]:
         """Description as in `Importer`. Its `state` changes with each write of a file of the listing."""
         return {

@@ -140,7 +140,8 @@ class ControlConnection(threading.Thread):
 
     def announce(self) -> None:
         """Wait until a heartbeat names the import that begins, because the import may hold the interpreter's lock."""
-        if self._connection is not None and self.is_alive():
+        # Not for an import in this thread, which sends the heartbeat.
+        if self._connection is not None and self.is_alive() and threading.current_thread() is not self:
             self._announced.clear()
             self._connection.wake()
             self._announced.wait(ANNOUNCE_S)
