@@ -8,7 +8,6 @@ all others `run`.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -22,6 +21,7 @@ from typing import Any
 
 from torch_dpflow.remote.launchers.processes import take_launch_spec
 from torch_dpflow.workers.platform import Platform, ProcessSpec
+from torch_dpflow.workers.process_control import LIBC
 
 #: Time limit of each wait, seconds.
 TIMEOUT_S = 150.0
@@ -43,7 +43,7 @@ def leave(code: int) -> None:
 def end_main_thread() -> None:
     """End the main thread as the kernel does first when a process exits; another thread keeps running."""
     threading.Thread(target=time.sleep, args=(TIMEOUT_S,)).start()
-    ctypes.CDLL(None).pthread_exit(None)
+    LIBC.pthread_exit(None)
 
 
 def write_and_die(path: str, text: str) -> None:

@@ -19,6 +19,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+#: Opened before processes are forked: if another thread of the parent opens a library meanwhile, a fork that opens one
+#: may be killed by the dynamic linker.
+LIBC = ctypes.CDLL(None)
 #: A fork server's name in the process table, before the number of the module that it imports; and after all imports.
 FORK_SERVER_NAME, FORK_SERVER_UP = "dpflow-fork-", "dpflow-fork-up"
 _PR_SET_PDEATHSIG = 1
@@ -45,7 +48,7 @@ def at_parents_end(number: int) -> None:
     end it.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+        LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def exit_without_thread(owner: int) -> None:
@@ -152,7 +155,7 @@ def use_sched_batch() -> bool:
         return False
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     attributes = _ATTRIBUTES.pack(_ATTRIBUTES.size, os.SCHED_BATCH, 0, nice, 0, int(SLICE_S * 1e9), 0, 0)
-    failed: int = ctypes.CDLL(None).syscall(number, 0, ctypes.create_string_buffer(attributes, len(attributes)), 0)
+    failed: int = LIBC.syscall(number, 0, ctypes.create_string_buffer(attributes, len(attributes)), 0)
     return not failed
 
 
@@ -172,7 +175,7 @@ def keep_freed_memory() -> None:
     own = os.environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
     if sys.platform != "linux" or own or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(LIBC, "mallopt", None)
     if mallopt is not None:
         mallopt(_TRIM_THRESHOLD, KEPT)
         mallopt(_MMAP_THRESHOLD, MAPPED)
