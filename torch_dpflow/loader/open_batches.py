@@ -1,7 +1,7 @@
-"""Opened batches: a worker began them, and all workers load their rows. Division of rows, and the outcome.
+"""Division of slow batches: one worker opens a batch (loads its first rows), then all workers load pieces of it.
 
-Only a private shard's thread calls this module, which neither sends nor waits. Pieces are tasks of the scheduler like
-whole batches: they are stolen, repeated after a worker's death, and have the time limit of a task.
+Only a private shard's thread uses this module, which does no I/O. Pieces are tasks like whole batches: they can be
+stolen, are repeated after a worker's death, and have the time limit of a task.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from torch_dpflow.ipc.messages.headers import BATCH, FAILURE, Frame, PayloadTable
 from torch_dpflow.workers.batch_pieces import UNDIVIDED, BatchPiece, OpenedBatch, part_of
 
-#: A piece takes about this long, seconds; a batch has at most this many for each worker.
-PIECE_S, PIECES_EACH = 0.025, 4
+#: Intended time to load one piece, seconds; maximum number of a batch's pieces for each worker.
+PIECE_S, PIECES_EACH = 0.025, 16
 
 
 class Opening(NamedTuple):
@@ -27,7 +27,7 @@ class Opening(NamedTuple):
     #: The `OpenedBatch`, encoded for other workers.
     payload: PayloadTable
     head: Frame
-    #: Ends the writing of workers into the batch; returns False if that fails.
+    #: Function that ends the workers' writing into the batch; returns False if that fails.
     end_writing: Callable[[], bool]
 
 
@@ -41,7 +41,7 @@ class _Open:
 
 
 class OpenBatches:
-    """Open batches, by the task that began each.
+    """Collection of open batches: divides their rows into tasks, and delivers each batch once its rows are loaded.
 
     Args:
         submit: submits (task, payload) pairs, to be loaded before all batches at later positions.
@@ -59,14 +59,14 @@ class OpenBatches:
         self._workers = workers
         self._submit, self._cancel, self._deliver = submit, cancel, deliver
         self._batches: dict[int, _Open] = {}
-        #: Whether batches may be opened; False once the rows of a batch did not fit, so that no other will either.
+        #: Whether batches may be opened; False once the rows of a batch could not be joined, for all later batches.
         self.opens = True
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def add(self, task: int, opening: Opening) -> None:
-        """Divide the remaining rows of a batch among the workers, as tasks."""
+        """Divide the remaining rows of a batch among workers, as tasks; if `opens` is False, the batch is one task."""
         batch, opened = _Open(opening), opening.opened
         self._batches[task] = batch
         if not self.opens:
@@ -109,7 +109,7 @@ class OpenBatches:
         return whole
 
     def clear(self) -> None:
-        """Forget all batches, whose tasks the caller cancels."""
+        """Forget all batches. The caller has to cancel their tasks."""
         self._batches.clear()
 
     def _end(self, task: int, batch: _Open) -> None:
