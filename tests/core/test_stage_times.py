@@ -155,3 +155,32 @@ def test_stages_belong_to_their_thread() -> None:
         thread.join()
 
     assert timed(load, 0)[2:] == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("scale", [1.0, 5e-6], ids=["each-by-itself", "short-ones-evenly"])
+def test_samples_loaded_one_by_one_are_added_up_when_their_times_are_taken(clock: Clock, scale: float) -> None:
+    measured = StageClock()
+    with stage("read"):
+        clock.now += 10.0  # before the first sample, as when a dataset is opened
+
+    def load(index: int) -> int:
+        with stage("read"):
+            clock.now += index * scale / 2
+        clock.now += index * scale / 2
+        return index
+
+    for index in (1, 1, 2, 7):
+        assert measured.load_sample(load, index) == index
+        clock.now += 0.5
+        measured.handed_over()
+        if index == 7:
+            measured.drop_sample()
+    times = measured.take()
+    assert times is not None
+    if scale == 1.0:
+        assert times.counts == {bucket_of(1.0): 2, bucket_of(2.0): 1}
+    else:
+        assert times.counts == {bucket_of(2e-5 / 3): 3}
+    assert times.hand_over_s == pytest.approx(2.0)
+    assert times.read_s == pytest.approx(scale * 5.5)
+    assert measured.take() is None

@@ -1,7 +1,6 @@
-"""Clock of the stages of loading in a worker.
+"""Clock of a worker: how long samples take, and which part of that is the stages "read" and "decode".
 
-The package's own datasets and decoders mark what they do by `stage`. The other time of a sample is "dataset", the
-dataset's own code.
+The package's datasets and decoders mark these stages by `stage`. A sample's other time counts as "dataset".
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class stage:
 
 
 def timed(load: Callable[[Any], Any], index: Any) -> tuple[Any, float, float, float]:
-    """Call `load(index)`; return (its result, the seconds that it took, its seconds in "read", those in "decode")."""
+    """Call `load(index)`; return (result, seconds in total, seconds in stage "read", seconds in stage "decode")."""
     marked = _marked
     marked.read = marked.decode = marked.inner = 0.0
     began = perf_counter()
@@ -63,8 +62,8 @@ def timed(load: Callable[[Any], Any], index: Any) -> tuple[Any, float, float, fl
     return value, perf_counter() - began, marked.read, marked.decode
 
 
-#: If the samples of a batch take fewer seconds than this on average, the next batch is measured as a whole. Measuring
-#: each sample would cost a tenth of this time.
+#: If the samples of a batch take fewer seconds than this on average, the next batch is measured as a whole, because
+#: measuring each sample would cost a tenth of this time.
 SHORT_S = 2e-5
 
 
@@ -77,18 +76,40 @@ class StageClock:
         self._is_short = False
         #: By `time.perf_counter`: when the latest batch was begun, its latest sample loaded, and when it was collated.
         self._began = self._last = self._fetched_at = 0.0
+        #: Seconds of the samples that `load_sample` loaded and `take` has not returned.
+        self._seconds: list[float] = []
 
     def take(self) -> StageTimes | None:
-        """Return the times that were measured since the last call; None if there are none."""
+        """Return the times that were measured since the last call of `take`; None if nothing was measured."""
+        if self._seconds:
+            self._add_loaded()
         times, self._times = self._times, StageTimes()
         return times if times.counts or times.hand_over_s or times.collate_s else None
 
     def add_sample(self, seconds: float, read_s: float, decode_s: float) -> None:
-        """Add a sample: its total time, and its times in the stages "read" and "decode"."""
+        """Add a sample: the seconds that it took in total, and in the stages "read" and "decode"."""
         self._add(seconds, read_s, decode_s, 1)
 
+    def load_sample(self, load: Callable[[Any], Any], index: Any) -> Any:
+        """Return `load(index)` and measure it. Use it with one clock per thread only, and without `fetch`."""
+        if not self._seconds:
+            _marked.read = _marked.decode = 0.0
+        began = perf_counter()
+        value = load(index)
+        self._last = now = perf_counter()
+        self._seconds.append(now - began)
+        return value
+
+    def drop_sample(self) -> None:
+        """Drop the time of the latest result of `load_sample`, because it is no sample."""
+        self._seconds.pop()
+
+    def handed_over(self) -> None:
+        """Count the time since the latest sample was loaded as time of encoding and sending."""
+        self._times.hand_over_s += perf_counter() - self._last
+
     def hand_over(self, seconds: float) -> None:
-        """Add the time that it took to hand over a result."""
+        """Add the seconds in which a result was encoded and sent."""
         self._times.hand_over_s += seconds
 
     def collating(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -103,11 +124,11 @@ class StageClock:
     def fetch(
         self, load: Callable[[Any], Any], index: Any, *, one_by_one: bool, samples: int, is_whole: bool = True
     ) -> Any:
-        """Return `load(index)` and measure it. The collate function of `load` must be a result of `collating`.
+        """Return `load(index)` and measure it. If `load` collates, its `collate_fn` must be a result of `collating`.
 
-        one_by_one: whether `load` requests each number of `index` just before it loads that sample.
+        one_by_one: whether `load` iterates over `index`, and loads each sample before it requests the next number.
         samples: number of samples in the batch.
-        is_whole: whether the batch has that many; False if it may have fewer, as at the end of an iterable dataset.
+        is_whole: False if the batch may have fewer samples, as at the end of an iterable dataset.
         """
         marked = _marked
         marked.read = marked.decode = marked.inner = 0.0
@@ -135,6 +156,16 @@ class StageClock:
             bucket = bucket_of(now - last)
             counts[bucket] = counts.get(bucket, 0) + 1
             last = now
+
+    def _add_loaded(self) -> None:
+        seconds, self._seconds = self._seconds, []
+        total, samples = sum(seconds), len(seconds)
+        is_short = total < samples * SHORT_S
+        self._add(total, _marked.read, _marked.decode, samples if is_short else 0)
+        if not is_short:
+            counts = self._times.counts
+            for bucket in map(bucket_of, seconds):
+                counts[bucket] = counts.get(bucket, 0) + 1
 
     def _add(self, seconds: float, read_s: float, decode_s: float, samples: int) -> None:
         times = self._times

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 import os
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import IO, Any
 
 from torch_dpflow._core.decoding import msgpack_decoder
 from torch_dpflow._core.processor_time import taken_by
-from torch_dpflow._core.stage_clock import timed
 from torch_dpflow._core.torch_private import set_worker_signal_handlers
 from torch_dpflow.cluster.control.supervision import UP
 from torch_dpflow.cluster.messages.shard import FAILED, GREETING, SAMPLE, WINDOW, WorkerArguments
@@ -35,14 +33,13 @@ from torch_dpflow.workers.task_worker import Compress, TaskWorker
 SHARED_MEMORY_BYTES = 64 << 20
 #: How long a worker waits for its shard's answer before it repeats its handshake (seconds).
 HANDSHAKE_S = 1.0
-#: Interval at which a worker that has tasks polls its socket (seconds). Polling after every sample took 3% of its time,
-#: and new or revoked tasks can wait half as long as a result may.
+#: Interval at which a worker that has tasks polls its socket (seconds). Polling after every sample took 3% of its time.
 LOOK_S = 0.03
-#: How long a worker that cannot watch its shard's process is idle before it repeats its handshake, as its shard may
-#: have been replaced (seconds).
+#: An idle worker that cannot watch its shard's process repeats its handshake at this interval (seconds), because the
+#: shard may have been replaced.
 IDLE_S = 10.0
-#: A worker whose handshakes have not been answered for this long ends (seconds): its shard may listen elsewhere by now,
-#: and the worker that is started in its place locates it.
+#: A worker ends if its handshakes are not answered for this long (seconds). Its shard may listen elsewhere by now; the
+#: next worker with this number looks up the shard's address at its start.
 SILENCE_S = 120.0
 
 
@@ -50,11 +47,10 @@ class SampleWorker(TaskWorker):
     """Worker of a flow: loads samples for its shard. `work` runs it.
 
     Args:
-        content: opens the content with the given digest; calls its second argument repeatedly while it fetches the
-            content.
+        content: opens the content with a given digest; calls its second argument repeatedly while it does so.
         up: called when the worker is ready to load.
-        directory: directory that is removed if the worker ends with its shard.
-        repeats: whether the worker repeats its handshake while there is no answer, and when the worker is idle. False:
+        directory: directory that is removed if the worker ends because its shard, on the same host, has ended.
+        repeats: whether the worker repeats its handshake when there is no answer, and when the worker is idle. False:
             the caller detects the end of the shard by other means.
     """
 
@@ -83,8 +79,6 @@ class SampleWorker(TaskWorker):
         #: For how long handshakes have not been answered (seconds).
         self._unanswered_s = 0.0
         self._shard = b""
-        #: How long the latest result took to be handed over (seconds).
-        self._handing_s = 0.0
 
     def begin(self) -> None:
         """Send the handshake, repeatedly if `repeats`, until the shard has answered or the worker should end."""
@@ -154,8 +148,7 @@ class SampleWorker(TaskWorker):
         if self._source is None:
             raise MessageError("a task came before the welcome")
         self._running.note(task)
-        (kind, value), *times = timed(self._source.load, payload)
-        loaded_at = time.perf_counter()
+        kind, value = self._clock.load_sample(self._source.load, payload)
         try:
             table, frames = encode_sample(
                 value, arena=self._arena, keep_layout=self._source.keeps_layout, name="sample"
@@ -165,11 +158,10 @@ class SampleWorker(TaskWorker):
             table, frames = encode_sample(unpicklable_failure(self._number, error))
         self._running.note(None)
         started = self._tasks[0][0] if self._tasks else None
-        if kind == SAMPLE:
-            self._clock.add_sample(*times)
-        self._clock.hand_over(self._handing_s)
+        if kind != SAMPLE:
+            self._clock.drop_sample()
         self._outbox.add(task, kind, table, frames, started, hold=self._may_hold())
-        self._handing_s = time.perf_counter() - loaded_at
+        self._clock.handed_over()
 
 
 def _processor_time() -> dict[str, float]:
@@ -211,8 +203,8 @@ def load_samples(
 ) -> None:
     """Run a remote worker of a flow until its shard ends it.
 
-    packed: a packed `SampleAssignment`. number, incarnation: of the worker in its shard. is_near: whether the shard is
-        on this host. directory: directory that is removed if the worker ends with its shard.
+    packed: a packed `SampleAssignment`. number, incarnation: those of the worker in its shard. is_near: whether the
+        shard is on this host. directory: as in `SampleWorker`.
     """
     set_worker_signal_handlers()
     worker = SampleWorker(
