@@ -11,7 +11,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 #: Environment variable of what a test starts: the test processes above it, each with the part of its run.
@@ -31,13 +30,27 @@ def started_by(name: str) -> set[int]:
 
 
 def end(pids: set[int]) -> None:
-    """Kill processes and wait until the children among them end. The code that started a child still reaps it."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-    for pid in pids:
-        with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    """Kill processes, and wait until they have ended. The code that started a child still reaps it."""
+    ends = select.poll()
+    with contextlib.ExitStack() as descriptors:
+        waited = 0
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                descriptor = os.pidfd_open(pid)
+                descriptors.callback(os.close, descriptor)
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                ends.register(descriptor, select.POLLIN)
+                waited += 1
+        while waited:
+            for descriptor, _ in ends.poll():
+                ends.unregister(descriptor)
+                waited -= 1
+
+
+def end_marked(name: str) -> None:
+    """End the processes with a mark that begins with `name`, and those that they start meanwhile."""
+    while processes := started_by(name):
+        end(processes)
 
 
 def end_after(pid: int, name: str) -> None:
@@ -50,6 +63,4 @@ def end_after(pid: int, name: str) -> None:
 if __name__ == "__main__":
     with contextlib.suppress(ProcessLookupError):
         select.select([os.pidfd_open(int(sys.argv[1]))], [], [])
-    while processes := started_by(sys.argv[2]):
-        end(processes)
-        time.sleep(0.1)
+    end_marked(sys.argv[2])

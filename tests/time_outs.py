@@ -18,7 +18,7 @@ from _pytest.outcomes import OutcomeException
 from _pytest.runner import call_and_report
 
 from tests.holdings import descendants
-from tests.started_processes import MARK, end, end_after, started_by
+from tests.started_processes import MARK, end, end_after, end_marked
 
 #: The time-out is repeated after so long, in the rest of the test and in its teardown; seconds.
 REPEATED_S = 30.0
@@ -47,7 +47,8 @@ class TimeOuts:
         os.environ[MARK] = f"{self._above} {self._process}.{number}.".strip()
 
     def _end_new(self, before: set[int], number: str) -> None:
-        end(set(descendants()) - before | started_by(f"{self._process}.{number}."))
+        end(set(descendants()) - before)
+        end_marked(f"{self._process}.{number}.")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self) -> Iterator[None]:
@@ -105,14 +106,14 @@ class TimeOuts:
         return True
 
     def pytest_unconfigure(self) -> None:
-        end(started_by(f"{self._process}."))
+        end_marked(f"{self._process}.")
 
 
 class EndsOfWorkers:
     """Plugin of the process that starts xdist's workers: what a worker has started ends with it."""
 
     def pytest_testnodedown(self, node: Any) -> None:
-        end(started_by(f"{process_name(node.workerinput)}."))
+        end_marked(f"{process_name(node.workerinput)}.")
 
 
 def process_name(given: dict[str, Any]) -> str:
