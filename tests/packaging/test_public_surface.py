@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import click
 import pytest
 
 import torch_dpflow
+from torch_dpflow.cli.main import root
 
 ROOT = Path(__file__).resolve().parents[2]
 HALVES = ("caches", "remote", "samplers")
@@ -118,3 +120,22 @@ def test_a_half_refuses_to_be_imported_from_the_root(half: str) -> None:
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ImportError:")
     assert f"import 'torch_dpflow.{half}' instead" in last
+
+
+def test_each_command_and_each_option_has_a_help_text() -> None:
+    missing = []
+
+    def look(path: str, command: click.Command) -> None:
+        options = (option for option in command.params if isinstance(option, click.Option) and not option.hidden)
+        missing.extend(f"{path} {option.opts[0]}" for option in options if not option.help)
+        if not command.help:
+            missing.append(path)
+        if isinstance(command, click.Group):
+            context = click.Context(command)
+            for name in command.list_commands(context):
+                inner = command.get_command(context, name)
+                assert inner is not None
+                look(f"{path} {name}", inner)
+
+    look("dpflow", root)
+    assert not missing

@@ -1,4 +1,4 @@
-"""Parts that commands share: options, JSON and tables on stdout."""
+"""Parts that commands share: options and their parsing, JSON, and text that is safe for a terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, 
 
 
 def with_options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Return a decorator that adds these options to a command, whose help lists them in this order."""
+    """Return a decorator that adds these click options to a command; its help lists them in this order."""
 
     def decorate(command: Command) -> Command:
         for option in reversed(options):
@@ -36,8 +36,20 @@ def with_options(*options: Callable[[Command], Command]) -> Callable[[Command], 
 
 #: Options for the log; the command gets them as `log_format` and `log_level`.
 log_options = with_options(
-    click.option("--log-format", type=click.Choice(FORMATS), default="text", envvar="DPFLOW_LOG_FORMAT"),
-    click.option("--log-level", type=click.Choice(LEVELS), default="info", envvar="DPFLOW_LOG_LEVEL"),
+    click.option(
+        "--log-format",
+        type=click.Choice(FORMATS),
+        default="text",
+        envvar="DPFLOW_LOG_FORMAT",
+        help="Form of the log lines on stderr.",
+    ),
+    click.option(
+        "--log-level",
+        type=click.Choice(LEVELS),
+        default="info",
+        envvar="DPFLOW_LOG_LEVEL",
+        help="The lowest level that is logged.",
+    ),
 )
 
 
@@ -79,7 +91,7 @@ storage_option = click.option(
 
 
 def store_option(*, required: bool) -> Callable[[Command], Command]:
-    """Return the option that names a store, as `url`."""
+    """Return the option --store, which a command gets as `url`."""
     return click.option(
         "--store",
         "url",
@@ -92,12 +104,12 @@ def store_option(*, required: bool) -> Callable[[Command], Command]:
 
 
 def store_options(command: Command) -> Command:
-    """Add the options that open a store, and --json."""
+    """Add --store, --storage-option and --json to a command."""
     return json_option(store_option(required=True)(storage_option(command)))
 
 
 def size_of(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
-    """Return the number of bytes in a size such as "8GiB", None for None (click's callback)."""
+    """Return the number of bytes in a size such as "8GiB"; None if none is given (click's callback)."""
     try:
         size = None if text is None else parse_bytes("size", text)
     except UsageError:
@@ -106,7 +118,7 @@ def size_of(context: click.Context, parameter: click.Parameter, text: str | None
 
 
 def seconds_of(context: click.Context, parameter: click.Parameter, value: float) -> float:
-    """Return a checked number of seconds, from 0 to a day (click's callback)."""
+    """Return a number of seconds if it is from 0 to 86400, a day (click's callback)."""
     if not 0 <= value <= 86400:
         raise click.BadParameter(f"{value!r}: give seconds from 0 to 86400")
     return value

@@ -34,7 +34,7 @@ from torch_dpflow.errors import DatasetError, DatasetNotFoundError, OptionError
 
 
 def version_ref(context: click.Context, parameter: click.Parameter, text: str) -> DatasetRef:
-    """Parse the name of a dataset with a version and without a variant (click's callback)."""
+    """Parse NAMESPACE/NAME:VERSION. A version is required, a variant is refused (click's callback)."""
     if "=" in text:
         text = without_login(text)
         raise click.BadParameter(
@@ -87,7 +87,13 @@ def dataset() -> None:
 
 @dataset.command("import")
 @_import_options
-@click.option("--shard-size", type=click.IntRange(1, MAX_SHARD_SIZE), default=SHARD_SIZE, show_default=True)
+@click.option(
+    "--shard-size",
+    type=click.IntRange(1, MAX_SHARD_SIZE),
+    default=SHARD_SIZE,
+    show_default=True,
+    help="Samples in a metadata file of the store.",
+)
 @store_options
 def import_(
     url: str,
@@ -176,7 +182,7 @@ def list_(url: str, storage_options: dict[str, Any], as_json: bool) -> None:
 def show(url: str, storage_options: dict[str, Any], ref: str, sample: int | None, as_json: bool) -> None:
     """Show a version, by default the last one: variants, counts, checksums, source, and location of its data.
 
-    With --json, print the version's file as it is; with --sample too, the metadata of the sample.
+    With --json, print the version's file as it is; with --json and --sample, only the metadata of the sample.
     """
     store = DatasetStore(url, **storage_options)
     target = DatasetRef.parse(ref)
@@ -204,9 +210,8 @@ def show(url: str, storage_options: dict[str, Any], ref: str, sample: int | None
 def verify_(url: str, storage_options: dict[str, Any], ref: str, data: bool, as_json: bool) -> None:
     """Check that a version is complete: the metadata of its samples; with --data also the samples.
 
-    With --data, samples with checksums are read and compared; for other samples only the existence and size are
-    checked. Prints one line for each problem; the exit status is 1 if there is any. With --json, each line is an
-    object.
+    With --data, samples with checksums are read and compared; for other samples only the existence and, if it is known,
+    the size are checked. Each problem is one line; the exit status is then 1. With --json, each line is an object.
     """
     store = DatasetStore(url, **storage_options)
     target = DatasetRef.parse(ref)

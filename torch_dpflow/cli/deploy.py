@@ -26,7 +26,7 @@ _CLUSTER = re.compile(r"[0-9a-f]{8}", re.ASCII)
 
 @click.group()
 def deploy() -> None:
-    """Create, change or remove a cloud function for workers, with the settings of dpflow.toml, or nodes in a cloud."""
+    """Create, change or remove a cloud function for workers (settings: dpflow.toml), or cluster nodes in a cloud."""
 
 
 _function_options = with_options(
@@ -40,7 +40,10 @@ _function_options = with_options(
 @deploy.command()
 @_function_options
 def fc(image: str, as_json: bool, dry_run: bool, removes: bool) -> None:
-    """Deploy the function of platform="fc" by [platform.fc]: region, function, cpu, memory, lifetime, role, vpc."""
+    """Deploy the cloud function that runs the workers of platform="fc".
+
+    Its settings are in [platform.fc] of dpflow.toml: region, function, cpu, memory, lifetime, role, vpc.
+    """
     from torch_dpflow.remote.launchers import fc_deploy
 
     settings: Any = resolve("fc")
@@ -53,7 +56,10 @@ def fc(image: str, as_json: bool, dry_run: bool, removes: bool) -> None:
 @deploy.command("lambda")
 @_function_options
 def lambda_(image: str, as_json: bool, dry_run: bool, removes: bool) -> None:
-    """Deploy the function of platform="lambda" by [platform.lambda]: region, function, memory, lifetime, role, vpc."""
+    """Deploy the cloud function that runs the workers of platform="lambda".
+
+    Its settings are in [platform.lambda] of dpflow.toml: region, function, memory, lifetime, role, vpc.
+    """
     from torch_dpflow.remote.launchers import lambda_deploy
 
     settings: Any = resolve("lambda")
@@ -93,7 +99,7 @@ _group_options = with_options(
         help="Memory of a group.",
     ),
     click.option("--spot", is_flag=True, help="Use cheaper groups, which the platform may end at any time."),
-    click.option("--region", default="cn-hangzhou", show_default=True),
+    click.option("--region", default="cn-hangzhou", show_default=True, help="The cloud's region."),
     click.option("--endpoint", default="", help="http(s)://HOST of the control plane; by default that of the region."),
     click.option("--dry-run", is_flag=True, help="Print what would be done, and do nothing."),
     click.option("--remove", "removes", is_flag=True, help="Remove all groups of the cluster."),
@@ -247,7 +253,7 @@ def kubernetes(
     node_memory: str,
     **given: Any,
 ) -> None:
-    """Print a cluster with workers in pods as YAML for `kubectl apply -f -`, by settings in [platform.kubernetes].
+    """Print YAML for `kubectl apply -f -`: a cluster with workers in pods. Settings are in [platform.kubernetes].
 
     Keep the output secret: without --without-secrets it contains keys. Pods of jobs need the label dpflow-cluster=NAME,
     the secret NAME-jobs as a volume, and the path of the secret's file as DPFLOW_ADDRESS.

@@ -1,6 +1,6 @@
 """`dpflow pool`: runs a pool server, and shows and changes what the pool caches.
 
-Commands take the name of a stored dataset, the file of an array, or the id of one of these that is cached.
+Commands name a dataset by its name in a store, and an array by its file; cached ones also by the ids that `list` shows.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _opens_dataset(command: Command) -> Command:
 
 @click.group()
 def pool() -> None:
-    """Cache datasets in this host's memory, where `PooledDataset` finds them; each is read from storage once."""
+    """Cache datasets in this host's memory, where `PooledDataset` finds them: jobs then share one read from storage."""
 
 
 @pool.command()
@@ -242,7 +242,13 @@ def list_(as_json: bool, address: PoolAddress) -> None:
 
 
 @pool.command()
-@click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True)
+@click.option(
+    "--interval-s",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    help="Seconds between two updates.",
+)
 @click.option("--count", type=click.IntRange(min=1), help="End after this many tables; without it, by Ctrl-C.")
 @json_option
 @_at_pool
