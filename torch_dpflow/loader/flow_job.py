@@ -1,6 +1,6 @@
-"""Jobs of a loader that reads a shared flow, and the choice between the router's order and the sampler's.
+"""Jobs of a loader that reads a shared flow, and the decision whether the flow's router or the sampler sets the order.
 
-If the router decides the order, a job reads samples that other jobs have just loaded.
+If the router sets the order, a job can read samples that other jobs have just loaded.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Su
 
 from torch_dpflow._core.ranks import process_ranks, ranks_of
 from torch_dpflow._core.torch_private import default_store
-from torch_dpflow.caches import ALSDCache
 from torch_dpflow.cluster.client.epoch_cursor import EpochCursor
-from torch_dpflow.cluster.client.flow_registration import without_subset
+from torch_dpflow.cluster.client.flow_registration import unwrapped
 from torch_dpflow.cluster.client.open_job import FlowDefinition, JobReading, changes_of_flow, open_job
 from torch_dpflow.cluster.client.options import MAX_NAME, JobDescription, JobOptions, Replica, draw_name
 from torch_dpflow.cluster.messages.router import JobRank
@@ -50,21 +49,21 @@ _readers: weakref.WeakKeyDictionary[SharedJob, tuple[Any, ...]] = weakref.WeakKe
 
 @dataclass(frozen=True)
 class RoutedOrder:
-    """Order that the router decides: each sample of the sampler once, every order equally likely.
+    """Description of an order that the flow's router draws: each sample of the sampler once, all orders equally likely.
 
     If a flow has a single job, this order equals that of torch's DistributedSampler with the same seed.
     """
 
     sampler: Any
-    #: Seeds the order, with the epoch; None: the loader's base seed.
+    #: The seed of the order, together with the epoch; None: the loader's base seed.
     seed: int | None = None
     #: The samples to read; None: all samples of the dataset.
     indices: IndexArray | None = None
     #: The part of these samples that this process reads; None: all.
     replica: Replica | None = None
-    #: Whether the sampler has an epoch; else the loader counts its iterations.
+    #: Whether the epoch is the sampler's; otherwise the loader counts its iterations.
     counts: bool = False
-    #: Whether each iteration is a new epoch to the sampler, without `set_epoch`.
+    #: Whether each iteration increases the sampler's epoch, without a call of `set_epoch` by the script.
     advances: bool = False
     #: As in `DynaGCSSampler`.
     independence: float = 0.0
@@ -90,13 +89,13 @@ class RoutedOrder:
 def routed_order(loader: Any) -> RoutedOrder | None:
     """Return the order by which the router replaces the loader's sampler; None if the sampler's order is kept.
 
-    The router may replace the sampler of `shuffle=True`, a SubsetRandomSampler without a separate generator, a
-    DistributedSampler and a DynaGCSSampler, but no subclass of them. If there are several ranks, they must have a
-    common name: that of `JobOptions`, or one drawn through torch.distributed.
+    The router can replace the sampler of `shuffle=True`, a SubsetRandomSampler, and a DistributedSampler or
+    DynaGCSSampler that shuffles, but no subclass of them. If there are several ranks, they must have a common name:
+    that of `JobOptions`, or one drawn through torch.distributed.
 
-    The router may not replace the sampler in two cases. First, torch.distributed has more processes than the sampler
-    has replicas: some processes then read the same batches by the sampler's seed, as tensor-parallel and
-    context-parallel peers do. Second, the user has fixed the order by a generator in the sampler.
+    Among others, a sampler is kept if its batches are not torch's, if the user has fixed its order by a separate
+    generator, or if torch.distributed has more processes than it has replicas: some processes then read the same
+    batches by the sampler's seed, as tensor-parallel and context-parallel peers do.
     """
     size, sampler, batches = len(loader.dataset), loader.sampler, loader.batch_sampler
     kind: Any = type(sampler)
@@ -144,10 +143,10 @@ def has_common_name(options: JobOptions | None, replica: Replica | None) -> bool
 
 
 def common_name(flow: str, seed: int) -> str:
-    """Agree on a name for the next job of a flow; return the same name in all ranks of torch.distributed.
+    """Draw a name for the next job of a flow, and return the same name in all ranks of torch.distributed.
 
-    The first rank draws the name and writes it to the store by which the ranks found each other, without a collective
-    call. A store may outlive the ranks, as after a restart by torchrun, so the key holds the attempt.
+    The rank that calls first writes its name to the store by which the ranks found each other, without a collective
+    call. A store may outlive the ranks, so the key of the name contains the number of restarts by torchrun.
     """
     global _counted_by
     store = default_store()
@@ -166,14 +165,14 @@ def _replica_of(sampler: Any) -> Replica | None:
 
 
 def job_of(loader: Any, seed: int, order: RoutedOrder | None = None, resumed_seed: int | None = None) -> SharedJob:
-    """Return a job of the loader that no iteration reads; open one if necessary. The loader closes it at its end.
+    """Return a job of the loader that no iteration uses; open one if necessary. It is closed with the loader.
 
-    So iterations can run concurrently, as with torch. The flow counts all iterations of a rank as one job, so ranks
-    need not begin the same number of iterations.
+    Each concurrent iteration therefore has a separate job. The flow counts all jobs of a rank as one, so ranks need not
+    begin the same number of iterations.
 
     Args:
-        seed: seed of the order, if it is the loader's first job.
-        order: the order that the router decides; None where the sampler decides it.
+        seed: seed of the order, if the loader has no job to take the seed from.
+        order: the order that the router draws; None if the sampler sets the order.
         resumed_seed: the seed of the run that is resumed; a job with another seed is opened.
 
     Raises:
@@ -325,13 +324,15 @@ def _part_of(dataset: Any) -> bytes:
 
 def _places_of(dataset: Any) -> IndexArray | None:
     """Return the flow's sample numbers that a torch `Subset` contains; None for any other dataset."""
-    return without_subset(dataset.dataset if isinstance(dataset, ALSDCache) else dataset)[1]
+    return unwrapped(dataset)[2]
 
 
 def settled_state(loader: Any, shared: dict[str, Any]) -> dict[str, Any]:
-    """Return this rank's position in an epoch of the router's order, from positions saved by any number of ranks.
+    """Return this rank's position in an epoch of the router's order, computed from positions of any number of ranks.
 
     The result can be joined with the other ranks' positions, even if no iteration has begun with it.
+
+    shared: `LoaderState.shared`, of one rank or joined.
 
     Raises StateError: `shared` does not contain this rank's position, or is a position in other samples.
     """

@@ -6,9 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import Subset
 
 from tests.shared_datasets import Numbers
-from torch_dpflow.cluster.client.flow_registration import content_of, describe, register, split_stages
+from torch_dpflow import ALSDCache
+from torch_dpflow.cluster.client.flow_registration import content_of, describe, register, split_stages, unwrapped
 from torch_dpflow.cluster.client.options import FlowDefinition, JobOptions
 from torch_dpflow.cluster.control.flow_registry import FlowRegistry
 from torch_dpflow.cluster.messages.coordinator import FlowSpec
@@ -83,3 +87,31 @@ def test_where_no_cluster_answers_the_flow_is_named_and_keys_are_thought_of(addr
     with pytest.raises(DeadlineError, match="flow 'images': no cluster answers at") as raised:
         register(find_cluster(address), spec, b"", reconnect_timeout_s=0.1)
     assert ("clients with other keys" in str(raised.value)) == hints
+
+
+class Squares:
+    """As a dataset whose samples tell their number."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+@given(st.lists(st.sampled_from(["cache", "part"]), max_size=4), st.randoms(use_true_random=False))
+def test_subsets_around_a_cache_and_in_it_are_one_part(layers: list[str], random: Any) -> None:
+    whole = dataset = Squares()
+    for layer in layers:
+        if layer == "part":
+            dataset = Subset(dataset, random.sample(range(len(dataset)), len(dataset) - 1))
+        elif not isinstance(dataset, ALSDCache):
+            dataset = ALSDCache(dataset, "1MiB")
+    inside, cache, places = unwrapped(dataset)
+    caches = [layer for layer in layers if layer == "cache"]
+    assert (cache is not None) == bool(caches)
+    if len(caches) < 2:
+        assert inside is whole
+    assert [dataset[n] for n in range(len(dataset))] == [
+        inside[n if places is None else int(places[n])] for n in range(len(dataset))
+    ]

@@ -48,13 +48,13 @@ from torch_dpflow.workers.script_settings import ScriptSettings
 
 #: Memory for samples in transit, in addition to the capacity of a cache around the dataset (bytes).
 UNDER_WAY_BYTES = 256 << 20
-#: Longest timeout of a registration (seconds); then the job looks for a cluster that has replaced this one.
+#: Longest timeout of a call that registers (seconds). After it, the job looks for a cluster that has replaced this one.
 LONGEST_CALL_S = 6.0
 #: Parts of the dataset itself, and of what is given with it.
 _OWN = re.compile(r"(dataset|transform|stand_in|worker_init_fn)\b")
-#: Contents up to this size are searched for the modules that they need, which takes as much memory (bytes).
+#: Contents up to this size are searched for the modules that they need (bytes). The search takes the same memory again.
 MAX_SEARCHED_BYTES = 32 << 20
-#: Timeout of one piece of an upload (seconds). A repeated piece is ignored, so a busy coordinator loses nothing.
+#: Timeout of one piece of an upload (seconds). After it, the upload is repeated where it stopped.
 PIECE_S = 15.0
 
 
@@ -77,18 +77,15 @@ class JobDataset:
 
 
 def split_stages(dataset: Any, options: JobOptions) -> JobDataset:
-    """Split a dataset into a cacheable and a per-draw stage. Only an `ALSDCache` or `TwoStageDataset` may have both.
+    """Split a dataset into its stages. Only an `ALSDCache` or a `TwoStageDataset` can have a per-draw stage.
 
-    A `Subset` is replaced by the dataset below it, so that jobs with different subsets share the flow.
+    A `Subset`, around the `ALSDCache` or in it, is replaced by the dataset below it, so that jobs with different
+    subsets share the flow.
     """
-    cache = dataset if isinstance(dataset, ALSDCache) else None
-    places = None
+    whole, cache, places = unwrapped(dataset)
     if cache is not None:
-        per_draw = None if cache.transform is None else KeylessTransform(cache.transform)
-        whole, places = without_subset(cache.dataset)
-        dataset = TwoStageDataset(whole, per_draw)
+        dataset = TwoStageDataset(whole, None if cache.transform is None else KeylessTransform(cache.transform))
     elif not isinstance(dataset, TwoStageDataset):
-        whole, places = without_subset(dataset)
         return JobDataset(
             dataset=TwoStageDataset(whole), repeatable=bool(options.repeatable), cache=None, places=places
         )
@@ -99,20 +96,26 @@ def split_stages(dataset: Any, options: JobOptions) -> JobDataset:
     return JobDataset(dataset=dataset, repeatable=repeatable, cache=cache, places=places)
 
 
-def without_subset(dataset: Any) -> tuple[Any, IndexArray | None]:
-    """Return (dataset below torch's `Subset`s, its sample number for each position in the outermost `Subset`).
+def unwrapped(dataset: Any) -> tuple[Any, ALSDCache | None, IndexArray | None]:
+    """Return (dataset inside nested `Subset` objects and an `ALSDCache`, the cache, sample numbers in this dataset).
 
-    The second value is None without a `Subset`. A `Subset` that contains a sample twice, or invalid numbers, is
-    returned unchanged.
+    The numbers are those of each position in `dataset`; None without a `Subset`. A `Subset` that contains a sample
+    twice, or invalid numbers, is not unwrapped.
     """
-    places = None
-    while is_subset(dataset):
-        try:
-            own = check_indices(dataset.indices, len(dataset.dataset))
-        except (OptionError, TypeError):
+    cache, places = None, None
+    while True:
+        if cache is None and isinstance(dataset, ALSDCache):
+            cache = dataset
+        elif is_subset(dataset):
+            try:
+                own = check_indices(dataset.indices, len(dataset.dataset))
+            except (OptionError, TypeError):
+                break
+            places = own if places is None else own[places]
+        else:
             break
-        dataset, places = dataset.dataset, own if places is None else own[places]
-    return dataset, places
+        dataset = dataset.dataset
+    return dataset, cache, places
 
 
 def _own_indices(dataset: Any) -> str:
@@ -148,7 +151,7 @@ def describe(
     options: JobOptions,
     imports: FlowImports | None = None,
 ) -> FlowSpec:
-    """Return the description with which a job registers its flow. Raises OptionError if a value is not allowed.
+    """Return the description with which a job registers its flow. Raises the errors of `FlowSpec.check`, among others.
 
     packed: the content that workers fetch, from `join_content`.
     content: from `content_of`. imports: from `imports_of`. size: number of samples of the flow.
@@ -190,9 +193,9 @@ def describe(
 
 
 def imports_of(packed: bytes, settings: ScriptSettings) -> FlowImports | None:
-    """Return the modules that workers need, so that a host imports them once; None: each worker must import them.
+    """Return the modules that a flow's workers need, so that a node can import them once for all workers.
 
-    None is returned if `settings` differ from the defaults, on which imports can depend, or the modules are not known.
+    Returns None if each worker should import them itself, for example if they are not known.
     """
     places = {"directory": settings.directory, "script": settings.script}
     if len(packed) > MAX_SEARCHED_BYTES or replace(settings, directory="", script="") != ScriptSettings():
@@ -209,9 +212,9 @@ def imports_of(packed: bytes, settings: ScriptSettings) -> FlowImports | None:
 
 @dataclass(frozen=True)
 class FlowContent:
-    """Identity of a flow's content: what is compared between jobs, and what is sent to workers."""
+    """Content of a flow, in the form in which jobs compare it and send it to workers."""
 
-    #: By name for messages: further values that all jobs of a version must share.
+    #: Further values that all jobs of a version must share, by their names in messages.
     labels: dict[str, str]
     #: Parts that are compared, and the user's modules and attributes that are sent to workers.
     identity: ContentIdentity
@@ -226,10 +229,9 @@ def content_of(
     *,
     code: Code = "auto",
 ) -> FlowContent:
-    """Identify the content of a flow. Takes about as long as pickling the dataset.
+    """Return the content of a flow. Takes about as long as pickling the dataset.
 
-    like: the content at an earlier epoch, whose modules are then not read again, because workers keep the modules that
-    were sent.
+    like: the flow's content at an earlier epoch; its modules are used again, and not read.
     code: which of the user's modules are sent, as in `LoaderOptions`.
     """
     transform = dataset.per_draw
@@ -249,7 +251,7 @@ def content_of(
 
 
 def changes(now: FlowContent, then: FlowContent) -> tuple[dict[str, str], dict[str, str]]:
-    """Return (changes of the dataset's own state, other changes), each a text by the path of the changed part."""
+    """Return two dicts of changes, by part: of labels and the dataset with its functions; and all other changes."""
     names = dict.fromkeys([*now.labels, *then.labels])
     own = {name: "other" for name in names if now.labels.get(name) != then.labels.get(name)}
     found = differences(now.identity.parts, then.identity.parts, then.identity.ignore)
@@ -283,11 +285,11 @@ def register(
 ) -> bool:
     """Register a flow, and upload its content unless the cluster has it.
 
-    packed: the content. outages: log for a cluster that does not answer or makes the job wait; None: log nothing.
+    packed: the content. outages: logs calls without an answer and long waits; None: log nothing.
     is_replaced: returns whether another cluster has replaced this one; called after each call without an answer.
 
-    Returns False if the cluster has been replaced: the flow has to be registered with the new cluster. Raises
-    UsageError if the flow is rejected, DeadlineError if registration takes longer than `reconnect_timeout_s`.
+    Returns False if the cluster has been replaced: the flow has to be registered with the new cluster. Raises, among
+    others, UsageError if the flow is rejected, DeadlineError if no call succeeds for `reconnect_timeout_s`.
     """
     outages = outages or OutageLog(spec.name, "", reconnect_timeout_s=reconnect_timeout_s, muted=True)
     backoff, deadline, attempts = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), time.monotonic() + reconnect_timeout_s, 0
