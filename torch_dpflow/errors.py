@@ -6,8 +6,8 @@
     ├── UsageError                 the call is wrong
     │   ├── OptionError            (ValueError)  a value out of range
     │   ├── OptionTypeError        (TypeError)   a value of the wrong type
-    │   ├── StateError             (ValueError)  a state_dict that does not fit
-    │   ├── LifetimeError          (RuntimeError)  used in a process that it does not belong to
+    │   ├── StateError             (ValueError)  a state_dict that is damaged or does not fit
+    │   ├── LifetimeError          (RuntimeError)  an object or module that this process cannot use
     │   ├── NotPicklableError      (PicklingError, TypeError, AttributeError)  cannot be sent to a worker
     │   ├── MissingExtraError      (ImportError)  an optional dependency is not installed
     │   └── UnsupportedTorchError  (ImportError)  torch lacks a private name that the package needs
@@ -16,19 +16,19 @@
     │   ├── DamagedStoreError      (ValueError)  a file of the store is missing, truncated or altered
     │   ├── NewerFormatError       (ValueError)  a later release wrote the store
     │   ├── PublishedError         (FileExistsError)  a published version would have to change
-    │   └── SourceError            (ValueError)  the source of an import has another layout
+    │   └── SourceError            (ValueError)  the source of an import does not fit its importer
     ├── StageError                 (RuntimeError)  a stage of a flow failed on a sample
     ├── WorkerError                (RuntimeError)  a worker or the code that it runs
-    │   ├── WorkerStartError       workers end before they load anything
+    │   ├── WorkerStartError       workers do not start, or end before they load anything
     │   ├── LaunchError            (OSError)  the platform refuses to start a process
-    │   └── PoisonTaskError        a batch that ended every worker it was assigned to
+    │   └── PoisonTaskError        a batch or sample whose loading ended several workers
     ├── LoaderTimeoutError         (RuntimeError, TimeoutError)  no batch within `timeout`
     ├── DescriptorLimitError       (RuntimeError, OSError)  too many open files
     ├── StorageError               (OSError)  a storage, an object in it, or the network
     │   ├── ObjectMissingError     (FileNotFoundError)  no such object, bucket or file
     │   ├── AccessDeniedError      (PermissionError)  the storage refuses these credentials or this request
     │   ├── TruncatedObjectError   (EOFError)  fewer bytes than requested
-    │   ├── ChecksumError          (ValueError)  bytes that the dataset does not describe
+    │   ├── ChecksumError          (ValueError)  the object was changed after the dataset described it
     │   ├── StorageUnavailableError (ConnectionError)  refused, reset or overloaded, after all retries
     │   └── StorageTimeoutError    (TimeoutError)  no answer in time
     ├── PoolFullError              (MemoryError)  the pool has no capacity for a dataset
@@ -42,8 +42,8 @@
     │   └── AnswerLostError        (TimeoutError)  no answer in time; the request may have been executed
     └── TransportError             a peer or the network
         ├── MessageError           (ValueError)  malformed or unknown bytes
-        ├── PeerLostError          (ConnectionError)  the peer is gone
-        ├── SegmentLostError       (ConnectionError)  shared memory whose writer is gone
+        ├── PeerLostError          (ConnectionError)  the connection is closed, or the peer does not answer
+        ├── SegmentLostError       (ConnectionError)  shared memory that cannot be opened
         ├── DeadlineError          (TimeoutError)  no answer in time
         └── RemoteCallError        (RuntimeError)  the peer answered with an error
 
@@ -56,11 +56,11 @@ import pickle
 
 
 class DPFlowError(Exception):
-    """Base class of every error that torch_dpflow raises itself."""
+    """Base class of the errors that torch_dpflow defines."""
 
 
 class UsageError(DPFlowError):
-    """The call is wrong; nothing has been started."""
+    """The call is wrong: its caller has to change it."""
 
 
 class OptionError(UsageError, ValueError):
@@ -72,27 +72,27 @@ class OptionTypeError(UsageError, TypeError):
 
 
 class StateError(UsageError, ValueError):
-    """A state_dict does not fit the object that should load it."""
+    """A state_dict is damaged, does not fit the object that should load it, or could not be taken."""
 
 
 class LifetimeError(UsageError, RuntimeError):
-    """An object is used in a process that it does not belong to."""
+    """An object or module cannot be used in this process, such as an iterator after a fork."""
 
 
 class NotPicklableError(UsageError, pickle.PicklingError, TypeError, AttributeError):
-    """An object cannot be pickled, so it cannot be sent to a worker."""
+    """An object cannot be pickled, so it cannot be sent to a worker, or returned by one."""
 
 
 class MissingExtraError(UsageError, ImportError):
-    """A dependency that only some users need is not installed; the message has the pip command."""
+    """A dependency that only some users need is not installed; the message says what to install."""
 
 
 class UnsupportedTorchError(UsageError, ImportError):
-    """The installed torch lacks a private name that the package uses; the message has its version."""
+    """The installed torch lacks a private name that the package uses; the message has torch's version."""
 
 
 class DatasetError(DPFlowError):
-    """A dataset store cannot serve a request, or its files differ from its description."""
+    """Base class of errors of a dataset store, of a dataset in it, or of an import."""
 
 
 class DatasetNotFoundError(DatasetError, LookupError):
@@ -104,7 +104,7 @@ class DamagedStoreError(DatasetError, ValueError):
 
 
 class NewerFormatError(DatasetError, ValueError):
-    """A later release of the library wrote this file."""
+    """A later release of the library wrote a file of the dataset store."""
 
 
 class PublishedError(DatasetError, FileExistsError):
@@ -116,7 +116,7 @@ class SourceError(DatasetError, ValueError):
 
 
 class StageError(DPFlowError, RuntimeError):
-    """A stage of a flow failed on a sample; the message names both. The function's error is the cause."""
+    """A stage of a flow failed on a sample; the message names both, and the function's error."""
 
     def __init__(self, text: str, stage: str = "") -> None:
         super().__init__(text, stage)
@@ -132,7 +132,7 @@ class WorkerError(DPFlowError, RuntimeError):
 
 
 class WorkerStartError(WorkerError):
-    """Workers end repeatedly without delivering a batch, and no batch is the cause: usually they cannot start."""
+    """Workers cannot be started, or they end repeatedly without delivering a batch in between."""
 
 
 class LaunchError(WorkerError, OSError):
@@ -140,7 +140,7 @@ class LaunchError(WorkerError, OSError):
 
 
 class PoisonTaskError(WorkerError):
-    """One batch ended every worker that it was assigned to."""
+    """Several workers, one after the other, ended while they loaded the same batch, sample or item."""
 
 
 class LoaderTimeoutError(DPFlowError, RuntimeError, TimeoutError):
@@ -148,11 +148,11 @@ class LoaderTimeoutError(DPFlowError, RuntimeError, TimeoutError):
 
 
 class DescriptorLimitError(DPFlowError, RuntimeError, OSError):
-    """The process has too many files open; the message names the limit, the need and how to raise it."""
+    """The process has too many files open; the message names the limit, and how to raise it."""
 
 
 class StorageError(DPFlowError, OSError):
-    """A storage failed a request; the message names the object."""
+    """A storage failed a request, or an object or file cannot be read or written."""
 
 
 class ObjectMissingError(StorageError, FileNotFoundError):
@@ -164,15 +164,15 @@ class AccessDeniedError(StorageError, PermissionError):
 
 
 class TruncatedObjectError(StorageError, EOFError):
-    """An object has fewer bytes than were requested or announced."""
+    """An object has fewer bytes than were requested, or than the storage announced."""
 
 
 class ChecksumError(StorageError, ValueError):
-    """An object's bytes are not those that its dataset describes."""
+    """An object was changed: its checksum, size, ETag or modification time differs from the one that is recorded."""
 
 
 class StorageUnavailableError(StorageError, ConnectionError):
-    """The storage refused or reset the connection, or reported that it is overloaded."""
+    """The storage cannot be reached, ended the connection, is overloaded, or sent an invalid response."""
 
     #: Seconds that the server requested to wait; 0 if it requested no wait.
     retry_after_s: float = 0.0
@@ -183,11 +183,11 @@ class StorageTimeoutError(StorageError, TimeoutError):
 
 
 class PoolFullError(DPFlowError, MemoryError):
-    """The pool has no capacity for a dataset; nothing was read."""
+    """The pool lacks memory for a dataset, or has reached another limit, such as its number of datasets."""
 
 
 class PlatformError(DPFlowError):
-    """The control plane of a platform failed a request; the message names the worker."""
+    """The control plane of a platform failed a request, or its answer was lost."""
 
 
 class ThrottledError(PlatformError):
@@ -203,31 +203,31 @@ class ThrottledError(PlatformError):
 
 
 class QuotaError(PlatformError):
-    """The account or cluster has its maximum number of workers."""
+    """No further worker can run: the account, the cluster or this process has its maximum number."""
 
 
 class DeniedError(PlatformError, PermissionError):
-    """The platform rejects the credentials, or they lack a permission: other credentials are needed."""
+    """There are no credentials, the platform rejects them, or they lack a permission."""
 
 
 class ExpiredError(DeniedError):
-    """The credentials have expired. The library looks them up again until they are renewed."""
+    """The credentials have expired: renew them."""
 
 
 class RejectedError(PlatformError, ValueError):
-    """The platform cannot start this: it has no such image or function, or a parameter is wrong."""
+    """The platform rejects a request that would fail again, for example for an image that does not exist."""
 
 
 class UnavailableError(PlatformError, ConnectionError):
-    """The control plane is unreachable or broken; the request was not executed."""
+    """The control plane cannot be reached, or reports a failure of its service."""
 
 
 class AnswerLostError(PlatformError, TimeoutError):
-    """The control plane did not answer in time; the request may have been executed."""
+    """The answer of the control plane did not arrive; the request may have been executed."""
 
 
 class TransportError(DPFlowError):
-    """A message could not be sent or received."""
+    """Base class of errors of connections to other processes, and of their messages and shared memory."""
 
 
 class MessageError(TransportError, ValueError):
@@ -235,38 +235,38 @@ class MessageError(TransportError, ValueError):
 
 
 class PeerLostError(TransportError, ConnectionError):
-    """The peer is gone."""
+    """A connection is closed, or the process at its other end has ended or does not answer."""
 
 
 class SegmentLostError(TransportError, ConnectionError):
-    """Shared memory can no longer be opened because the process that wrote it is gone."""
+    """Shared memory cannot be opened: its process has ended, or runs in another container or under another user."""
 
 
 class DeadlineError(TransportError, TimeoutError):
-    """No answer within the deadline."""
+    """A call was not answered within its deadline."""
 
 
 class ErrorKind(enum.IntEnum):
-    """Reason of a call's error. The caller's reaction depends on this alone."""
+    """Cause of a failed call to a service, by which the caller decides how to react."""
 
-    #: The service failed, though the call may be right; the text has its traceback.
+    #: The service failed, though the call may be right.
     INTERNAL = 0
     #: The call is wrong: its caller has to fix it.
     USAGE = 1
     #: The call or its answer is malformed or above a limit.
     MALFORMED = 2
-    #: A process that the service needs is gone.
+    #: A process that the service needs has ended, or does not answer.
     LOST = 3
     #: The service has too much to do, or has just started: retry.
     OVERLOADED = 5
-    #: The caller's view is out of date: see `torch_dpflow.ipc.messages.fields`.
+    #: The caller's information is out of date: see `torch_dpflow.ipc.messages.fields`.
     STALE_JOB = 6
     STALE_ROUTING = 7
     STALE_SHARD = 8
     OUT_OF_STEP = 9
     MISDIRECTED = 10
     UNKNOWN_FLOW = 11
-    #: Wait and retry.
+    #: The caller has to wait and retry; see the same module.
     NAME_BUSY = 12
     RANKS_AWAITED = 13
     WORKERS_AWAITED = 14
@@ -277,7 +277,7 @@ class RemoteCallError(TransportError, RuntimeError):
 
     def __init__(self, text: str, kind: ErrorKind = ErrorKind.INTERNAL) -> None:
         super().__init__(text, kind)
-        #: The peer's error message, and the kind of its error.
+        #: The error message that the peer sent, and the cause.
         self.text = text
         self.kind = kind
 

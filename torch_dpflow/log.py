@@ -23,7 +23,7 @@ LOADER = logging.getLogger("torch_dpflow.loader")
 #: Events inside a worker.
 WORKER = logging.getLogger("torch_dpflow.worker")
 
-#: Events in the services of shared flows and in their nodes.
+#: Events of services (of clusters, flows and the pool) and of the platforms that run workers.
 SERVICE = logging.getLogger("torch_dpflow.service")
 
 #: Samples that a flow leaves out because they cannot be loaded.
@@ -53,7 +53,7 @@ class LogOptions:
         level: the lowest level that is written: "debug", "info", "warning" or "error".
 
     Raises:
-        OptionError: a value is not one of these.
+        OptionError: `format` or `level` has another value.
     """
 
     format: str = "text"
@@ -66,13 +66,13 @@ class LogOptions:
 
 
 class StructuredFormatter(logging.Formatter):
-    """Formatter that writes one line per record: time, level, logger, `SUBJECTS`, the process's fields, the text.
+    """Formatter of one line per record: time, level, logger, `SUBJECTS`, the process's fields, text and exception.
 
-    If a record does not name a subject, that of the process is written. If the process has none either, `-` is written
-    in text, null in JSON. Values are quoted where needed, so that a peer's text cannot start a line or field.
+    A field of `SUBJECTS` that the record lacks gets the process's value; without one, `-` in text, null in JSON.
+    Values are quoted where needed, so that text from another process cannot start a line or field.
 
     Args:
-        fields: fields for all lines of the process: any of `SUBJECTS`, and others.
+        fields: the process's fields, by name, for all lines; names in `SUBJECTS` are allowed too.
     """
 
     def __init__(self, options: LogOptions, fields: Mapping[str, object]) -> None:
@@ -97,7 +97,7 @@ class StructuredFormatter(logging.Formatter):
 
 
 def write_lines(options: LogOptions, fields: Mapping[str, object], *, stream: TextIO | None = None) -> None:
-    """Write all log lines of this process to `stream`, by default stderr, and nowhere else. For services."""
+    """Write the package's log only to `stream`, by default stderr. fields: see `StructuredFormatter`. For services."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(StructuredFormatter(options, fields))
     _ROOT.handlers[:] = [handler]

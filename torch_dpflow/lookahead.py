@@ -1,11 +1,11 @@
 """Lookahead: one job's future reads as its sampler predicts them, for caches.
 
-The four parts are those of the thesis (3.4.3): of an epoch of `length` samples, `position` have been drawn (S_v); the
-next ones are `certain` (S_c); further ones are `likely` soon, with weights (S_uc); the others are unknown (S_uk).
+It divides the `length` samples of an epoch into four parts (thesis, 3.4.3): those drawn already (S_v, the first
+`position`), those `certain` to be drawn next (S_c), those `likely` to follow, with weights (S_uc), the others (S_uk).
 
-Orders are also announced to a dataset before an epoch is read, as a whole or in pieces. A dataset that uses them has a
-method `announce_order(order, spread, extends)`. A dataset that wraps another one forwards the call, with the keys that
-it will read there.
+Loaders also announce orders to datasets, by `announce_order`. A dataset that uses them defines the method
+`announce_order(order, spread, extends)`. A dataset that wraps another one should forward the call, with the keys that
+it will read from the inner dataset.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _NO_WEIGHTS: Weights = np.empty(0, dtype=np.float64)
 class Lookahead:
     """One job's future reads, after the sampler has drawn `position` samples of an epoch.
 
-    All arrays hold sample indices (keys, not negative), are one-dimensional and must not be written to afterwards:
-    they are kept without a copy. A later lookahead of the same `epoch` replaces earlier ones after its `position`;
-    keys announced for earlier positions stay expected until the job reads them. A lookahead of another epoch starts a
-    new epoch of the job.
+    All arrays are one-dimensional. Except for `weights`, they hold keys: sample indices of at least 0. Do not write to
+    them afterwards, because they are not copied. A later lookahead of the same `epoch` replaces what earlier ones said
+    about its `position` and all later positions. A lookahead of a different epoch starts a new epoch of the job.
 
-    Raises OptionError for arrays of the wrong shape or type, and for parts that do not fit into `length`.
+    Raises OptionError for keys that are negative or not a one-dimensional integer array, for weights that are not
+    positive or not one per likely key, and for parts that do not fit into `length`.
     """
 
     epoch: int
@@ -53,10 +53,10 @@ class Lookahead:
     weights: Weights = field(default_factory=lambda: _NO_WEIGHTS)
     """One positive weight for each of `likely`, of any scale; empty means equal weights."""
     members: Keys | None = None
-    """Every key that the job reads in an epoch. None: the keys of `certain` if they are the whole rest of the
-    epoch, else every key there is."""
+    """Every key that the job reads in an epoch. None stands for the keys of `certain` if they are the whole epoch,
+    otherwise for all keys of the dataset."""
     following: Keys | None = None
-    """The whole order of the next epoch, if known. Of several in an epoch the first one counts."""
+    """The whole order of the next epoch, if known. If several lookaheads of an epoch have one, the first is used."""
 
     def __post_init__(self) -> None:
         for name in ("certain", "likely", "members", "following"):
@@ -103,7 +103,7 @@ class Lookahead:
 
     @property
     def complete(self) -> bool:
-        """Whether `certain` contains all remaining samples of the epoch, so that none is likely or unknown."""
+        """Whether `certain` has all remaining samples of the epoch, so that none is likely or unknown."""
         return self.position + len(self.certain) == self.length
 
 
@@ -120,31 +120,31 @@ def _check_keys(name: str, keys: Keys | None) -> None:
         raise OptionError(f"{name}: keys must not be negative, got {int(keys.min())}")
 
 
-#: Function that returns the keys of an epoch that will be read from now on, in the loader's order; no keys if the order
-#: may change. Called only if the dataset uses the order.
+#: Function that returns the keys that will be read next, in order, up to the first one that could still change. Called
+#: only if the dataset uses the order.
 Order: TypeAlias = Callable[[], npt.NDArray[np.integer[Any]]]
 
 
 def is_subset(dataset: Any) -> bool:
-    """Return whether a dataset is torch's `Subset`, without importing torch."""
+    """Return whether the type of a dataset is torch's `Subset`, without importing torch; False for a subclass."""
     data = sys.modules.get("torch.utils.data")
     return data is not None and type(dataset) is data.Subset
 
 
 def takes_orders(dataset: Any) -> bool:
-    """Return whether `announce_order` has an effect for this dataset."""
+    """Return whether this dataset, or the dataset inside torch's Subset, has a method `announce_order`."""
     while is_subset(dataset):
         dataset = dataset.dataset
     return callable(getattr(type(dataset), "announce_order", None))
 
 
 def announce_order(dataset: Any, order: Order, spread: int, extends: bool = False) -> None:
-    """Announce the order of reads to a dataset, or to the dataset inside torch's Subset.
+    """Announce the order of reads to a dataset, or to the one inside torch's Subset, if it has an `announce_order`.
 
     Args:
-        order: returns the keys, in order.
-        spread: how many samples may be requested before an earlier one: a loader's samples in flight.
-        extends: whether these keys follow the keys announced before; otherwise they replace them.
+        order: returns the keys; see `Order`.
+        spread: maximum number of samples in flight; reads deviate from the order by at most this many places.
+        extends: whether these keys follow those of earlier announcements; otherwise they replace them.
     """
     if is_subset(dataset):
         indices = dataset.indices

@@ -1,4 +1,4 @@
-"""Counters of a loader and the frozen snapshot that a user sees."""
+"""Counters of a loader, and `LoaderStats`, the snapshot of them that `stats()` returns to users."""
 
 from __future__ import annotations
 
@@ -20,57 +20,55 @@ if TYPE_CHECKING:
 class LoaderStats:
     """Counters of a loader since it was made, over all its epochs. Prints as a table, in a notebook too.
 
-    Stall is the time that the training loop waited in `next()`. `stall_share` is its share of the time from the start
-    of each iteration to the iteration's latest batch.
+    `stats()` of a loader returns one; `since` compares two.
     """
 
-    #: Seconds that the training loop waited in `next()`.
+    #: Stall: seconds that the training loop waited in `next()`.
     stall_s: float
-    #: stall_s divided by iterating_s; 0 to 1.
+    #: The stall's share of the loop's time: `stall_s` / `iterating_s`, 0 to 1.
     stall_share: float
-    #: Seconds from the latest `iter()` to its first batch; None before it.
+    #: Seconds from the latest `iter()` to its first batch; None until that batch arrives.
     time_to_first_batch_s: float | None
     #: Iterations begun.
     epochs: int
     #: Batches handed to the training loop.
     batches: int
-    #: Samples in these batches, if the plan has their number (an unbatched item counts one).
+    #: Samples in these batches; an unbatched item, or a batch of unknown size, counts one.
     samples: int
-    #: Bytes of these batches, as workers sent them; 0 with num_workers=0 and for a shared flow, whose services count.
+    #: Bytes of these batches, as workers sent them; 0 with num_workers=0 and for a shared flow.
     bytes: int
-    #: Workers replaced after they ended; not counted for a shared flow.
+    #: Workers replaced after they ended; 0 for a shared flow.
     restarts: int
     #: Results dropped because another worker had delivered the batch.
     duplicates: int
     #: Batches moved from a busy worker to an idle one.
     steals: int
-    #: Seconds that all remote workers have run, as functions are billed, without their start. For a shared flow: this
-    #: job's share of the flow's worker time, by the samples that each job has read; and that time for all jobs.
+    #: Seconds that all remote workers together have run after their start, as cloud functions are billed. For a shared
+    #: flow, `flow_worker_s` is this time for all jobs; `worker_s` is the job's part of it, by the samples that it read.
     worker_s: float = 0.0
     flow_worker_s: float = 0.0
-    #: For a shared flow: samples delivered to and loaded for all jobs since its shards were started; and the reason if
-    #: little is shared, else empty.
+    #: For a shared flow, over all jobs since its shards were started: samples delivered, and samples loaded for that.
     flow_served: int = 0
     flow_decodes: int = 0
+    #: For a shared flow: the reason why jobs share few loads; empty if they share enough.
     sharing: str = ""
     #: For a shared flow or a loader with a platform, the limit of the jobs' speed: "workers" (too few), "cold start"
     #: (more are starting), "quota" or another reason of the platform, "storage", "network", "shard" (its thread), "job"
     #: (the training process), "budget" (as many workers as allowed); empty if unknown.
     limited_by: str = ""
-    #: Seconds from the start of each iteration to its latest batch.
+    #: Seconds from the start of each iteration to the end of its latest `next()`, added up.
     iterating_s: float = 0.0
-    #: How long workers have loaded the batches that have arrived, by stage, and how long samples took. For a shared
-    #: flow: how long its workers have loaded for all jobs, since its shards were started.
+    #: Workers' loading time by stage, and the distribution of the time per sample, for the batches that have arrived.
+    #: For a shared flow: for all samples that were loaded for any job since its shards were started.
     times: StageTimes = field(default_factory=StageTimes)
 
     def since(self, before: LoaderStats) -> LoaderStats:
-        """Return the counters of the time between an earlier snapshot of the same loader and this one.
+        """Return the counters for the time between `before`, an earlier snapshot of the same loader, and this one.
 
-        Values that are not counts, such as `limited_by`, are those of this snapshot. `stall_share` is the share of the
-        time in between.
+        `stall_share` and `times` are for this time too. Other values, such as `limited_by`, are as in this snapshot.
 
         Raises:
-            OptionError: `before` is of another loader, or later.
+            OptionError: `epochs`, `batches` or `iterating_s` of `before` is higher, so it is no earlier snapshot.
             OptionTypeError: `before` is not a `LoaderStats`.
         """
         if not isinstance(before, LoaderStats):
@@ -132,25 +130,25 @@ _COUNTS = (
 
 
 class WorkerTime:
-    """Running time of the workers of one fleet, written by the fleet's owner."""
+    """Total running time (seconds) of the remote workers of a loader or shard; the object that runs them updates it."""
 
     __slots__ = ("away_s", "is_over", "seconds")
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        #: Seconds for which working workers were idle because of their network, as they report, summed.
+        #: Seconds that the workers were idle because of a slow network, as they report, added up.
         self.away_s = 0.0
-        #: Whether all workers of the fleet have ended.
+        #: Whether all these workers have ended.
         self.is_over = False
 
 
 class LoaderMeter:
-    """Counters of one loader. Used by the training thread only, unless said otherwise."""
+    """Counters of one loader. Only the training thread changes them, except where another thread is named."""
 
     def __init__(self) -> None:
         self.stall_s = 0.0
         self.iterating_s = 0.0
-        #: Seconds from `iter()` to first batches and while workers ended, over all iterations; and the stall in them.
+        #: Seconds from each `iter()` to its first batch and in `ending`, added up; and the part of these that is stall.
         self.turns_s = self.turn_stall_s = 0.0
         #: The longest time from an `iter()` to its first batch, seconds.
         self.longest_start_s = 0.0
@@ -188,7 +186,7 @@ class LoaderMeter:
         return _WaitingTime(self)
 
     def waited(self, entered_s: float) -> None:
-        """Record the end of a `next()` that began at this time, by `time.perf_counter`."""
+        """Record the end of a `next()` of the training loop. entered_s: when that began, by `time.perf_counter`."""
         left_s = time.perf_counter()
         self._entered_s = 0.0
         self.stall_s += left_s - entered_s
@@ -198,12 +196,12 @@ class LoaderMeter:
             self.trace.waited(entered_s, left_s)
 
     def waiting_s(self) -> float:
-        """Return for how long the training loop has been waiting, seconds. Any thread may call."""
+        """Return the seconds since the training loop entered `next()`; 0.0 outside of it. Any thread may call this."""
         entered_s = self._entered_s
         return max(0.0, time.perf_counter() - entered_s) if entered_s else 0.0
 
     def delivered(self, samples: int, size: int) -> None:
-        """Record a delivered batch, with its number of samples and bytes."""
+        """Record a delivered batch. samples: number of samples in it. size: its bytes."""
         if self.time_to_first_batch_s is None:
             self.time_to_first_batch_s = time.perf_counter() - self._began_s
             self.turns_s += self.time_to_first_batch_s
@@ -216,7 +214,7 @@ class LoaderMeter:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Record the time of the `with` block, in which an iteration's workers are ended, inside a `next()`."""
+        """Add to `turns_s` the time of the `with` block, which ends an iteration's workers inside `next()`."""
         began_s = time.perf_counter()
         yield
         took_s = time.perf_counter() - began_s

@@ -1,7 +1,6 @@
 """Nodes for pipelines of `torchdata.nodes`: the loader as a source, and a mapper on the loader's workers.
 
-They go wherever a node of torchdata goes: below `Batcher`, `Prefetcher`, `PinMemory` and `Loader`. Needs the extra
-`stateful`.
+`Batcher`, `Prefetcher`, `PinMemory` and `Loader` of torchdata can read from them. Needs the extra `stateful`.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ class DPFlowNode(BaseNode[T]):  # type: ignore[misc]
     The state is the loader's state after the latest batch that `next()` returned. A state that was taken at the end of
     an epoch restores that end; the `reset()` after it begins the following epoch.
 
-    `next()`, `reset()` and `get_state()` exclude each other, because a `Prefetcher` calls them from a separate thread.
+    Methods can be called from several threads, as by a `Prefetcher`; they run one after the other.
 
     Args:
-        loader: the loader, which nothing else iterates meanwhile.
+        loader: the loader; do not iterate it elsewhere while the node uses it.
 
     Raises OptionTypeError if `loader` is not a DPFlowDataLoader.
     """
@@ -54,7 +53,7 @@ class DPFlowNode(BaseNode[T]):  # type: ignore[misc]
     def __init__(self, loader: DPFlowDataLoader[Any]) -> None:
         super().__init__()
         check_type("loader", loader, DPFlowDataLoader, "a torch_dpflow.DPFlowDataLoader")
-        #: The loader, whose `explain()` names the limit of the run.
+        #: The loader; its `explain()` says what limits its speed.
         self.loader = loader
         self._lock = threading.RLock()
         self._iterator: Iterator[Any] | None = None
@@ -65,7 +64,7 @@ class DPFlowNode(BaseNode[T]):  # type: ignore[misc]
 
         Raises:
             StateError: the state is damaged, or does not fit the loader.
-            The errors of the loader's `iter`.
+            The errors of the loader's `load_state_dict` and `iter`.
         """
         with self._lock:
             super().reset(initial_state)
@@ -81,7 +80,7 @@ class DPFlowNode(BaseNode[T]):  # type: ignore[misc]
                 self._iterator = iter(self.loader)
 
     def next(self) -> T:
-        """Return the next batch. Raises StopIteration at the epoch's end, and the errors of the loader's iterator."""
+        """Return the next batch. Raises StopIteration at an epoch's end, WorkerError after `shutdown`, among others."""
         with self._lock:
             if self._ended:
                 raise StopIteration
@@ -117,35 +116,36 @@ class Mapper(DPFlowNode[T]):
     """Node that maps the items of a source by a function, on the loader's workers.
 
     Idle workers take over waiting items of busy ones. A worker that dies is replaced and its items are mapped again;
-    each item has one result. Workers stay from epoch to epoch.
+    each item has one result. Workers keep running between epochs.
 
-    The state holds the source's state before the oldest item that was not delivered, and which later items were
-    delivered. So no item is lost or repeated, even with a different number of workers or another platform.
+    The state contains a state of the source from before the oldest undelivered item, and which later items were
+    delivered. So resuming loses and repeats no item, even with a different number of workers or another platform.
 
     Random numbers in `fn` are seeded by item. They are the same for any number of workers, after a crash and after a
-    resume. (With `num_workers=0` they are the process's own.)
+    resume. With `num_workers=0`, `fn` uses this process's generators, which the node does not seed.
 
     Args:
         source: the node whose items are mapped. It is read in the thread that calls `next()`.
-        fn: the function of one item. With a start method other than fork it has to be picklable; a platform takes
-            lambdas and functions of a notebook too.
+        fn: the function of one item. With a start method other than fork it has to be picklable; with `platform`,
+            lambdas and functions of a notebook are allowed too.
         num_workers: number of processes that call `fn`; 0 calls it in this process.
-        platform: what runs the workers: a platform of `torch_dpflow.remote`; "processes" as a trial; None: this host.
+        platform: what runs the workers: a platform of `torch_dpflow.remote`; "processes" to try remote workers as
+            processes of this host; None: local workers of this host.
         in_order: return results in the order of the source; else as they arrive. Without order, a node above that reads
             items again after a resume, such as torchdata's Unbatcher, loses and repeats items.
-        prefetch_factor: number of items in flight per worker. None: 2, or for quick items the number that is read and
-            mapped in 0.06 s, at most 128 per worker, and 64 MiB together. Quick items are sent in groups.
+        prefetch_factor: number of items in flight per worker. None: as many as are read and mapped in 0.06 s, from 4 to
+            128; fewer, but at least 2, if all together exceed 64 MiB. Quick items are sent in groups.
         snapshot_frequency: number of items between two states that are requested from the source, for a source whose
-            state is large. The items after a snapshot are read again when resuming, but not mapped again.
+            state is large. When resuming, delivered items after that state are read again, but not mapped again.
         multiprocessing_context: how workers of this host start, as in torch's loader.
         options: a `LoaderOptions`; None for its defaults.
 
     `next()` raises these errors in place of the item that failed. The next call returns the item after it.
 
-    - an error of `fn`, with its type, the item's number and the worker's traceback;
+    - an error of `fn`: in a worker, one of its type with the item's number and the worker's traceback;
     - an error of the source, unchanged;
     - NotPicklableError: an item or a result cannot be sent between the processes;
-    - PoisonTaskError: an item has ended every worker it was assigned to (`LoaderOptions.poison_limit`).
+    - PoisonTaskError: `LoaderOptions.poison_limit` workers have ended while they mapped the item.
 
     Raises:
         OptionError, OptionTypeError: an argument is not allowed.
@@ -203,22 +203,22 @@ class Mapper(DPFlowNode[T]):
 
 
 class StreamReader:
-    """Sampler of a loader that reads a source node: its indices are the node's items.
+    """Sampler that reads a source node for a loader: the indices that it yields are the node's items.
 
-    Each iteration resets the source when the first item is drawn or the first state is taken: torch calls `iter` of a
-    sampler more than once for an epoch.
+    An iteration, except one that continues a loaded state, resets the source when its first item is drawn or its first
+    state is taken. `iter` itself does not, because torch calls it more than once per epoch.
 
     Args:
         node: the source.
         frequency: number of items between two states that are requested from `node`.
-        encodes: whether the items are sent to workers.
+        encodes: whether to encode the items, for sending them to workers.
     """
 
     def __init__(self, node: BaseNode[Any], frequency: int, *, encodes: bool) -> None:
         self._node = node
         self._frequency = frequency
         self._encodes = encodes
-        #: Errors of the source, by the numbers of the items in whose places they were raised.
+        #: Errors of reading the source or of encoding its items, by the number of the item.
         self.failures: dict[int, Exception] = {}
         #: States of the source, and how many items it had yielded before each; oldest first.
         self._snapshots: deque[tuple[int, Any]] = deque()
@@ -237,14 +237,14 @@ class StreamReader:
         return iter(self._draw, _END)
 
     def forget(self, delivered: int) -> None:
-        """Drop the snapshots that no state needs any more, because the first `delivered` items are delivered."""
+        """Drop states of the source that are no longer needed. delivered: number of items delivered so far."""
         while len(self._snapshots) > 1 and self._snapshots[1][0] <= delivered:
             self._snapshots.popleft()
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any] | Unsaved:
-        """Return the source's state after `consumed` items of this epoch; None: after all items that were drawn.
+        """Return the state after `consumed` items of this epoch (None: all that were drawn), for `load_state_dict`.
 
-        Return `Unsaved` if the source's `state_dict` failed, so that the loader's error names the source.
+        Return `Unsaved` if the source's `state_dict` failed; the loader then raises an error that names the source.
         """
         self._begin()
         consumed = self._drawn if consumed is None else consumed
@@ -255,7 +255,7 @@ class StreamReader:
         return {"source": source, "items": number, "skip": consumed - number, "ended": ended}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the source, and skip delivered items. Raises StateError if it now ends earlier or later."""
+        """Restore the source, and skip delivered items. Raises StateError if it ends earlier, or later, than before."""
         self._node.reset(copy.deepcopy(state["source"]))
         self._start(state["items"], state["source"])
         for skipped in range(state["skip"]):

@@ -1,4 +1,4 @@
-"""Option objects: frozen, keyword-only, checked once when they are made."""
+"""Options of the loader, checked once when they are made."""
 
 import os
 from collections.abc import Sequence
@@ -15,55 +15,58 @@ from torch_dpflow._core.checks import (
 )
 from torch_dpflow.errors import OptionError, OptionTypeError
 
-#: Growth of the batches in flight; more would fill any memory.
+#: Maximum of `LoaderOptions.prefetch_growth`; a larger factor would fill any memory.
 MAX_GROWTH = 1000
 
 Seeding = Literal["auto", "batch", "sample", "worker"]
-#: The user's code that is sent to workers. "auto": the modules that the pickle needs; paths: these too; None: none.
+#: The user's code that is sent to workers: see `LoaderOptions.code`.
 Code: TypeAlias = Literal["auto"] | Sequence[str] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """Options of `DPFlowDataLoader` beyond torch's. The defaults change no result.
+    """Options of `DPFlowDataLoader` beyond torch's.
 
-    With `flow=`, only `code` and `watch` apply, and a loader that is given another option raises OptionError.
+    With `flow=`, only `code` and `watch` are allowed: the loader raises OptionError for any other option.
 
     Args:
         read_threads: threads inside each worker that read the samples of one batch at the same time. More than one
             hides the latency of storage. Requires a thread-safe `__getitem__`; random draws in it then have no fixed
-            order, so random augmentation is not repeatable.
-        seeding: how torch, random and numpy are seeded in a worker. "batch" seeds them before each batch from (base
-            seed, epoch, batch): random augmentation is the same for any number of workers and after a crash, and an
-            idle worker may take over a batch. "sample" seeds them before each sample from (base seed, epoch, batch,
-            place in the batch), and as "batch" before `collate_fn`. This is equally repeatable, and several workers may
-            load one batch even if its samples draw random numbers. Datasets with `__getitems__` are seeded by batch.
-            "worker" uses torch's stream and round-robin assignment: batches equal torch's bit for bit, and no work is
-            stolen. (If persistent workers begin another epoch before the end of one, their streams continue behind the
-            last delivered batch; torch's continue behind the last prefetched one.) "auto" is "worker" with a
-            `worker_init_fn`, an iterable dataset or one with a state, else "batch".
-        prefetch_growth: how far the batches in flight may grow beyond torch's `prefetch_factor * num_workers` while a
-            worker is idle because an older batch is late; a factor from 1 to 1000. Only for samplers that draw their
-            order at the start of the epoch, because drawing further ahead cannot change it.
+            order, so random augmentation is not repeatable. Not with seeding="sample".
+        seeding: how torch, random and numpy are seeded in a worker.
+
+            - "batch": before each batch, from (base seed, epoch, batch). Random augmentation is the same for any number
+              of workers and after a crash, and an idle worker can take over a batch.
+            - "sample": before each sample, from (base seed, epoch, batch, place in it); for `collate_fn` as "batch".
+              As repeatable as "batch", but several workers can share a batch even if its samples draw random numbers.
+              Datasets with `__getitems__` are seeded by batch.
+            - "worker": torch's seeds and round-robin assignment. Batches equal torch's bit for bit, and no work
+              is stolen. One difference: if persistent workers begin an epoch before the last one has ended, random
+              numbers continue after the last delivered batch; with torch, after the last prefetched one.
+            - "auto": "worker" for iterable datasets, datasets with a state and `worker_init_fn`; else "batch".
+
+        prefetch_growth: factor, from 1 to 1000, by which the number of batches in flight may exceed torch's
+            `prefetch_factor * num_workers` while a worker is idle because an older batch is late. Only with `in_order`,
+            and with samplers that draw their order at the start of the epoch, which drawing ahead cannot change.
         restart_limit: how many times in a row workers are replaced without a batch in between, before the loader
-            raises WorkerStartError. None: 8, and before the first batch at most the number of workers plus two.
-        poison_limit: a batch raises PoisonTaskError once this many workers have ended while they loaded it.
+            raises WorkerStartError. None: 8; before the first batch, the number of workers plus two if that is less.
+        poison_limit: `next()` raises PoisonTaskError for a batch once this many workers have ended while loading it.
         task_timeout_s: how long a worker may take for one batch, for its part of a batch, or for its start, seconds;
             None: no limit, as with torch. A worker that takes longer is killed and replaced, which counts for
             `poison_limit`. torch's `timeout` instead limits how long the training loop waits for a batch.
         shared_memory: bytes of shared memory that each worker may fill; 0 sends every batch through the socket;
             None allows a quarter of the machine's memory, divided among the workers.
         listen: with `platform=`, where to listen for workers: "tcp://HOST:PORT", port 0 for a free one. Workers must
-            be able to reach it. None: an address of this host that the platform suggests.
+            be able to reach it. None: the address in dpflow.toml; without one, the platform chooses an address.
         code: with `platform=` or `flow=`, which of your modules are sent to workers: "auto", the modules that the
             dataset needs; a list of files and folders: these in addition; None: none.
         min_workers: with `platform=`, how many workers must be connected before the first batch is loaded.
         watch: HOST:PORT, such as "127.0.0.1:8265", of a live page about the loaders of this process (extra `web`);
             None: the environment variable DPFLOW_WATCH, if set. LOCAL_RANK, as torchrun sets it, is added to the
-            port. Beyond this machine the page requires the token in the file DPFLOW_WEB_TOKEN_FILE.
+            port. From other machines the page requires the token in the file that DPFLOW_WEB_TOKEN_FILE names.
 
     Raises:
-        OptionError: a value is out of range.
+        OptionError: a value, or a combination of values, is not allowed.
         OptionTypeError: a value is of the wrong type.
     """
 
@@ -101,7 +104,7 @@ class LoaderOptions:
 
 
 def check_code(code: Code) -> None:
-    """Raise OptionTypeError or OptionError unless `code` is allowed, and its paths exist."""
+    """Raise OptionTypeError or OptionError if `code` is not allowed, or a path in it is no existing file or folder."""
     if code is None or code == "auto":
         return
     given = f"code={code!r:.200}"

@@ -1,1 +1,1 @@
-"""Small shared parts: checks, backoff, periodic threads, lazy names."""
+"""Small parts that all packages share, such as checks of arguments, back-off, periodic threads and lazy imports."""

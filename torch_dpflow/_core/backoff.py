@@ -15,7 +15,7 @@ class Backoff:
     Args:
         first_s: upper limit of the pause after the first failure, in seconds; each further failure doubles it.
         longest_s: upper limit of all pauses, in seconds.
-        draw: returns the fraction of the limit to wait, from 0 to below 1.
+        draw: returns the fraction of the upper limit to wait, from 0 to below 1.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
-"""Checks of arguments and of nested values. Each error says what was given and what is allowed.
+"""Checks of arguments and of nested values. Errors name the argument, its value and what is allowed.
 
-Values from peers and files have a limit of nesting, the same for every version of Python. The decoders' own limit is
-the interpreter's recursion limit: about 1,000 levels in Python 3.11, 10,000 in 3.13, and fewer the deeper the caller
-is. So a value that the decoder accepts may be nested too deeply for later code.
+Values from peers and files may be nested up to `MAX_DEPTH` levels. Decoders themselves allow 1,000 to 10,000 levels,
+which can be too deep for code that uses the decoded value.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ MAX_PORT = 65535
 
 
 def as_integer(value: Any) -> int:
-    """Convert an integer of Python, numpy or torch to an int. Raises TypeError for anything else, including a bool."""
+    """Convert an integer of Python, numpy or torch to an int. Raises TypeError for a bool, and if it is no integer."""
     if type(value) is int:
         return value
     # NumPy's bool, "bool" or "bool_", is an index in NumPy before 2.3, and a tensor of a bool is one in torch.
@@ -45,9 +44,9 @@ def as_integer(value: Any) -> int:
 
 
 def check_int(name: str, value: Any, *, minimum: int, maximum: int | None = None) -> int:
-    """Convert `value`, an integer of Python, numpy or torch, to an int.
+    """Convert `value`, an integer of Python, numpy or torch, to an int. name: the argument's name, for errors.
 
-    Raises OptionError if it is out of range, OptionTypeError if it is no integer, or a bool.
+    Raises OptionError if it is out of range, OptionTypeError if it is a bool or not an integer.
     """
     allowed = f"an int >= {minimum}" if maximum is None else f"an int from {minimum} to {maximum}"
     try:
@@ -68,9 +67,9 @@ def check_number(
     exclusive: bool = False,
     unit: str = "a finite number",
 ) -> float:
-    """Convert `value`, a number of Python or numpy, to a float. Raises the errors of `check_int`.
+    """Convert `value`, a real number of Python or numpy, to a float. Raises the errors of `check_int`.
 
-    exclusive: whether the minimum itself is refused. unit: what the number is, for the error, such as "seconds".
+    exclusive: whether to refuse the minimum itself. unit: noun for the number in errors, such as "seconds".
     """
     allowed = f"{unit} {'above' if exclusive else 'from'} {minimum:g}"
     if maximum < _MAX_FLOAT:
@@ -87,7 +86,7 @@ def check_number(
 
 
 def check_seconds(name: str, value: Any, *, zero: bool = False, maximum: float = MAX_SECONDS) -> float:
-    """Convert a number of seconds to a float. 0 is allowed only with `zero`. Raises the errors of `check_int`."""
+    """Convert a number of seconds to a float. zero: whether to allow 0. Raises the errors of `check_int`."""
     return check_number(name, value, maximum=maximum, exclusive=not zero, unit="seconds")
 
 
@@ -101,19 +100,19 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def check_type(name: str, value: Any, kind: Any, allowed: str) -> None:
-    """Raise OptionTypeError unless `value` is an instance of `kind`. allowed: what to give, for the error."""
+    """Raise OptionTypeError if `value` is no instance of `kind`. allowed: text on what to give, for the error."""
     if not isinstance(value, kind):
         raise wrong_type(name, value, allowed)
 
 
 def check_name(name: str, value: str) -> None:
-    """Raise OptionError if a name has a line break or another control character."""
+    """Raise OptionError if `value` has a line break or another control character. name: the argument's name."""
     if CONTROL.search(value):
         raise OptionError(f"{name}={value!r} has a line break or another control character; give it another name")
 
 
 def check_path(name: str, value: Any, allowed: str = "a path or URL, as text or a pathlib.Path") -> str:
-    """Return a path or URL as text. Raises OptionTypeError for other types, OptionError if no file can have it."""
+    """Return a path or URL as text. Raises OptionTypeError for other types, OptionError for characters no path has."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     check_type(name, text, str, allowed)
     try:
@@ -126,12 +125,12 @@ def check_path(name: str, value: Any, allowed: str = "a path or URL, as text or 
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether only this host can reach an address, `tcp://HOST:PORT` or a URL."""
+    """Return whether the host of an address, `tcp://HOST:PORT` or a URL, is a loopback address or "localhost"."""
     return is_loopback_host(urlsplit(address).hostname or "")
 
 
 def is_loopback_host(host: str) -> bool:
-    """Return whether only this machine can reach `host`."""
+    """Return whether `host` is a loopback address, which only this machine can reach, or "localhost"."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -139,7 +138,7 @@ def is_loopback_host(host: str) -> bool:
 
 
 def check_tcp_address(name: str, value: Any) -> None:
-    """Raise OptionError or OptionTypeError unless `value` is tcp://HOST:PORT."""
+    """Raise OptionTypeError if `value` is not text, OptionError if it is not tcp://HOST:PORT; PORT may be *."""
     check_type(name, value, str, "tcp://HOST:PORT")
     # libzmq would take "tcp://127.0.0.1" for port 127 of all interfaces, and subtract 65536 from a port above that.
     found = _TCP.fullmatch(value)
@@ -153,7 +152,7 @@ def check_fields(
     """Check fields of a frozen dataclass, and set each to the result of `check(name, value, **limits)`.
 
     names: the names of the fields.
-    optional: whether None is allowed too; errors then mention None.
+    optional: whether None is allowed too, without a call of `check`; errors then mention None.
     limits: keyword arguments of `check`.
     """
     for name in names:
@@ -180,7 +179,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE | re.ASCII
 
 
 def parse_bytes(name: str, text: str, allowed: str = BYTES_ALLOWED) -> int:
-    """Return a size such as "16GiB" in bytes, at least 1. Raises OptionError, whose text contains `allowed`."""
+    """Convert a size such as "16GiB" to bytes, at least 1. Raises OptionError. allowed: end of the error's message."""
     match = _SIZE.fullmatch(text)
     unit = _BYTE_UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
@@ -197,7 +196,7 @@ _DURATION = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([smhd])\s*", re.ASCII)
 
 
 def parse_duration(name: str, value: float | str, *, maximum: float | None = None) -> float:
-    """Return the seconds in a time such as "14m", above 0 and up to `maximum`. Raises the errors of `check_int`."""
+    """Convert a time such as "14m" or 840 to seconds, above 0 and up to `maximum`. Raises the errors of `check_int`."""
     check_type(name, value, (str, float, int), DURATION_ALLOWED.removeprefix("give "))
     given = repr(value)
     if isinstance(value, str):
@@ -212,21 +211,18 @@ def parse_duration(name: str, value: float | str, *, maximum: float | None = Non
 
 
 def format_duration(seconds: float) -> str:
-    """Return a time with the largest unit that divides it, such as "14 m", for display."""
+    """Return a text for a number of seconds, in the largest unit that gives a whole number: "14 m" for 840."""
     unit = next((unit for unit in "dhm" if seconds >= _TIME_UNITS[unit] and seconds % _TIME_UNITS[unit] == 0), "s")
     return f"{seconds / _TIME_UNITS[unit]:g} {unit}"
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, such as "1 worker" or "2 workers"."""
+    """Return a number with a noun in the singular or plural, such as "1 worker" or "2 workers"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def working(part: Any, name: str, default: Any = None) -> Any:
-    """Return an optional attribute of a user's object, or `default` if there is none or reading it fails.
-
-    Errors of a property or a `__getattr__` of the object are ignored, because only this package reads the attribute.
-    """
+    """Return an attribute of a user's object, or `default` if the object lacks it or reading it raises an error."""
     try:
         return getattr(part, name, default)
     except Exception:
@@ -241,7 +237,7 @@ def length_or_none(sized: Any) -> int | None:
         return None
 
 
-#: Maximum levels of nested lists and mappings. Annotations and messages have fewer than ten.
+#: Maximum levels of nested lists and dicts. Annotations of samples, and messages, have fewer than ten.
 MAX_DEPTH = 100
 TOO_DEEP = f"it is nested deeper than {MAX_DEPTH} levels"
 _CONTAINERS = frozenset((dict, list))
@@ -250,7 +246,7 @@ _NO_CONTAINERS = bytes({*range(256)} - {*range(0x81, 0x90), *range(0x91, 0xA0), 
 
 
 def is_too_deep(value: Any) -> bool:
-    """Return whether lists and dicts are nested deeper than `MAX_DEPTH`. Values of other types are not inspected."""
+    """Return whether lists and dicts are nested deeper than `MAX_DEPTH`. Other containers are not searched."""
     level = [value] if type(value) in _CONTAINERS else []
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
@@ -265,13 +261,13 @@ def is_too_deep(value: Any) -> bool:
 
 
 def check_json(data: bytes | bytearray | memoryview) -> None:
-    """Raise RecursionError if this JSON is nested deeper than `MAX_DEPTH`. Invalid JSON is left to its decoder."""
+    """Raise RecursionError if JSON is nested deeper than `MAX_DEPTH`. Other faults of the JSON raise nothing here."""
     if may_be_too_deep(data):
         _check(partial(msgspec.json.decode, data))
 
 
 def may_be_too_deep(data: bytes | bytearray | memoryview | str) -> bool:
-    """Return whether this JSON has enough brackets to be nested deeper than `MAX_DEPTH`; fast, without decoding."""
+    """Return whether JSON has more than `MAX_DEPTH` opening brackets, so that it may be nested too deep."""
     if len(data) <= MAX_DEPTH:
         return False
     if isinstance(data, str):
@@ -281,7 +277,7 @@ def may_be_too_deep(data: bytes | bytearray | memoryview | str) -> bool:
 
 
 def check_msgpack(data: bytes | bytearray | memoryview) -> None:
-    """Raise RecursionError if msgpack is nested deeper than `MAX_DEPTH`; invalid msgpack is left to its decoder."""
+    """Raise RecursionError if msgpack is nested deeper than `MAX_DEPTH`. Other faults of it raise nothing here."""
     # The deepest container may have no elements.
     if len(data) > MAX_DEPTH and len(bytes(data).translate(None, _NO_CONTAINERS)) >= MAX_DEPTH:
         _check(partial(msgspec.msgpack.decode, data, ext_hook=lambda code, data: None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 #: Interval of heartbeats, in seconds.
 HEARTBEAT_S = 1.0
-#: The shortest lease, in seconds: keys of a shard are reassigned after it. A lost heartbeat is repeated within it.
+#: The shortest lease, in seconds, after which a silent shard's keys are reassigned. One lost heartbeat does no harm.
 LEASE_S = 5.0
 #: How long a start may take without progress, in seconds.
 START_S = 60.0

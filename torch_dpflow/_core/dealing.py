@@ -1,8 +1,8 @@
-"""How places of an epoch's order are dealt to ranks, and dealt again when the number of ranks changes.
+"""Division of an epoch's order among ranks, and of its remainder when the number of ranks changes within the epoch.
 
-A place is an index into the order. As in DistributedSampler, rank r of N takes the places r, r + N, r + 2N, and so on.
-Ranks that have each read p places have together read the first p * N. The remaining places are therefore one range, or
-a few after several changes.
+A *place* is an index into the order. Places are *dealt* to ranks as in DistributedSampler: of N ranks, rank r gets the
+places r, r + N, r + 2N, and so on. N ranks that have each read p places have together read the first p * N. So the
+remaining places are one range, or a few ranges after several changes of the number of ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 _CHUNK = 4096
 #: First numbers in a description.
 _SHOWN = 3
-#: More ranks than any run has; a state may name no more.
+#: Maximum number of ranks, also in a state.
 MAX_RANKS = 2**20
 #: Places of an order, in the sequence in which they are dealt.
 Places: TypeAlias = tuple[range, ...]
@@ -40,12 +40,12 @@ def count(places: Places) -> int:
 
 
 def share(length: int, replicas: int, *, drop_last: bool) -> int:
-    """Return how many of `length` places each of `replicas` ranks gets: rounded down with `drop_last`, otherwise up."""
+    """Return the number of places per rank: `length` / `replicas`, rounded down if `drop_last`, else up."""
     return length // replicas if drop_last else -(-length // replicas)
 
 
 def cut(places: Places, start: int, stop: int, step: int = 1) -> Places:
-    """Return the places at the positions `range(start, stop, step)` in `places`."""
+    """Return `places[start:stop:step]`, where `places` counts as one sequence of numbers."""
     found: list[range] = []
     passed = 0
     for part in places:
@@ -58,9 +58,9 @@ def cut(places: Places, start: int, stop: int, step: int = 1) -> Places:
 
 
 def left_of(places: Places, positions: Sequence[int], *, drop_last: bool) -> Places:
-    """Return the places that no rank has read: first those before the furthest rank, then all later ones.
+    """Return the places that no rank has read: first those that slower ranks have yet to read, then all later ones.
 
-    Later places are returned only if the furthest rank has not read its share: otherwise `drop_last` has dropped them.
+    With `drop_last`, the later ones are left out once the furthest rank has read its whole share.
 
     Args:
         places: the places that were dealt to the ranks.
@@ -85,13 +85,13 @@ def numbers(places: Places) -> NDArray[np.int64]:
 
 
 def taken(order: Any, places: Places) -> NDArray[np.signedinteger[Any]]:
-    """Return the sample numbers at these places of `order`, whose slices are arrays."""
+    """Return the sample numbers at these places of an order. order: an array or `Permutation`."""
     parts = [order[part.start : part.stop : part.step] for part in places]
     return parts[0] if len(parts) == 1 else np.concatenate(parts or [order[:0]])
 
 
 def row_of(indices: Any) -> NDArray[Any]:
-    """Return indices as an array. Fast for a range: numpy would take seconds for millions of numbers."""
+    """Return indices as an array. For a range of millions of numbers this is faster than `numpy.asarray`."""
     if isinstance(indices, range):
         return np.arange(indices.start, indices.stop, indices.step)
     return np.asarray(indices)
@@ -105,10 +105,10 @@ def describe_numbers(numbers: NDArray[np.integer[Any]]) -> str:
 
 
 class RankPart:
-    """The places of one rank, as in DistributedSampler: every `replicas`-th, starting at the `rank`-th.
+    """Sequence of the places of one rank: every `replicas`-th of `places`, starting at index `rank`.
 
-    A slice returns `Places`. If the places do not divide evenly, the first places are repeated at the end, or with
-    `drop_last` the last places are dropped.
+    Slices of it are `Places`. If `places` do not divide evenly among the ranks, the first places are repeated at the
+    end, as in DistributedSampler; with `drop_last` the last places are dropped.
     """
 
     def __init__(self, places: Places, rank: int, replicas: int, *, drop_last: bool) -> None:
@@ -129,18 +129,18 @@ class RankPart:
         return found
 
     def items(self, read: Callable[[Places], list[T]], start: int) -> Iterator[T]:
-        """Yield the items of this rank, starting at its `start`-th place. read: returns the items at some places."""
+        """Yield the items of this rank, starting at index `start`. read: function that returns the items at places."""
         for first in range(start, len(self), _CHUNK):
             yield from read(self[first : first + _CHUNK])
 
 
 def as_lists(places: Places) -> list[list[int]]:
-    """Return the places as plain data for a state."""
+    """Return places as lists [start, stop, step], for a state."""
     return [[p.start, p.stop, p.step] for p in places]
 
 
 def from_lists(lists: Any, length: int) -> Places:
-    """Undo `as_lists`. Raises StateError unless the places are distinct, and belong to an epoch of `length` samples."""
+    """Return places from a result of `as_lists`. Raises StateError if they are malformed, repeated or >= `length`."""
     try:
         places = tuple(range(start, stop, step) for start, stop, step in lists)
         if any(p and not (p.step > 0 <= p.start and p[-1] < length) for p in places):
@@ -160,13 +160,13 @@ def _distinct(places: Places, length: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class RankPosition:
-    """Position of one rank in an epoch, and the places that were dealt to the ranks."""
+    """Position of one rank in an epoch, and the places of the epoch that are dealt to the ranks."""
 
-    #: Number of the epoch's samples that the rank has read; after places were dealt again, that of the furthest rank.
+    #: Number of the epoch's samples that the rank has read; when places are dealt again, the highest such number.
     position: int
-    #: The position at which `places` were dealt: 0, or the position when they were last dealt again.
+    #: The position when `places` were dealt: 0 at the beginning of the epoch.
     dealt_at: int
-    #: The places of the epoch's order that were dealt at that position.
+    #: The places that were dealt to all ranks at `dealt_at`.
     places: Places
 
     @classmethod
@@ -177,7 +177,7 @@ class RankPosition:
         return self.dealt_at + share(count(self.places), replicas, drop_last=drop_last)
 
     def as_dict(self, rank: int, replicas: int) -> dict[str, Any]:
-        """Return the position of this rank of `replicas` as plain data."""
+        """Return the position as plain data for a state. rank, replicas: this rank, and the number of ranks."""
         dealt_at, places = self.dealt_at, as_lists(self.places)
         return {
             "num_replicas": replicas,
@@ -196,16 +196,16 @@ class RankPosition:
         *,
         drop_last: bool,
     ) -> RankPosition:
-        """Return the position from which each of `replicas` ranks continues an epoch, by states from `as_dict`.
+        """Return the position from which each of `replicas` ranks continues an epoch.
 
-        The remaining places are dealt again if the number of ranks differs, or if ranks were out of step.
+        The remaining places are dealt again if the number of ranks has changed, or some ranks are ahead of others.
 
         Args:
-            state: the state of one rank, if all ranks have read the same number of samples; else a list of the states
-                of all ranks of one run, in any order.
+            state: a result of `as_dict` of any rank, if all ranks have read the same number of samples; else a list of
+                the results of all ranks of one run, in any order.
             length: number of samples in the epoch.
 
-        Raises StateError: a state is damaged, or the list does not have one state of each rank of one run.
+        Raises StateError: a state is damaged, or the list is not of one state of each rank of one run.
         """
         states = [state] if isinstance(state, dict) else state
         found = [cls._of(one, length, drop_last=drop_last) for one in states]

@@ -1,4 +1,4 @@
-"""Building of msgspec's decoders, one at a time.
+"""Thread-safe building of msgspec's decoders: one at a time.
 
 msgspec (0.22) describes a struct at its first use, and other threads see the description before it is complete. If two
 threads use a struct for the first time at once, the process ends by SIGSEGV. So only this module calls
@@ -20,12 +20,12 @@ _building = threading.RLock()
 
 
 def json_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    """Return a decoder of JSON to the type `kind`, which any thread may use."""
+    """Return a decoder of JSON to the type `kind`; any thread can use it."""
     return _built(msgspec.json.Decoder, kind)  # type: ignore[no-any-return]
 
 
 def msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """Return a decoder of MessagePack to the type `kind`, which any thread may use."""
+    """Return a decoder of MessagePack to the type `kind`; any thread can use it."""
     return _built(msgspec.msgpack.Decoder, kind)  # type: ignore[no-any-return]
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from torch_dpflow.errors import DescriptorLimitError
 
-#: A listener accepts no connection while fewer than this are left: several may arrive between two checks.
+#: A listener accepts no connection while fewer descriptors are left: several peers may connect between two checks.
 SPARE = 16
 _OWN = "/proc/self/fd"
 
@@ -33,7 +33,7 @@ def available() -> int | None:
 def require(count: int, what: str) -> None:
     """Raise DescriptorLimitError if fewer than `count` more descriptors can be opened, even after garbage collection.
 
-    what: what needs them, such as "a pool", for the error.
+    what: noun for the error, such as "a pool".
     """
     left = available()
     if left is not None and left < count:
@@ -44,7 +44,7 @@ def require(count: int, what: str) -> None:
 
 
 def has_spare(count: int) -> bool:
-    """Return whether `count` more descriptors can be opened. Fast unless few are left."""
+    """Return whether `count` more descriptors can be opened; True if it is unknown."""
     # Trying the highest number would make the kernel grow its table to that length: 12 to 30 ms if there are threads.
     with suppress(OSError):  # without /proc
         taken = os.stat(_OWN).st_size  # how many are open, on Linux from 6.2; 0 before
@@ -55,7 +55,7 @@ def has_spare(count: int) -> bool:
 
 
 def exhausted(what: str) -> DescriptorLimitError:
-    """Return a DescriptorLimitError with the limit and how to raise it. what: such as "no process can be started"."""
+    """Return a DescriptorLimitError that explains the limit. what: the effect, such as "no process can be started"."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     shown = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
     advice = (
@@ -85,7 +85,7 @@ def soft_limit() -> int:
 
 
 def raise_limit(wanted: int) -> None:
-    """Raise the descriptor limit of this process and its children to `wanted`, at most to the hard limit."""
+    """Raise the descriptor limit of this process and its later children to `wanted`, at most to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < limit:

@@ -1,4 +1,4 @@
-"""Late imports: of public names of this package, because services need no torch, and of modules of extras."""
+"""Late imports: of this package's public names, because services need no torch, and of modules of extras."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` for a package that imports its public names at first use.
 
-    modules: the public names of each module.
+    modules: for each module, relative to `package`, its public names.
     """
     refuse_copy(package)
     homes = {name: module for module, names in modules.items() for name in names}
@@ -32,7 +32,7 @@ def lazy_names(
 
 
 def imported(module: str, needs: str, extra: str) -> Any:
-    """Import a module of an extra. Raises MissingExtraError, which begins with `needs`: "Parquet needs pyarrow"."""
+    """Import a module of an extra. needs: start of the MissingExtraError's text, such as "Parquet needs pyarrow"."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -40,7 +40,7 @@ def imported(module: str, needs: str, extra: str) -> Any:
 
 
 def refuse_copy(package: str) -> None:
-    """Raise ImportError for a package that is imported through its link at the repository's root."""
+    """Raise ImportError if a subpackage was imported by itself, through its link at the repository's root."""
     if package.partition(".")[0] != "torch_dpflow":
         raise ImportError(
             f"{package!r} was imported from the repository's root; import 'torch_dpflow.{package}' instead "

@@ -12,14 +12,10 @@ _MAX_STALE = 64
 
 
 class LazyHeap(dict[T, tuple[float, int, Any]]):
-    """Priority queue of items by rank, the lowest first. Every call is O(log n), amortised.
+    """Priority queue of hashable items by rank, the lowest first. Every method is O(log n), amortised.
 
-    The dict holds each item's current entry, so len(), `in` and iteration have the speed of C. A stale entry leaves the
-    heap when it comes to the top, or when half of all entries are stale: without this rule, entries that never come to
-    the top take 0.65 kB for every sample.
-
-    Items are hashable; no two of them have the same rank and `then` (see `push`). Change the heap only by these
-    methods.
+    No two items may have the same rank and `then` (see `push`). As a dict it maps each item to its current entry (rank,
+    then, item); change it only by the methods of this class. Removed items are released later.
     """
 
     __slots__ = ("_heap",)
@@ -37,7 +33,7 @@ class LazyHeap(dict[T, tuple[float, int, Any]]):
             self._drop_stale()
 
     def discard(self, item: T) -> bool:
-        """Remove an item; return whether it was present."""
+        """Remove an item if it is present; return whether it was."""
         if self.pop(item, None) is None:
             return False
         if len(self._heap) > 2 * len(self) + _MAX_STALE:

@@ -1,4 +1,4 @@
-"""How many jobs still need each key in their epochs, without a pass over all keys when an epoch begins or ends."""
+"""Counts of the jobs that still need each key, for many keys: most calls do not pass over all keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from torch_dpflow._core.sparse_zeros import sparse_zeros
 
-#: State of a key in a job's epoch: needed; read, or not in the job's set. Other values also count as needed.
+#: States of a key in a job's epoch. READ also stands for keys that the job does not read. All others count as NEEDED.
 NEEDED, READ = 0, 2
 States = NDArray[np.uint8]
 Keys = NDArray[np.integer[Any]]
@@ -22,8 +22,8 @@ _MAX_ENDED = 8
 class NeedCounts:
     """Number of jobs that still need a key, for each of the keys 0 to `size` - 1.
 
-    A job that reads all keys adds 1 to a number that counts for every key; each key that it has read gets a correction
-    of -1. After the epoch, the corrections are removed a piece at a time. `of` leaves out the remaining ones.
+    Jobs that read all keys are counted by one number for all keys, with a correction of -1 for each key that a job has
+    read. After a job's epoch, calls of `count_ended` remove its corrections piece by piece; counts are always exact.
     """
 
     def __init__(self, size: int) -> None:
@@ -60,7 +60,8 @@ class NeedCounts:
     def begin(self, states: States, read: Keys, *, whole: bool) -> None:
         """Add a job's epoch, of which it has read the keys `read`.
 
-        states: the states of all keys. whole: whether the job reads all keys; it takes O(len(read)), else O(size).
+        states: the states of all keys, with READ for those in `read`. whole: whether the job reads all keys; then this
+            costs O(len(read)), else O(size).
         """
         if whole:
             self._whole += 1
@@ -73,7 +74,7 @@ class NeedCounts:
         self.extra[keys] -= 1
 
     def end(self, states: States, *, whole: bool) -> None:
-        """Remove a job's epoch. states, whole: as in `begin`, at the end; the caller no longer changes the states."""
+        """Remove a job's epoch. states, whole: as in `begin`. The caller must not change `states` afterwards."""
         self._whole -= whole
         self._ended.append((states, 0, whole))
         self.count_ended()
@@ -81,7 +82,7 @@ class NeedCounts:
             self.count_ended()
 
     def count_ended(self) -> None:
-        """Remove the corrections of an ended epoch for its next keys; call it often."""
+        """Remove corrections of an ended epoch, for up to 65,536 keys. Call this often, such as at every read."""
         if self._ended:
             states, first, whole = self._ended.pop(0)
             end = first + _PIECE

@@ -1,7 +1,7 @@
 """Permutations that are drawn as they are read, place by place as `torch.randperm` draws them.
 
-torch draws fewer than 2**32 / 20 places by the forward Fisher-Yates shuffle: step i exchanges place i with a later one,
-so place i is final after it. A reader of the first places therefore need not draw the others.
+torch draws fewer than 2**32 / 20 places by the forward Fisher-Yates shuffle: step i exchanges place i with itself or a
+later one, so place i is final after it. A reader of the first places therefore need not draw the others.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch_dpflow._core.sparse_zeros import sparse_zeros
 if TYPE_CHECKING:
     import torch
 
-#: Beginning with this length torch uses another shuffle, whose first place is final after its last step.
+#: torch shuffles this many numbers or more by a different algorithm, in which no place is final before the last step.
 MAX_TORCH = (2**32 - 1) // 20
-#: Shorter permutations are drawn whole.
+#: Shorter permutations are drawn as a whole at once.
 MIN_LENGTH = 1 << 16
 #: Random numbers that are drawn at once.
 _PIECE = 1 << 14
@@ -36,18 +36,18 @@ Order = NDArray[np.signedinteger[Any]]
 class Permutation:
     """The numbers 0 to `length` - 1 in random order; slices of it are arrays. Not thread-safe.
 
-    It takes 4 bytes per number, or 8 for 2**31 numbers or more. Places that were not drawn take no memory. A slice
-    draws all places before its end.
+    Numbers are drawn when a slice is read: all up to its end. It takes 4 bytes for each of `length` numbers, or 8 if
+    `length` is 2**31 or more, but less while few numbers are drawn.
 
     Args:
-        bits: source of the random numbers, owned by the permutation.
+        bits: source of the random numbers; the caller must not draw from it.
     """
 
     def __init__(self, length: int, bits: np.random.MT19937) -> None:
         self._bits = bits
         #: The number at each place minus the place.
         self._moved: Order = sparse_zeros(length, np.int32 if length < 2**31 else np.int64)
-        #: Places that are final.
+        #: Number of places that are final.
         self.drawn = 0
 
     def __len__(self) -> int:
@@ -116,13 +116,13 @@ class Permutation:
 
 
 def seeded(seed: int) -> np.random.MT19937:
-    """Return a source of the numbers that a torch generator with this seed gives; torch uses the lower 32 bits."""
+    """Return a source of the random numbers of torch's CPU generator with this seed (torch uses 32 bits of it)."""
     state: Any = np.random.RandomState(seed & (2**32 - 1)).get_state(legacy=True)
     return _bits(state[1], state[2])
 
 
 def bits_of(generator: torch.Generator) -> np.random.MT19937:
-    """Return a source of the numbers that a CPU generator of torch gives next, without drawing from the generator."""
+    """Return a source of the next random numbers of a CPU generator of torch. The generator itself does not advance."""
     state = generator.get_state().numpy()
     left, following = int(state[_LEFT].view(np.int32)[0]), int(state[_NEXT].view(np.uint64)[0])
     return _bits(state[_KEY].view(np.uint64).astype(np.uint32), _WORDS if left == 1 else following)
@@ -135,7 +135,7 @@ def _bits(key: NDArray[np.uint32], place: int) -> np.random.MT19937:
 
 
 def advance(generator: torch.Generator, draws: int) -> None:
-    """Advance a CPU generator of torch by `draws` numbers of 32 bits, at 3 ns each and without an array."""
+    """Advance a CPU generator of torch as if `draws` numbers of 32 bits were drawn; 3 ns for each."""
     if not draws:
         return
     bits = bits_of(generator)
@@ -166,7 +166,7 @@ def drawn_as(generator: torch.Generator, length: int) -> Permutation | Order:
 def torch_order(length: int, seed: int) -> Permutation | Order:
     """Return the order that torch's RandomSampler and DistributedSampler draw with a generator of this seed.
 
-    Imports torch only for fewer than `MIN_LENGTH` places, or for `MAX_TORCH` and more.
+    If torch is not imported yet, only lengths below `MIN_LENGTH` or from `MAX_TORCH` import it.
     """
     if MIN_LENGTH <= length < MAX_TORCH and ("torch" not in sys.modules or draws_as_torch()):
         return Permutation(length, seeded(seed))
@@ -178,13 +178,13 @@ def torch_order(length: int, seed: int) -> Permutation | Order:
 
 
 def epoch_order(length: int, seed: int) -> Permutation | Order:
-    """Return `torch_order` below `MAX_TORCH` places; otherwise a different order, which is drawn as it is read."""
+    """Return `torch_order`, or for `MAX_TORCH` places or more a different order that can be drawn as it is read."""
     return torch_order(length, seed) if length < MAX_TORCH else Permutation(length, seeded(seed))
 
 
 @cache
 def draws_as_torch() -> bool:
-    """Return whether the installed torch draws like `Permutation`; another version may shuffle in a different way."""
+    """Return whether the installed version of torch shuffles like `Permutation`."""
     import torch
 
     generator, ours = torch.Generator(), torch.Generator()

@@ -1,4 +1,4 @@
-"""Values that each process makes for itself; identities of processes, unique even if a pid is reused; directories."""
+"""Values per process, identities of processes that stay unique when pids are reused, and directories for sockets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PerProcess(Generic[T]):
         return PerProcess, (self._make,)
 
     def drop(self) -> T | None:
-        """Remove this process's value and return it, if there is one."""
+        """Remove this process's value and return it; None if there is none."""
         return self._values.pop(os.getpid(), None)
 
 
@@ -52,14 +52,14 @@ _PF_EXITING = 4
 
 
 def own_process() -> str:
-    """Return an identity of this process: boot, PID namespace, pid and start time; empty if /proc lacks it."""
+    """Return an identity of this process: boot, PID namespace, pid and start time; "" if /proc does not have them."""
     with suppress(OSError, ValueError, IndexError):
         return _SEPARATOR.join([*_place(), str(os.getpid()), stat_fields(os.getpid())[19]])
     return ""
 
 
 def has_ended(process: str) -> bool:
-    """Return whether the process of this identity is known to have ended; False for another host or container."""
+    """Return whether the process with this identity (see `own_process`) has ended; False if not known."""
     try:
         *place, number, started = process.split(_SEPARATOR)
         if place != _place():
@@ -76,7 +76,7 @@ def has_ended(process: str) -> bool:
 
 
 def is_exiting(pid: int) -> bool:
-    """Return whether a process of this host has begun to exit. Its sockets close before its pidfd reports the end."""
+    """Return whether a process has begun to exit, which can be before its pidfd reports the end; False if unknown."""
     with suppress(OSError, ValueError, IndexError):
         return bool(int(stat_fields(pid)[6]) & _PF_EXITING)
     return False
@@ -89,11 +89,11 @@ def _place() -> list[str]:
 
 
 def stat_fields(pid: int | str) -> list[str]:
-    """Return the fields of /proc/PID/stat, beginning with the state. Raises OSError."""
+    """Return the fields of /proc/PID/stat as texts, beginning with the state. Raises OSError if it cannot be read."""
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
-#: Marks the directories of this package and user.
+#: Beginning of the names of this package's directories for this user.
 PREFIX = f"dpflow-{os.getuid()}-"
 _UNLOCKED = "new-"
 _LOCK = "lock"
@@ -104,10 +104,9 @@ _MAKING_S = 3600
 
 
 class PrivateDirectory:
-    """A directory of mode 0700 for the sockets of one loader, with a lock that its processes hold.
+    """A new directory of mode 0700 for the sockets of a loader, worker or node; removed with this object.
 
-    The lock is released once the last process that holds it ends, in whichever way. The process that makes the next
-    directory removes those whose lock is free.
+    This process and its forks hold a lock while they use it. If all were killed, a later process removes it.
     """
 
     _swept = False
@@ -118,7 +117,7 @@ class PrivateDirectory:
             sweep()
         name = PREFIX + secrets.token_urlsafe(6)
         made = os.path.join(_base(), _UNLOCKED + name)
-        #: Its path, without a slash at the end.
+        #: Path of the directory, without a slash at the end.
         self.path = os.path.join(_base(), name)
         #: The lock's descriptor; the caller that pops it closes it.
         self._locks: list[int] = []
@@ -138,7 +137,7 @@ class PrivateDirectory:
 
 
 def sweep() -> None:
-    """Remove this user's directories that no process uses."""
+    """Remove this user's private directories whose processes have ended."""
     for directory in Path(_base()).glob(PREFIX + "*"):
         if _is_abandoned(directory / _LOCK):
             shutil.rmtree(directory, ignore_errors=True)

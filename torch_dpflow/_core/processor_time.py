@@ -1,4 +1,4 @@
-"""How long processes run and wait for a processor, and whether processors are what limits workers."""
+"""Time that processes run and wait for a processor, and whether a lack of processors limits workers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import os
 from contextlib import suppress
 
 _TICKS_S = 1 / os.sysconf("SC_CLK_TCK")
-#: Workers wait for storage if they run, or wait for a processor, for a smaller share of the time.
+#: Workers that run, or wait for a processor, for a smaller share of the time are waiting for storage.
 MIN_PROCESSOR_SHARE = 0.5
-#: Processors are the limit if workers need such a share of them, or wait this long for each second on one.
+#: Processors are the limit if workers use, or wait for, this share of them; or if workers that do not wait for storage
+#: wait this long for a processor per second of running.
 FULL_SHARE, QUEUED_SHARE = 0.8, 0.5
 
 
 def taken_by(pid: int) -> tuple[float, float]:
-    """Return the seconds that a process has run, and that its present threads have waited for a processor.
+    """Return (seconds that a process has run, seconds that its present threads have waited for a processor).
 
-    Both are 0 if the process has ended.
+    A time that cannot be read is 0.
     """
     cpu_s = queued_s = 0.0
     with suppress(OSError, ValueError, IndexError):
@@ -29,7 +30,7 @@ def taken_by(pid: int) -> tuple[float, float]:
 
 
 def are_processors_short(cpu_s: float, queued_s: float, watched_s: float, *, workers: int, processors: int) -> bool:
-    """Return whether processors limit the workers, given how long the workers ran and waited for a processor.
+    """Return whether a lack of processors limits the workers.
 
     Args:
         cpu_s: time that all workers together ran, in seconds.

@@ -1,4 +1,4 @@
-"""The ranks that share an epoch: by numbers, by torch.distributed, or as a sampler names them."""
+"""Ranks that share an epoch, from given numbers, from torch.distributed, or from a sampler's attributes."""
 
 from collections.abc import Iterator
 from numbers import Integral
@@ -13,7 +13,7 @@ from torch_dpflow.errors import OptionError, OptionTypeError
 
 
 def own_rank(num_replicas: int | None, rank: int | None, ranks: Any = None) -> tuple[int, int, bool]:
-    """Return the number of ranks, this process's rank, and whether ranks were given or come from torch.distributed.
+    """Return (number of ranks, this process's rank, whether the number was given or torch.distributed is initialised).
 
     Args:
         num_replicas: number of ranks; by default that of torch.distributed, if it is initialised, else 1.
@@ -21,7 +21,7 @@ def own_rank(num_replicas: int | None, rank: int | None, ranks: Any = None) -> t
         ranks: a 1-D DeviceMesh or a process group that defines both.
 
     Raises:
-        OptionError: a number is out of range, this process is not in `ranks`, or `ranks` and a number are given.
+        OptionError: a number is out of range; `ranks` lacks this process, is not 1-D, or is given with a number.
         OptionTypeError: an argument is of the wrong type.
     """
     if ranks is not None:
@@ -78,7 +78,7 @@ def _outside(what: str) -> OptionError:
 
 
 class Ranks(NamedTuple):
-    """One of several ranks that read an epoch together."""
+    """Number of the ranks that read an epoch together, and the rank of one of them."""
 
     num_replicas: int
     rank: int
@@ -97,20 +97,20 @@ _MAX_NESTED = 16
 
 
 def ranks_of(*samplers: Any, dataset: Any = None) -> Ranks | None:
-    """Return the ranks among which samplers divide an epoch; None if no sampler names ranks.
+    """Return the ranks among which a loader's samplers divide an epoch; None if no sampler has attributes for ranks.
 
-    Of several samplers that name ranks, the first one with more than a single rank counts.
+    If several samplers have them, the first with more than one rank counts, otherwise the first.
 
     Args:
         samplers: the samplers and batch samplers of a loader, in any order.
-        dataset: the loader's dataset, whose attributes are not samplers.
+        dataset: the loader's dataset, in which no samplers are searched.
     """
     found = [ranks for part in nested_samplers(*samplers, dataset=dataset) if (ranks := named_ranks(part)) is not None]
     return next((ranks for ranks in found if ranks.num_replicas > 1), found[0] if found else None)
 
 
 def nested_samplers(*samplers: Any, dataset: Any = None) -> Iterator[Any]:
-    """Yield these samplers and the samplers that they wrap, each once. dataset: as in `ranks_of`."""
+    """Yield these samplers and the samplers that they wrap, each once, at most 16. dataset: as in `ranks_of`."""
     parts = list(samplers)
     passed: list[Any] = []
     for part in parts:

@@ -15,8 +15,8 @@ _MIN_BYTES = 1 << 22
 def sparse_zeros(length: int, dtype: DTypeLike) -> NDArray[Any]:
     """Return zeros of shape (length,), whose pages take memory only once they are written.
 
-    numpy requests huge pages for a large array: a few writes at random places fill all of it with zeros, which takes a
-    second per gigabyte. Here each write fills one page of 4 KiB.
+    For arrays of 4 MiB or more, numpy requests huge pages: a few writes at random places fill a whole array with zeros,
+    which takes a second per gigabyte. Here each such write fills one page of 4 KiB.
     """
     kind = np.dtype(dtype)
     if length * kind.itemsize < _MIN_BYTES:
@@ -26,7 +26,7 @@ def sparse_zeros(length: int, dtype: DTypeLike) -> NDArray[Any]:
 
 
 def clear_before(array: NDArray[Any], end: int) -> None:
-    """Set the elements before `end` of an array from `sparse_zeros` to zero; whole pages no longer take memory."""
+    """Set the elements before `end` of a result of `sparse_zeros` to zero; releases memory of a large array."""
     memory = getattr(array.base, "obj", None)
     whole = end * array.itemsize // mmap.PAGESIZE * mmap.PAGESIZE if isinstance(memory, mmap.mmap) else 0
     if isinstance(memory, mmap.mmap) and whole:

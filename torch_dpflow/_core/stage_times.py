@@ -1,4 +1,4 @@
-"""Where the time of loading goes: seconds by stage, and how long samples took. Pure; `stage_clock` measures.
+"""Record of where the time of loading goes: seconds by stage, and how long samples took. `stage_clock` measures.
 
 `StageTimes` is the only record of these times: workers send it with their results, shards and loaders add it up, and
 `stats()` returns it.
@@ -14,7 +14,7 @@ import msgspec
 
 from torch_dpflow._core.checks import MAX_SECONDS
 
-#: The bounds of two buckets of the histogram differ by a factor of 2 ** (1 / PER_DOUBLING), 9%.
+#: Buckets of the histogram per doubling of the time: each begins 9% later than the one before.
 PER_DOUBLING = 8
 #: Bounds of the histogram, in seconds: 2 ** MIN_POWER, about 1 µs, and 2 ** MAX_POWER, more than an hour.
 MIN_POWER, MAX_POWER = -20, 12
@@ -30,22 +30,22 @@ _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 class StageTimes(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Time that workers took to load: in total, by stage, and as a histogram of the times of samples.
 
-    Samples that were loaded twice count twice. Reading and decoding in the dataset's own code count as `dataset_s`.
+    Samples that were loaded twice count twice. Reading and decoding in a user's own dataset class count as `dataset_s`.
     """
 
-    #: Seconds in which the package's readers waited for storage or for the pool.
+    #: Seconds in which the package's readers read from storage or the pool; of tables, with decoding their columns.
     read_s: _Seconds = 0.0
-    #: Seconds in its decoders, and in the functions that are given as `decode=`.
+    #: Seconds in the package's decoders, and in functions that users give as `decode=`.
     decode_s: _Seconds = 0.0
-    #: The other seconds in the dataset, with its transforms.
+    #: Other seconds in the dataset, including its transforms.
     dataset_s: _Seconds = 0.0
     #: Seconds in `collate_fn`; 0 for a flow, whose jobs collate.
     collate_s: _Seconds = 0.0
-    #: Seconds in which results were encoded and sent.
+    #: Seconds in which workers encoded and sent results.
     hand_over_s: _Seconds = 0.0
-    #: Samples by bucket of their time, in the first three stages; bucket `b` begins at 2 ** (b / 8 - 20) seconds, and
-    #: the last has no end. What a dataset loads in one call is divided evenly among its samples, and so is a batch of
-    #: samples that take less than 20 µs.
+    #: Histogram of the samples' times in the first three stages: number of samples by bucket. Bucket `b` begins at
+    #: 2 ** (b / 8 - 20) seconds; the last has no end. The time of a batch is divided evenly among its samples if the
+    #: dataset loads it in one call, or if samples take less than 20 µs.
     counts: dict[_Bucket, _Count] = {}
 
     @property
@@ -59,7 +59,7 @@ class StageTimes(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         return {name.removesuffix("_s").replace("_", "-"): getattr(self, name) for name in _STAGES}
 
     def percentile(self, share: float) -> float:
-        """Return the seconds within which this share of the samples was loaded, to within 5%; 0.0 without samples.
+        """Return the seconds within which this share (0 to 1) of the samples was loaded, +- 5%; 0.0 without samples.
 
         Raises ValueError unless share is from 0 to 1.
         """
@@ -100,23 +100,23 @@ class StageTimes(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
             counts[bucket] = counts.get(bucket, 0) + count
 
     def since(self, before: StageTimes) -> StageTimes:
-        """Return the times that were added after an earlier record; a difference below 0 becomes 0."""
+        """Return this record minus an earlier one, `before`; differences below 0 become 0."""
         passed = {name: max(0.0, getattr(self, name) - getattr(before, name)) for name in _STAGES}
         counts = {bucket: count - before.counts.get(bucket, 0) for bucket, count in self.counts.items()}
         return StageTimes(**passed, counts={bucket: count for bucket, count in counts.items() if count > 0})
 
     def copy(self) -> StageTimes:
-        """Return a copy. Another thread may add to this record meanwhile."""
+        """Return a copy. Another thread can add to this record at the same time."""
         return StageTimes(**{name: getattr(self, name) for name in _STAGES}, counts=self.counts.copy())
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Return Prometheus buckets: for each power of 2 seconds, the number of samples that took up to this time."""
+        """Return Prometheus buckets, ascending: (bound in seconds as text, or "+Inf"; number of samples up to it)."""
         bounds = range(MIN_POWER + 1, MAX_POWER)
         ends = [(repr(2.0**power), (power - MIN_POWER) * PER_DOUBLING) for power in bounds] + [("+Inf", BUCKETS)]
         return [(bound, sum(count for bucket, count in self.counts.items() if bucket < end)) for bound, end in ends]
 
     def shown(self) -> tuple[str, str]:
-        """Return texts for display: the times of samples, and the share of each stage. Empty without samples."""
+        """Return two texts for display: percentiles of samples' times, and stages' shares; both "" without samples."""
         total = sum(self.stages.values())
         if not self.counts or not total:
             return "", ""

@@ -1,4 +1,4 @@
-"""Threads: repeated calls, threads that a finalizer may join, one load for many readers; and a clock for leases."""
+"""Threads for repeated calls and for use in finalizers, one running load for many readers, and a clock for leases."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 class CallTiming:
-    """Schedule of a repeated call: after an interval or on request, but after a failure only once a back-off is over.
+    """Schedule of a repeated call. `due` is the time of the next call; all times are in seconds.
 
-    All times are in seconds; `due` is the time of the next call.
+    After a success, the call is due after an interval, or on request; after a failure, at the end of a back-off.
     """
 
     def __init__(self, interval_s: float, now: float, backoff: Backoff | None = None) -> None:
@@ -41,13 +41,13 @@ class CallTiming:
 
 
 class PeriodicCall(threading.Thread):
-    """A daemon thread that repeats a call until it is stopped; no exception of the call ends it.
+    """A daemon thread that repeats a call until it is stopped; exceptions of the call do not end it.
 
     Args:
-        interval_s: seconds before the first call, and from the end of one to the next; may be `math.inf`.
+        interval_s: seconds before the first call, and from the end of a call to the next; `math.inf`: only on request.
         what: description of the call for the log; empty: the thread's name.
-        on_error: receives the exception of a failed call, which is repeated after a back-off; None: log the exception.
-        finish: called at the end, in the thread.
+        on_error: receives the exception of a failed call; None: log it. The call is repeated after a back-off.
+        finish: called in the thread, when it ends.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class PeriodicCall(threading.Thread):
         self._requests: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def wake(self) -> None:
-        """Request the call now, or once the back-off is over. Any thread or finalizer may call this."""
+        """Request a call now; after a failure, at the end of the back-off. Any thread or finalizer may call this."""
         self._requests.put(None)
 
     def stop(self) -> None:
@@ -112,7 +112,7 @@ def repeat(
     """Repeat a call until it succeeds, with pauses of `backoff`; return its result.
 
     on_error: called with each DPFlowError, and whether `timeout_s` seconds have passed since the first attempt. It
-        raises an error to end the repetition. All other errors end it at once.
+        raises an error to end the repetition. Errors of other types end it at once.
     """
     deadline, backoff = time.monotonic() + timeout_s, backoff or Backoff()
     while True:
@@ -123,7 +123,7 @@ def repeat(
         time.sleep(backoff.pause_s())
 
 
-#: Limit of `join` once the thread's work is done, in seconds. It takes microseconds.
+#: Timeout of `join` after the target has returned, in seconds; usually it takes microseconds.
 GONE_S = 0.5
 
 
@@ -146,7 +146,7 @@ class AwaitedThread(threading.Thread):
             self._work_is_done.set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the target has returned, at most `timeout_s` seconds, then join; return whether it has."""
+        """Wait for the target to end, at most `timeout_s` seconds (None: no limit); return whether it has ended."""
         if not self._work_is_done.wait(timeout_s):
             return False
         self.join(GONE_S)
@@ -154,7 +154,7 @@ class AwaitedThread(threading.Thread):
 
 
 class RunningLoad(Future[Any]):
-    """Future of a running load. Threads that wait for it load again if it is cancelled."""
+    """Future of a sample that one thread is loading. Threads that wait for it load again if it is cancelled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,14 +165,14 @@ class RunningLoads(dict[int, RunningLoad]):
     """Running loads by key, so that concurrent readers of a key share one load. Not thread-safe: the owner locks."""
 
     def start_or_join(self, key: int) -> tuple[RunningLoad, bool]:
-        """Return the load of a key, which is added if there is none, and whether it was there already."""
+        """Return (load of a key, True) if one is running; else add a load and return (load, False)."""
         is_new = key not in self
         if is_new:
             self[key] = RunningLoad()
         return self[key], not is_new
 
     def finish(self, key: int, future: RunningLoad) -> bool:
-        """Remove a load that is over; return whether it was still the load of this key."""
+        """Remove a finished load; return False if the key has a different load or none by now."""
         is_registered = self.get(key) is future
         if is_registered:
             del self[key]
@@ -187,12 +187,12 @@ def fail(running: Iterable[RunningLoad], error: BaseException) -> None:
             future.cancel()  # an interrupt concerns one thread: the others start over
 
 
-#: The longest time between two readings that counts as running, in seconds.
+#: Maximum by which `SuspendAwareClock` advances between two readings, seconds; a longer time counts as suspension.
 MAX_STEP_S = 1.0
 
 
 class SuspendAwareClock:
-    """Clock for leases: the seconds that this process has been running, without the time in which it was suspended.
+    """Clock for leases, in seconds; it stands still while this process is suspended.
 
     A process that was suspended has not read its peers' messages, so their leases must not expire for that time.
     Read it at least every `MAX_STEP_S` seconds, in one thread at a time.
@@ -211,7 +211,7 @@ class SuspendAwareClock:
 
 
 class StopSignal:
-    """Like `threading.Event`, but safe in finalizers.
+    """Event like `threading.Event` that finalizers can set.
 
     `Event.set` takes a lock. A finalizer can interrupt a thread that holds this lock, and would then wait for itself.
     """

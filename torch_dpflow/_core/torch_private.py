@@ -1,7 +1,7 @@
-"""Every private name of torch that the package uses, under a name of ours. No other module uses private names.
+"""The private names of torch that the package uses, under public names, and checks that the installed torch has them.
 
-torch may move or drop a private name in any release. A missing one is detected when this module is imported, not in a
-worker in the middle of a training run.
+torch may move or drop a private name in any release. A missing name raises UnsupportedTorchError when this module is
+imported (that of `default_store` only when it is called), not in the middle of a training run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
     "untyped_storage",
 ]
 
-#: The oldest and the newest release with which the loader's contract tests run (`make test-versions`).
+#: Oldest and newest release of torch with which the loader's contract tests run (`make test-versions`).
 TESTED = ("2.6", "2.13")
 #: Attributes of torch's loader, and of its iterator, that the package reads, sets or overrides.
 LOADER_ATTRIBUTES = ("_auto_collation", "_dataset_kind", "_get_iterator", "_index_sampler", "_iterator")
@@ -95,13 +95,13 @@ except ImportError as error:
     raise _unsupported(str(error)) from error
 
 
-#: The functions behind `torch.nn.functional.interpolate` with antialiasing, by mode. Unlike it they take `out`.
-#: Arguments: image, size, align_corners, scales (None).
+#: The functions behind `torch.nn.functional.interpolate` with antialiasing, by mode; unlike it, they have an argument
+#: `out`. The other arguments are image, size, align_corners and scales (None).
 antialiased: dict[str, Callable[..., torch.Tensor]] = {}
 
 
 def is_profiled() -> bool:
-    """Return whether a profiler of torch was started in this process, from Python."""
+    """Return whether a profiler of torch that was started from Python is running in this process."""
     return _profiler._is_profiler_enabled
 
 
@@ -116,19 +116,19 @@ def set_worker_info(*, worker: int, workers: int, seed: int, dataset: Any) -> No
 
 
 def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    """Wrap a storage for torch's own rebuilding functions, without torch's warning."""
+    """Return a storage with a type, for torch's functions that rebuild tensors, without torch's warning."""
     typed: Any = torch.TypedStorage
     wrapped: torch.TypedStorage = typed(wrap_storage=storage, dtype=dtype, _internal=True)
     return wrapped
 
 
 def untyped_storage(storage: torch.TypedStorage) -> torch.UntypedStorage:
-    """Unwrap a typed storage, without torch's warning."""
+    """Return the storage inside a typed storage, without torch's warning."""
     return storage._untyped_storage
 
 
 def default_store() -> Store:
-    """Return the store of torch.distributed's rendezvous. Raises UnsupportedTorchError if torch is built without it."""
+    """Return the store of torch.distributed's default process group. Raises UnsupportedTorchError if torch lacks it."""
     try:
         from torch.distributed.distributed_c10d import _get_default_store
     except ImportError as error:

@@ -1,8 +1,7 @@
 """ALSD, approximate longest sample distance: evict the key that will be read last (thesis, 3.4.3).
 
-`LookaheadPolicy` follows each job through its epochs. Eviction itself is `RankedPolicy.evict` and `admit` (module
-`ranked`): the key of the greatest distance goes first. `residents` keeps the keys in that order, `next_use` computes
-their distances, `timetable` holds when each job reads each key.
+`LookaheadPolicy` follows each job through its epochs. Its base class in `ranked` evicts. The module `timetable` holds
+when each job reads each key, `next_use` computes distances from that, and `residents` keeps the keys in their order.
 """
 
 from __future__ import annotations
@@ -26,9 +25,10 @@ _MIN_RATE = 1e-9
 
 
 class LookaheadPolicy(RankedPolicy):
-    """Policy that follows each job through its epochs, and evicts by a `NextUseRanking`.
+    """Base class of policies that evict the key whose next use is farthest, according to the jobs' lookaheads.
 
-    A job without a lookahead is assumed to read all `keys` keys once in an epoch, in an unknown order.
+    A job without a lookahead is assumed to read every key once in an epoch, in an unknown order. `ranking` computes how
+    far a key's next use is, over all jobs.
     """
 
     _ranking: NextUseRanking
@@ -180,25 +180,25 @@ Aggregate = Literal["min", "mean"]
 
 
 class ALSD(LookaheadPolicy):
-    """Policy that evicts the key whose next use, by lookaheads, is farthest; among equals, the oldest load.
+    """Policy that evicts the key whose next use, by the jobs' lookaheads, is farthest; among equals, the oldest load.
 
-    Each job's order has the four parts of the thesis, which differ in the distance of a sample:
+    For one job, the distance to a sample's next use depends on the sample's part of the epoch (thesis, 3.4.3):
 
-    - already read (S_v): N, the length of the epoch, unless the order of the job's next epoch is known
+    - already read (S_v): N, the length of the epoch, or by the order of the job's next epoch if that is known
     - in the certain order (S_c): exact
     - likely (S_uc): estimated by eq. 3-2
     - any other (S_uk): estimated by eq. 3-3
 
-    A job without a lookahead is assumed to read all `keys` keys once in an epoch, in an unknown order. Samples that it
-    has read are evicted before the others, the oldest load first. For one job, this gives the same number of hits as
-    never replacing a sample. If `keys` is not known either, the oldest load is evicted first.
+    A job without a lookahead is assumed to read every key once in an epoch, in an unknown order. If it is the only job,
+    samples that it has read are evicted before the others, the oldest load first; if `keys` is None, the oldest load is
+    evicted.
 
-    Amortised, an access costs O(log n); when a job begins an epoch or leaves, O(resident keys).
+    An access costs O(log n), amortised; a job that begins an epoch or leaves, O(resident keys).
 
     Args:
+        max_items, max_bytes, keys: as in `Policy`.
         aggregate: how the jobs' distances are combined. "min": the time until the first job reads the
             sample, by the jobs' speeds; weights do not matter. "mean": the thesis's weighted mean (eq. 3-5).
-        keys: how many keys there are, 0 to `keys` - 1. None: not known.
     """
 
     name = "alsd"
@@ -226,10 +226,10 @@ class _CertainMean(WeightedMean):
 
 
 class UseDistance(LookaheadPolicy):
-    """Policy that evicts the key of the greatest mean distance over jobs, without ALSD's estimates (thesis, 5.2.1).
+    """Policy that evicts by the weighted mean distance over jobs, like "alsd-mean", without estimates (thesis, 5.2.1).
 
-    For a job whose lookahead does not have the key as certain, the distance is N, the length of the job's epoch. The
-    difference from ALSD's weighted mean shows the value of the estimates. If orders are known in full, both are equal.
+    If it is not certain when a job reads a key, the key's distance for the job is N, the length of the epoch. If all
+    orders are known in full, both policies evict the same keys.
     """
 
     name = "use-distance"

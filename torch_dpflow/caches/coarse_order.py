@@ -1,7 +1,7 @@
-"""Keys in a coarse order: buckets with upper bounds, which are sorted further only when they are needed.
+"""Lower part of the queue in `residents`: keys in buckets, which are sorted further only when they are needed.
 
-The lower part of the queue in `residents`, by incremental quicksort (Navarro and Paredes, "On sorting, heaps, and
-minimum spanning trees", 2010) over numpy arrays, for keys whose ranks shrink over time.
+An incremental quicksort (Navarro and Paredes, "On sorting, heaps, and minimum spanning trees", 2010) over numpy
+arrays, for keys whose ranks shrink over time.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from torch_dpflow.lookahead import Keys
 
-#: Distance as real part, minus the load number as imaginary part: numpy orders complex numbers by the real
-#: part, then by the imaginary part, which is the order of eviction. It has no partition by two arrays, and
-#: sorting by two (lexsort) takes 17 times as long as a partition of these, for 200,000 keys.
+#: Ranks of keys, the highest to be evicted first. Real part: the distance. Imaginary part: the load number times -1.
+#: numpy orders complex numbers by these. It has no partition by two arrays, and sorting by two (lexsort) takes 17
+#: times as long as a partition of these, for 200,000 keys.
 Ranks = npt.NDArray[np.complex128]
 
 #: How many fronts one bucket is split into, and how many it may take before another bucket is begun.
@@ -38,13 +38,13 @@ class _Bucket:
 class CoarseOrder:
     """Stack of buckets of keys, ordered by eviction rank.
 
-    A key's rank is its place in the order of eviction; it is not the rank of a process. Bounds ascend from the bottom
-    bucket to the top one, and no key of a bucket ranks above the bucket's bound. The *floor* is the bound of the top
-    bucket: keys that rank above it are not in the stack.
+    The key with the highest rank (see `Ranks`) is evicted first. No key of a bucket ranks above the bucket's bound;
+    bounds ascend from the bottom bucket to the top one. The *floor* is the bound of the top bucket: keys that rank
+    above it are not in the stack.
 
     Args:
-        front: approximate number of keys that `open` returns. A larger number makes each eviction slower, a smaller one
-            makes `open` more frequent.
+        front: approximate number of keys that `open` returns. A larger number makes each eviction slower; a smaller
+            one means more calls of `open`.
         resident: function that returns the resident keys of an array.
         ranks: function that returns the current ranks of an array of keys.
     """
@@ -60,7 +60,7 @@ class CoarseOrder:
         self._changed()
 
     def put(self, keys: Keys, ranks: Ranks) -> None:
-        """Add keys that rank at or below the floor; `ranks` are their ranks."""
+        """Add keys that rank at or below the floor. ranks: the rank of each key."""
         if len(self._stack) == 1:
             self._stack[0].add(keys)
         else:
@@ -75,11 +75,7 @@ class CoarseOrder:
         self.size += len(keys)
 
     def cover(self, keys: Keys, ranks: Ranks) -> None:
-        """Push keys, all of which rank above the floor, on top of the stack.
-
-        The highest of their ranks becomes the floor. The keys join the top bucket if it is small, else they form a new
-        one.
-        """
+        """Add keys that all rank above the floor, on top of the stack. The highest of `ranks` becomes the floor."""
         top = complex(ranks.max())
         if self._stack and self._stack[-1].size < self._front * _FAN_OUT:
             self._stack[-1].add(keys)
@@ -90,10 +86,7 @@ class CoarseOrder:
         self._changed()
 
     def open(self) -> Keys | None:
-        """Remove and return the keys with the highest ranks, and lower the floor below them.
-
-        Return None if there are no keys.
-        """
+        """Remove and return the keys with the highest ranks; None if none is resident. Lower the floor below them."""
         while self._stack:
             bucket = self._stack.pop()
             self.size -= bucket.size
@@ -126,13 +119,13 @@ class CoarseOrder:
         return keys[ranks > self.floor]
 
     def raise_bounds(self, distance: float) -> None:
-        """Raise all bounds, because every rank may have grown by `distance`."""
+        """Raise all bounds by `distance`, after distances of keys have grown by at most this."""
         for bucket in self._stack:
             bucket.bound = complex(bucket.bound.real + distance, bucket.bound.imag)
         self._changed()
 
     def restart(self, keys: Keys) -> None:
-        """Replace all entries by `keys`, whose ranks are unknown."""
+        """Replace all keys by `keys`, whose ranks are not known."""
         self._stack = [_Bucket(complex(np.inf, 0.0), keys)] if len(keys) else []
         self.size = len(keys)
         self._changed()

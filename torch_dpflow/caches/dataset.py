@@ -20,7 +20,7 @@ from torch_dpflow.lookahead import Lookahead, Order, announce_order
 
 
 class LookaheadSampler(Protocol):
-    """Protocol of a sampler that reports its future draws."""
+    """Interface of a sampler that reports its future draws."""
 
     def lookahead(self) -> Lookahead | None:
         """Return the known future draws; None if nothing is known. Draws nothing."""
@@ -32,9 +32,10 @@ _POLLS_PER_EPOCH = 64
 
 
 class LookaheadPoller:
-    """Poller of a sampler: requests a lookahead once the last one's certain samples are read, or `epoch` changes.
+    """Poller that requests a new lookahead from a sampler when one is due: call `poll` before each read.
 
-    Raises OptionTypeError if `sampler` has no method `lookahead`.
+    One is due after as many reads as the last one had certain samples, at the earliest after a small part of the epoch,
+    and when the sampler's `epoch` changes. Raises OptionTypeError if `sampler` has no method `lookahead`.
     """
 
     def __init__(self, sampler: LookaheadSampler) -> None:
@@ -49,11 +50,9 @@ class LookaheadPoller:
         self._left = 0
 
     def poll(self, count: int) -> Lookahead | None:
-        """Return a new lookahead, or None if none is due or known.
+        """Return a new lookahead; None if none is due, or the sampler has none. count: number of reads that follow.
 
-        The caller must hold no lock, because this runs the sampler's code.
-
-        count: number of reads that follow this call.
+        This runs the sampler's code, so the caller must hold no lock.
         """
         epoch = working(self.sampler, "epoch")
         lookahead = None
@@ -87,34 +86,36 @@ class ALSDCache(Dataset[Any]):
     """View of a map-style dataset that keeps in memory the samples that are read again soonest.
 
     Indexing returns `transform` of the dataset's sample. Decode in the dataset, before the cache; augment randomly in
-    `transform`, which runs at each read. Samples are kept and returned as copies. Thread-safe: threads that read a
-    sample wait for its running load; an error reaches all of them, and the next read loads again.
+    `transform`, which runs at each read. Kept samples are copies, and reads return copies of them. Thread-safe:
+    simultaneous reads of a sample share one load. If it fails, each of these reads raises its error, and the next read
+    loads again.
 
-    Each process has its own cache: a forked worker starts with its parent's samples, any other worker or a pickle
-    starts empty. Under torch's loader use `persistent_workers=True`, or the workers' caches end with the epoch.
+    Each process has a separate cache. A forked worker's cache usually starts with its parent's samples; otherwise, and
+    when unpickled, it is empty. With torch's loader use `persistent_workers=True`, or workers' caches end with the
+    epoch.
 
     Without `sampler`, "alsd" assumes that every sample is read once per epoch, and keeps the samples that this epoch
     has not read yet. With `sampler`, it evicts the samples whose next use is farthest. The sampler must draw in the
     process that reads: in a worker, its copy has no position in the epoch, and DynaGCSSampler has no lookahead.
 
-    If the dataset has a length, an integer is a position: a negative one counts from the end, and one outside raises
-    IndexError. Any other index is a separate key; an index that cannot be hashed is passed to the dataset, and
-    its sample is not kept.
+    If the dataset has a length, integer indices are positions: negative ones count from the end; out of range, the
+    dataset's error or IndexError is raised. All other indices are compared by equality; samples of unhashable ones are
+    not kept.
 
-    After a change of the dataset's content call `clear()` in each process that reads it, or make a new cache. Only a
-    change of its length or a new `dataset` is detected. Either change drops all samples and resets the counts.
+    If the dataset's content changes, call `clear()` in each process that reads it, or make a new cache. Only a change
+    of its length, or a different `dataset`, is detected: that drops all samples and counts.
 
     Args:
         dataset: a map-style dataset; its `__getitems__` is used if it has one.
-        capacity: measured bytes as text, such as "16GiB" or "500MB"; or the number of samples as an int.
+        capacity: maximum size in memory as text, such as "16GiB" or "500MB"; or number of samples as an int.
         policy: "alsd", "alsd-mean", "use-distance", "refcnt", "lru", "lfu" or "minio".
-        transform: applied to each returned sample; its result is not kept.
+        transform: function whose result for a sample is returned, but not kept.
         sampler: the sampler that draws the indices, if it has a method `lookahead()`.
         copy: False keeps and returns the dataset's own objects; do not write to them.
 
     Raises:
         OptionError: `capacity` or `policy` is not allowed.
-        OptionTypeError: an argument is of the wrong type; the dataset is iterable, not map-style.
+        OptionTypeError: an argument is of the wrong type; `dataset` is not map-style; `sampler` has no lookahead.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class ALSDCache(Dataset[Any]):
 
     @property
     def dataset(self) -> Dataset[Any]:
-        """The wrapped dataset. If another one is set, all samples are dropped, and counts begin again at 0."""
+        """The wrapped dataset. Setting a different one drops all samples, and resets the counts to 0."""
         return self._dataset
 
     @dataset.setter
@@ -164,7 +165,7 @@ class ALSDCache(Dataset[Any]):
         return self._transformed(self._own(place, self._store.get(place.key, partial(self._load, place))))
 
     def __getitems__(self, indices: list[Any]) -> list[Any]:
-        """Return the samples of several indices, in order; missing samples are loaded together if the dataset can."""
+        """Return the samples of several indices, in order; missing ones are loaded together if the dataset can."""
         places = [self._locate(index) for index in indices]
         keys = [place.key for place in places if place.key is not None]
         if len(keys) < len(places):
@@ -173,7 +174,7 @@ class ALSDCache(Dataset[Any]):
         return [self._transformed(self._own(place, one)) for place, one in zip(places, kept)]
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
-        """Announce the order of an epoch to the wrapped dataset; see `lookahead.announce_order`."""
+        """Forward the order of an epoch to the wrapped dataset; see `lookahead.announce_order`."""
         announce_order(self.dataset, order, spread, extends)
 
     def statistics(self) -> CacheStatistics:

@@ -1,4 +1,4 @@
-"""Distance to a key's next use, over all jobs."""
+"""Distances to the next use of keys, over all jobs: the time to the earliest use, or a weighted mean."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _CODE_AT = [(np.arange(256) >> 2 * place) & 3 for place in range(JOBS_PER_PLANE)
 
 
 class NextUseRanking(Ranking):
-    """Ranking by the next uses in a timetable. Values that do not change with time are computed once and stored.
+    """Ranking by when jobs read a key next, from a `Timetable`. Subclasses define how jobs are combined.
 
-    A key's distance combines two parts. Its *anchor* follows from its certain positions, and changes only when a job
-    reads it. Its *value* for each job follows from the key's code for that job. The codes of four jobs share one byte,
-    so a table with the combined values of all 256 bytes serves four jobs with one lookup.
+    A key's distance combines parts of two kinds. Its *anchor* follows from the positions at which jobs are certain to
+    read it, and is stored until a job reads it or orders change. Its *value* for each job follows from its code in the
+    timetable. The codes of four jobs share one byte, so one lookup in a table of 256 combined values serves four jobs.
     """
 
-    #: the argument of `Timetable`: codes of a position, ABSENT, READ, LIKELY and UNKNOWN
+    #: The argument of `Timetable`: the codes of a position, and of ABSENT, READ, LIKELY and UNKNOWN.
     codes: ClassVar[tuple[int, int, int, int, int]]
-    #: combines values and anchors; its neutral element is `neutral`
+    #: Function that combines values and anchors; its neutral element is `neutral`.
     combine: ClassVar[np.ufunc]
     #: Whether distances are times, so that they depend on the jobs' paces.
     timed: ClassVar[bool] = False
@@ -36,7 +36,7 @@ class NextUseRanking(Ranking):
 
     def __init__(self) -> None:
         self.timetable = Timetable(self.codes)
-        #: By load number; valid for resident keys only.
+        #: Anchors of resident keys, by load number.
         self.anchors: Distances = np.zeros(1)
         self._anchor_of: memoryview[Any] = self.anchors.data
         #: How much all anchors have shrunk since the start: the reads of all jobs if anchors are times, else 0.
@@ -50,7 +50,7 @@ class NextUseRanking(Ranking):
 
     @abstractmethod
     def values(self, progress: JobProgress) -> list[float]:
-        """Return a job's contributions to the distances of keys with the codes 0, 1, 2 and 3."""
+        """Return four numbers: a job's value for keys with the code 0, 1, 2 and 3."""
 
     @abstractmethod
     def scale(self, progress: JobProgress) -> tuple[float, float]:
@@ -58,7 +58,7 @@ class NextUseRanking(Ranking):
 
     @abstractmethod
     def advance(self, progress: JobProgress, reads: int) -> None:
-        """Record that a job's position has advanced by a number of reads."""
+        """Record `reads` further reads of a job, whose position is already up to date."""
 
     def distances(self, keys: Keys, loads: Loads) -> Distances:
         return self._distances_from(self.anchors.take(loads), keys)
@@ -80,7 +80,7 @@ class NextUseRanking(Ranking):
         self._anchor_of = self.anchors.data
 
     def recompute(self) -> None:
-        """Recompute all values that depend on jobs only. Call it after a job has joined, left or begun an epoch."""
+        """Recompute all values of all jobs. Call this when a job joins, leaves, begins an epoch or changes its pace."""
         planes = len(self.timetable.planes)
         self._code_of = [plane.code_of for plane in self.timetable.planes]
         #: By job: its cells and `outsiders`; the two numbers by which a subclass makes a distance of a position.
@@ -94,7 +94,7 @@ class NextUseRanking(Ranking):
         self._combined_of = [self._combine_plane(number).tolist() for number in range(planes)]
 
     def update(self, progress: JobProgress) -> None:
-        """Recompute a job's values."""
+        """Recompute the values of one job, after its position or lookahead has changed."""
         self._note_values(progress)
         self._combined[progress.plane] = self._combined_of[progress.plane] = None
 
@@ -119,11 +119,11 @@ class NextUseRanking(Ranking):
 
 
 class EarliestUse(NextUseRanking):
-    """Ranking by the time until the first job reads the key: the minimum over jobs.
+    """Ranking by the time until the first job reads the key: the minimum over jobs. Time counts reads of all jobs.
 
-    A job reads its sample at `position` at the moment `base + position * pace`. An anchor is the earliest moment at
-    which a job is certain to read the key. If a job's next epoch is not known, a key that it has read counts as read
-    again after N samples, the length of the epoch, as in the thesis.
+    A job reads the sample at `position` at the time `base + position * pace`. An anchor is the earliest time at which
+    a job is certain to read the key. If a job has read a key and its next epoch is not known, the next read is assumed
+    N samples later (the length of the epoch), as in the thesis.
     """
 
     codes = (0, 0, 1, 2, 3)
@@ -179,9 +179,9 @@ class EarliestUse(NextUseRanking):
 class WeightedMean(NextUseRanking):
     """Ranking by the weighted sum over jobs of the thesis's distances (eq. 3-5).
 
-    The distance of a key for one job is the number of reads until the job reads the key. If the job has read the key in
-    this epoch, or does not read it, the distance is the epoch's length. If the position is not certain, the distance is
-    an estimate. In the thesis the weights sum to one; here they need not, which changes no comparison.
+    The distance of a key for one job is the number of samples that the job reads before it. It is an estimate if the
+    position is not certain. It is the epoch's length if the job does not read the key in this epoch, or has read it and
+    its next order is not known. The weights need not sum to one as in the thesis, which changes no comparison.
 
     For a key whose position in the job's order is certain, the distance is this position minus the job's own position.
     The first is part of the key's anchor, the second of the job's value (see `NextUseRanking`).

@@ -1,7 +1,6 @@
 """Policies that decide by past reads: LRU, LFU and MinIO.
 
-cachetools' caches do not fit: they hold values. A policy holds keys, returns those to evict, refuses keys that
-are too large, and has bulk methods.
+cachetools' caches cannot be used, because they hold values; a policy holds only keys.
 """
 
 from __future__ import annotations
@@ -17,10 +16,7 @@ from torch_dpflow.lookahead import Lookahead
 
 
 class KeyedPolicy(Policy):
-    """Base class of policies that decide by past reads. A subclass decides the order of eviction.
-
-    Each method of this class is O(1).
-    """
+    """Base class of policies that decide by past reads. A subclass defines the order of eviction."""
 
     def __init__(self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None) -> None:
         super().__init__(max_items=max_items, max_bytes=max_bytes, keys=keys)
@@ -150,7 +146,7 @@ class KeyedPolicy(Policy):
 
 
 class LRU(KeyedPolicy):
-    """Policy that evicts the least recently read key."""
+    """Policy that evicts the least recently read key; the load of a key counts as a read."""
 
     name = "lru"
 
@@ -162,7 +158,7 @@ class LRU(KeyedPolicy):
 
 
 class LFU(KeyedPolicy):
-    """Policy that evicts the key with the fewest reads since its load; among equals, the least recently read."""
+    """Policy that evicts the key with the fewest reads since its load; among equals, the least recently read one."""
 
     name = "lfu"
 
@@ -186,9 +182,9 @@ class LFU(KeyedPolicy):
 
 
 class MinIO(KeyedPolicy):
-    """Policy that keeps the first samples that fit: if an epoch reads each sample once, replacing gains nothing.
+    """Policy that keeps the first keys that fit. If an epoch reads each key once, replacing them gains nothing.
 
-    `evict` drops the sample that was loaded last.
+    `evict` evicts the key that was loaded last.
     """
 
     name = "minio"

@@ -1,4 +1,4 @@
-"""The contract of a cache policy: which keys to keep. It holds no values, no lock and no clock.
+"""The contract of a cache policy, which decides which keys stay in a cache. It holds no values, lock or clock.
 
 The owner, which stores the values, uses a policy like this::
 
@@ -7,9 +7,8 @@ The owner, which stores the values, uses a policy like this::
         for gone in policy.admit(key, size):  # may include `key` itself: do not keep it
             del values[gone]
 
-and passes on lookaheads of samplers (`hint`) and jobs that leave (`forget`). Keys are sample
-indices from 0 to 2**31 - 2. Not thread-safe: the owner locks. A call that raises leaves the policy as it
-was.
+It also passes on the lookaheads of samplers (`hint`), and reports jobs that leave (`forget`). Keys are sample indices
+from 0 to 2**31 - 2. Not thread-safe: the owner locks. A call that raises changes no resident key and no count.
 """
 
 from __future__ import annotations
@@ -44,21 +43,21 @@ class PolicyStatistics:
     misses: int
     #: keys given to `admit` that were not resident then
     offered: int
-    #: of these, those that were kept
+    #: offered keys that were kept
     admitted: int
-    #: of these, those that would fit but were worth less than the resident keys
+    #: offered keys that were not kept, because the policy preferred the resident keys
     bypassed: int
-    #: of these, those larger than the whole budget
+    #: offered keys that were not kept, because they are larger than the whole budget
     refused: int
     #: resident keys that were evicted for the budget or by `evict`
     evicted: int
     #: resident keys that the owner removed by `discard`
     discarded: int
-    #: resident now
+    #: keys that are resident now
     items: int
-    #: sizes of the resident keys together
+    #: total size of these keys
     bytes: int
-    #: jobs known now
+    #: jobs that have joined and not left
     jobs: int
 
     @property
@@ -70,20 +69,20 @@ class PolicyStatistics:
 class Policy(ABC):
     """Cache policy: decides which keys stay, within a budget of items, of bytes, or of both.
 
-    Every call costs O(log n) or better, amortised over calls; methods whose names end in `many` do the same for arrays.
-    Methods raise OptionError for a key or a size that is not allowed.
+    Reading, admitting or evicting a key costs O(log n) or better, amortised. Methods whose names end in `many` do the
+    same for an array of keys. OptionError is raised for a negative size, and if a negative key is read or admitted.
 
     Args:
-        max_items: how many keys may be resident; None for any number.
-        max_bytes: how large they may be together; None for any size.
-        keys: how many keys there are, 0 to `keys` - 1; None: not known. Policies that look ahead use it.
+        max_items: maximum number of resident keys; None: no limit.
+        max_bytes: maximum total size of the resident keys; None: no limit.
+        keys: the number of keys, which are 0 to `keys` - 1; None: not known. Only policies that look ahead use it.
 
     Raises:
-        OptionError: no budget, one below 1, or a number of keys that is not possible.
-        OptionTypeError: a budget that is not an int.
+        OptionError: `max_items` and `max_bytes` are both None, or a number is out of range.
+        OptionTypeError: an argument is not an int.
     """
 
-    #: its name in `POLICIES`
+    #: The policy's name in `POLICIES`.
     name: ClassVar[str]
 
     def __init__(self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None) -> None:
@@ -110,7 +109,7 @@ class Policy(ABC):
 
     @abstractmethod
     def evict(self) -> int | None:
-        """Evict the resident key worth least and return it; None if nothing is resident."""
+        """Evict the resident key that comes first in the policy's order, and return it; None if nothing is resident."""
 
     @abstractmethod
     def discard(self, key: int) -> bool:
@@ -118,14 +117,14 @@ class Policy(ABC):
 
     @abstractmethod
     def join(self, job: Job, *, weight: float = 1.0) -> None:
-        """Add a job, or change its weight: its interest counts `weight` times that of a job of weight 1.
+        """Add a job, or change its weight, by which policies that average over jobs multiply the job's distances.
 
-        Raises OptionError unless 0 < weight < infinity.
+        Raises OptionError or OptionTypeError if the weight is not a finite number above 0.
         """
 
     @abstractmethod
     def hint(self, job: Job, lookahead: Lookahead) -> None:
-        """Use a job's future reads, as its sampler knows them. Policies that decide by past reads only add the job."""
+        """Use a job's future reads, as its sampler predicts them. Policies by past reads only add the job."""
 
     @abstractmethod
     def forget(self, job: Job) -> None:
@@ -134,7 +133,7 @@ class Policy(ABC):
     def access_many(self, keys: Keys, job: Job) -> Mask:
         """Record that `job` reads `keys`, in order; return which are resident, as a bool array of the shape of `keys`.
 
-        Raises OptionError for a key that is not allowed.
+        Raises OptionError for a key that is not from 0 to `MAX_KEY`.
         """
         check_keys(keys)
         return np.fromiter((self.access(key, job) for key in keys.tolist()), dtype=np.bool_, count=len(keys))
@@ -142,8 +141,8 @@ class Policy(ABC):
     def admit_many(self, keys: Keys, sizes: Sizes | None = None) -> npt.NDArray[np.int64]:
         """Offer loaded keys together; return the keys to drop (int64), which may include some of `keys`.
 
-        `sizes`: bytes of each key; None: size 1 for each. A repeated key counts once, with its last size. Raises
-        OptionError for a key or a size that is not allowed.
+        sizes: bytes of each key; None: 1 for each. If a key is repeated, only its last size counts. Raises OptionError
+        for a key that is not from 0 to `MAX_KEY`, a negative size, or a wrong number of sizes.
         """
         check_keys(keys)
         if sizes is not None:
@@ -198,20 +197,20 @@ class Policy(ABC):
 
 
 def check_key(key: int) -> None:
-    """Raise OptionError unless `key` is from 0 to `MAX_KEY`."""
+    """Raise OptionError if `key` is not from 0 to `MAX_KEY`."""
     if not 0 <= key <= MAX_KEY:
         raise OptionError(f"key {key}: keys from 0 to {MAX_KEY} are allowed")
 
 
 def check_keys(keys: Keys) -> None:
-    """Raise OptionError unless all of `keys` are from 0 to `MAX_KEY`."""
+    """Raise OptionError if any of `keys` is not from 0 to `MAX_KEY`."""
     if len(keys):
         check_key(int(keys.min()))
         check_key(int(keys.max()))
 
 
 def check_sizes(keys: Keys, sizes: Sizes) -> None:
-    """Raise OptionError unless `sizes` has an allowed size for each of `keys`."""
+    """Raise OptionError if `sizes` and `keys` differ in length, or a size is below 0."""
     if len(sizes) != len(keys):
         raise OptionError(f"{len(sizes)} sizes for {len(keys)} keys: give one for each, or None")
     if len(sizes):
@@ -219,13 +218,13 @@ def check_sizes(keys: Keys, sizes: Sizes) -> None:
 
 
 def check_size(size: int) -> None:
-    """Raise OptionError unless `size` is allowed."""
+    """Raise OptionError if `size` is below 0."""
     if size < 0:
         raise OptionError(f"size={size}: a number of bytes of at least 0 is required")
 
 
 def check_weight(job: Job, weight: float) -> float:
-    """Return `weight`. Raises OptionError unless it is above 0 and finite."""
+    """Return `weight`, a finite number above 0, as a float. Raises the errors of `check_number`, which name `job`."""
     return check_number(f"job {job!r}: weight", weight, exclusive=True)
 
 
@@ -234,18 +233,18 @@ _ALLOWED = f"{BYTES_ALLOWED}, or a number of samples as an int"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """Budget of samples (`items`) or of bytes; the other is None."""
+    """Budget of a cache: a number of samples (`items`) or of `bytes`; the other one is None."""
 
     items: int | None = None
     bytes: int | None = None
 
 
 def parse_capacity(capacity: int | str, name: str = "capacity") -> Capacity:
-    """Convert a capacity: an int of samples, or text with a unit of bytes. name: the argument's name, for errors.
+    """Convert a number of samples, or a size as text such as "16GiB". name: the argument's name, for errors.
 
     Raises:
-        OptionError: a number below one, a bool, or text that is not a size.
-        OptionTypeError: neither an int nor text.
+        OptionError: the number is below 1 or a bool, or the text is no size.
+        OptionTypeError: `capacity` is neither an int nor text.
     """
     if isinstance(capacity, bool):
         raise OptionError(f"{name}={capacity!r} is a bool; {_ALLOWED}")

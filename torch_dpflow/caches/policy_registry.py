@@ -13,7 +13,7 @@ from torch_dpflow.caches.policy import Policy
 from torch_dpflow.caches.refcnt import RefCnt
 from torch_dpflow.errors import OptionError
 
-#: For each name, the class or function that makes the policy.
+#: The function (a class or partial) that makes each policy, by name.
 POLICIES: Mapping[str, Callable[..., Policy]] = MappingProxyType(
     {
         "alsd": ALSD,

@@ -1,4 +1,4 @@
-"""Base class of the policies that evict by distance of next use."""
+"""Base class of the policies that evict the key whose next use is farthest, by some measure of distance."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from torch_dpflow.lookahead import Keys
 
 
 class RankedPolicy(Policy):
-    """Base class of policies that evict the key of the greatest distance to its next use; of equals, the oldest load.
+    """Base class of policies that evict the key whose next use is farthest; among equals, the oldest load.
 
-    Offered keys compete too, so a key of a greater distance than all resident keys is not kept. Keys offered together
-    are admitted together before anything is evicted.
+    Offered keys are added, all keys of a call together, before keys are evicted. So an offered key is not kept if its
+    distance is the greatest and the budget is full.
 
     Args:
         ranking: computes the distances.
-        keys: as in `Policy`; if it is None, arrays grow as keys appear.
+        keys: as in `Policy`. Arrays grow if larger keys appear.
     """
 
     #: Approximate number of keys that are kept in exact order; see `Residents`.

@@ -46,13 +46,13 @@ class _Counts(Ranking):
 
 
 class RefCnt(RankedPolicy):
-    """Policy that evicts the key that the fewest jobs have still to read in their epoch.
+    """Policy that evicts the key that the fewest jobs still have to read in their epochs.
 
-    It uses the set of keys in lookaheads, not their order. A job without a lookahead is assumed to read
-    every key once in an epoch.
+    It uses the set of keys in lookaheads, not their order. A job that never had a lookahead is assumed to read every
+    key once in an epoch. Among equals, the oldest load is evicted.
 
-    Amortised, an access costs O(log n); when a job begins an epoch or leaves, O(resident keys), and O(keys) for a job
-    that reads some keys only.
+    An access costs O(log n), amortised. A job that begins an epoch or leaves costs O(resident keys), or O(keys) if it
+    does not read all keys.
     """
 
     name = "refcnt"

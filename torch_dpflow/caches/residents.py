@@ -1,10 +1,9 @@
 """The resident keys in eviction order: a lazy priority queue whose priorities shrink over time.
 
 A key's *distance* is the distance to its next use. The key with the greatest distance is evicted first; among equals,
-the key that was loaded first. Every read shrinks the distances of all keys, each job's at its own pace, so storing
-distances would mean updating every key at every read. The queue stores upper bounds instead and computes the true
-distance only of keys that may be evicted next, as lazy greedy selection does. Amortised, an operation costs O(log n),
-mostly in numpy. A resident key takes 20 to 80 bytes, any other 4.
+the key that was loaded first. Every read shrinks the distances of all keys, so storing distances would mean updating
+every key at every read. The queue stores upper bounds instead, and computes the true distance only of keys that may be
+evicted next. Adding, reading or evicting a key costs O(log n), amortised.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ _MIN_ROOM = 1 << 12
 _CHUNK = 1 << 16
 
 
-#: Numbers of loads; 0: the key is not resident.
+#: Load numbers of keys (see `Ranking`); 0: the key is not resident.
 Loads = npt.NDArray[np.int32]
 
 
 class Ranking(ABC):
-    """Source of the distances of resident keys. A distance may only shrink; see `Residents` for a distance that grows.
+    """Source of the distances of resident keys. A distance only shrinks; `Residents` says what to call if it grows.
 
-    Each load of a key has a number, by which a ranking may store values. `load` and `loads` are these numbers.
+    Each load of a key into the cache has a number (`load`, `loads`), by which a ranking can store values.
     """
 
     @abstractmethod
@@ -45,10 +44,10 @@ class Ranking(ABC):
 
     @abstractmethod
     def distances(self, keys: Keys, loads: Loads) -> Distances:
-        """Return the distances of many keys; results for keys that are not resident are arbitrary."""
+        """Return the distances of many keys; for keys that are not resident, any values."""
 
     def renew(self, key: int, load: int) -> float:
-        """Recompute the stored values of a key that was read or became resident; return its distance."""
+        """Recompute the stored values of a key, after it was read or became resident; return its distance."""
         return self.distance(key, load)
 
     def renew_many(self, keys: Keys, loads: Loads) -> Distances:
@@ -56,15 +55,14 @@ class Ranking(ABC):
         return self.distances(keys, loads)
 
     def renumber(self, loads: npt.NDArray[np.intp], room: int) -> None:  # noqa: B027
-        """Move the values stored for these load numbers to 0, 1, 2 and so on. room: the new capacity for numbers."""
+        """Move the values stored at these load numbers to 0, 1, 2 and so on, and make space for `room` numbers."""
 
 
 class Residents:
     """Set of the resident keys, as a priority queue: `pop` removes the key of the greatest distance.
 
-    A key's distance may only shrink until the next `add` or `renew` of that key; when it grows, call `raise_bounds` or
-    `rebuild`. A key may have several entries: at least one entry bounds its distance from above; other entries are
-    dropped when they reach the top.
+    After `add` or `renew` of a key, its distance must only shrink. If distances have grown, call `renew` for these
+    keys, `raise_bounds` or `rebuild`.
 
     Args:
         front: approximate number of keys that are kept in exact order: those to be evicted next.
@@ -73,7 +71,7 @@ class Residents:
     def __init__(self, ranking: Ranking, front: int) -> None:
         self._ranking = ranking
         self._front_size = front
-        #: Number of each key's load, from 1; 0 where the key is not resident.
+        #: Load number of each key, from 1; 0 for a key that is not resident.
         self.loads: Loads = np.zeros(0, dtype=np.int32)
         self.load_of: memoryview[Any] = self.loads.data
         #: How many keys are resident, and the sum of their sizes.
@@ -107,7 +105,7 @@ class Residents:
         return 1 + np.flatnonzero(self.loads[self._keys[1:end]] == np.arange(1, end))
 
     def grow(self, span: int) -> None:
-        """Grow arrays to hold keys below `span`."""
+        """Make space for all keys below `span`."""
         loads = sparse_zeros(span, np.int32)
         loads[: len(self.loads)] = self.loads
         self.loads, self.load_of = loads, loads.data
@@ -131,7 +129,7 @@ class Residents:
         self.renew(key, load)
 
     def renew(self, key: int, load: int) -> None:
-        """Recompute the distance of a resident key; `load` is its load number."""
+        """Recompute the distance of a resident key. load: its load number."""
         distance = self._ranking.renew(key, load)
         coarse = self._coarse
         if distance > coarse.floor_distance or (distance == coarse.floor_distance and load < coarse.floor_load):
@@ -146,7 +144,7 @@ class Residents:
                 self._file_strays()
 
     def pop(self) -> int:
-        """Remove and return the key to evict first; the set must not be empty."""
+        """Remove and return the key with the greatest distance; the set must not be empty."""
         if len(self._front):
             self._to_heap()
         while True:
@@ -194,7 +192,7 @@ class Residents:
         self.renew_many(keys, loads)
 
     def renew_many(self, keys: Keys, loads: Loads) -> None:
-        """Recompute the distances of resident keys; `loads` are their load numbers."""
+        """Recompute the distances of resident keys. loads: their load numbers."""
         if not len(keys):
             return
         distances = self._ranking.renew_many(keys, loads)
@@ -217,7 +215,7 @@ class Residents:
     def pop_many(self, amount: int, *, by_size: bool = False) -> npt.NDArray[np.int64]:
         """Remove and return the next `amount` keys in eviction order, or all keys if there are fewer.
 
-        by_size: whether `amount` is a sum of sizes instead: remove the fewest keys whose sizes reach it.
+        by_size: `amount` is a total size instead: remove keys until their sizes reach it.
         """
         if self._heap:
             self._to_front()
@@ -269,17 +267,17 @@ class Residents:
         return keys
 
     def raise_bounds(self, distance: float) -> None:
-        """Raise the bounds: any distance may have grown by up to `distance` since its key's `add` or `renew`."""
+        """Allow for distances that have grown, by up to `distance`, since the `add` or `renew` of their keys."""
         if self._heap:
             self._to_front()
         self._coarse.raise_bounds(distance)
 
     def rebuild(self, *, more: int = 0, renew: bool = False) -> None:
-        """Build the queue again, and number the loads again, in the same order. O(count), amortised.
+        """Build the queue again for changed distances, and number the loads from 1. O(count), amortised.
 
         Args:
-            more: the number of further loads to reserve space for.
-            renew: whether to compute the distances again, because they have changed.
+            more: number of further loads to reserve space for.
+            renew: whether the ranking's stored values have changed too, and must be recomputed.
         """
         numbers = self._numbers()
         keys, count = self._keys[numbers], len(numbers)

@@ -1,7 +1,7 @@
 """Thread-safe store of samples within a budget, where simultaneous misses of one sample load it once.
 
-Measuring and copying a sample follow lists, tuples, dicts, sets and attributes of objects. They handle tensors, numpy
-arrays and Pillow images. An object that is referenced twice counts once, and is one object in the copy too.
+Samples are measured and copied with all that they contain: lists, tuples, dicts, sets, attributes of objects, tensors,
+numpy arrays, Pillow images. An object that is referenced twice counts once, and is one object in the copy too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _COMPONENTS = {
 
 
 def measure(sample: object) -> int:
-    """Return the bytes of `sample` and all it refers to. A view of a tensor or array counts with its own bytes only."""
+    """Return the bytes of `sample` and of all objects in it. For a view of a tensor or array, only its part counts."""
     total = 0
     seen: dict[int, object] = {}
     waiting = [sample]
@@ -63,10 +63,7 @@ def measure(sample: object) -> int:
 
 
 def duplicate(sample: Any) -> Any:
-    """Copy `sample` deeply; tensors keep their device and are detached.
-
-    Raises OptionTypeError where something in it cannot be copied.
-    """
+    """Return a deep copy of `sample`; tensors stay on their device. Raises OptionTypeError if it cannot be copied."""
     try:
         return _duplicate(sample, {})
     except (TypeError, ValueError, RuntimeError, copy.Error) as error:
@@ -145,7 +142,7 @@ def _is_image(part: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NamedSample:
-    """Sample with the index it was loaded by, for keys that are used again for other indices. A copy has the same."""
+    """Sample, with the index by which it was loaded. Readers check it, because a key is reused for other indices."""
 
     index: Any
     sample: Any
@@ -157,45 +154,45 @@ _JOB: Job = "owner"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStatistics:
-    """Snapshot of a cache's counts since it was made or cleared. Without running loads, `loads + errors == misses`."""
+    """Counts of a cache since the cache was made or cleared. While no load runs, `loads + errors == misses`."""
 
-    #: samples returned from memory, or from another thread's running load
+    #: reads answered from memory, or by a load that was running already
     hits: int
     #: samples that had to be loaded
     misses: int
-    #: loads that succeeded, and loads that raised
+    #: samples whose load succeeded, and samples whose load raised an error
     loads: int
     errors: int
-    #: samples that were evicted, that were worth less than the kept ones, and that were larger than the whole cache
+    #: samples evicted; not kept because the others were worth more; not kept because they exceed the whole capacity
     evicted: int
     bypassed: int
     refused: int
     #: samples held now, and their measured bytes
     items: int
     bytes: int
-    #: the budget: samples or bytes, the other None
+    #: the capacity, in samples or in bytes; the other one is None
     max_items: int | None
     max_bytes: int | None
 
     @property
     def hit_rate(self) -> float:
-        """Hits per sample read; 0.0 before the first."""
+        """Hits per sample read; 0.0 before the first read."""
         return self.hits / max(1, self.hits + self.misses)
 
 
 class SampleStore:
     """Store of the samples that a policy keeps, by key. Thread-safe.
 
-    The lock is held while the policy decides, never while a sample is loaded, measured or copied, or a sampler is
-    polled. A load can read samples from this store. If a load reads its own sample, directly or through other threads,
-    this sample is loaded separately and not kept. If a load raises, the error reaches every thread that waited for it,
-    and the next reader loads again. After a fork the child has its own store with the same samples, or an empty one if
-    another thread was changing it at that moment.
+    No lock is held while samples are loaded, measured or copied, or a sampler is polled. So a load can read samples of
+    this store. If it reads the sample that it loads, directly or through other threads, that read loads the sample
+    again, and does not keep it. If a load fails, every thread that waited for it raises the error, and the next reader
+    loads again. A forked child has a separate store with the same samples, or an empty one if a thread was using the
+    store during the fork.
 
     Args:
         make_policy: returns a new policy.
-        copies: whether to store a copy of each loaded sample, and to return a copy of the stored one.
-        before_read: called with the number of samples to be read next; returns a new lookahead for the policy, or None.
+        copies: whether to store a copy of each loaded sample, and to return copies of stored samples.
+        before_read: function that is called before reads with their number, and returns a new lookahead or None.
     """
 
     def __init__(
@@ -232,7 +229,7 @@ class SampleStore:
     def get_many(self, keys: Sequence[int], load: Callable[[list[int]], Sequence[Any]]) -> list[Any]:
         """Return the samples of `keys`, in order.
 
-        load: receives the positions in `keys` of samples to load, and returns these samples.
+        load: called with positions in `keys` of samples neither held nor being loaded; returns these samples.
         """
         found: list[Any] = [None] * len(keys)
         own: list[int] = []

@@ -20,21 +20,21 @@ def _no_keys() -> Keys:
 
 @dataclass(slots=True, eq=False)
 class JobProgress:
-    """Record of a job in a `Timetable`: its epoch and position, its cells, and estimates for its unknown reads."""
+    """Record of a job in a `Timetable`: its position, its cells, and estimates for reads of unknown position."""
 
-    #: alpha of eq. 3-5
+    #: the job's weight, alpha of eq. 3-5
     weight: float
-    #: by key, its cell, exclusive-or `outsiders`; and a view that returns Python's integers
+    #: the cell of each key, XORed with `outsiders`; and a view of these that returns Python's integers
     cells: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     cell_of: memoryview[Any] = field(default_factory=lambda: memoryview(b""))
-    #: the plane of its codes, their place in it, the code of `outsiders`; whether a cell was written in this epoch
+    #: the number of the plane with its codes, their place there, the code of `outsiders`; whether a cell was written
     plane: int = -1
     place: int = 0
     code: int = 0
     is_marked: bool = True
-    #: the epoch of the last lookahead; None before the first
+    #: the number of the running epoch; None before the first lookahead
     epoch: int | None = None
-    #: N, and k: how many samples of the epoch it has read
+    #: N: the epoch's number of samples; and k: how many of them it has read
     length: int = 0
     position: int = 0
     #: whether the epoch ends after `length` reads; False if the length is a guess
@@ -45,18 +45,18 @@ class JobProgress:
     certain_end: int = 0
     #: whether some of its cells may be estimates, which change as it reads
     estimates: bool = False
-    #: announced positions that a later lookahead may revise: the first, and their keys in order
+    #: positions of the last lookahead, which a later one may revise: the first position, and the keys in order
     announced: tuple[int, Keys] = field(default_factory=lambda: (0, _no_keys()))
-    #: S_uc as announced, how many of it are unread, and its mean rank by weight, as a share of its size
+    #: keys of S_uc in the last lookahead; how many are unread; their mean rank by weight, divided by their number
     likely: Keys = field(default_factory=_no_keys)
     likely_left: int = 0
     likely_rank: float = 1.0
-    #: by key, its position in the next epoch, which its cell holds once it is read; exclusive-or READ. None: not known
+    #: what each key's cell becomes once it is read: its position in the next epoch, XORed with READ. None: not known
     following: npt.NDArray[np.int32] | None = None
-    #: reads of all jobs for each read of this job; the number of all reads at which it read position 0, or would have
+    #: reads of all jobs for each read of this job; the time, in such reads, when it read position 0, or would have
     pace: float = 1.0
     base: float = 0.0
-    #: whether its pace was measured; when it was last, and the job's reads since then
+    #: whether `pace` was measured; the time of the last measurement, and the job's reads since then
     is_measured: bool = False
     began: int = 0
     reads: int = 0
@@ -68,18 +68,18 @@ class JobProgress:
 
     @property
     def likely_distance(self) -> float:
-        """Distance of a likely key, in samples, by eq. 3-2, whose positions count from the job's position."""
+        """Distance of a likely key by the thesis's eq. 3-2, in samples from the job's position."""
         certain = self.certain_left
         return certain + self.likely_rank * max(0, self.length - self.position - certain)
 
     @property
     def unknown_distance(self) -> float:
-        """Distance of an unknown key, in samples, by the thesis's eq. 3-3."""
+        """Distance of a key at an unknown position by the thesis's eq. 3-3, in samples from the job's position."""
         announced = self.certain_left + self.likely_left
         return announced + max(0, self.length - self.position - announced) / 2
 
     def note_lookahead(self, lookahead: Lookahead, likely: Keys) -> None:
-        """Record a lookahead. likely: its likely keys that are unread."""
+        """Record a lookahead. likely: those of its likely keys that are unread."""
         self.certain_end = lookahead.position + len(lookahead.certain)
         self.announced = lookahead.position, lookahead.certain
         self.likely = likely
@@ -102,11 +102,11 @@ def _mean_rank(lookahead: Lookahead) -> float:
     return float(np.average(ranks, weights=lookahead.weights))
 
 
-#: Values of a cell that are not positions: the job never reads the key; has read it in this epoch (S_v); is
-#: likely to read it soon (S_uc); reads it at an unknown time (S_uk).
+#: Values of a cell that are not positions: the job does not read the key; has read it in this epoch (S_v); is likely
+#: to read it soon (S_uc); reads it at an unknown time (S_uk).
 ABSENT, READ, LIKELY, UNKNOWN = -1, -2, -3, -4
 
-#: Jobs whose codes share one byte of a key, two bits each.
+#: Number of jobs whose codes share one byte, two bits each.
 JOBS_PER_PLANE = 4
 
 
@@ -123,15 +123,14 @@ class _Plane:
 class Timetable:
     """Cells by key and job: the position at which the job reads the key, or ABSENT, READ, LIKELY or UNKNOWN.
 
-    Positions count from the start of the job's epoch; a position at or above its length is in the next epoch. Besides
-    its cells, each key has two bits for each job, the code, which distinguish kinds of cells.
+    Positions count from the start of the job's epoch; a position at or above its length is in the next epoch. The kind
+    of each cell is also stored as a *code* of two bits. A byte array with the codes of four jobs is a *plane*.
 
-    Cells and codes are stored XORed with the values of a key that is in no lookahead. So arrays of zeros begin an
-    epoch, and no step passes over all keys: a flow may have 100 million. For the same reason an epoch's bits in a plane
-    are not used again before all four epochs of the plane have ended.
+    A key that is in no lookahead is stored as zero: all cells and codes are XORed with such a key's. So an epoch
+    begins with new arrays of zeros, which need not be filled for all keys (a flow may have 100 million).
 
     Args:
-        codes: the codes of a position, and of ABSENT, READ, LIKELY and UNKNOWN.
+        codes: the codes of a position, and of ABSENT, READ, LIKELY and UNKNOWN, each 0 to 3; two kinds may share one.
     """
 
     def __init__(self, codes: tuple[int, int, int, int, int]) -> None:
@@ -152,14 +151,14 @@ class Timetable:
         return progress
 
     def remove(self, job: Job) -> JobProgress | None:
-        """Forget a job; return its progress, None if the job is unknown."""
+        """Remove a job; return its progress, or None if the job is unknown."""
         progress = self.progress_of.pop(job, None)
         if progress is not None:
             self._free(progress)
         return progress
 
     def grow(self, span: int) -> None:
-        """Grow arrays to hold keys below `span`."""
+        """Make space for all keys below `span`."""
         self._span = span
         for plane in self.planes:
             plane.codes = grown(plane.codes, span)
@@ -195,7 +194,7 @@ class Timetable:
                 self.planes[progress.plane] = _Plane(self._span)
 
     def begin(self, progress: JobProgress, lookahead: Lookahead) -> None:
-        """Begin an epoch of a job, with what its lookahead contains."""
+        """Begin an epoch of a job, and record its lookahead."""
         rest = READ if lookahead.complete else UNKNOWN
         certain, members = lookahead.certain, lookahead.members
         if lookahead.complete and lookahead.position == 0 and members is None:
@@ -218,7 +217,7 @@ class Timetable:
             self.follow(progress, lookahead.following)
 
     def revise(self, progress: JobProgress, lookahead: Lookahead) -> Keys:
-        """Record more of a running epoch; return the keys whose cells may have changed, some perhaps repeatedly."""
+        """Record a later lookahead of a running epoch; return keys whose cells may have changed, with repeats."""
         start = lookahead.position
         progress.estimates = True
         first, announced = progress.announced
@@ -241,9 +240,9 @@ class Timetable:
     def follow(self, progress: JobProgress, order: Keys) -> None:
         """Record the order of a job's next epoch; the cells of keys already read get their positions in that epoch.
 
-        A job in its first epoch may have no second one, so its next epoch counts as one epoch later than it is. In a
-        simulation (four jobs, a third of an epoch apart, half of the samples in the cache) this gains 1.7 points of hit
-        rate if each job has one epoch. It costs 0.6 points if each job has four.
+        In epoch 0, positions in the next one are recorded one epoch later than they are, because the job may end after
+        epoch 0. In a simulation (four jobs, a third of an epoch apart, half of the samples in the cache) this gains 1.7
+        points of hit rate if each job has one epoch, and costs 0.6 points if each job has four.
         """
         following = sparse_zeros(self._span, np.int32)
         first = progress.length if progress.epoch else 2 * progress.length
@@ -252,7 +251,7 @@ class Timetable:
         self._store_read(progress, order[progress.cells_of(order) == READ])
 
     def next_epoch(self, progress: JobProgress) -> Lookahead:
-        """Return a lookahead for a next epoch that the job has not announced: its order if known, else its keys."""
+        """Return the lookahead of a job's next epoch: with its order if known, else with its keys if known."""
         epoch = 0 if progress.epoch is None else progress.epoch + 1
         if progress.following is not None:
             keys = np.flatnonzero(progress.following)
@@ -278,7 +277,7 @@ class Timetable:
         codes[key] = (codes[key] & ~(3 << shift)) | (code << shift)
 
     def read_many(self, progress: JobProgress, keys: Keys) -> int:
-        """Record that a job reads keys in order, up to the end of its epoch; return the number of keys recorded."""
+        """Record reads of the first of `keys`, up to the end of the job's epoch; return the number of recorded keys."""
         cells = progress.cells_of(keys)
         last = int(cells[-1])
         if cells[0] >= 0 and last < progress.length and bool((cells[1:] > cells[:-1]).all()):

@@ -1,4 +1,4 @@
-"""The command line, `dpflow`: only parses arguments and prints."""
+"""The command line, `dpflow`. Its modules parse arguments and print; other packages do the work."""
 
 import sys
 from typing import Any

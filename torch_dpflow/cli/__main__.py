@@ -1,4 +1,4 @@
-"""Run `dpflow`, as `python -m torch_dpflow.cli`."""
+"""Entry point of `python -m torch_dpflow.cli`, which runs `dpflow`."""
 
 from torch_dpflow.cli import main
 

@@ -1,4 +1,4 @@
-"""`dpflow down`, `status`, `top`, `flow` and `keygen`: a cluster from which several jobs read."""
+"""`dpflow down`, `status`, `top`, `flow` and `keygen`: commands for a cluster from which several jobs read."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def list_flows(address: str, as_json: bool) -> None:
 def show(name: str, address: str, as_json: bool) -> None:
     """Show a flow: its state, its share of the cluster, and its jobs.
 
-    NAME:v2 is version 2. Without a version, all versions that are current or still read are shown.
+    NAME:v2 is version 2. Without a version, all registered versions are shown.
     """
     with connect(address) as coordinator:
         flows, processes = ask_views(coordinator)

@@ -1,4 +1,4 @@
-"""Views of a cluster that several commands request and print."""
+"""Connection to a cluster's coordinator, and tables of what it reports, for several commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch_dpflow.ipc.messages.remote_worker import RemoteWorkerView
 from torch_dpflow.ipc.rpc import ClientOptions, RpcClient
 from torch_dpflow.ipc.transport import is_refused
 
-#: Timeouts in seconds: of a coordinator's answer, of its start once it answers, and of a node's answer.
+#: Timeouts in seconds: for a coordinator's answer, for a coordinator that starts or is overloaded, for a node's answer.
 ANSWER_S, READY_S, NODE_S = 10.0, 3.0, 10.0
 
 address_option = click.option(
@@ -40,7 +40,7 @@ address_option = click.option(
 def connect(address: str) -> RpcClient:
     """Return a client of the coordinator of a cluster. address: as in `address_option`.
 
-    Raises UsageError if neither the coordinator nor its node listens, or if this user may not connect.
+    Raises UsageError, among others if neither the coordinator nor its node listens, or if this user may not connect.
     """
     cluster = find_cluster(address)
     try:
@@ -61,12 +61,12 @@ def _node_at(coordinator: str) -> str:
 
 
 def ask(coordinator: RpcClient, method: str, kind: Any, body: Any = None, *, doubt: str = "") -> Any:
-    """Call the coordinator and return its answer.
+    """Call the coordinator and return its answer, of the type `kind`.
 
-    An attempt has a timeout of `ANSWER_S`. If the coordinator starts or is overloaded, attempts continue for `READY_S`.
+    The timeout is `ANSWER_S`. If the coordinator is starting or overloaded, the call is repeated for `READY_S`.
 
-    kind: type of the answer. doubt: text for the error of a coordinator that does not answer, which may have executed
-    the call. Raises UsageError if the call is refused, or the cluster does not answer.
+    doubt: end of the error's text if there is no answer, because the call may have been executed. Raises UsageError if
+    the call is refused or not answered, among others.
     """
 
     def check(error: DPFlowError, is_late: bool) -> None:
@@ -89,7 +89,7 @@ def ask_views(coordinator: RpcClient) -> tuple[list[FlowView], list[ProcessView]
 
 
 def end_cluster(coordinator: RpcClient) -> None:
-    """Stop a cluster through its coordinator, else through its node on this host. Raises the errors of `ask`."""
+    """Stop a cluster by its coordinator, or by the node here if no coordinator answers. Raises the errors of `ask`."""
     node = _node_at(coordinator.address)
     was_here = not is_refused(node) if node else False
     try:
@@ -115,7 +115,7 @@ _FIGURES = ("workers", "hits", "decodes", "served", "/sample", "queue", "cached"
 
 
 def print_flows(flows: Sequence[FlowView]) -> None:
-    """Print one row for each flow, with its share of the cluster."""
+    """Print a table of flows, with their shares of the cluster's shards, workers and memory."""
     table = _table("flows", "flow", "version", "state", "jobs", "samples", "shards", "workers", "memory", "limited by")
     for flow in flows:
         spec, part = flow.spec, flow.part
@@ -134,7 +134,7 @@ def print_flows(flows: Sequence[FlowView]) -> None:
 
 
 def print_ended(jobs: Sequence[EndedJob]) -> None:
-    """Print one row for each ended job, the latest first, and advice about their limits."""
+    """Print one row for each ended job, the latest first, and then advice on what limited the jobs."""
     table = _table("ended jobs", "job", "flow", "ended", "samples", "waited", "limited by")
     for job in reversed(jobs):
         ended = datetime.fromtimestamp(job.at).isoformat(" ", "seconds")
@@ -157,7 +157,7 @@ def print_missing(flows: Sequence[FlowView], figures: ClusterFigures) -> None:
 
 
 def print_sharing(figures: ClusterFigures) -> None:
-    """Print one paragraph for each flow that has served samples: how many, how many were loaded, and why."""
+    """Print for each flow in use how many samples jobs received, how many were loaded, and why few are shared."""
     restarted = {row.flow for row in figures.shards if row.restarts}
     for row in figures.flows:
         if row.figures.served:
@@ -170,7 +170,7 @@ def print_sharing(figures: ClusterFigures) -> None:
 
 
 def print_nodes(nodes: Sequence[NodeView], processes: Sequence[ProcessView]) -> None:
-    """Print one row for each joined node, and for a platform that runs nodes, how many run and how many should."""
+    """Print a table of joined nodes, and for each platform that runs nodes how many run and how many should."""
     if nodes:
         table = _table("nodes", "node", "address", "state", "last heartbeat", "processors", "shards", "workers")
         for node in nodes:
@@ -207,7 +207,7 @@ def print_remote_workers(workers: Mapping[str, Sequence[RemoteWorkerView]]) -> N
 
 
 def print_costs(flows: Sequence[FlowView]) -> None:
-    """Print one row for each running flow: jobs, workers, worker-hours, cost, and what limits it."""
+    """Print one row for each running flow with known worker-hours: jobs, workers, worker-hours, cost, and its limit."""
     table = _table("flows", "flow", "jobs", "workers", "worker-hours", "cost", "limited by")
     for flow in flows:
         if flow.part is not None and flow.workers_s is not None:
@@ -219,12 +219,10 @@ def print_costs(flows: Sequence[FlowView]) -> None:
 
 
 def print_top(figures: ClusterFigures, earlier: ClusterFigures | None, *, clear: bool) -> None:
-    """Print flows, shards and jobs; with `clear` in place of what the terminal shows.
-
-    A job's stall share counts from `earlier`, or from the job's start if it has read nothing since.
+    """Print tables of flows, shards and jobs. clear: clear the terminal first.
 
     Column `hits` is hits per requested sample, `/sample` decodes per served sample, `queue` the samples queued or
-    loading.
+    loading, and `stall` a job's stall share since `earlier`, or since its start if it has read nothing since `earlier`.
     """
     console = stdout_console()
     if clear:

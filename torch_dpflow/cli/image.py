@@ -17,7 +17,7 @@ import torch_dpflow
 from torch_dpflow._version import __version__
 from torch_dpflow.errors import OptionError
 
-#: Packages that workers do not need: installers, and those for devices that workers do not have.
+#: Packages that workers do not need: installers, and packages for GPUs.
 _LEFT_OUT = re.compile(r"pip|setuptools|wheel|triton|nvidia-.*|cuda-.*")
 _ITSELF = "torch-dpflow"
 #: Index with versions such as 2.6.0+cpu.
@@ -35,18 +35,19 @@ RUN pip install --no-cache-dir --no-deps -r requirements.txt
 RUN python -c "{check}"
 CMD ["python", "-m", "torch_dpflow.remote.worker"]
 """
-#: Check of the image: what a worker does before it receives anything.
+#: Program that checks the image when it is built: what a worker does before it receives anything.
 CHECK = "from torch_dpflow.remote.worker import warm; warm()"
 
 
 @dataclass
 class Found:
-    """Installed distributions of this environment."""
+    """Installed distributions of this environment, by what the image does with them."""
 
-    #: Lines of requirements.txt.
+    #: Lines of requirements.txt, which the image installs.
     pinned: list[str] = field(default_factory=list)
-    #: Names of distributions that were installed from a directory, which other machines cannot install.
+    #: Names of distributions that were installed from files of this host: pip cannot install them in the image.
     local: list[str] = field(default_factory=list)
+    #: Names of distributions that workers do not need.
     left_out: list[str] = field(default_factory=list)
 
 
@@ -75,7 +76,11 @@ def image(out: str, without: tuple[str, ...], force: bool) -> None:
 
 
 def find(without: set[str]) -> Found:
-    """Return the installed distributions. without: names to leave out. Raises OptionError if one is not installed."""
+    """Return the installed distributions, sorted into the lists of `Found`.
+
+    without: normalized names to leave out, in addition to installers and packages for GPUs. Raises OptionError if one
+    of these names is not installed.
+    """
     found, names = Found(), set()
     for distribution in metadata.distributions():
         name = _normal(distribution.metadata["Name"] or "")

@@ -16,7 +16,7 @@ import click
 from torch_dpflow._version import __version__
 from torch_dpflow.errors import DPFlowError
 
-#: Exit status after Control-C, the same as that of shells.
+#: Exit status after Control-C, as shells use it.
 INTERRUPTED = 130
 #: name → (module, attribute, description). A command is imported when it runs or prints its help.
 COMMANDS = {
@@ -56,10 +56,7 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Group of commands that are imported on demand.
-
-    Errors of the library are printed as one line, without a traceback, with exit status 1.
-    """
+    """Group of commands that are imported on demand. Prints errors of the library and of files without a traceback."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)

@@ -1,4 +1,4 @@
-"""`dpflow check`, `workers` and `sweep`: platforms that run workers."""
+"""`dpflow check`, `workers` and `sweep`: commands for the platforms that run workers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check(platform: str, listen: str | None, as_json: bool) -> None:
 @address_option
 @json_option
 def workers(platform: str | None, address: str, as_json: bool) -> None:
-    """List all workers on PLATFORM; without PLATFORM, the workers of the flows of a cluster."""
+    """List all workers on PLATFORM; without PLATFORM, those on the platform of a cluster, and the costs of flows."""
     if platform is None:
         _list_cluster_workers(address, as_json=as_json)
         return
@@ -86,7 +86,8 @@ def workers(platform: str | None, address: str, as_json: bool) -> None:
 def sweep(platform: str, cluster: str | None, everything: bool, dry_run: bool, as_json: bool) -> None:
     """End workers that killed processes have left on PLATFORM.
 
-    Choose a cluster by --cluster: leftover workers cannot be distinguished from workers of running loaders.
+    The platform does not show which workers were left, so this ends all workers of the cluster or loader that --cluster
+    names. Without --cluster or --all, workers are only listed.
     """
     if cluster is not None and everything:
         raise OptionError("--cluster and --all exclude each other: give one of them")

@@ -1,4 +1,4 @@
-"""Output of `dpflow dataset` and `dpflow pool`: tables of datasets, of what the pool caches, and of read rates."""
+"""Output of `dpflow dataset` and `dpflow pool`: tables of stored and cached datasets, lines, and progress bars."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torch_dpflow.pool.messages import CachedDataset, CachedDatasetList, ServerI
 
 
 def print_json(record: Dataset | SampleMeta) -> None:
-    """Print the file of a version, or the metadata of a sample, on one line."""
+    """Print a version's description, as in its file, or a sample's metadata, as one line of JSON."""
     click.echo(encode_file(record).decode())
 
 
@@ -93,7 +93,7 @@ def problem_line(variant: str, problem: Problem, *, as_json: bool = False) -> st
 
 
 def checked_line(stored: StoredDataset, compared: Compared | None, *, as_json: bool) -> str:
-    """Return one line about a finished check. compared: None if only metadata was read."""
+    """Return a line on a finished check of a dataset. compared: what was compared; None if only metadata was read."""
     if as_json:
         counts = {} if compared is None else {"compared": asdict(compared)}
         return to_json({"checked": str(stored.ref), "samples": len(stored), **counts})
@@ -104,7 +104,7 @@ def checked_line(stored: StoredDataset, compared: Compared | None, *, as_json: b
 
 
 def copied_lines(copied: Dataset, url: str, compared: Compared) -> Iterator[str]:
-    """Yield lines about a finished copy: its variants, where data was not copied, and what was compared."""
+    """Yield lines on a finished copy: one per variant, with the place of data that was not copied; one on checks."""
     for name, variant in copied.variants.items():
         where = f"; data stays at {variant.data}" if "://" in variant.data else ""
         yield f"{copied.id}:{copied.version}:{name}: {variant.samples} samples copied to {url}{where}"
@@ -123,7 +123,7 @@ def _summary(compared: Compared) -> str:
 
 @contextmanager
 def import_progress(variant: str, importer: Importer) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar for an import on stderr; yield a function that sets the number of imported samples."""
+    """Show on stderr a progress bar for an import; yield a function that sets the number of imported samples."""
     with _bar() as bar:
         task = bar.add_task(variant, total=None)
         yield lambda samples: bar.update(task, completed=samples, total=importer.total())
@@ -132,7 +132,7 @@ def import_progress(variant: str, importer: Importer) -> Iterator[Callable[[int]
 
 @contextmanager
 def verify_progress(variant: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar for a check on stderr; yield a function that sets the number of checked samples."""
+    """Show on stderr a progress bar for a check; yield a function that sets the number of checked samples."""
     with _bar() as bar:
         task = bar.add_task(variant, total=total)
         yield lambda samples: bar.update(task, completed=samples)
@@ -140,7 +140,7 @@ def verify_progress(variant: str, total: int) -> Iterator[Callable[[int], None]]
 
 @contextmanager
 def preload_progress(name: str) -> Iterator[Callable[[int, int | None], None]]:
-    """Show a progress bar for loading into a pool on stderr; yield a function that sets (samples, total or None)."""
+    """Show on stderr a progress bar for loading into a pool; yield a function that sets (samples, total or None)."""
     with _bar() as bar:
         task = bar.add_task(name, total=None)
         yield lambda samples, total: bar.update(task, completed=samples, total=total)
@@ -148,7 +148,7 @@ def preload_progress(name: str) -> Iterator[Callable[[int, int | None], None]]:
 
 @contextmanager
 def copy_progress() -> Iterator[Callable[[str, int], None]]:
-    """Show a progress bar for each copied variant on stderr; yield a function that sets (variant, copied samples)."""
+    """Show on stderr a progress bar per copied variant; yield a function that sets (variant, copied samples)."""
     tasks: dict[str, TaskID] = {}
     with _bar() as bar:
 
@@ -216,7 +216,7 @@ def servers_table(servers: Sequence[ServerInfo]) -> Table:
 
 @contextmanager
 def updated_table(console: Console) -> Iterator[Callable[[Table], None]]:
-    """Yield a function that prints a table: on a terminal in place of the previous table, otherwise below it."""
+    """Yield a function that prints a table: in a terminal in place of the previous table, otherwise below it."""
     if not console.is_terminal:
         yield console.print
         return
@@ -225,7 +225,7 @@ def updated_table(console: Console) -> Iterator[Callable[[Table], None]]:
 
 
 def read_rates(before: CachedDatasetList, now: CachedDatasetList, seconds: float) -> dict[bytes, tuple[float, float]]:
-    """Return, for each dataset's id, the samples per second that were read from (memory, storage) between two lists."""
+    """Return (from memory, from storage) samples per second, by dataset's identity. seconds: from `before` to `now`."""
     earlier = {one.identity: one for one in before.datasets}
     return {
         one.identity: ((one.hits - was.hits) / seconds, (one.misses - was.misses) / seconds)
@@ -235,7 +235,7 @@ def read_rates(before: CachedDatasetList, now: CachedDatasetList, seconds: float
 
 
 def datasets_table(listed: CachedDatasetList, rates: Mapping[bytes, tuple[float, float]] | None = None) -> Table:
-    """Return a table with one line for each dataset, and the free memory. rates: from `read_rates`, to be shown."""
+    """Return a table of cached datasets, and free memory. rates: result of `read_rates`; None: no columns for rates."""
     free = f"{listed.free:,} of {listed.capacity:,} bytes are free"
     table = Table("id", "dataset", "samples", "in memory", "bytes", "stays", "readers", caption=free)
     for heading in ("from memory/s", "from storage/s", "hit rate") if rates is not None else ():

@@ -1,4 +1,4 @@
-"""`dpflow up` and `dpflow node`: run a cluster, or shards and workers of the cluster of another host."""
+"""`dpflow up` and `dpflow node`: run a cluster, or run shards and workers here for a cluster of another host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch_dpflow.cluster.services.joining_node import JoiningNode
     from torch_dpflow.cluster.services.local_cluster import ClusterOptions, LocalCluster
 
-#: End of an announcement; processes that the command starts may keep its pipe open.
+#: End of an announcement. The pipe's end does not show it: processes that the child starts may keep the pipe open.
 _END = b"\0"
 #: How long a start takes before its log is named, in seconds.
 _NOTICE_S = 10.0
@@ -114,7 +114,7 @@ def up(
 ) -> None:
     """Run a cluster until it is stopped: by Ctrl-C, SIGTERM or `dpflow down`.
 
-    The cluster logs to stderr, one line for each event, with the flow, the job and the worker concerned.
+    The cluster logs to stderr (with --detach to a file), one line per event, with its flow, job and worker.
     """
     from torch_dpflow.cluster.messages.coordinator import ClusterLimits
     from torch_dpflow.cluster.services.local_cluster import ClusterOptions, LocalCluster

@@ -1,1 +1,1 @@
-"""Data loading that many jobs share: services, their decisions, and the training process's side."""
+"""Data loading that many training jobs share: the services, their state machines, and the client in each job."""

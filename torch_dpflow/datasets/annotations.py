@@ -1,4 +1,4 @@
-"""Annotations as JSON. Values of numpy and torch are converted."""
+"""Encoding of samples' annotations as JSON. Values of numpy and torch are converted."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def encode_annotations(meta: Mapping[str, Any], name: str) -> msgspec.Raw:
     and elements of structured arrays become objects.
 
     Raises:
-        SourceError: the annotations are not a mapping, or contain values that JSON cannot hold: NaN, infinity, NaT,
-            bytes, offsets from UTC with seconds, and several keys with the same text.
+        SourceError: the annotations are not a mapping, or nested too deeply; a mapping has several keys with the same
+            text; JSON cannot hold a value, such as NaN, NaT, bytes, or a time whose offset from UTC has seconds.
     """
     try:
         encoded = _ENCODER.encode(meta)

@@ -1,4 +1,4 @@
-"""Metadata of samples from an importer's items, facts of their objects, and packs for samples without an object."""
+"""Conversion of an importer's items to metadata of samples. Items given as bytes are written to `ShardPacks`."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ _TOGETHER = 32
 
 
 def by_groups(read: Callable[[Sequence[ByteRange]], Sequence[T]], spans: Sequence[ByteRange]) -> Iterator[T]:
-    """Yield the results of `read` for all ranges. `read` gets a few ranges at a time, so few samples are in memory."""
+    """Call `read` with a few of the `spans` at a time, to save memory, and yield its results in the same order."""
     for first in range(0, len(spans), _TOGETHER):
         yield from read(spans[first : first + _TOGETHER])
 
 
 def span_of(url: str, sample: SampleMeta) -> ByteRange:
-    """Return the range of a sample whose object is at `url`."""
+    """Return the byte range of a sample in its object, which is at `url`."""
     if sample.offset is None or sample.length is None:
         return ByteRange(url, size=sample.length, state=sample.revision)
     return ByteRange(url, sample.offset, sample.offset + sample.length, state=sample.revision)
 
 
-#: Maximum bytes of a pack, unless a single sample is larger. An import keeps them in memory.
+#: Maximum bytes of a pack, unless a single sample is larger. A pack is in memory until it is written.
 PACK_BYTES = 64 * 2**20
 _PACK_NAME = re.compile(r"pack-\d+-\d+\.bin")
 _ONE_ATTEMPT = ReadOptions(attempts=1)
 
 
 class ShardPacks:
-    """Writer of one metadata shard's packs, `<folder>/pack-<shard>-<k>.bin`: samples one after the other.
+    """Writer of one metadata shard's packs: files that hold the bytes of many samples, one after the other.
 
-    A pack is written once, as a whole.
+    Packs are named `<folder>/pack-<shard>-<k>.bin`. Each is written once, as a whole.
 
     Args:
-        write: function that writes a file, of its path below the dataset's directory and its bytes.
-        folder: the folder of the packs, below the dataset's directory.
+        write: called with a file's path, relative to the dataset's directory, and the file's bytes.
+        folder: the folder of the packs, relative to the dataset's directory.
         shard: number of the metadata shard.
     """
 
@@ -59,7 +59,7 @@ class ShardPacks:
         self.folder = folder
         self._shard = shard
         self._packs = 0
-        #: in the pending pack
+        #: Number of samples in the pending pack.
         self._samples = 0
         self._pending = bytearray()
 
@@ -89,19 +89,19 @@ def is_pack(path: str) -> bool:
 
 
 def packs_of(files: Files, folder: str) -> list[str]:
-    """Return the paths of the packs in a folder. Imports write no other files there."""
+    """Return the paths of the packs in `folder`, relative to `files`."""
     return [f"{folder}/{child.name}" for child in files.children(folder) if is_pack(child.name)]
 
 
 class Describer:
-    """Maker of the metadata of one importer's items, for one variant.
+    """Converter of one importer's items to the metadata of samples of one variant.
 
     Args:
         importer: the source of the items.
         dataset_url: the dataset's directory.
-        data: the variant's data root, to which paths are made relative if possible.
-        checksum: algorithm of the checksums, for which all data is read; None: only samples in packs, whose bytes are
-            in memory anyway, get one.
+        data: the variant's data root. Paths below it are stored relative to it, other paths as URLs.
+        checksum: algorithm for items with `data`, and for items without a checksum, whose bytes are read for it. None:
+            items with data get a CRC-32; other items have a checksum only if the importer gives it.
     """
 
     def __init__(self, importer: Importer, *, dataset_url: str, data: str, checksum: ChecksumAlgorithm | None) -> None:
@@ -119,14 +119,14 @@ class Describer:
     def describe(self, items: Iterable[Item], packs: ShardPacks) -> list[SampleMeta]:
         """Return the metadata of a shard's items. Items with data are added to the packs.
 
-        Raises SourceError: an item's path leads out of its root, its annotations are not JSON, or its object cannot be
-            read for a checksum.
+        Raises SourceError, among others, for an item whose path is malformed or leads out of its root, whose
+        annotations JSON cannot hold, or whose object cannot be read for a checksum.
         """
         samples = [self.found(item) if item.data is None else self._packed(item, packs) for item in items]
         return samples if self._checksum is None else self._checked(samples, self._checksum)
 
     def found(self, item: Item) -> SampleMeta:
-        """Return the metadata of an item with a path. Logs a warning if the first item's object is missing."""
+        """Return the metadata of an item with a path. The first call may log a warning that its object is missing."""
         assert isinstance(item.path, str)
         try:
             url = data_url(self._dataset_url, self._own_root, self._below_root(item.path))

@@ -1,4 +1,4 @@
-"""Draft: a version that is being written."""
+"""Draft: a version of a dataset that is not published yet."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from torch_dpflow.errors import (
     StorageError,
 )
 
-#: Samples in a metadata shard: about 100 to 300 kB, which take 0.7 ms to read, check and decode. With the thesis's
-#: shards of 40 MB one random sample would cost a second.
+#: Samples in a metadata shard: about 100 to 300 kB, which take 0.7 ms to read, check and decode. With shards of 40 MB
+#: one random sample would cost a second.
 SHARD_SIZE = 1000
-#: The largest number that other readers of the version's file, which is JSON, do not round.
+#: Maximum shard size. JSON readers that use floats would round larger integers in the version's file.
 MAX_SHARD_SIZE = 2**53
 
 _IMPORTER = ("root", "options", "source", "extend", "items", "total", "info")
 
 
 class Draft:
-    """Version that is being written: add variants, then publish it. It cannot be read before that.
+    """Unpublished version of a dataset: add variants, then publish it. It can be read only when it is published.
 
-    All progress is kept in the store. If the process was killed, a draft of the same version continues when the same
-    variants are added, on any machine. If two processes publish the same version, one gets a PublishedError.
+    All progress is kept in the store. To continue after the process was killed, make a draft of the same version and
+    add the same variants, on any machine.
 
     Args:
         store: the store to publish it in.
@@ -68,7 +68,7 @@ class Draft:
         check_type("version", version, str, "a name, such as 'v1'")
         self._store = store
         self._files = store.files.at(self._ref.id)
-        #: The version that this one continues.
+        #: The description of the parent; None: there is none.
         self.parent = None if parent is None else store.load(dataset_id, parent)
         self._description = description
         self._version = version
@@ -89,18 +89,18 @@ class Draft:
         """Import a source into a variant, and return its description. Continues an earlier run that was killed.
 
         Args:
-            variant: its name, such as "train".
+            variant: the variant's name, such as "train".
             importer: reads the source.
             shard_size: number of samples in a metadata shard, 1000 by default; a parent's variant keeps its number.
-            checksum: "crc32" or "sha256" of every sample, for which all data is read once; None: only items with data
-                get a checksum.
-            progress: called with the number of samples written, after every shard.
+            checksum: "crc32" or "sha256", for items with data, and for items without a checksum, whose bytes are read
+                for it. None: only items with data, or with a checksum from the importer, have one.
+            progress: see `ProgressCallback`; called after every shard.
 
         Raises:
-            OptionError: an import of another source into this variant is unfinished; or `shard_size` or `checksum` is
-                not allowed.
+            OptionError: an import with another source or settings is unfinished; or an argument is not allowed.
             OptionTypeError: an argument is of the wrong type.
-            SourceError: the source does not have the expected layout, is empty, or has changed since.
+            SourceError: the source is malformed or empty, or has changed; or another import has written this variant.
+            PublishedError: the version was published meanwhile.
         """
         check_type("variant", variant, str, "a name, such as 'train'")
         missing = [name for name in _IMPORTER if not hasattr(importer, name)]
@@ -133,10 +133,10 @@ class Draft:
         return written
 
     def check_variants(self, names: Iterable[str]) -> None:
-        """Check that no other variant of this version has an unfinished import.
+        """Check that `names` includes all variants of this version that have an unpublished import.
 
         Raises:
-            OptionError: another variant has an unfinished import, of an earlier run or a run in progress.
+            OptionError: another variant has an unpublished import, of an earlier run or a run in progress.
         """
         others = sorted({child.name for child in self._files.children(self._folder)} - set(names))
         if others:
@@ -146,10 +146,10 @@ class Draft:
             )
 
     def publish(self) -> Dataset:
-        """Make the version readable, with the added variants and the variants of the parent. Atomic.
+        """Publish the version, and return its description. Added variants and the parent's become readable together.
 
         Raises:
-            PublishedError: another process has published it.
+            PublishedError: the version is published already.
             OptionError: nothing was added; the import of a variant has not ended, or was discarded meanwhile; or an
                 earlier or simultaneous run has added a variant that this run has not added.
             DatasetNotFoundError: the parent was deleted meanwhile.
@@ -187,7 +187,7 @@ class Draft:
         return dataset
 
     def discard(self) -> None:
-        """Remove all that was written for this version, but no older data. Raises PublishedError if it is published."""
+        """Remove everything that imports wrote for this version. Raises PublishedError if the version is published."""
         self._check_unpublished()
         for variant in self._files.children(f"data/{self._version}"):
             for pack in packs_of(self._files, f"data/{self._version}/{variant.name}"):

@@ -25,7 +25,7 @@ Annotations = Literal["columns", "json"]
 
 #: The number of the layout. A release that writes other bytes for the same options increments it.
 _LAYOUT = 1
-#: Bytes of a file, as it is in memory until it is written; object stores take no more than 5 GB at once.
+#: Maximum bytes of a file. It is in memory until it is written, and object stores accept at most 5 GB at once.
 MAX_FILE_SIZE = 4 << 30
 _MAX_ROW_GROUP = 1 << 30
 #: Importers whose samples are records in the encoding of a library. As bytes of a member or a column, no other
@@ -44,7 +44,7 @@ class Exported:
     url: str
     #: The names of all files, in order.
     files: list[str]
-    #: The number of files that an earlier run had written.
+    #: The number of files that an earlier run wrote and this run kept.
     kept: int
     samples: int
 
@@ -65,9 +65,9 @@ def export(
 ) -> Exported:
     """Write all samples of a variant, in order, as files that other libraries read.
 
-    The files are equal in every run. Each appears whole or not at all. To continue an export that was killed, call
-    `export` again: existing files are kept, except on a storage that cannot rename, where they are written again.
-    Several variants can be exported to one directory. One file is in memory at a time.
+    Runs with the same arguments and version of pyarrow write equal files. To continue an export that was killed, call
+    `export` again: existing files are kept. On a storage without atomic writes, all files are written again, as a kill
+    can leave part of one. Several variants can be exported to one directory. One file is in memory at a time.
 
     Args:
         stored: a variant from `DatasetStore.open`.
@@ -80,9 +80,9 @@ def export(
             extension, or one that fits the first bytes, else "bin"; for Parquet "image" or "data".
         samples_per_file: maximum number of samples in a file, in place of `file_size`; None: `file_size` is the limit.
         file_size: maximum bytes of samples in a file, such as "256MiB", unless one sample is larger; at most 4 GiB.
-        row_group_size: the same for a row group of Parquet; at most 1 GiB.
+        row_group_size: maximum bytes of samples in a row group of Parquet, unless one sample is larger; at most 1 GiB.
         annotations: for Parquet, "columns": a column for each annotation; "json": one column of JSON texts, for
-            annotations without a common type.
+            annotations without a common type. Samples that came from WebDataset always get columns.
         options: fsspec's options for the target.
         read_options: timeouts and retries of reading samples and writing files.
         progress: called with the number of samples that were written or kept so far.
@@ -126,7 +126,7 @@ def export(
 def checked_settings(
     format: object, main: object, samples_per_file: int | None, file_size: str, row_group_size: str, annotations: object
 ) -> dict[str, Any]:
-    """Check options of `export`, and return the options on which the files' bytes depend, by name.
+    """Check options of `export`. Return the options that determine the files' bytes, by name.
 
     Raises OptionError, OptionTypeError: an option is not allowed.
     """
@@ -153,11 +153,12 @@ def checked_settings(
 
 
 def format_of(settings: Mapping[str, Any], *, name: str, is_webdataset: bool = False) -> FileFormat:
-    """Return the encoder of files with these settings, a result of `checked_settings`.
+    """Return the encoder of an export's files.
 
     Args:
+        settings: a result of `checked_settings`.
         name: name of the dataset in errors.
-        is_webdataset: whether the samples came from WebDataset, so that annotations are members and get columns.
+        is_webdataset: whether the samples came from WebDataset. Parquet then has a column for each of their members.
 
     Raises MissingExtraError if pyarrow is needed and not installed.
     """
@@ -224,16 +225,16 @@ def _size_of(number: int, meta: SampleMeta, fields: Mapping[str, Any], *, is_nee
 
 
 class ExportTarget:
-    """Directory of an export, with a record of dataset and options that is written before the first file.
+    """Directory that an export writes to. Before the first file, `made_from` is recorded there to identify the export.
 
     Args:
         files: the directory.
         variant: the beginning of the files' names.
-        made_from: everything on which the bytes of the files depend.
+        made_from: everything that determines the bytes of the files.
         names: the names of all files of the export.
-        resumes: whether files of an earlier run are allowed, and kept.
+        resumes: whether to keep the files that an earlier run of the same export has written.
 
-    Raises OptionError if there are files of another export, or, without `resumes`, of this one.
+    Raises OptionError if the directory has files of a different export; without `resumes`, also of the same export.
     """
 
     def __init__(
@@ -272,7 +273,7 @@ class ExportTarget:
             raise OptionError(f"{url} has {min(present - {*names})} next to the export; remove it")
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file. If writing the first file fails, no file of the export stays."""
+        """Write a file. If writing the export's first file fails, removes what was written, if possible."""
         if self._is_begun:
             self._files.write(name, content)
             return

@@ -18,7 +18,7 @@ from torch_dpflow._core.lazy import imported
 from torch_dpflow.datasets.importers.webdataset import KEY
 from torch_dpflow.errors import SourceError
 
-#: An extension that `main` may name.
+#: Pattern of the argument `main` of `export`, an extension or a column.
 ENDING = r"[a-z0-9][a-z0-9._-]{0,63}"
 #: Extensions of paths that are kept; longer ones are parts of names.
 _OF_PATHS = re.compile(r"[a-z0-9]{1,5}")
@@ -41,10 +41,10 @@ IMAGES = frozenset({"jpg", "png", "gif", "webp", "tif"})
 
 class ExportSample(NamedTuple):
     number: int
-    #: Members by extension, the sample's bytes first. Samples that did not come from WebDataset have this one member,
-    #: under the extension of their path, or "".
+    #: Members by extension, the main member first. A sample that did not come from WebDataset has one member: its
+    #: bytes, under the extension of its path, or under "".
     members: dict[str, bytes]
-    #: The key in WebDataset; None if it came from elsewhere.
+    #: The key in WebDataset; None if the sample did not come from WebDataset.
     key: str | None
     #: The annotations as a JSON object; empty for samples from WebDataset, whose annotations are members.
     annotations: bytes
@@ -62,7 +62,7 @@ def ending_of(data: bytes) -> str | None:
 
 
 def main_ending(sample: ExportSample) -> str:
-    """Return the extension for a sample's bytes: that of its member, else one that fits its first bytes, else "bin"."""
+    """Return the extension of the sample's path or main member, else one that fits its first bytes, else "bin"."""
     ending = next(iter(sample.members))
     if sample.key is None and not _OF_PATHS.fullmatch(ending):
         return ending_of(sample.data) or "bin"
@@ -73,23 +73,23 @@ class FileFormat:
     """Encoder of an export's files in one format."""
 
     def observe(self, number: int, fields: Mapping[str, Any]) -> None:
-        """Observe the fields of sample `number`. Called for all samples, before the first file.
+        """Take the fields of sample `number` into account. Called for each sample before its file is encoded.
 
         Args:
-            fields: the annotations. For a sample from WebDataset: the key and all members except the main member, as
-                text; a member that is not text as empty bytes.
+            fields: the annotations. For a sample from WebDataset: the key and all members except the main member. A
+                member is given as text, or as empty bytes if it is not text.
 
         Raises SourceError, which names the sample, if the format cannot hold the fields.
         """
 
     def begin(self, first: ExportSample) -> None:
-        """Fix the layout of all files, by the observed fields and the first sample. Called before `content`.
+        """Determine the layout of all files from the observed fields and the first sample. Called before `content`.
 
-        Raises SourceError if the format cannot hold the annotations.
+        Raises SourceError if the format cannot hold the annotations, or if one has the name of the column of bytes.
         """
 
     def difference(self) -> str:
-        """Return how fields observed after `begin` differ from the layout, as text; "" if they fit."""
+        """Return a text on a field whose values, with those observed after `begin`, do not fit the layout; else ""."""
         return ""
 
     def name(self, variant: str, number: int, count: int) -> str:
@@ -97,7 +97,7 @@ class FileFormat:
         raise NotImplementedError
 
     def content(self, samples: Iterator[ExportSample]) -> bytes:
-        """Return the bytes of a file with these samples. Raises SourceError, which names a sample that does not fit."""
+        """Return the bytes of a file with these samples. Raises SourceError if a sample does not fit the format."""
         raise NotImplementedError
 
 
@@ -153,7 +153,7 @@ def _check_name(sample: ExportSample, key: str, ending: str) -> None:
 _JSON_COLUMN = "annotations"
 #: Bytes of one value, as Arrow counts them in 32 bits.
 _MAX_VALUE = 2**31 - 1
-#: Maximum fields of all annotations, nested fields too. Each is a column of the file, and costs a column's memory.
+#: Maximum number of different fields in the annotations of all samples, counting nested fields.
 MAX_FIELDS = 10_000
 #: The largest integer up to which every one is equal to a float.
 _EXACT = 2**53
@@ -172,7 +172,7 @@ class FieldType:
     def __init__(self) -> None:
         #: one of `_KINDS`, or `_BYTES`; None: all values are null
         self.kind: str | None = None
-        #: the first sample with a value
+        #: number of the first sample with a value
         self.first = 0
         self.low = self.high = 0
         self.inner: FieldType | None = None
@@ -221,7 +221,7 @@ class FieldType:
         return 1 + inner + sum(field.count() for field in self.fields.values())
 
     def arrow(self, name: str) -> Any:
-        """Return the type of pyarrow. Raises SourceError, which contains `name`, for objects without fields."""
+        """Return pyarrow's type of the field `name`. Raises SourceError if it holds objects without fields."""
         import pyarrow as pa
 
         if self.kind == _LIST:

@@ -1,4 +1,4 @@
-"""Files of a dataset store, read and written as a whole, on every storage that fsspec supports."""
+"""Directories and their files, on every storage that fsspec supports."""
 
 from __future__ import annotations
 
@@ -67,30 +67,30 @@ class DirectoryEntry(NamedTuple):
     is_directory: bool
     #: bytes; None if the storage does not report it
     size: int | None
-    #: see `storage.base`; None for directories, and where the storage reports none
+    #: state, see `storage.base`; None for directories, and if the storage reports none
     state: str | None = None
 
 
 class Files:
     """A directory, by URL, and everything below it. Paths are relative to it, with "/" between parts.
 
-    A file appears with all its bytes or not at all, even if the writer is killed: on disks, mounts and hosts it is
-    written under another name and renamed, on object stores it is one put. See `writes_whole`. Thread-safe; a pickle or
-    a fork opens a separate connection. Reading and listing a remote storage have a deadline; writing has none.
+    A file appears with all its bytes or not at all, even if the writer is killed, if `writes_whole` is true.
+    Thread-safe; a pickle or a fork opens a separate connection. On remote storage `read`, `exists` and `children` have
+    a deadline; writes have none.
 
-    Failures of the storage are raised as StorageError, which names the file, such as AccessDeniedError; a missing file
-    as FileNotFoundError.
+    A failure of the storage raises a StorageError that names the file, such as AccessDeniedError; a missing file raises
+    FileNotFoundError.
 
     Args:
         url: a URL such as "s3://bucket/datasets", or a local path.
         options: fsspec's options for the directory, such as credentials; for S3 and OSS alike `key`, `secret`, `token`,
-            `endpoint`, `region` and `anon`. They are never stored.
+            `endpoint`, `region` and `anon`.
         read_options: timeouts and retries of reading and listing.
 
     Raises:
         OptionError: `url` names no directory, its protocol is unknown, or the protocol has no such option.
         OptionTypeError: an argument is of the wrong type.
-        MissingExtraError: the protocol's package is not installed.
+        MissingExtraError, StorageError: the protocol's package is not installed; the storage cannot be reached.
     """
 
     def __init__(
@@ -133,12 +133,12 @@ class Files:
 
     @property
     def filesystem(self) -> Any:
-        """The fsspec file system; a forked child opens another one. Raises MissingExtraError without its package."""
+        """The fsspec file system; a forked child opens another one. Raises the errors of `Files`."""
         return self._opened.get()[0]
 
     @property
     def writes_whole(self) -> bool:
-        """Whether a killed writer leaves no part of a file: false for a storage that can neither put nor rename."""
+        """Whether files appear whole or not at all. False for a storage without atomic puts and without renaming."""
         if self._is_local or file_system_of(self.url) in _WHOLE_PUTS:
             return True
         return type(self.filesystem).mv is not AbstractFileSystem.mv
@@ -148,16 +148,16 @@ class Files:
         return Files(self._url(path), self.options, self.read_options)
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return bytes `start` to `stop` (None: the end) of a file. Raises ObjectMissingError, a FileNotFoundError."""
+        """Return bytes `start` to `stop` (None: the end) of a file. Raises ObjectMissingError if it is missing."""
         return self._reader.read(self._url(path), start, stop)
 
     @contextmanager
     def open(self, path: str) -> Iterator[IO[bytes]]:
-        """Open a file to read it as a stream.
+        """Open a file to read it as a stream. Reading the stream raises fsspec's errors.
 
         Raises:
             FileNotFoundError: there is no such file.
-            StorageError: `path` is a directory, pipe, socket or device; or reading fails.
+            StorageError: `path` is a local directory, a pipe, socket or device, or cannot be opened.
         """
         with self._storage_errors(path):
             self.check_regular(path)
@@ -207,8 +207,8 @@ class Files:
     def create(self, path: str, data: bytes) -> None:
         """Write a file that does not exist yet. Raises FileExistsError if it exists.
 
-        On local disks, in memory, on S3 and OSS, one of several simultaneous writers succeeds. Elsewhere several can
-        succeed, and the last file stays.
+        On local disks with hard links, in memory, on S3 and OSS, exactly one of several simultaneous writers succeeds.
+        Elsewhere several can succeed, and the file written last stays.
         """
         self._write(path, data, replaces=False)
 
@@ -234,7 +234,7 @@ class Files:
                 raise FileExistsError(f"{self._url(path)} exists already") from error
 
     def ensure(self, path: str, data: bytes) -> None:
-        """Write a file, unless it exists with the same bytes. Raises FileExistsError if it exists with other bytes."""
+        """Write a file if it does not exist. Raises FileExistsError if it exists with different bytes."""
         try:
             self.create(path, data)
         except FileExistsError:
@@ -270,8 +270,8 @@ class Files:
 
         Args:
             hidden: whether to return entries whose name begins with a dot.
-            all_keys: whether to raise StorageError for a key of S3 or OSS that cannot be written as a path; else such
-                keys are left out.
+            all_keys: whether to raise StorageError for a key of S3 or OSS that is not a path, such as "a//b". False:
+                such keys are left out.
         """
         fs, full = self.filesystem, self._full(path)
         fs.invalidate_cache()
@@ -323,7 +323,7 @@ class Files:
             return name
 
     def real(self, path: str) -> str:
-        """Return the file system's path of a directory; on a local disk all links in it are resolved."""
+        """Return the path by which the file system finds the directory `path`. Links on a local disk are resolved."""
         full = self._full(path)
         return os.path.realpath(full) if self._is_local else full
 
@@ -334,21 +334,21 @@ class Files:
             self.filesystem.rm(self._full(path), recursive=True)
 
     def sweep(self, path: str) -> None:
-        """Remove the unfinished files of killed writers from a directory."""
+        """Remove the files that killed writers left unfinished in a directory. Writers that are still running fail."""
         if self._is_local or file_system_of(self.url) not in _WHOLE_PUTS:
             for child in self.children(path, hidden=True):
                 if child.name.startswith(".") and child.name.endswith(UNFINISHED):
                     self.remove(f"{path}/{child.name}" if path else child.name)
 
     def remove_empty(self, path: str) -> None:
-        """Remove a directory on a local disk if it is empty. Object stores have no empty directories."""
+        """Remove a directory on a local disk if it is empty. Does nothing on other storages."""
         if self._is_local:
             with suppress(OSError):
                 os.rmdir(self._full(path))
 
     @contextmanager
     def undone_directories(self) -> Iterator[None]:
-        """Remove this directory and the parents that the body has made, if the body fails. Only empty local ones."""
+        """If the body of `with` fails, remove the empty local directories that it made: this one and its parents."""
         made, path = [], self._full("")
         while self._is_local and path and not os.path.isdir(path):
             made.append(path)

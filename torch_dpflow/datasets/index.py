@@ -1,26 +1,25 @@
-"""Metadata of samples as rows of one width, in files that all processes of a host map without decoding them.
+"""Index files: the metadata of samples as rows of one width, which all processes of a host map into memory.
 
-A part holds the samples of one object, or of one metadata shard, as bytes that contain no positions, so that parts
+A part holds the samples of one object, or of one metadata shard. Positions in it count from its start, so that parts
 are joined by appending them::
 
     rows      one of `_ROW` for each sample
     objects   one of `_OBJECT` for each object of the part
     texts     checksum and annotations of each sample; path and state of each object, and after a line break its size
 
-Each row and object has a CRC-32 of itself and its texts, which is compared at each read, in 0.2 µs. So a part that is
-damaged, or not yet written in a sparse file, is noticed without a separate list of the written parts.
+Each row and object has a CRC-32 of itself and its texts, which reads compare (0.2 µs). This detects parts that are
+damaged, or that are not written yet.
 
-Indexes of `open_dataset` join the parts of a source: one immutable file for each object, and one that readers map::
+An index of `open_dataset` has one file for each object of the source, and a joined file that readers map::
 
     <directory>/parts/<settings>/<object>      the samples of one object, by its URL, size, state, and the settings
     <directory>/packs/<settings>/<object>/     samples that were copied out of a compressed object
     <directory>/joined/<source>                all parts of a source in order
     <directory>/stored/<version>               rows of a stored dataset that were read
 
-A file is written under another name and renamed, or put whole, and never changes. Its name identifies its content, so
-processes that build the same index write equal files, and none has to wait: each scans the objects that no other
-process has scanned yet, beginning at a different object. A build that was killed leaves the parts of the objects that
-it has scanned.
+Files appear whole and never change (except those in `stored`, which readers fill), and their names identify their
+content. Processes that build the same index therefore share the work without locks: each begins at a random object, and
+skips objects whose part is written already. A build that was killed leaves the parts that it has written.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ _LOCKS, _TOGETHER = 64, 32
 def index_directory(*, is_local: bool = False) -> str:
     """Return the directory of indexes: `DPFLOW_INDEX_DIR`, or one in the user's cache directory.
 
-    is_local: return a directory of this host, even if the variable names a URL.
+    is_local: ignore the variable if it names a URL, so that the directory is on this host.
     """
     given = os.environ.get("DPFLOW_INDEX_DIR", "").removeprefix("file://")
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -88,13 +87,11 @@ def map_file(path: str) -> mmap.mmap:
 def stored_rows(
     url: str, dataset: Dataset, variant_name: str, reader: ObjectReader, given_urls: Mapping[str, str]
 ) -> Rows:
-    """Return the metadata rows of a variant of a stored dataset, whose directory is `url`.
+    """Return the metadata rows of a variant of the stored dataset in the directory `url`.
 
-    `reader` reads a metadata shard when one of its samples is first needed.
-
-    The rows go into a file that all processes of this host map, whose name identifies its content. Two processes that
-    write the same part write the same bytes, so they need no lock. Without space on a disk for it, the rows are in
-    memory that forked processes share.
+    `reader` reads a metadata shard when one of its samples is first needed. For `given_urls` see `Rows`. The rows are
+    in a file that all processes of this host map and fill together. If this file cannot be made, for example on a full
+    disk, they are in memory that only forked processes share.
     """
     variant = dataset.variants[variant_name]
     size, count = variant.shard_size, len(variant.shards)
@@ -181,15 +178,15 @@ _LENGTHS = np.dtype({"names": ["length"], "formats": ["<i8"], "offsets": [16], "
 #: Objects of which URL, state and size are kept decoded.
 _KEPT_OBJECTS = 4096
 
-#: The range of a sample, and its annotations, encoded.
+#: Byte range of a sample, and its annotations as encoded JSON.
 Place = tuple[ByteRange, bytes]
 
 
 class PartRows:
-    """Encoder of the samples of a part. Takes about 100 bytes of memory for each sample.
+    """Encoder of the metadata of a part's samples, which it keeps in memory.
 
     Args:
-        size: size of each object that contains samples, bytes; None if unknown.
+        size: size of the object that contains the samples, bytes; None if unknown.
     """
 
     def __init__(self, size: int | None = None) -> None:
@@ -211,7 +208,7 @@ class PartRows:
         return self
 
     def encoded(self) -> bytes:
-        """Return the encoded part. Nothing may be added later."""
+        """Return the encoded part. Do not call `add` afterwards."""
         objects = bytearray()
         for path, state in [(path.encode(), state.encode()) for path, state in self._objects]:
             objects += self._record(_OBJECT_HEAD.pack(len(path), len(state)), path + state)
@@ -228,17 +225,18 @@ class PartRows:
 
 
 class Rows:
-    """Metadata of a dataset's samples by number, in parts that are mapped.
+    """Metadata of a dataset's samples by number, read from mapped parts.
 
     Thread-safe, and usable after a fork.
 
     Args:
         data: the mapped parts.
-        firsts: number of the first sample of each part, and the number of all samples.
+        firsts: number of the first sample of each part, followed by the number of all samples.
         bases: offset of each part in `data`.
         root: URL that paths of objects are relative to.
-        given_urls: given URLs of objects by the URLs in the rows, where the two differ.
-        load: puts missing or damaged parts into `data`, and returns the error of each part for which this fails.
+        given_urls: URLs to read objects at, by the URLs in the rows, where the two differ (see `stored_url`).
+        load: called with the numbers of missing or damaged parts. Writes these parts into `data`; returns, by number,
+            the errors of the parts for which this fails.
     """
 
     def __init__(
@@ -258,9 +256,9 @@ class Rows:
         self._kept = functools.lru_cache(_KEPT_OBJECTS)(functools.partial(_object, data, root, given_urls))
 
     def places(self, numbers: Sequence[int], *, is_checked: bool = True) -> list[Place | DPFlowError]:
-        """Return range and annotations of each sample, or its error.
+        """Return byte range and annotations of each sample, or its error.
 
-        is_checked: whether the ranges contain checksum, state and object size, which reads then compare.
+        is_checked: whether the ranges contain the sample's checksum and the object's state, for reads to compare.
         """
         found = [*map(self._place, numbers, repeat(is_checked))]
         if None not in found:
@@ -328,7 +326,7 @@ _PIECE = 64 << 20
 
 
 class Description(msgspec.Struct, frozen=True):
-    """Importer, root and `info` of all samples, as an index stores them."""
+    """Properties that an index stores once for all samples: importer, root URL and `info`."""
 
     importer: str
     root: str
@@ -337,7 +335,7 @@ class Description(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Index:
-    """Index that `open_dataset` has built for one source; `open_rows` maps the samples. Thread-safe and picklable."""
+    """Index that `open_dataset` has built for one source; `open_rows` maps its rows. Thread-safe and picklable."""
 
     files: Files
     name: str
@@ -348,7 +346,7 @@ class Index:
 
     @property
     def ref(self) -> DatasetRef:
-        """The index's name in messages. Its version changes whenever an object of the source changes."""
+        """The index's name as that of a dataset, for messages."""
         return DatasetRef(f"index/{self.importer}", self.name)
 
     @property
@@ -365,21 +363,21 @@ class Index:
 
     @classmethod
     def open(cls, files: Files, name: str) -> Index:
-        """Open the index of this name. Raises DamagedStoreError if there is none, or if it is damaged."""
+        """Open the index of this name. Raises DamagedStoreError if there is none, or if its tables are damaged."""
         firsts, _, description = _tables(_mapped(files, name), name)
         return cls(files, name, description.importer, description.root, description.info, firsts[-1])
 
     def open_rows(self, reader: ObjectReader | None = None, given_urls: Mapping[str, str] | None = None) -> Rows:
-        """Map the rows; `reader` is not used. Raises DamagedStoreError if they are missing."""
+        """Map and return the rows. `reader` is not used. Raises DamagedStoreError as `open` does."""
         data = _mapped(self.files, self.name)
         firsts, bases, _ = _tables(data, self.name)
         return Rows(data, firsts, bases, self.root, given_urls or {}, self._damaged)
 
     def lost(self, span: ByteRange, error: DPFlowError) -> DPFlowError:
-        """Return the error of a sample that cannot be read. For a damaged copy in a pack, remove its part of the index.
+        """Return the error to report for a sample whose read of `span` failed with `error`.
 
-        The joined index is removed too. The pack stays, because other samples in it may be whole. The next opening
-        writes part, pack and joined index again.
+        If `span` is in a pack of the index, and damaged or missing there, the part of the pack and the joined file are
+        removed, so that the next opening writes them and the pack again.
         """
         packs = f"{self.url}/packs/"
         is_damage = isinstance(error, ChecksumError | ObjectMissingError | TruncatedObjectError)
@@ -405,7 +403,7 @@ def local_path(files: Files) -> str | None:
 
 
 def joined_path(files: Files, name: str) -> str:
-    """Return the path of a joined file on this host, which is a copy if the directory of indexes is elsewhere."""
+    """Return the path of a joined file on this host. It is a copy if the directory of indexes is remote."""
     return f"{local_path(files) or f'{index_directory(is_local=True)}/copies'}/joined/{name}"
 
 
@@ -431,7 +429,15 @@ def _mapped(files: Files, name: str) -> mmap.mmap:
 
 
 def joined_head(size: int, at: int, parts: int, described: int, tables: bytes) -> bytes:
-    """Return the begin of a joined file. Its checksum covers itself and the tables."""
+    """Return the head of a joined file, with a checksum of the head and the tables.
+
+    Args:
+        size: bytes of the file.
+        at: where the tables begin.
+        parts: number of parts.
+        described: bytes of the description at the end of the tables.
+        tables: first samples, offsets and names of the parts, and the description.
+    """
     head = _HEAD.pack(_KIND, size, at, parts, described)
     return head + zlib.crc32(tables, zlib.crc32(head)).to_bytes(4, "little")
 
@@ -455,7 +461,7 @@ def _tables(data: mmap.mmap, name: str) -> tuple[Sequence[int], Sequence[int], D
 
 
 def keys_in(path: str) -> list[str]:
-    """Return the names of the parts of a joined file; none if another process has removed it, or it is damaged."""
+    """Return the names of the parts of a joined file; [] if the file is missing, unreadable or damaged."""
     with suppress(FileNotFoundError, DPFlowError):
         data = map_file(path)
         at, parts, described = _layout(data, path)

@@ -1,4 +1,4 @@
-"""Building of indexes for `open_dataset`, see `index`."""
+"""Building of the indexes of `open_dataset`, whose files the module `index` describes."""
 
 from __future__ import annotations
 
@@ -63,19 +63,19 @@ def open_index(
     checksum: ChecksumAlgorithm | None,
     progress: ProgressCallback | None,
 ) -> Index:
-    """Return the index of a source. Builds the index if there is none.
+    """Return the index of a source. Builds the index if there is none, or if it is damaged.
 
-    Objects without a state are read at each opening, because nothing shows whether they were written again.
+    Objects without a state (see `storage.base`) are scanned at each call: nothing shows whether they were rewritten.
 
     Args:
-        folder: the directory of indexes; None: `index_directory`.
+        folder: a path or URL of the directory of indexes; None: the result of `index_directory`.
         importer: the importer of the source.
-        checksum: algorithm of a checksum of each sample; None for no checksums.
-        progress: called with the number of samples that were indexed.
+        checksum: see `Describer`.
+        progress: called with the number of samples that this call has indexed; None: shown on stderr, on a terminal.
 
     Raises:
-        SourceError: the source cannot be indexed.
-        StorageError: indexes cannot be written.
+        SourceError: the source cannot be indexed, or has no samples.
+        StorageError: the source cannot be read, or the index cannot be written.
     """
     path = index_directory() if folder is None else check_path("index_dir", folder)
     files = Files(path)

@@ -1,4 +1,4 @@
-"""open_dataset: data in place, as a map-style dataset; its index is built once and kept."""
+"""open_dataset, which opens data in place as a map-style dataset."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torch_dpflow.errors import OptionError, OptionTypeError, SourceError
 
 #: Formats whose samples an importer describes in an index.
 _INDEXED = ("imagefolder", "litdata", "mds", "tfrecord", "webdataset")
-#: All formats. Tables have no index: their footers contain the positions of rows.
+#: All formats. Tables need no index.
 FORMATS = (*_INDEXED, "table")
 #: Further arguments of `open_dataset`.
 _READING = ("read_options", "check", "on_error", "through")
@@ -53,39 +53,41 @@ def open_dataset(
 ) -> OpenedDataset | TableDataset:
     """Open data in place, as a map-style dataset that can be read in any order.
 
-    Samples are not copied, except out of compressed shards of MDS and LitData, which are decompressed into the index.
+    Samples are not copied, except compressed ones of MDS and LitData, which are decompressed into the index.
 
-    The index of the samples' positions is built when a source is first opened. It has one part per object, identified
-    by name, size, and ETag or modification time. Only new and rewritten objects are read again. Processes that open the
-    same source share the work. Objects whose storage reports neither ETag nor time are indexed at each opening.
+    For formats other than tables, an index of the samples' positions is built when a source is first opened. Later only
+    new and rewritten objects are indexed (an image folder counts as one), and objects whose storage reports no state,
+    such as an ETag or a modification time. Processes that open the same source share the work.
 
     Args:
         source: a path or URL of an object or a directory; `{000..146}` and `{a,b}` are expanded, `*`, `?` and `[…]`
-            match names. Or a list of these, in which an object that is named twice is read twice. A local path that
-            exists and a `pathlib.Path` are never patterns. Or the name of a stored dataset, such as
+            match names. Or a list of objects and patterns; the samples of an object named twice occur twice. A local
+            path that exists and a `pathlib.Path` are never patterns. Or the name of a stored dataset, such as
             "core/pets:v1:train".
         format: one of `FORMATS`; None: detected by names, or else by the first bytes.
         split: the split to read if the directory has several, such as "train". Splits are found by names of files, or
             of directories.
-        decode: None: values are bytes. "pil", "rgb", "torch": images become RGB images of Pillow, uint8 arrays of
-            shape (height, width, 3), or uint8 tensors of shape (3, height, width); numbers, texts, JSON, npy and npz
-            are decoded too, and audio, video, pickles and MessagePack are an error. A function is called with each
-            sample's dict, and returns the sample.
-        store: the store of stored datasets, or its URL; None: `DPFLOW_STORE`.
+        decode: None: encoded values, such as images, stay bytes. "pil", "rgb", "torch": images become RGB images of
+            Pillow, uint8 arrays of shape (height, width, 3), or uint8 tensors of shape (3, height, width); numbers,
+            texts, JSON, npy and npz are decoded too, and audio, video, pickles and MessagePack are an error. A function
+            is called with each sample that None would give, mostly a dict, and returns the sample.
+        store: the store, or its URL, of a dataset that `source` gives by name; None: `DPFLOW_STORE`.
         index_dir: a directory for indexes, a path or a URL; None: `DPFLOW_INDEX_DIR`, else `torch_dpflow/index` in the
             user's cache directory. Workers on other hosts have to be able to read it.
         storage_options: fsspec's options for the source.
-        checksum: "crc32" or "sha256" of each sample, for which all data is read once, and which each read compares.
+        checksum: "crc32" or "sha256": give samples a checksum, which reads compare. All data is read to index it.
+            Samples of TFRecord always have a CRC-32 instead. Not for tables.
         settings: further arguments of the format's importer, such as `main` of webdataset, or of `TableDataset`.
-        progress: called with the number of indexed samples; None: a line on a terminal.
-        reading: `read_options`, `check`, `on_error` and `through` of `DatasetReader`; for a table `read_options` alone.
+        progress: called with the number of samples indexed so far; None: a line on a terminal.
+        reading: `read_options`, `check`, `on_error` and `through` of `DatasetReader`; for a table only `read_options`.
 
     Raises:
-        OptionError, OptionTypeError: an argument is not allowed, or the format cannot be found; there is no such split.
+        OptionError, OptionTypeError: an argument is not allowed; the format is not recognised; there is no such split.
         SourceError: an object is missing, damaged, cut short, or in a different format; a directory has several splits,
             and none is chosen.
-        DatasetNotFoundError: no such dataset is stored.
-        StorageError: the storage cannot be read.
+        DatasetNotFoundError, DamagedStoreError, NewerFormatError: the stored dataset does not exist or is unreadable.
+        StorageError: the storage cannot be read, or the index cannot be written.
+        MissingExtraError: a package that the format or the storage needs is not installed.
     """
     _check_arguments(reading)
     if checksum is not None and checksum not in get_args(ChecksumAlgorithm):
@@ -148,8 +150,8 @@ def found_format(files: SourceFiles) -> str:
     """Return the name of the objects' format, found by their names, or else by the first bytes of one object.
 
     Raises:
-        OptionError: no format fits, or more than one.
-        SourceError: the directory contains only directories of splits.
+        OptionError: no format fits, or more than one; or a list or pattern mixes files of a format and others.
+        SourceError: no format fits, and the directory has subdirectories of several splits.
     """
     kinds = {name: importer_class(name) for name in _INDEXED}
     found = [name for name, kind in kinds.items() if kind.finds(files)]
@@ -198,12 +200,12 @@ def _table(
 
 
 class LitRows(TableDataset):
-    """The rows of a LitData dataset whose chunks are Arrow files, in the order of its index.
+    """Map-style dataset of the rows of a LitData directory whose chunks have rows in Arrow's format, in index order.
 
-    A sample is the dict that LitData returns, with the columns and types of its chunk.
+    Without `decode`, a sample is the dict that LitData returns, with the columns and types of its chunk.
 
     Args:
-        dataset: the importer of its directory, which has read the index.
+        dataset: the importer of the directory.
         how: further arguments of `TableDataset`.
 
     Raises SourceError: a chunk has more or fewer rows than the index lists; and the errors of `TableDataset`.

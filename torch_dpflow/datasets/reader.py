@@ -1,4 +1,4 @@
-"""UDR, the unified dataset reader, as torch datasets: one of bytes and annotations, one of decoded samples."""
+"""The unified dataset reader (UDR) as torch datasets: one of bytes and annotations, one of decoded samples."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from torch_dpflow.lookahead import Order, announce_order
 class DatasetReader(SampleReader, Dataset[Sample]):
     """A stored dataset as a map-style dataset of `(bytes, annotations)`.
 
-    A metadata shard is read when one of its samples is first read. Its rows are kept in a file that all processes of
-    the host map (`DPFLOW_INDEX_DIR`, else `~/.cache/torch_dpflow/index`). The reads of a batch (`__getitems__`, which
+    A metadata shard is read when one of its samples is first read, and kept in a file that all processes of the host
+    map (in `DPFLOW_INDEX_DIR`, else in the user's cache directory). The reads of a batch (`__getitems__`, which
     loaders call) overlap. Thread-safe. A forked child opens separate connections and threads; a pickle contains none.
 
     Args:
         stored: a variant from `DatasetStore.open`.
         storage_options: fsspec's options for the data; None: the store's options.
         read_options: timeouts, retries, concurrency.
-        check: whether to compare each sample with its checksum, if the dataset has one. None: all samples except those
-            of `through`, which has compared them. False: no sample; objects of S3 and OSS that were written again after
-            their import are read too. Lengths are always compared.
-        on_error: "skip" removes unreadable samples from a batch, logs them (`torch_dpflow.datasets`) and counts them.
-            If no sample of a batch is left, the last error is raised. A sample that is read alone raises its error.
+        check: which samples to compare with their checksums, if the dataset has any. None: those read from storage.
+            True: those from `through` too. False: none, and objects that were written again after their import are
+            read without an error. Lengths that are known are always compared.
+        on_error: "raise": a batch raises its first error. "skip": unreadable samples are left out of the batch, logged
+            (`torch_dpflow.datasets`) and counted; the last error is raised if none is left. A sample that is read alone
+            always raises its error.
         through: a source of samples that is nearer than the storage, such as the result of `DataClient.samples`.
             Samples that this source does not have are read from storage.
 
@@ -41,20 +42,20 @@ class DatasetReader(SampleReader, Dataset[Sample]):
     """
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
-        """Announce the order of an epoch's reads to `through`, the nearer source, see `lookahead.announce_order`."""
+        """Announce the order of an epoch's reads to the source `through`, if any. See `lookahead.announce_order`."""
         if self._through is not None:
             announce_order(self._through, order, spread, extends)
 
 
 class OpenedDataset(DatasetReader):
-    """A `DatasetReader` whose samples are dicts, or results of `decode`. See `open_dataset`.
+    """A `DatasetReader` of samples as dicts (of LitData also other values), or as `decode` returns them.
 
     `DatasetReader(dataset.stored)` reads the same samples as bytes and annotations.
 
     Args:
         stored: a variant from `DatasetStore.open`, or an index.
         decode: see `open_dataset`.
-        given_urls: given URLs of objects by their URLs in `stored`, where the two differ.
+        given_urls: URLs to read objects at, by their URLs in `stored`, where the two differ.
         reading: further arguments of `DatasetReader`.
 
     Raises:

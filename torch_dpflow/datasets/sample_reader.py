@@ -1,4 +1,4 @@
-"""UDR, the unified dataset reader: any sample of a stored dataset by number (thesis, algorithm 3.1)."""
+"""The unified dataset reader (UDR) without torch: any sample of a dataset by number (thesis, algorithm 3.1)."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def check_how_to_read(storage_options: object, read_options: object, check: obje
 
 @runtime_checkable
 class Through(Protocol):
-    """Protocol of a source of a stored dataset's samples that is nearer than its storage, such as a pool.
+    """Interface of a source of a stored dataset's samples that is nearer than its storage, such as a pool.
 
-    The source has compared the samples with their checksums. Other processes can use its pickle.
+    The source compares samples with their checksums when it reads storage. Other processes can use its pickle.
     """
 
     def read(self, numbers: Sequence[int], lengths: Sequence[int | None]) -> Sequence[bytes | None]:
@@ -68,7 +68,7 @@ class Through(Protocol):
 
 
 class SampleReader:
-    """Reader with the arguments and errors of `DatasetReader`, without torch: for processes that make no batches."""
+    """Reader of a stored dataset's samples without torch. Arguments and errors are those of `DatasetReader`."""
 
     #: Whether samples are made of copies of parts of their bytes, so that these can be views.
     _copies = False
@@ -129,7 +129,7 @@ class SampleReader:
 
         Raises:
             IndexError: there is no such sample.
-            DatasetError: its metadata is damaged.
+            DatasetError: its metadata, or its copy in an index, is damaged; or its bytes cannot be decoded.
             StorageError: its object cannot be read, or does not match the metadata.
         """
         (sample,) = self.read_each([index])
@@ -140,7 +140,7 @@ class SampleReader:
     __getitem__ = read
 
     def read_each(self, indices: Sequence[int]) -> list[Sample | DPFlowError]:
-        """Return each sample, or its error, in the order of `indices`. Raises IndexError if there is no such sample."""
+        """Return each sample, or its error, in the order of `indices`. Raises IndexError for an index out of range."""
         numbers = self._wrapped(indices)
         samples: list[Any] = []
         plans: dict[int, Plan] = {}
@@ -210,7 +210,7 @@ class SampleReader:
         DATASETS.warning("%s, sample %d is left out: %s: %s", self.stored.ref, index, type(error).__name__, str(error))
 
     def close(self) -> None:
-        """Close this process's connections and mapped rows, and end its threads. The reader can be used again."""
+        """Close this process's connections, mapped rows and threads, and `through`. The reader can be used again."""
         vars(self).pop("_rows", None)
         if self._through is not None:
             self._through.close()
@@ -250,5 +250,5 @@ class SampleReader:
 
 
 def length_of(span: ByteRange) -> int | None:
-    """Return the number of bytes of a sample, whose range is `span`; None if unknown."""
+    """Return the length of the sample with the range `span`, bytes; None if unknown."""
     return span.size if span.stop is None else span.stop - span.start

@@ -8,12 +8,12 @@
     <store>/<namespace>/<name>/data/...                           the data, if it is in the store
     <store>/<namespace>/<name>/drafts/<version>/<variant>/...     progress of an unfinished import
 
-A version is published by writing its `Dataset` file, once and last. No file that it refers to changes afterwards.
-Every shard but the last of a variant has `shard_size` samples, so the shard of a sample is computed. A later version
-may refer to shards of an earlier one: appending writes only new samples.
+A version is published by writing its `Dataset` file, once and last. No shard that it refers to changes afterwards.
+Every shard but the last of a variant has `shard_size` samples, so a sample's number determines its shard. A later
+version can refer to shards of an earlier one: appending writes only new samples.
 
-Every file has its kind and the format's number, and unknown fields are refused. A file that is damaged, misplaced or
-written by a later release therefore causes an error that names it.
+Every file but the data contains its kind and the number of its format. Readers refuse unknown fields and later formats,
+with an error that names the file.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from torch_dpflow.errors import (
     OptionTypeError,
 )
 
-#: One half of an id. It has no dots, so that no id can be the path of a file of the store or lead out of it.
+#: Pattern of a namespace, and of a name in it. Without dots, an id cannot lead out of the store or be one of its files.
 NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}"
-#: A version or a variant.
+#: Pattern of the name of a version or variant.
 LABEL = r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}"
-#: The lookahead is for Python, whose `$` also matches before a newline at the end.
+#: End of a pattern. In Python, `$` alone also matches before a newline at the end.
 END = r"$(?!\n)"
 ID_PATTERN = f"^{NAME}/{NAME}{END}"
 LABEL_PATTERN = f"^{LABEL}{END}"
@@ -98,7 +98,7 @@ class DatasetRef:
 
     @classmethod
     def parse(cls, text: str) -> DatasetRef:
-        """Parse a name as `str()` returns it. Raises OptionError, or OptionTypeError if `text` is not a string."""
+        """Parse a name as `str()` returns it. Raises OptionError if malformed, OptionTypeError if it is no string."""
         if not isinstance(text, str):
             raise OptionTypeError(f"a dataset is named by a string such as 'core/x:v1:train', not by {text!r}")
         identity, *labels = text.split(":")
@@ -129,16 +129,16 @@ class SpecStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class StoreRecord(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-store"):
-    """`store.json`: marks a dataset store. Datasets are found by listing, so importers do not contend."""
+    """`store.json`: the file that marks a directory as a dataset store. Datasets are found by listing the directory."""
 
-    #: Never omitted: readers check it first.
+    #: Number of the file's format, which readers check first.
     format: Literal[1]
     #: When the store was made, ISO 8601, UTC.
     created: str
 
 
 class SampleMeta(SpecStruct, frozen=True, kw_only=True, gc=False):
-    """One sample: the place of its bytes, and its annotations."""
+    """Metadata of one sample: where its bytes are, and its annotations."""
 
     #: Relative to the variant's data root, or a URL.
     path: Location
@@ -147,7 +147,7 @@ class SampleMeta(SpecStruct, frozen=True, kw_only=True, gc=False):
     #: Bytes of the sample; None: unknown (then `offset` is None too).
     length: WholeNumber | None = None
     checksum: Checksum | None = None
-    #: State of the object in S3 or OSS when it was imported; None: unknown, or there is a checksum.
+    #: State of the object when it was imported (see `storage.base`), which reads compare; None: not compared.
     revision: Revision | None = None
     #: The annotations as a JSON object, still encoded: a shard costs little more in memory than on disk.
     meta: EncodedObject
@@ -178,10 +178,10 @@ def decode_fields(meta: bytes | msgspec.Raw, name: str) -> dict[str, Any]:
 class DatasetShardMeta(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-shard"):
     """`ms-<n>.json`: the metadata of consecutive samples of one variant."""
 
-    #: 2: samples have revisions. 3: some of them are neither strong ETags nor dates. Earlier releases refuse these.
+    #: 2: samples have revisions. 3: some revisions are neither strong ETags nor dates. Releases refuse unknown numbers.
     format: Literal[1, 2, 3]
     dataset: DatasetId
-    #: The version that wrote this shard; later ones may refer to it too.
+    #: The version that wrote this shard. Later versions can refer to the shard too.
     version: Label
     variant: Label
     shard: WholeNumber
@@ -189,7 +189,7 @@ class DatasetShardMeta(SpecStruct, frozen=True, kw_only=True, tag_field="kind", 
 
 
 def shard_format(samples: Sequence[SampleMeta]) -> Literal[1, 2, 3]:
-    """Return the lowest format that fits a shard with these samples: more releases can read a lower one."""
+    """Return the lowest format number that a shard with these samples can have, so that most releases can read it."""
     revisions = {sample.revision for sample in samples if sample.revision is not None}
     if not revisions:
         return 1
@@ -201,7 +201,7 @@ class ShardEntry(SpecStruct, frozen=True, kw_only=True, gc=False):
 
     #: The version whose directory has the shard.
     version: Label
-    #: Size of the file.
+    #: Size of the file, bytes.
     bytes: WholeNumber
     sha256: Sha256
 
@@ -241,7 +241,7 @@ class Dataset(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="data
     digest: Sha256 | Literal[""] = ""
 
     def variant(self, name: str | None = None) -> Variant:
-        """Return a variant by name; None: the only one. Raises DatasetNotFoundError."""
+        """Return the variant `name`; None: the only one. Raises DatasetNotFoundError if there is no such variant."""
         if name is None and len(self.variants) == 1:
             return next(iter(self.variants.values()))
         if name is None or name not in self.variants:
@@ -254,9 +254,9 @@ class Dataset(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="data
         return shard_path(self.variants[variant].shards[number].version, variant, number)
 
     def decode_shard(self, variant: str, number: int, data: bytes, *, url: str | None = None) -> DatasetShardMeta:
-        """Decode a shard and check it against this version; `url` names it in errors.
+        """Decode `data`, a shard, and check that this version refers to it; `url` names it in errors.
 
-        Raises DamagedStoreError: `data` is not the shard that this version refers to.
+        Raises the errors of the function `decode_shard`.
         """
         entry = self.variants[variant].shards[number]
         samples = self.variants[variant].shard_samples(number)
@@ -265,7 +265,7 @@ class Dataset(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="data
 
 
 class ShardIdentity(NamedTuple):
-    """The fields of a shard that identify it."""
+    """The fields of a shard that identify it, and its number of samples."""
 
     dataset: str
     version: str
@@ -277,7 +277,7 @@ class ShardIdentity(NamedTuple):
 def decode_shard(data: bytes, name: str, entry: ShardEntry, identity: ShardIdentity) -> DatasetShardMeta:
     """Decode a shard, and compare it with its entry and identity; `name` names it in errors.
 
-    Raises DamagedStoreError: the shard is damaged, or is not this one. NewerFormatError: a later release wrote it.
+    Raises DamagedStoreError: the shard is damaged, or is a different shard. NewerFormatError: a later release wrote it.
     """
     if len(data) != entry.bytes:
         raise DamagedStoreError(
@@ -303,7 +303,7 @@ def data_url(dataset_url: str, root: str, path: str) -> str:
 
     `root` and `path` may be URLs; a URL replaces everything before it.
 
-    Raises DamagedStoreError: a relative path leads out of its root.
+    Raises DamagedStoreError: a path that is not a URL is absolute, or leads out of its root.
     """
     return url_below(url_below(dataset_url, root), path)
 
@@ -311,7 +311,7 @@ def data_url(dataset_url: str, root: str, path: str) -> str:
 def url_below(url: str, path: str) -> str:
     """Return the URL of `path` below `url`, or `path` itself if it is a URL.
 
-    Raises DamagedStoreError: a relative path leads out of `url`.
+    Raises DamagedStoreError: `path` is absolute, or leads out of `url`.
     """
     if "://" in path:
         return path
@@ -364,12 +364,12 @@ def encode_file(record: SpecStruct) -> bytes:
 
 
 def sealed(dataset: Dataset) -> Dataset:
-    """Return the same version with its digest filled in."""
+    """Return a copy of the version with its digest filled in."""
     return msgspec.structs.replace(dataset, digest=_digest(dataset))
 
 
 def decode_dataset(data: bytes, name: str) -> Dataset:
-    """Decode a version's file, and check all that can be checked without other files.
+    """Decode a version's file, and check its digest and its numbers of samples and shards.
 
     Raises:
         NewerFormatError: a later release of the library wrote it.

@@ -35,8 +35,8 @@ RECORD = "store.json"
 class DatasetStore:
     """Store of datasets by name in one directory, by convention called `datasets`.
 
-    Opening reads one small file; opening a dataset reads one more, however many samples it has. Nothing is cached, so
-    newly published versions are seen at once. Thread-safe, picklable, and usable after a fork.
+    The constructor reads one small file, and `open` the file of a version. Nothing is cached, so newly published
+    versions are seen at once. Thread-safe, picklable, and usable after a fork.
 
     Args:
         url: the directory: a local path or any URL of fsspec, such as "oss://bucket/datasets".
@@ -46,7 +46,7 @@ class DatasetStore:
     Raises:
         DatasetNotFoundError: there is no store; `DatasetStore.create` makes one.
         DamagedStoreError, NewerFormatError: the store's file is damaged, or a later release wrote it.
-        StorageError: access is denied, or the storage does not answer.
+        StorageError, UsageError: the storage cannot be read; an argument is not allowed, or a package is missing.
     """
 
     def __init__(
@@ -87,10 +87,7 @@ class DatasetStore:
         return self.files.url
 
     def ids(self) -> list[str]:
-        """Return the ids of all datasets, unfinished ones too, sorted. Lists the store and each namespace.
-
-        The thesis (figure 3-9) has a file that lists all datasets instead. Concurrent importers would change that file:
-        object stores have no lock for it, and a lost update would lose a dataset.
+        """Return the ids of all datasets, sorted, including datasets without a published version.
 
         Raises:
             AccessDeniedError: the credentials do not allow listing the store.
@@ -122,11 +119,11 @@ class DatasetStore:
         return sorted(found - set(self.versions(dataset_id)), key=version_order)
 
     def load(self, dataset_id: str, version: str | None = None) -> Dataset:
-        """Return the description of a version; None: the last version, for which the versions are listed.
+        """Return the description of a published version; None: of the last one in `versions`.
 
         Raises:
             DatasetNotFoundError: no such dataset or version is published.
-            DamagedStoreError, NewerFormatError: its file cannot be read.
+            DamagedStoreError, NewerFormatError: its file is damaged, or a later release wrote it.
         """
         if version is None:
             versions = self.versions(dataset_id)
@@ -150,7 +147,7 @@ class DatasetStore:
 
         Raises:
             DatasetNotFoundError: there is no such variant; or the version has several variants and none is named.
-            DamagedStoreError, NewerFormatError: its file cannot be read.
+            DamagedStoreError, NewerFormatError: the version's file is damaged, or a later release wrote it.
             OptionError, OptionTypeError: the name is not allowed.
         """
         ref = ref if isinstance(ref, DatasetRef) else DatasetRef.parse(ref)
@@ -160,7 +157,7 @@ class DatasetStore:
         return StoredDataset(files=self.files.at(ref.id), dataset=dataset, variant_name=name)
 
     def not_found(self, ref: DatasetRef) -> DatasetNotFoundError:
-        """Return the error for a version that is not published; the error names the published versions."""
+        """Return the error for a dataset or version that is not published. Its message says what there is instead."""
         versions, drafts = self.versions(ref.id), self.drafts(ref.id)
         if ref.version in drafts or (ref.version is None and drafts):
             which = ref.version or drafts[-1]
@@ -245,7 +242,7 @@ class StoredDataset:
         return self.part(0, len(self))
 
     def part(self, start: int, stop: int) -> Iterator[SampleMeta]:
-        """Yield the metadata of samples `start` to `stop`, in order. One shard is in memory at a time."""
+        """Yield the metadata of samples `start` to `stop` (excluded), in order. One shard is in memory at a time."""
         while start < stop:
             shard, offset = divmod(start, self.variant.shard_size)
             samples = self.shard(shard).samples[offset : offset + stop - start]
@@ -253,11 +250,11 @@ class StoredDataset:
             start += len(samples)
 
     def open_rows(self, reader: ObjectReader, given_urls: Mapping[str, str]) -> Rows:
-        """Return the metadata rows of the samples, which `reader` reads when needed. See `stored_rows`."""
+        """Return the metadata rows of the samples. `reader` reads them when they are needed, see `stored_rows`."""
         return stored_rows(self.url, self.dataset, self.variant_name, reader, given_urls)
 
     def data_url(self, sample: SampleMeta) -> str:
-        """Return the URL of a sample's object."""
+        """Return the URL of a sample's object. Raises DamagedStoreError if its path leads out of the data's root."""
         return data_url(self.url, self.variant.data, sample.path)
 
     def own_path(self, sample: SampleMeta) -> str | None:

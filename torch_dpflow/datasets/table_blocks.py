@@ -34,7 +34,7 @@ _FOOTER_GUESS = 64 << 10
 
 
 class ParquetBlocks:
-    """Reader of a Parquet file, whose blocks are its row groups. A local file has an open descriptor."""
+    """Reader of a Parquet file, whose blocks are its row groups. A local file stays open."""
 
     def __init__(self, file: SourceFile, reader: ObjectReader) -> None:
         self._file = file
@@ -52,7 +52,7 @@ class ParquetBlocks:
             self.schema = self._parquet.schema_arrow
 
     def counts(self) -> list[int]:
-        """Return the number of rows of each block. Raises SourceError if the file is several joined files."""
+        """Return the number of rows of each block. Raises SourceError for damage, and for most concatenated files."""
         with errors_of(self._file):
             metadata = self._parquet.metadata
             self._check_begins_once(metadata)
@@ -100,7 +100,7 @@ def _start(chunk: Any) -> int:
 
 
 class ArrowBlocks:
-    """Reader of a local Arrow file, whose blocks are its record batches. The file is mapped, and has no descriptor."""
+    """Reader of a local Arrow file, whose blocks are its record batches. The file is mapped, and does not stay open."""
 
     def __init__(self, file: SourceFile, path: str) -> None:
         self._file = file
@@ -125,7 +125,7 @@ class ArrowBlocks:
             self.schema = self._arrow.schema
 
     def counts(self) -> list[int]:
-        """Return the number of rows of each block. Raises SourceError if the file is several joined files."""
+        """Return the number of rows of each block. Raises SourceError for a damaged file, or concatenated files."""
         with errors_of(self._file):
             if self._batches is not None:
                 self._check_end_of_stream()
@@ -140,7 +140,7 @@ class ArrowBlocks:
             return table if columns is None else table.select(columns)
 
     def bytes_outside(self, table: Any) -> int:
-        """Return how many bytes of a decoded block are outside the map, because they were compressed or converted."""
+        """Return how many bytes of a decoded block are copies and not in the mapped file, such as decompressed ones."""
         chunks = [chunk for column in table.columns for chunk in column.chunks]
         buffers = [buffer for chunk in chunks for buffer in chunk.buffers() if buffer is not None]
         return sum(buffer.size for buffer in buffers if buffer.address not in self._addresses)
@@ -164,8 +164,7 @@ class ArrowBlocks:
 class RemoteArrowBlocks:
     """Reader of an Arrow file on a remote storage, whose blocks are its record batches.
 
-    It reads the footer, and then whole messages. A block is decoded as a stream of the schema, the dictionaries and the
-    block: Arrow's own reader of files would read the blocks to count their rows, and start threads, which stay.
+    Rows are counted without reading the blocks. Raises SourceError for a file without a footer, such as a stream.
     """
 
     def __init__(self, file: SourceFile, reader: ObjectReader) -> None:
@@ -197,7 +196,7 @@ class RemoteArrowBlocks:
             self.schema = self._stream(b"").schema
 
     def counts(self) -> list[int]:
-        """Return the number of rows of each block, from the metadata at the block's start."""
+        """Return the number of rows of each block. Reads only the metadata at the start of each block."""
         with errors_of(self._file):
             spans = [(start, start + metadata) for start, metadata, _ in self._messages]
             return [_rows_of(data) for data in self._read(*spans)]
@@ -209,7 +208,7 @@ class RemoteArrowBlocks:
             return table if columns is None else table.select(columns)
 
     def close(self) -> None:
-        """Do nothing: the reader owns the connections."""
+        """Do nothing: the `ObjectReader` owns the connections."""
 
     def _read(self, *spans: tuple[int, int]) -> list[bytes]:
         at = self._start
@@ -221,9 +220,9 @@ class RemoteArrowBlocks:
 
 
 def arrow_span(file: SourceFile, tail: bytes) -> tuple[int, int]:
-    """Return start and stop of the Arrow data in a file that ends with `tail`: the whole file, or a chunk's rows.
+    """Return start and stop of the Arrow data in a file: all of the file, or the rows in a chunk of LitData (.bin).
 
-    A file is a chunk of LitData if its name ends with .bin. Raises SourceError if a chunk has no such rows.
+    tail: the end of the file, at least `ROWS_MARK` bytes. Raises SourceError if a chunk contains no Arrow rows.
     """
     if not file.url.endswith(".bin"):
         return 0, file.size
@@ -301,7 +300,7 @@ def _rows_of(metadata: bytes) -> int:
 
 
 class RangeFile(io.RawIOBase):
-    """File object of an object that is read by ranges, with the reader's retries, checks and disk cache."""
+    """Python file object for one object, which is read by ranges with the reader's retries, checks and disk cache."""
 
     def __init__(self, file: SourceFile, reader: ObjectReader) -> None:
         self._file = file
@@ -341,16 +340,14 @@ class _UnreadFile(RangeFile):
 
 
 def span_of(file: SourceFile, start: int, stop: int) -> ByteRange:
-    """Return the range `start` to `stop` of a file, with the size and state that it had when it was found."""
+    """Return the range `start` to `stop` of a file, with the file's size and state, which reads compare."""
     return ByteRange(file.url, start, stop, file.size, file.state)
 
 
 class errors_of:
-    """Context manager that raises errors of Arrow and of the disk as a SourceError or StorageError that names the file.
+    """Context manager that converts errors of Arrow and of the disk to a SourceError or StorageError with the URL."""
 
-    A class, because `contextmanager` takes a tenth of the time of a row.
-    """
-
+    # A class, because `contextmanager` would take a tenth of the time of a row.
     __slots__ = ("_file",)
 
     def __init__(self, file: SourceFile) -> None:

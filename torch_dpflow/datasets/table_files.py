@@ -23,7 +23,7 @@ _BESIDE = ("_", "."), (".json", ".md", ".txt", ".yaml", ".yml", ".crc", ".md5", 
 
 
 def is_parquet(file: SourceFile) -> bool:
-    """Return whether a file is Parquet, by its name; else it is Arrow."""
+    """Return whether a table's file is Parquet and not Arrow, by its name."""
     return _name_of(file.url).endswith(_PARQUET)
 
 
@@ -34,7 +34,7 @@ def _name_of(url: str) -> str:
 
 
 def are_tables(names: Sequence[str]) -> bool:
-    """Return whether files belong to a table, by their names: Parquet or Arrow files, perhaps with descriptions."""
+    """Return whether names are a table's: Parquet or Arrow files and files like README.md, or `dataset_dict.json`."""
     if _SPLITS in names:
         return True
     begin, end = _BESIDE
@@ -51,8 +51,8 @@ def find_tables(found: SourceFiles, split: str | None) -> list[SourceFile]:
         split: the split of a directory to read; None if the directory has only one.
 
     Raises:
-        OptionError: a directory has no such split.
-        SourceError: the name of a file is not that of a table; or a directory is not a table, or has several splits.
+        OptionError: there is no such split, or a split is given for a source that is not a directory.
+        SourceError: a file is not named like Parquet or Arrow; a directory is no complete table, or has several splits.
     """
     if found.is_directory:
         below = None if split is None else found.of_folder(split)

@@ -1,4 +1,4 @@
-"""TableDataset: rows of Parquet, Arrow and HuggingFace files by number, where a row cannot be read alone."""
+"""TableDataset: the rows of Parquet, Arrow and HuggingFace files by number. A row is decoded with its whole block."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ _MAPPED_BYTES = 4096
 
 
 class TableDataset(Dataset[Any]):
-    """Map-style dataset of the rows of Parquet or Arrow files. A sample is a dict with a value for each column.
+    """Map-style dataset of the rows of Parquet or Arrow files. A row is a dict with a value for each column.
 
     A row is decoded with its block: a row group of Parquet, a record batch of Arrow. Each process keeps the blocks that
     it used last, up to `memory`. Read Parquet in the order of a `BlockShuffleSampler`; in a random order nearly every
     row decodes a block. With `ReadOptions(cache_dir=)`, decoded blocks are also kept on disk and mapped by all
-    processes of the host, so that later epochs can be read in any order. Arrow files on a local disk are mapped as they
-    are, so they can be read in any order without a cache.
+    processes of the host, so that later epochs can be read in any order. Uncompressed Arrow files on a local disk are
+    mapped, so they can be read in any order without a cache.
 
-    Files are compared with their state at opening: a changed file is an error. If a column has different types in the
-    files, such as int32 and int64, or null, values have a type that holds both. At most 32 files are open in a process.
+    Reading a file that was changed after the opening is an error. If a column has different types in the files, such as
+    int32 and int64, or null, values have a type that holds all. At most 32 files stay open in a process.
 
     Args:
         url: a file, a directory, a pattern, or a list of files, as in `open_dataset`. A directory is read in the order
@@ -76,7 +76,7 @@ class TableDataset(Dataset[Any]):
         memory: maximum bytes of decoded blocks in each process; one block is always kept.
 
     Raises:
-        SourceError: a file is damaged, or differs from the first in its columns; there is no file, or none has a row.
+        SourceError: a file is damaged, or its columns do not fit `columns` or the first file; or there are no rows.
         StorageError: a file cannot be read.
         MissingExtraError: pyarrow is not installed.
         OptionError, OptionTypeError: an argument is not allowed.
@@ -123,7 +123,7 @@ class TableDataset(Dataset[Any]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the samples of a batch, in order. Each block is decoded once.
+        """Return the samples of a batch, in order. Each block is decoded at most once.
 
         Raises:
             IndexError: there is no such row.

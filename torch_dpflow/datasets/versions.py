@@ -1,4 +1,4 @@
-"""Checking stored datasets, copying versions to other stores, and removing versions, datasets, unused files."""
+"""Checking stored datasets, copying versions to other stores, and removing versions, datasets and unused files."""
 
 from __future__ import annotations
 
@@ -35,31 +35,30 @@ _Numbered = tuple[int, str, SampleMeta]
 
 @dataclass
 class Compared:
-    """Numbers of samples that `verify(data=True)` compared, by the way in which it compared them."""
+    """Numbers of samples in which `verify(data=True)` found no problem, by the strength of the check."""
 
-    #: by checksum
+    #: the checksum matches
     checksums: int = 0
-    #: without a checksum, by the size of the object
+    #: there is no checksum; the size of the object fits
     sizes: int = 0
-    #: without either: the object exists
+    #: there is no checksum, and a size is unknown; the object exists
     presence: int = 0
 
 
 class Problem(NamedTuple):
-    """A difference between the dataset's description and its files."""
+    """A reason why samples of a dataset cannot be read, or not as the dataset describes them."""
 
-    #: The number of the first sample that cannot be read because of the difference.
+    #: The number of the first sample that it concerns.
     sample: int
-    #: How many samples cannot be read because of the difference.
+    #: The number of consecutive samples that it concerns.
     samples: int
     what: str
 
 
 def checksums_in(stored: StoredDataset) -> Counter[str]:
-    """Count samples by the algorithm of their checksum ("" for none), in two shards of each version.
+    """Count samples by the algorithm of their checksum ("" for none), in some of the shards.
 
-    The shards are the first and the last that the version has written. An import computes checksums of all samples or
-    of none, except for checksums that the source lists. Raises DamagedStoreError if a shard cannot be read.
+    These are the first and the last shard that each version wrote. Raises the errors of `StoredDataset.shard`.
     """
     shards: dict[str, list[int]] = {}
     for number, entry in enumerate(stored.variant.shards):
@@ -87,7 +86,7 @@ def verify(
         own: whether to check only objects in the dataset's directory, and no objects that are named by a URL.
         options: fsspec's options for the data; None: the store's options.
         progress: called with the number of checked samples, after every shard.
-        compared: counts the samples that were compared without a problem.
+        compared: receives the counts of samples that were compared without a problem.
 
     Raises OptionTypeError for an argument of the wrong type.
     """
@@ -198,21 +197,22 @@ def copy(
 ) -> Dataset:
     """Copy a version (None: the last one) to `target` under the same name, with the data in the dataset's directory.
 
-    Data that is named by URLs is not copied; the copy has the same URLs. Before it is published, the copy is verified:
-    all metadata, and the copied data by checksums, or by sizes if it has none. Call `copy` again to continue a copy
-    that was killed.
+    Returns the version's description, also if the target has this version already. Data that is named by URLs is not
+    copied; the copy has the same URLs. Before it is published, the copy is verified: all metadata, and the copied data
+    by checksums, or by sizes if it has none. Call `copy` again to continue a copy that was killed.
 
     Args:
         progress: see `CopyProgress`.
-        compared: counts the samples of the copy whose data was compared.
+        compared: receives the counts of samples of the copy whose data was compared.
 
     Raises:
         DatasetNotFoundError: no such version is published.
-        PublishedError: the target has another version of this name.
-        OptionError: the target is the store itself, or has an unfinished import of the version, or other files in its
-            place.
+        PublishedError: the target already has this version of the dataset, with a different description.
+        OptionError: the target is the store itself, or has another unfinished import of the version, or other files in
+            its place; or the copy was discarded meanwhile.
         OptionTypeError: `store` or `target` is not a DatasetStore.
         DamagedStoreError: the version or the copy is damaged; the copy is not published.
+        StorageError: a file cannot be read or written.
     """
     for name, given in (("store", store), ("target", target)):
         check_type(name, given, DatasetStore, "a DatasetStore, such as DatasetStore.create(url)")
@@ -309,15 +309,15 @@ _SHARD = re.compile(r"ms-\d+\.json")
 def delete(store: DatasetStore, dataset_id: str, version: str | None = None) -> list[str]:
     """Remove a published version, or all versions and unfinished imports of a dataset. Returns the removed versions.
 
-    The versions' files are removed first, then their metadata and packs, except those that other published versions
-    refer to. Data that no import has written stays. Open readers of the version find its files missing. A delete that
-    was killed leaves files that `prune` removes.
+    Metadata and packs of the versions are removed too, except files that other published versions refer to. Data that
+    no import has written stays. Readers that have a removed version open fail when they need a removed file. If a
+    delete was killed, `prune` removes the files that it left.
 
     Raises:
         DatasetNotFoundError: no such version is published, or there is no such dataset.
         OptionError: an unfinished import appends to the version.
         OptionTypeError: `store` is not a DatasetStore.
-        DamagedStoreError: the version is deleted, but another version cannot be read, so no other files are removed.
+        DamagedStoreError: another version cannot be read. The version is deleted, but its metadata and packs stay.
     """
     check_type("store", store, DatasetStore, "a DatasetStore")
     ref = DatasetRef(dataset_id, version)
@@ -338,11 +338,8 @@ def delete(store: DatasetStore, dataset_id: str, version: str | None = None) -> 
 def prune(store: DatasetStore, dataset_id: str) -> int:
     """Remove unfinished imports of a dataset, and files of imports that no published version refers to.
 
-    Returns the number of removed files. An import that runs meanwhile cannot be published. The files in use are found
-    by reading all published versions: a file of reference counts would be changed by several writers, and be wrong
-    after a kill.
-
-    Raises DamagedStoreError if a published version cannot be read. Then no files that it may refer to are removed.
+    Returns the number of removed files, without the records of imports. An import that is running at the call cannot be
+    published. Raises DamagedStoreError if a published version cannot be read; then only the records are removed.
     """
     check_type("store", store, DatasetStore, "a DatasetStore")
     ref = DatasetRef(dataset_id)
@@ -389,7 +386,10 @@ def tidy_up(files: Files, version: str, variant: str) -> None:
 
 
 def forget(store: DatasetStore, dataset_id: str, version: str, variant: str) -> None:
-    """Remove the record of an unfinished import or copy that has written no shard or pack for a later run to use."""
+    """Remove the record of an unfinished import or copy, if no file is beside the record and the variant has no packs.
+
+    A copy records no shards: the caller must check before that it has written none.
+    """
     files, folder = store.files.at(dataset_id), f"drafts/{version}"
     # Packs may be those of another import, which has published this version meanwhile.
     is_alone = [child.name for child in files.children(f"{folder}/{variant}")] == [RECORD]

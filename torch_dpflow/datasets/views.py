@@ -1,4 +1,4 @@
-"""Samples as users see them: a dict from the bytes and annotations of a stored sample, and decoded values in it."""
+"""Samples as users see them: dicts from the bytes and annotations of stored samples, with decoded values."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch_dpflow.datasets.importers.tfrecord import parse_example
 from torch_dpflow.datasets.importers.webdataset import KEY, MAIN, PARTS
 from torch_dpflow.errors import OptionError, SourceError
 
-#: What `open_dataset(decode=)` accepts: a name, or a function of a sample's dict.
+#: What `open_dataset(decode=)` accepts: a name, or a function of a sample, mostly a dict.
 Decode = Literal["pil", "rgb", "torch"] | Callable[[dict[str, Any]], Any]
-#: Makes the dict of a sample from its bytes, its annotations, and the bytes of its further parts by name.
+#: Function of a sample's bytes, its annotations, and the bytes of its further parts by name. Returns the sample.
 View = Callable[[bytes, dict[str, Any], Mapping[str, bytes]], dict[str, Any]]
-#: Importers whose views take a sample's bytes as a memoryview too, of which they copy values.
+#: Importers whose views also accept a sample's bytes as a memoryview, because they copy the values out of it.
 COPYING = frozenset({"mds", "litdata"})
 
 _IMAGES = re.compile(
@@ -43,7 +43,7 @@ _NOT_DECODED = re.compile(
 
 
 def view_of(importer: str | None, info: Mapping[str, Any]) -> View:
-    """Return the function that makes the dicts of an importer's samples, see `View`. `info` is that of the dataset."""
+    """Return the `View` that makes samples of an importer (None: unknown). `info` is the dataset's `info`."""
     if importer == "mds":
         return partial(_mds, tuple(tuple(column) for column in info["columns"]))
     if importer == "litdata":
@@ -87,7 +87,7 @@ _VIEWS: dict[str, View] = {"webdataset": _webdataset, "imagefolder": _image_fold
 
 
 def decoder_of(decode: Decode | None) -> Callable[[dict[str, Any]], Any] | None:
-    """Return the function that decodes a sample's dict; None if `decode` is. Raises OptionError for an unknown name."""
+    """Return the function that decodes a sample; None if `decode` is None. Raises OptionError for an unknown name."""
     if decode is None:
         return None
     if callable(decode):

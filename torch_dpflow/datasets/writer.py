@@ -6,8 +6,7 @@ An unfinished import has these files under `drafts/<version>/<variant>/` in the 
     ms-<n>.json     ImportedShard: shard n is written, with all data of its samples
     done.json       ImportedVariant: all shards are written; publishing needs nothing else
 
-The files are small and each is written once, so a kill costs one shard of work, and what an import writes is
-proportional to its samples. The files are removed when the version is published.
+So a kill costs the work of one shard at most. When the version is published, these files are removed.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class ImportProgress:
         self._folder = f"drafts/{version}/{variant}"
 
     def begin(self, record: DraftRecord) -> None:
-        """Record source and settings of an import. Replaces a different record whose import has written nothing.
+        """Record source and settings of an import. Replaces a different record whose import has recorded no shard.
 
         Raises OptionError: an import with another source or other settings is unfinished.
         """
@@ -110,7 +109,7 @@ class ImportProgress:
             self._files.write(path, encode_file(record))  # the other import has written no shard
 
     def shards(self, first: int) -> list[ImportedShard]:
-        """Return the records of shard `first` and the next ones, up to the first shard that is not written."""
+        """Return the records of shard `first` and the next ones, up to the first shard that has no record."""
         present = {child.name for child in self._files.children(self._folder)}
         names = list(takewhile(present.__contains__, (f"ms-{number}.json" for number in count(first))))
         with ThreadPoolExecutor(_READ_THREADS, "dpflow-progress") as threads:
@@ -125,7 +124,7 @@ class ImportProgress:
         return self._noted(RECORD, DraftRecord)
 
     def finished(self) -> Variant | None:
-        """Return the variant if all of it is written, else None. None also if the import was discarded since."""
+        """Return the variant if all of it is written; None if it is not, or if the import was discarded."""
         done = self._noted("done.json", ImportedVariant)
         return None if done is None or self.record() is None else done.variant
 
@@ -163,7 +162,7 @@ def json_schemas() -> dict[str, dict[str, Any]]:
     return {str(kind.__struct_config__.tag): msgspec.json.schema(kind) for kind in _KINDS}
 
 
-#: Called with the number of the source's samples written so far, first with the number that an earlier run has written.
+#: Called with the number of the source's samples written so far. The first call has the number from an earlier run.
 ProgressCallback = Callable[[int], None]
 
 
@@ -177,7 +176,7 @@ class VariantWriter:
         files: the dataset's directory.
         ref: dataset, version and variant.
         record: source and settings of the import.
-        base: the variant whose samples come before those of the source; None: no samples do.
+        base: the parent's variant, whose samples come before the source's; None: there is none.
         importer: the importer of the source.
         progress: see `ProgressCallback`.
     """
@@ -213,7 +212,7 @@ class VariantWriter:
 
         Raises:
             OptionError: an import with another source or other settings is unfinished.
-            SourceError: the source does not have the expected layout, is empty, or has changed since.
+            SourceError: the source does not have the expected layout, is empty, or has changed since an earlier run.
         """
         self._progress.begin(self._record)
         finished = self._progress.finished()

@@ -1,1 +1,1 @@
-"""The position in an epoch, as data: its plan, its randomness, its state. No processes, no sockets."""
+"""Position in an epoch: the plan of its batches, the random generators, and the state that is saved."""

@@ -1,4 +1,4 @@
-"""Checksum of the samples that an epoch has drawn, which a resumed epoch must draw again."""
+"""Checksum of the sample indices that an epoch has drawn, to check that a resumed epoch draws the same indices."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-#: The name of the checksum among the values that a state must share with the loader that resumes it.
+#: Key of the checksum in `LoaderState.made_of`.
 READ = "samples read"
 
 
 def extended(checksum: int | None, index: Any) -> int | None:
-    """Return the checksum after one more batch of indices, or one more index; None if an index is not an integer.
+    """Return `checksum` updated by `index`, an index or a batch; None if `checksum` is None, or an index is no integer.
 
-    The checksum does not depend on the division of the indices into batches.
+    The result does not depend on how indices are grouped into batches.
     """
     if checksum is None:
         return None

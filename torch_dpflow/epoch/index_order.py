@@ -1,8 +1,7 @@
-"""The indices of torch's own samplers, in torch's order, without torch's list of all of them.
+"""Indices of torch's samplers, drawn in less memory; and whether an epoch's order is fixed at its first batch.
 
-torch's RandomSampler makes a list of Python integers for each pass: 36 bytes per sample, drawn as a whole before the
-first batch and again at the end. Here a pass takes 4 bytes per sample, and is drawn as it is read. `is_drawn_at_start`
-and `settled_length` report which part of an epoch's order is fixed at its first batch.
+torch's RandomSampler draws each pass at once, as a list of Python integers: 36 bytes per sample. This module yields the
+same indices from 4 bytes per sample. Those of long passes are drawn as they are read.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _CHUNK = 4096
 
 
 def batches_of(index_sampler: Any) -> Iterator[Any]:
-    """Begin to iterate over a loader's `_index_sampler`, in torch's order; return the iterator."""
+    """Return an iterator over a loader's `_index_sampler`, with the same batches and order as in torch."""
     if type(index_sampler) is BatchSampler and is_drawn_here(index_sampler.sampler):
         indices = indices_of(index_sampler.sampler)
         return iter(BatchSampler(indices, index_sampler.batch_size, index_sampler.drop_last))
@@ -36,18 +35,18 @@ def batches_of(index_sampler: Any) -> Iterator[Any]:
 
 
 def is_drawn_here(sampler: Any) -> TypeGuard[RandomSampler]:
-    """Return whether `indices_of` draws the indices of this sampler: a RandomSampler without replacement."""
+    """Return whether `indices_of` supports this sampler: a RandomSampler without replacement, but no subclass."""
     return type(sampler) is RandomSampler and not sampler.replacement
 
 
 def in_chunks(order: Any, start: int, stop: int) -> Iterator[int]:
-    """Yield the numbers of an order from place `start` to before `stop`, as Python integers."""
+    """Yield the items of `order[start:stop]` as Python integers."""
     for first in range(start, stop, _CHUNK):
         yield from order[first : min(stop, first + _CHUNK)].tolist()
 
 
 def indices_of(sampler: RandomSampler, skip: int = 0) -> Iterator[int]:
-    """Yield a RandomSampler's indices after the first `skip`; draw at torch's times, from the same generators."""
+    """Yield the indices of a sampler that passes `is_drawn_here`, without the first `skip`. Draws as torch does."""
     length = len(sampler.data_source)
     generator = sampler.generator
     if generator is None:
@@ -75,18 +74,18 @@ def is_drawn_at_start(index_sampler: Any) -> bool:
 
 
 def draws_at_end(index_sampler: Any) -> bool:
-    """Return whether the end of an epoch draws from the user's generator: a RandomSampler begins another pass."""
+    """Return whether the end of an epoch may draw from a user's generator, as with a RandomSampler that has one."""
     sampler = index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
     return type(sampler) is RandomSampler and sampler.generator is not None
 
 
 def settled_length(index_sampler: Any, end: int | None = None) -> int:
-    """Return the number of batches that the first batch of an epoch fixes, and that may be drawn together with it.
+    """Return how many batches from an epoch's start are fixed once the first batch is drawn; 0 if unknown.
 
-    The last batch is not counted if drawing it also draws from the user's generator for another epoch: see
-    `draws_at_end`.
+    They can be drawn together with the first batch. A last batch that may draw random numbers is not counted
+    (`draws_at_end`).
 
-    end: number of batches at the end of a resumed epoch; None for a whole epoch.
+    end: number of batches in a resumed epoch, including batches before the resume; None for a whole epoch.
     """
     usual = length_or_none(index_sampler)
     length = usual if end is None else end

@@ -1,7 +1,6 @@
-"""Own states of datasets, samplers and their iterators: what their `state_dict` returns.
+"""Own states of datasets, samplers and their iterators: saving and restoring what their `state_dict` returns.
 
-Iterating never depends on these states. If a `state_dict` fails, its error is kept and raised by the loader's
-`state_dict`.
+A `state_dict` that fails does not stop the iteration. The loader's `state_dict` raises the error later.
 """
 
 import copy
@@ -22,12 +21,12 @@ from torch_dpflow.errors import StateError, UsageError
 
 
 def has_state(part: Any) -> bool:
-    """Return whether `part` has its own state: methods `state_dict` and `load_state_dict`."""
+    """Return whether `part` has a state: methods `state_dict` and `load_state_dict`."""
     return callable(working(part, "state_dict")) and callable(working(part, "load_state_dict"))
 
 
 class Unsaved:
-    """Placeholder for the state of `part`, whose `state_dict` raised the error that is being handled."""
+    """Placeholder for a state that could not be saved. Construct it in an `except` block, whose exception it keeps."""
 
     def __init__(self, part: Any) -> None:
         self.part = type(part).__name__
@@ -38,7 +37,7 @@ class Unsaved:
             self._failure.exc_type = RuntimeError
 
     def reraise(self) -> None:
-        """Raise StateError, with the error as its cause."""
+        """Raise StateError, caused by a copy of the kept exception, or by a RuntimeError with its text."""
         try:
             self._failure.reraise()
         except UsageError as cause:  # of a sampler of this package
@@ -62,12 +61,12 @@ class Pickled:
         self._bytes = pickle.dumps(value)
 
     def open(self) -> Any:
-        """Unpickle the state. Raises any error of unpickling."""
+        """Return the unpickled state. Raises any error of unpickling."""
         return pickle.loads(self._bytes)
 
 
 def state_of(part: Any, **arguments: Any) -> Any:
-    """Return the state of `part`; None if it has none, `Unsaved` if its `state_dict` fails. Raises nothing."""
+    """Return `part.state_dict(**arguments)`; None if `part` has no state, `Unsaved` if that call fails."""
     try:
         return part.state_dict(**arguments) if has_state(part) else None
     except Exception:
@@ -79,7 +78,7 @@ def copied_state_of(part: Any, **arguments: Any) -> Any:
 
 
 def copied(part: Any, state: Any) -> Any:
-    """Return a copy of the state of `part`; `Unsaved` if it cannot be copied."""
+    """Return a deep copy of `state`, which is the state of `part`; `Unsaved` if it cannot be copied."""
     try:
         return copy.deepcopy(state)
     except Exception:
@@ -87,7 +86,7 @@ def copied(part: Any, state: Any) -> Any:
 
 
 def takes(part: Any, argument: str) -> bool:
-    """Return whether the `state_dict` of `part` has this argument."""
+    """Return whether `part` has a state, and its `state_dict` takes this argument."""
     try:
         return has_state(part) and argument in inspect.signature(part.state_dict).parameters
     except Exception:  # not every function has a signature
@@ -95,7 +94,7 @@ def takes(part: Any, argument: str) -> bool:
 
 
 def sealed(part: Any, state: Any) -> Any:
-    """Return the state of `part` in a form that can be sent to another process; `Unsaved` if it cannot be pickled."""
+    """Return the state of `part` as `Pickled`, or `Unsaved` if that fails. None and `Unsaved` stay unchanged."""
     if state is None or isinstance(state, Unsaved):
         return state
     try:
@@ -105,7 +104,7 @@ def sealed(part: Any, state: Any) -> Any:
 
 
 def opened(state: Any) -> Any:
-    """Undo `sealed`. Raises StateError: the `state_dict` failed, or the state cannot be unpickled here."""
+    """Return the state in a result of `sealed` or `state_of`. Raises StateError for `Unsaved`, or if unreadable."""
     if isinstance(state, Unsaved):
         state.reraise()
     if not isinstance(state, Pickled):
@@ -120,9 +119,9 @@ def opened(state: Any) -> Any:
 
 
 def restore_state(part: Any, state: Any, kind: str) -> None:
-    """Restore the own state of `part`. Raises StateError if its `load_state_dict` is missing or fails.
+    """Pass a copy of `state` to `part.load_state_dict`. Raises StateError if not `has_state(part)`, or if it fails.
 
-    kind: "dataset" or "sampler", for errors.
+    kind: "dataset" or "sampler", for error messages.
     """
     if not has_state(part):
         raise StateError(
@@ -139,11 +138,11 @@ def restore_state(part: Any, state: Any, kind: str) -> None:
 
 
 def restore_sampler(sampler: Any, state: Any, *, begun: bool) -> None:
-    """Restore the own state of a sampler, and let it read the epoch that was set by `set_epoch`.
+    """Restore a sampler from `state`. If the sampler has a `named_epoch`, which `set_epoch` sets, that epoch stays.
 
-    begun: whether the loader continues an epoch. Else the next iteration is a whole one, which `set_epoch` decides.
+    begun: whether the state was taken in mid-epoch. It must then be of the epoch in `named_epoch`, if there is one.
 
-    Raises StateError as `restore_state` does, or if the epoch that begins is not the one that was set.
+    Raises StateError as `restore_state` does, or if `begun` and these epochs differ.
     """
     named = working(sampler, "named_epoch")
     restore_state(sampler, state, "sampler")
@@ -160,7 +159,7 @@ def restore_sampler(sampler: Any, state: Any, *, begun: bool) -> None:
 
 
 def at_rest(dataset: Any) -> dict[str, Any] | Unsaved | None:
-    """Return the state of a dataset that is not being iterated, in the form of `Stream.state`; None without a state."""
+    """Return a dataset's state between iterations, in the form of `Stream.state`; None or `Unsaved` as there."""
     kept = state_of(dataset)
     if kept is None or isinstance(kept, Unsaved):
         return kept
@@ -168,14 +167,14 @@ def at_rest(dataset: Any) -> dict[str, Any] | Unsaved | None:
 
 
 def ended(kept: Any) -> Any:
-    """Return a result of `Stream.state`, marked as the end of its iteration."""
+    """Return `kept`, a result of `Stream.state`, marked as the state at the end of an iteration."""
     return {**kept, "ended": True} if isinstance(kept, dict) else kept
 
 
 def return_dataset(dataset: Any, kept: dict[str, Any]) -> None:
-    """Restore `dataset`, so that its next iteration begins as it would have after the saved one.
+    """Restore a dataset so that its next iteration begins as it would have begun after `kept` was saved.
 
-    The process's generators stay unchanged.
+    kept: result of `Stream.state` or `at_rest`. The process's random generators stay unchanged.
 
     Raises StateError: the dataset or its iterator cannot restore its state.
     """
@@ -234,7 +233,7 @@ class Stream:
         make_fetcher: makes torch's fetcher for the dataset, which calls `iter(dataset)`.
         state: an earlier result of `state()`; None for the beginning.
         skip: number of batches to skip; only without `state`.
-        failed: number of skipped batches that raised an error, which the training loop has caught.
+        failed: how many of the skipped batches may raise an error, because they raised it when they were delivered.
         batch_size: number of samples in a batch; None if the dataset yields whole batches.
     """
 
@@ -261,7 +260,7 @@ class Stream:
             self._skip(skip, batch_size or 1, failed)
 
     def fetch(self, index: Any) -> Any:
-        """Return the next batch. Raises StopIteration at the end of the stream, and at each later call."""
+        """Return the next batch. Raises StopIteration at and after the stream's end. index: as in torch's `fetch`."""
         try:
             return self._fetcher.fetch(index)
         except StopIteration:
@@ -274,7 +273,10 @@ class Stream:
         return has_state(self._dataset) or has_state(self._fetcher.dataset_iter)
 
     def state(self) -> dict[str, Any] | Unsaved | None:
-        """Return the states of the dataset and its iterator after the latest batch; None if neither has one."""
+        """Return a dict: the own states of "dataset" and "iterator", and whether the stream has "ended".
+
+        Returns None if neither has a state, and `Unsaved` if a `state_dict` failed.
+        """
         # With a short batch a dataset has reached its end, and may have reset itself.
         short = bool(getattr(self._fetcher, "ended", False))
         iterator = self._fetcher.dataset_iter

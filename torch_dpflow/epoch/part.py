@@ -1,4 +1,4 @@
-"""The part of a dataset that a loader reads, described so that a state of another part is refused."""
+"""Descriptions of the samples that a loader reads, by which a state saved for other samples is refused."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from torch.utils.data import BatchSampler, RandomSampler, Subset, SubsetRandomSa
 from torch_dpflow._core.checks import working
 from torch_dpflow._core.dealing import describe_numbers, row_of
 
-#: The part of a dataset that is not a `Subset`.
+#: Description of all samples of a dataset, in their order.
 WHOLE = "all samples"
 
 
 def part_of_dataset(dataset: Any) -> str | None:
-    """Describe the samples of a `Subset`, nested or inside a dataset of this package, as text.
+    """Return a text that identifies the samples of a `Subset`, also if it is nested or inside this package's datasets.
 
-    Return `WHOLE` for other datasets, and None if an index is not a whole number. Takes as long as reading the indices.
+    Returns `WHOLE` if no `Subset` leaves out or reorders samples, and None if an index is not a whole number.
     """
     levels = [_described(indices) for indices in _levels(dataset)]
     return None if None in levels else " of ".join(map(str, levels)) or WHOLE
 
 
 def part_of_sampler(index_sampler: Any) -> str | None:
-    """Describe the samples that a sampler of fixed indices chooses from, as text; None for any other sampler.
+    """Return a text that identifies the indices in a sampler; None if it holds none, or an index is not a whole number.
 
-    A list, a SubsetRandomSampler and samplers of this package have fixed indices.
+    Lists, arrays, a SubsetRandomSampler and some samplers of this package hold indices.
     """
     while type(index_sampler) is BatchSampler:
         index_sampler = index_sampler.sampler
@@ -44,7 +44,7 @@ def part_of_sampler(index_sampler: Any) -> str | None:
 
 
 def drawing_of(index_sampler: Any) -> str | None:
-    """Describe how torch's RandomSampler or WeightedRandomSampler draws, as text; None for any other sampler."""
+    """Return a text that identifies how a RandomSampler or WeightedRandomSampler draws; None for any other sampler."""
     while type(index_sampler) is BatchSampler:
         index_sampler = index_sampler.sampler
     weights = ""

@@ -1,4 +1,4 @@
-"""The plan of one epoch: its index batches, drawn when they are needed, and the repetition of these draws."""
+"""Plan of one epoch: batches of indices, which are drawn when they are needed, and drawn again to resume."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ from torch_dpflow.errors import StateError
 
 #: Samples that are drawn again at once.
 _CHUNK = 4096
-#: The outcome of a batch that was taken.
+#: The outcome of a batch that the training loop has received.
 TAKEN: Any = object()
 
 
 @dataclass(slots=True, eq=False)
 class PlannedBatch:
-    """One batch of a plan, from the sampler to the training loop, and what to record once it is delivered.
+    """Batch on its way from the sampler to the training loop, with the changes to record when it is delivered.
 
-    Control-C may interrupt the training thread between any two of its steps. So a batch stays the next one until it was
-    taken, which is one assignment, `batch.outcome = TAKEN`. Nothing is called between that and the return of the batch:
-    Python handles signals at calls and backward jumps only.
+    Control-C may interrupt the training thread between any two steps. A batch therefore stays the next one to deliver
+    until a single assignment, `batch.outcome = TAKEN`, marks it as delivered. Nothing is called between this assignment
+    and the return of the batch, because Python handles signals only at calls and backward jumps.
     """
 
     position: int
     #: The batch's indices.
     index: Any
-    #: Its worker, where batches are bound to workers.
+    #: The worker that has to load it; None if any worker may load it.
     worker: int | None = None
-    #: Its result or error; None until it arrives.
+    #: Its result or error; None until it arrives, `TAKEN` once it is delivered.
     outcome: Any = None
     samples: int = 0
-    #: Where its worker's own stream is after it; None: nothing new.
+    #: Position of its worker's stream after this batch; None if that does not change.
     stream: StreamState | None = None
-    #: Its worker's later positions, cancelled because the worker's stream has ended; they count as delivered with it.
+    #: Positions that were cancelled because its worker's stream has ended; they count as delivered with this batch.
     dropped: Sequence[int] = ()
-    #: The workers of the batches in flight after it, in order, and the worker after those; None if there is no order.
+    #: The workers of the later batches in flight, in order, and the worker whose turn is next; None without turns.
     workers_after: tuple[list[int], int] | None = None
 
 
@@ -72,16 +72,15 @@ class _Iterated:
 
 
 class Plan:
-    """Plan of one epoch: index batches in the sampler's order, and the sampler's state after each of them.
+    """Plan of one epoch: batches of indices in the sampler's order, and the sampler's state after each batch.
 
     Args:
-        batches: the running iteration of the loader's index sampler.
-        sampler: the sampler; None if it has no state but that of `batches`, see `stateful_part`.
+        batches: iterator over the loader's index sampler.
+        sampler: the sampler that has a state, see `stateful_part`; None if none has.
         position: number of batches that were drawn before this plan began.
-        ended_at: the epoch's length, if the sampler is known to have ended.
-        end: the position at the end of a resumed epoch, if known.
-        checksum: checksum of the indices before this plan began; None if the order needs none, or the indices are not
-            integers.
+        ended_at: number of batches in the epoch, if the sampler has already yielded all of them.
+        end: number of batches in a resumed epoch, including those before the resume; None for a whole epoch.
+        checksum: checksum of the indices before this plan began; None: compute no checksums.
     """
 
     def __init__(
@@ -106,22 +105,23 @@ class Plan:
         self._is_begun = False
         self._snapshots: dict[int, Any] = {}
         self._checksums = {position: checksum}
-        #: A batch that was prefetched from the sampler and not drawn.
+        #: The batch that was prefetched from the sampler for the next `draw`; empty if there is none.
         self.held: list[Any] = []
-        #: Whether Control-C interrupted the sampler, which ends a generator as its last batch does.
+        #: Whether Control-C interrupted the sampler, so that its remaining batches are lost.
         self.is_torn = False
         self._snapshot(position)
 
     def draw(self) -> tuple[int, Any]:
-        """Return the next position and its indices. Raises StopIteration at the end of the epoch."""
+        """Draw the next batch; return its position and indices. Raises StopIteration at the end of the epoch."""
         position, index = self.peek()
         self.drawn, self.held = position + 1, []
         return position, index
 
     def peek(self) -> tuple[int, Any]:
-        """Return the next position and its indices; the same until the caller sets `drawn` and `held`.
+        """Return the position and indices of the next batch, which stays the next one.
 
-        So Control-C loses no batch. Raises StopIteration at the end of the epoch.
+        A caller draws it by assigning `drawn = position + 1` and `held = []`, so that Control-C loses no batch. Raises
+        StopIteration at the end of the epoch.
         """
         if not self.held:
             self.prefetch_one()
@@ -134,7 +134,7 @@ class Plan:
         return self.drawn, self.held[0]
 
     def prefetch_one(self) -> None:
-        """Draw the sampler's next batch now, and keep it for the next `draw`; nothing once the sampler has ended."""
+        """Fetch the sampler's next batch, and keep it for the next `draw`. Does nothing once the sampler has ended."""
         if self.ended_at is not None:  # an iterator that is asked again may begin another epoch
             return
         self._is_begun = True
@@ -149,10 +149,9 @@ class Plan:
             self.ended_at = self.drawn
 
     def settle(self, length: int) -> list[Any]:
-        """Draw what remains of an epoch's first `length` batches, and return these; `draw` returns them too.
+        """Return the undrawn batches among the epoch's first `length` batches; `draw` returns them later too.
 
-        For an order that is fixed at its first batch (`settled_length`): this draws the same random numbers at the
-        same time as that batch.
+        Only for batches whose order is fixed at the first batch (`settled_length`): drawn early, they are the same.
         """
         self._is_begun = True
         settled: list[Any] = []
@@ -181,15 +180,16 @@ class Plan:
         self._checksums = {self.drawn: checksum}
 
     def checksum(self, position: int) -> int | None:
-        """Return the checksum of the indices before `position`; None if it is unknown. Only until `forget` drops it."""
+        """Return the checksum of the indices before `position`; None if unknown. Not after `forget` has dropped it."""
         return self._checksums[position]
 
     def sampler_state(self, position: int, samples: int, length: int | None) -> Any:
-        """Return the sampler's own state after the batches before `position`, which have `samples` samples.
+        """Return `LoaderState.sampler` after all batches before `position`; None if the sampler has no state.
 
-        length: batches of a whole epoch that is not resumed, None if unknown.
+        samples: number of samples in these batches.
+        length: number of batches in a whole epoch; None if unknown.
 
-        Raises StateError: the sampler's `state_dict` failed.
+        Raises StateError: the `state_dict` of the sampler or of its iterator failed.
         """
         length = length if self.end is None else self.end
         while self.drawn < position:  # delivered before the epoch was resumed, ahead of others
@@ -207,7 +207,7 @@ class Plan:
         return opened(self._snapshots[position])
 
     def forget(self, position: int) -> None:
-        """Drop the records of all batches before `position`, the oldest batch that is not delivered."""
+        """Drop the checksums and sampler states before `position`, the position of the oldest undelivered batch."""
         position = min(position, self.drawn)  # a resumed epoch may not have drawn again what was delivered ahead
         for kept in (self._snapshots, self._checksums):
             while kept and (oldest := next(iter(kept))) < position:
@@ -218,7 +218,7 @@ class Plan:
             self._snapshots[position] = _kept(copied_state_of(self._sampler), copied_state_of(self._iterator))
 
     def sampler_at_rest(self) -> Any:
-        """Return the sampler's own state at the end of the epoch. Raises StateError if its `state_dict` failed."""
+        """Return `LoaderState.sampler` at the epoch's end; None without one or for a `RankOrder`. Raises StateError."""
         if isinstance(self._sampler, RankOrder):
             return None  # its next epoch is what `set_epoch` says
         self.prefetch_one()
@@ -226,7 +226,7 @@ class Plan:
 
 
 def sampler_before(index_sampler: Any, sampler: Any) -> Any:
-    """Return the sampler's own state before any epoch; None if its `state_dict` fails."""
+    """Return `LoaderState.sampler` before any epoch; None if the sampler has no state, or its `state_dict` fails."""
     kept = _kept(copied_state_of(stateful_part(index_sampler, sampler)), None)
     return None if isinstance(kept, Unsaved) else kept
 
@@ -241,13 +241,13 @@ def _kept(of_sampler: Any, of_iterator: Any) -> Any:
 
 
 def stateful_part(index_sampler: Any, sampler: Any) -> Any:
-    """Return the first of these objects with a state (`state_dict` and `load_state_dict`), or None."""
+    """Return the index sampler if it has a state (see `has_state`), else `inner_sampler` if it has one, else None."""
     sampler = inner_sampler(index_sampler, sampler)
     return next((part for part in (index_sampler, sampler) if has_state(part)), None)
 
 
 def new_plan(batches: Iterator[Any], index_sampler: Any, sampler: Any) -> Plan:
-    """Return the plan of a whole epoch, whose batches are the running iteration of the index sampler."""
+    """Return the plan of a whole epoch. `batches` is a new iterator over the index sampler."""
     part = stateful_part(index_sampler, sampler)
     if callable(begin := working(part, "begin_next")):
         begin()
@@ -259,9 +259,9 @@ def new_plan(batches: Iterator[Any], index_sampler: Any, sampler: Any) -> Plan:
 
 
 def return_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Iterator[Any]:
-    """Restore the states of the sampler and of its iteration; return the iteration, empty if its state was not saved.
+    """Restore the sampler, and a new iterator over the index sampler, each if `state` holds its state.
 
-    Raises StateError if a state cannot be restored.
+    Returns this iterator, or an empty one if its state was not saved. Raises StateError if a state cannot be restored.
     """
     kept = state.sampler or {"sampler": None, "iterator": None}
     if kept["sampler"] is not None:
@@ -275,7 +275,7 @@ def return_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Iter
 
 
 def repeat_draws(state: LoaderState, index_sampler: Any, generator: torch.Generator | None) -> None:
-    """Repeat the random draws of the epoch that ended just before this state was saved."""
+    """Repeat the random draws of the epoch after which `state` was saved, except those of a sampler with a state."""
     restore_rng(state.plan_rng or {})
     if state.sampler is not None or state.kind == "iterable":  # their order is not drawn here
         open_order(_without_order(state.opening), index_sampler, generator)
@@ -289,7 +289,7 @@ def _without_order(opening: Sequence[OpeningStep]) -> list[OpeningStep]:
 
 
 def open_order(opening: Sequence[OpeningStep], index_sampler: Any, generator: torch.Generator | None) -> Iterator[Any]:
-    """Begin an epoch's order with these steps, each of which may draw random numbers. The last step's order is used."""
+    """Run the steps that begin an epoch; return an iterator over the last "order" step's batches, empty without one."""
     batches: Iterator[Any] = iter(())
     for step in opening:
         if step == "order":
@@ -306,12 +306,12 @@ def replay(
     generator: torch.Generator | None,
     on_opened: Callable[[], None],
 ) -> Plan:
-    """Return the plan of an interrupted epoch, from its first batch that is not delivered.
+    """Return the plan of the epoch in which `state` was saved, starting at its first undelivered batch.
 
-    Draws the indices up to there again, from the process's generators, which the caller has to preserve. `on_opened` is
-    called before the order is drawn.
+    The process's random generators change; the caller has to restore them. If `state` does not hold the sampler's
+    state, earlier indices are drawn again. Before that, and after the steps in `state.opening`, `on_opened` is called.
 
-    Raises StateError: the state does not fit the sampler or the data set.
+    Raises StateError: the state does not fit the sampler or the dataset.
     """
     if state.plan_rng is not None:
         restore_rng(state.plan_rng)
@@ -411,7 +411,7 @@ def _resume_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Pla
 
 
 def samples_in(index: Any) -> int:
-    """Return the number of samples in a batch's indices, which may be any iterable; 1 if it has no length."""
+    """Return the number of indices in a batch, which may be any iterable; 1 if that is not known."""
     try:
         return operator.length_hint(index, 1)
     except Exception:
@@ -419,7 +419,7 @@ def samples_in(index: Any) -> int:
 
 
 def sampler_generators(index_sampler: Any, sampler: Any, generator: torch.Generator | None) -> list[Generator]:
-    """Return the generators of stateless samplers, in the order of their nesting, without the loader's `generator`."""
+    """Return the random generators in the samplers' attributes, except `generator`; empty with a `stateful_part`."""
     if stateful_part(index_sampler, sampler) is not None:
         return []
     found: list[Generator] = []
@@ -434,7 +434,7 @@ def sampler_generators(index_sampler: Any, sampler: Any, generator: torch.Genera
 def return_generators(
     states: Sequence[str], index_sampler: Any, sampler: Any, generator: torch.Generator | None
 ) -> None:
-    """Restore the generators of stateless samplers. Raises StateError if their number has changed."""
+    """Restore the generators of `sampler_generators` from `states`. Raises StateError if these do not fit."""
     held = sampler_generators(index_sampler, sampler, generator)
     if len(held) < len(states):
         with preserved_rng():  # some samplers make their generator when they are first iterated

@@ -38,17 +38,17 @@ from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState, held
 from torch_dpflow.errors import StateError
 from torch_dpflow.log import LOADER
 
-#: How torch begins an epoch without workers, with new ones and with persistent ones.
+#: The steps by which torch begins an epoch: without workers, with new workers, and again with persistent workers.
 OPENING_ALONE: tuple[OpeningStep, ...] = ("order", "seed")
 OPENING_WORKERS: tuple[OpeningStep, ...] = ("order", "seed", "order")
 OPENING_AGAIN: tuple[OpeningStep, ...] = ("order",)
 
 
 class LoaderShape:
-    """Properties of a loader that must equal those of the loader whose state it resumes.
+    """Properties of a loader that its states contain, to be compared with those of the loader that resumes.
 
-    Lengths are computed only when a state is made: torch computes none while it iterates, and `__len__` may fail or be
-    slow. The indices of a `Subset` are read for the first state.
+    Lengths are computed only when they are needed, because a user's `__len__` may fail or be slow. The indices of a
+    `Subset` are read for the first state.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -58,21 +58,21 @@ class LoaderShape:
         self._index_sampler = loader._index_sampler
         self._sampler = inner_sampler(loader._index_sampler, loader.sampler)
         self._indices: dict[str, str | None] | None = None
-        #: The epoch that `set_epoch` of a sampler has set when the iteration began.
+        #: The sampler's epoch at the beginning of the iteration; None if the sampler has no `set_epoch`.
         self._epoch = epoch_of(self._sampler, self._index_sampler)
         self._counted: int | None = None
 
     def note_end(self) -> None:
-        """Record the sampler's epoch if it has counted on by itself, as accelerate's SeedableRandomSampler does."""
+        """Record the sampler's epoch if it changed in this iteration, as with accelerate's SeedableRandomSampler."""
         now = epoch_of(self._sampler, self._index_sampler)
         self._counted = None if now == self._epoch else now
 
     def generators(self, generator: torch.Generator | None) -> list[str]:
-        """Return the states of the samplers' generators (not of the loader's); some exist only after iterating."""
+        """Return the encoded states of the samplers' random generators, except the loader's `generator`."""
         return [*map(encode_generator, sampler_generators(self._index_sampler, self._sampler, generator))]
 
     def length(self) -> int | None:
-        """Return the number of batches of an epoch; None if the sampler has no length."""
+        """Return the number of batches in an epoch; None for an iterable dataset, or if the sampler has no length."""
         return None if self.kind == "iterable" else length_or_none(self._index_sampler)
 
     def ends_at(self, position: int, end: int | None) -> bool:
@@ -84,9 +84,9 @@ class LoaderShape:
         return is_drawn_at_start(self._index_sampler) and position == (self.length() if end is None else end)
 
     def ranks(self) -> Ranks | None:
-        """Return the ranks that read an epoch together, as the sampler or the iterable dataset names them.
+        """Return the ranks that a map-style dataset's sampler defines; None if it defines none.
 
-        Ranks of an iterable dataset that names none are the processes of torch.distributed.
+        For an iterable dataset: the ranks that it defines, else those of torch.distributed; None for a single rank.
         """
         if self.kind == "map":
             return ranks_of(self._sampler, self._index_sampler, dataset=self._dataset)
@@ -99,7 +99,7 @@ class LoaderShape:
         return 0 if ranks is None else ranks.rank
 
     def parts(self) -> dict[str, int | str | bool | None]:
-        """Return the values that must be equal when resuming, by their names in errors. Those in `SIZES` may differ."""
+        """Return the properties for a state, by their names in errors; unknown ones are None."""
         ranks = self.ranks()
         rank = None if ranks is None else ranks.rank
         if self.kind == "iterable":
@@ -130,24 +130,24 @@ class LoaderShape:
         return self._indices
 
 
-#: The rank that has saved a state: another one draws other random numbers.
+#: Key in `parts`: the rank that saved the state. Each rank draws different random numbers.
 RANK = "rank"
-#: The epoch of a sampler without a state, whose order is drawn again and may depend on the epoch.
+#: Key in `parts`: the epoch of a sampler that has `set_epoch`. Its order may depend on the epoch.
 EPOCH = "sampler's epoch"
-#: The following epoch of a sampler without a state, if it counts its iterations itself.
+#: Key in `parts`: the next epoch of a sampler that counts its iterations itself.
 COUNTED = "sampler's next epoch"
-#: The values of `parts` in which a loader may differ from the state that it resumes.
+#: Keys in `parts` whose values may change between a state in mid-epoch and the map-style loader that resumes it.
 SIZES = ("batch_size", "num_replicas")
 
 
 def epoch_of(*samplers: Any) -> int | None:
-    """Return the epoch of the first sampler with `set_epoch`, nested ones included; None if there is none."""
+    """Return the epoch of the sampler that `epoch_setter` finds; None if there is none."""
     part = epoch_setter(*samplers)
     return None if part is None else int(part.epoch)
 
 
 def epoch_setter(*samplers: Any) -> Any:
-    """Return the first sampler with an epoch and `set_epoch`, nested ones included; None if there is none."""
+    """Return the first of these or nested samplers with `set_epoch` and an int `epoch`; None if there is none."""
     for part in nested_samplers(*samplers):
         if callable(working(part, "set_epoch")) and type(working(part, "epoch")) is int:
             return part
@@ -155,7 +155,7 @@ def epoch_setter(*samplers: Any) -> Any:
 
 
 def before_order(loader: Any) -> LoaderState:
-    """Return a state with the generators as they are now, just before an epoch's order is drawn."""
+    """Return a state that has the generators of process, loader and samplers. Call it before an epoch is drawn."""
     held = sampler_generators(loader._index_sampler, loader.sampler, loader.generator)
     return LoaderState(
         fresh=False,
@@ -170,9 +170,8 @@ class EpochProgress:
 
     Args:
         shape: properties of the loader, to save in states.
-        at: where the iteration begins: what determines the epoch's order and random numbers, and in a resumed epoch
-            the position too.
-        plan: the epoch's index batches, starting at the first that is not delivered.
+        at: state from which the iteration begins: generators and seeds of the epoch, and where it is resumed.
+        plan: the epoch's batches of indices, starting at the first batch that is not delivered.
         generator: the loader's generator.
         keeps_seed: whether the next iteration has the same base seed, as with persistent workers.
         streams: the position of each worker's own stream; empty if batches are not bound to workers.
@@ -193,21 +192,21 @@ class EpochProgress:
         self.base_seed = at.base_seed
         self.plan = plan
         self.streams = [replace(stream) for stream in streams]
-        #: The batch that `next` returns, delivered once it was taken.
+        #: The batch to return at the next call of `next`. It is delivered once its outcome is `TAKEN`.
         self.head: PlannedBatch | None = None
-        #: The workers of the batches in flight, in order; and the worker after these.
+        #: The workers of the batches in flight, in order; and the worker of the batch after these.
         self.due = list(at.due)
         self.next_worker = at.next_worker
-        #: Returns the dataset's own state, if it has one and is read in this process.
+        #: Function that returns the dataset's own state, if the dataset has one and is read in this process.
         self.dataset_state: Callable[[], Any] | None = None
-        #: The dataset's own state before the head was loaded, where it may be needed.
+        #: The dataset's own state before `head` was loaded; recorded only if a trainer reads ahead.
         self.before_head: Any = None
-        #: Waits until every worker has reported the beginning of its stream.
+        #: Function that waits until every worker has reported the beginning of its stream.
         self.await_streams: weakref.WeakMethod[Callable[[], None]] | None = None
-        #: The process's generators at the first draw, if they had been used since the opening.
+        #: The process's generators at the first draw of indices, if they were used since the opening steps.
         self.draw_rng: RngState | None = at.draw_rng
-        #: For a resumed iterable dataset: the process's generators after the opening, and the names of those that stay
-        #: where reading again leaves them.
+        #: For a resumed iterable dataset: the process's generators after the opening steps, and the names of the
+        #: generators that are not restored after delivered samples were read again.
         self.opened_rng: RngState | None = None
         self.unchanged: set[str] = set()
         #: The seed of a data pipe's shuffling.
@@ -236,10 +235,10 @@ class EpochProgress:
         generator: torch.Generator | None,
         keeps_seed: bool,
     ) -> EpochProgress:
-        """Return the progress of an iteration that continues a state in mid-epoch.
+        """Return the progress of an iteration that continues `state`, which was taken in mid-epoch.
 
-        The process's generators stay unchanged, except those that are in the state of the epoch's beginning: these end
-        where the epoch's repeated draws leave them, as in the run that was saved.
+        The process's generators stay as they are. A generator that is as it was at the beginning of the saved epoch or
+        run, for example after a restart with the same seed, is advanced as in the saved run instead.
 
         Raises StateError: the state does not fit. The generators of the loader and its samplers then stay unchanged.
         """
@@ -274,11 +273,8 @@ class EpochProgress:
         return position < self.position or position in self._ahead
 
     def passed(self, position: int, samples: int) -> None:
-        """Count the batch at this position as delivered or skipped. Idempotent.
-
-        Control-C can interrupt it only before the loop or between two of its turns, because Python handles signals at
-        calls and backward jumps. The position is right at both.
-        """
+        """Count the batch at this position as delivered or skipped. Idempotent, also after an interrupted call."""
+        # Python handles signals only at calls and backward jumps: before the loop or between two of its turns.
         if position >= self.position:
             self._ahead[position] = samples
         while (due := self.position) in self._ahead:
@@ -287,7 +283,7 @@ class EpochProgress:
             del self._ahead[due]
 
     def note_taken(self) -> None:
-        """Count the head as delivered if it was taken. Idempotent until its last line: Control-C may interrupt it."""
+        """Count `head` as delivered if its outcome is `TAKEN`. A call that Control-C interrupts can be repeated."""
         head = self.head
         if head is None or head.outcome is not TAKEN:
             return
@@ -310,12 +306,12 @@ class EpochProgress:
             )
 
     def state(self, held: int = 0) -> LoaderState:
-        """Return the state to resume this iteration, or the next one if this one is over. No side effect.
+        """Return the state to resume this iteration, or to begin the next one if this one is over.
 
-        held: how many of the latest batches were taken and not used; 0 or 1.
+        held: 1 if a trainer has fetched a batch and not used it yet: it does not count as delivered. Else 0.
 
-        Raises StateError: the `state_dict` of the dataset or sampler failed; or the state before held batches is not
-        known.
+        Raises StateError: the `state_dict` of the dataset or sampler failed, `held` is above 1, or the dataset's state
+        before the held batch was not recorded.
         """
         if held > 1 or (held and self.dataset_state is not None and self.before_head is None):
             raise held_ahead(held)
@@ -380,7 +376,7 @@ class EpochProgress:
         return ended(kept) if self._shape.kind == "iterable" else kept
 
     def streams_of_next(self) -> list[StreamState]:
-        """Return where the workers' own streams begin in the next iteration; empty if it has new workers."""
+        """Return the position at which each worker's stream begins the next iteration; empty if workers will be new."""
         self.note_taken()
         if not self._keeps_seed:
             return []

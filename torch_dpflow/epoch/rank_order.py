@@ -18,22 +18,22 @@ from torch_dpflow.errors import StateError
 
 
 def regrouped(index_sampler: Any, indices: Iterable[Any]) -> Iterator[Any]:
-    """Return an iterator over indices, in batches as those of a loader's `_index_sampler`."""
+    """Return an iterator over `indices`, grouped into batches in the same way as by a loader's `_index_sampler`."""
     if type(index_sampler) is BatchSampler:
         return iter(BatchSampler(indices, index_sampler.batch_size, index_sampler.drop_last))
     return iter(indices)
 
 
 def inner_sampler(index_sampler: Any, sampler: Any) -> Any:
-    """Return the sampler that yields a loader's indices, as far as the loader knows it."""
+    """Return the sampler inside torch's BatchSampler; with any other index sampler, `sampler`."""
     return index_sampler.sampler if type(index_sampler) is BatchSampler else sampler
 
 
 class RankOrder:
-    """State of a DistributedSampler in a loader, as if the class had `state_dict` and `load_state_dict`.
+    """Wrapper that adds `state_dict` and `load_state_dict` to torch's DistributedSampler.
 
     Args:
-        sampler: a DistributedSampler with the order of torch's own class.
+        sampler: a DistributedSampler with torch's `__iter__`.
     """
 
     def __init__(self, sampler: Any) -> None:
@@ -44,7 +44,7 @@ class RankOrder:
 
     @classmethod
     def of(cls, index_sampler: Any, sampler: Any) -> RankOrder | None:
-        """Return the order of a loader's sampler; None if that is not DistributedSampler's order."""
+        """Wrap a loader's DistributedSampler; return None without one, or if its order or batches are not torch's."""
         inner = inner_sampler(index_sampler, sampler)
         is_own = type(index_sampler) is BatchSampler or index_sampler is sampler
         is_torchs = isinstance(inner, DistributedSampler) and type(inner).__iter__ is DistributedSampler.__iter__
@@ -52,24 +52,24 @@ class RankOrder:
 
     @property
     def left(self) -> int:
-        """Number of samples that remain in this rank's epoch."""
+        """Number of samples that this rank had to read when its epoch was begun or resumed."""
         assert self._at is not None
         return self._at.end(self._sampler.num_replicas, drop_last=self._sampler.drop_last) - self._at.position
 
     def begun(self, index_sampler: Any) -> Iterator[Any]:
-        """Iterate over the batches of a whole epoch: the epoch that the sampler has at the first draw."""
+        """Yield the batches of a whole epoch. The sampler's epoch is read when the first batch is drawn."""
         self._epoch, self._at = self._sampler.epoch, RankPosition.beginning(len(self._sampler.dataset))
         yield from regrouped(index_sampler, self.rest())
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any] | None:
-        """Return the position after `consumed` samples; None before the first draw of a whole epoch."""
+        """Return the position after `consumed` samples, by default where reading began; None before the first draw."""
         if self._at is None:
             return None
         at = self._at if consumed is None else replace(self._at, position=consumed)
         return self._identity() | {"epoch": self._epoch} | at.as_dict(self._sampler.rank, self._sampler.num_replicas)
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Restore a position from the state of one rank, or a list of all ranks' states. Raises StateError."""
+        """Restore a position from one rank's state or a list of all ranks'. Raises StateError if one does not fit."""
         states = state if isinstance(state, list) else [state]
         for one in states:
             self._check(one)
@@ -78,7 +78,7 @@ class RankOrder:
         self._epoch = self._sampler.epoch
 
     def rest(self) -> Iterator[int]:
-        """Yield the remaining indices of this rank's epoch. Each index is computed when it is yielded."""
+        """Yield the indices of this rank from where its epoch was begun or resumed to the end."""
         assert self._at is not None
         sampler, at = self._sampler, self._at
         length = len(sampler.dataset)
@@ -113,9 +113,9 @@ class RankOrder:
 
 
 def end_of(state: LoaderState, index_sampler: Any, ranks: Ranks | None) -> int | None:
-    """Return the position at which the epoch of a state in mid-epoch ends, with these ranks; None if unknown.
+    """Return the position after the last batch of the state's epoch if `ranks` continue it; None if unknown.
 
-    Raises StateError: the sampler's state is damaged, or lacks ranks.
+    Raises StateError: the sampler's state is damaged, or a list of all ranks' states lacks some.
     """
     if state.ended:
         return state.position
@@ -132,7 +132,10 @@ def end_of(state: LoaderState, index_sampler: Any, ranks: Ranks | None) -> int |
 
 
 def end_after(state: LoaderState, index_sampler: Any, left: int | None) -> int | None:
-    """Return the position at the end of a resumed epoch of which this many samples are left; None if unknown."""
+    """Return the position after the last batch of a resumed epoch with `left` samples left; None if `left` is None.
+
+    With a batch sampler that is not torch's, `left` is a number of batches.
+    """
     if left is None:
         return None
     if type(index_sampler) is not BatchSampler:

@@ -18,8 +18,8 @@ from torch_dpflow.errors import StateError
 #: A generator that a sampler may hold.
 Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
-#: The epoch that this context loads for, None outside of loading. Reset it in a `finally`, not by a context manager,
-#: between whose steps a signal could come.
+#: The epoch for which samples are loaded in this context; None outside of loading. Reset it in a `finally`, because a
+#: signal could interrupt a context manager.
 EPOCH_HERE: ContextVar[int | None] = ContextVar("epoch", default=None)
 _epoch_of_worker: int | None = None
 
@@ -51,9 +51,9 @@ def _seed(key: bytes, person: bytes) -> None:
 
 
 def has_drawn_since(seed: Callable[[], None]) -> bool:
-    """Return whether something has drawn from the three generators since `seed` was called; their states stay.
+    """Return whether one of the three generators was used since `seed` was called. Their states do not change.
 
-    seed: seeds the generators; each call gives them the same states.
+    seed: function that seeds the generators, each time to the same states.
     """
     states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
     seed()
@@ -69,20 +69,20 @@ def has_drawn_since(seed: Callable[[], None]) -> bool:
 
 
 def loading_epoch() -> int | None:
-    """Return the epoch that a loader of this package is loading for in this context; None outside of loading."""
+    """Return the epoch for which a loader of this package loads samples in this context; None outside of loading."""
     here = EPOCH_HERE.get()
     return _epoch_of_worker if here is None else here
 
 
 def begin_epoch_of_worker(epoch: int) -> None:
-    """Set the epoch that this worker process loads for from now on, in all threads."""
+    """Set the epoch that `loading_epoch` returns in all threads of this worker process."""
     global _epoch_of_worker
     EPOCH_HERE.set(None)  # inherited by a fork from a parent that was loading
     _epoch_of_worker = epoch
 
 
 def is_own_generator(value: Any) -> bool:
-    """Return whether the value is a generator with a separate state: not a global one of numpy or Python."""
+    """Return whether the value is a random generator, except numpy's and Python's global ones and SystemRandom."""
     of_process = value is getattr(random, "_inst", None) or value is getattr(np.random.mtrand, "_rand", None)
     return isinstance(value, Generator) and not (of_process or isinstance(value, random.SystemRandom))
 
@@ -103,7 +103,7 @@ def generator_state(generator: torch.Generator | None) -> str | None:
 
 
 def restore_generator(generator: Generator, state: str) -> None:
-    """Undo `encode_generator`. Raises StateError if the text is not from a generator of this kind."""
+    """Restore a generator from a text of `encode_generator`. Raises StateError if the text does not fit."""
     try:
         if isinstance(generator, torch.Generator):
             generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
@@ -136,7 +136,7 @@ def capture_rng() -> RngState:
 
 
 def restore_rng(state: RngState) -> None:
-    """Restore the generators of this process. Raises StateError unless `capture_rng` returned the state."""
+    """Restore the process's three generators from a state of `capture_rng`. Raises StateError if it is damaged."""
     try:
         version, words, gauss = state["random"]
         raw = base64.b64decode(words)
@@ -152,12 +152,12 @@ def restore_rng(state: RngState) -> None:
 
 
 def fingerprints(state: RngState) -> dict[str, str]:
-    """Return a digest of each generator's state, by its name."""
+    """Return a digest of each generator's state, by the generator's name."""
     return {name: hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest() for name, value in state.items()}
 
 
 def unchanged_generators(state: RngState, began: dict[str, str]) -> set[str]:
-    """Return the names of the process's generators that equal those in `state`, or have the fingerprint in `began`."""
+    """Return the names of the process's generators whose present state is in `state`, or whose digest is in `began`."""
     now = capture_rng()
     marks = fingerprints(now)
     return {name for name in now if now[name] == state.get(name) or marks[name] == began.get(name)}
@@ -165,7 +165,7 @@ def unchanged_generators(state: RngState, began: dict[str, str]) -> set[str]:
 
 @contextmanager
 def preserved_rng_except(names: set[str]) -> Iterator[None]:
-    """Restore the process's generators after the body, except those of these names."""
+    """Restore the process's generators after the `with` block, except those with these names."""
     before = capture_rng()
     try:
         yield
@@ -176,7 +176,7 @@ def preserved_rng_except(names: set[str]) -> Iterator[None]:
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Restore the process's generators after the body."""
+    """Restore the process's generators after the `with` block."""
     before = capture_rng()
     try:
         yield

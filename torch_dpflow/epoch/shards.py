@@ -1,4 +1,4 @@
-"""ShardedIterableDataset: an iterable dataset whose position is saved by shard, whichever worker reads it."""
+"""ShardedIterableDataset: an iterable dataset whose position is saved by shard, so that other workers can continue."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ShardedIterableDataset(IterableDataset[Any]):
         ranks: a 1-D DeviceMesh or a process group that defines both.
 
     Raises:
-        OptionError: a number is out of range.
+        OptionError: a number is out of range, or `ranks` cannot be used.
         OptionTypeError: an argument is of the wrong type.
     """
 
@@ -49,7 +49,7 @@ class ShardedIterableDataset(IterableDataset[Any]):
 
     @abstractmethod
     def read_shard(self, number: int, start: int) -> Iterator[Any]:
-        """Yield the samples of a shard, starting at sample `start`, in an order that is always the same in an epoch."""
+        """Yield the samples of a shard, starting at sample `start`. Their order must not change within an epoch."""
 
     def __iter__(self) -> Iterator[Any]:
         self._read, self._loaded = dict(self._loaded or {}), None
@@ -68,7 +68,7 @@ class ShardedIterableDataset(IterableDataset[Any]):
             self._read[number] = _ENDED
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in each shard that this copy of the dataset has begun, or was given a position in."""
+        """Return the position in each shard that this copy has begun to read, or whose position it has loaded."""
         read = self._read if self._loaded is None else self._loaded
         return {
             "num_shards": self.num_shards,
@@ -84,7 +84,7 @@ class ShardedIterableDataset(IterableDataset[Any]):
 
 
 def check_shards(state: Any, num_shards: int, num_replicas: int, rank: int) -> None:
-    """Raise StateError unless a state has the positions of all shards that a rank is to read."""
+    """Raise StateError if a state has another form or number of shards, or lacks positions of shards of this rank."""
     if not is_of_shards(state):
         raise StateError(f"{state!r:.100} is no state of a ShardedIterableDataset; give what state_dict() returned")
     if state["num_shards"] != num_shards:
@@ -114,12 +114,11 @@ def is_of_shards(state: Any) -> bool:
 
 
 def merged_shards(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the positions of all shards, from the states of copies of one dataset.
+    """Join the states of all copies of a dataset, in workers or ranks, into one with the positions of all shards.
 
-    Each shard is read by one copy. A copy that was resumed also has the positions of the others' shards at that time,
-    so the furthest position of each shard counts.
+    The furthest position of each shard counts: a resumed copy also has old positions of shards that other copies read.
 
-    Raises StateError: the states are of different datasets.
+    Raises StateError: the states differ in their number of shards or of ranks.
     """
     first = states[0]
     shards: dict[str, int] = {}

@@ -1,8 +1,7 @@
-"""The schema of `state_dict`: versioned, of one shape, for JSON, pickle and torch's checkpoints.
+"""Format of a loader's `state_dict`, which JSON, pickle and torch's checkpoints can store.
 
-Its values are one text, so that the state has the same keys and kinds of values at every position. torch's distributed
-checkpoint loads by the keys that a new loader's state has, and may store the values of one key from one rank and those
-of another key from another. One text is stored whole or not at all.
+A state has the same keys at every position; its key "state" holds all values as text. The reason is torch's distributed
+checkpoint: it loads only keys that a new loader's state has, and may take each key from a different rank.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 class HeldObjects:
-    """Holder of the own states of datasets and samplers that no text can hold; pickled with the loader's state."""
+    """Container of those dataset and sampler states that cannot become text; pickled with the loader's state."""
 
     def __init__(self, values: list[Any]) -> None:
         self.values = values
@@ -38,7 +37,7 @@ class HeldObjects:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether JSON preserves the value: lists, dicts with keys of text, text, numbers, bools and None only."""
+    """Return whether JSON preserves the value: only lists, dicts with str keys, str, int, float, bool and None."""
     if type(value) is list:
         return all(map(is_plain, value))
     if type(value) is dict:
@@ -68,7 +67,7 @@ def packed(value: Any, objects: list[Any]) -> Any:
 
 
 def unpacked(value: Any, objects: list[Any]) -> Any:
-    """Undo `packed`. Raises StateError if the value is damaged."""
+    """Return the value that was given to `packed`, from its result. Raises StateError if the result is damaged."""
     try:
         if value is None:
             return None
@@ -85,7 +84,7 @@ def unpacked(value: Any, objects: list[Any]) -> Any:
 
 
 def from_text(text: Any) -> dict[str, Any]:
-    """Return the values in a state's text. Raises StateError if it is damaged."""
+    """Return the dict in a state's JSON text. Raises StateError if the text is damaged."""
     try:
         values = json.loads(text)
         if type(values) is not dict:
@@ -105,90 +104,89 @@ _KEYS = frozenset({*_SHOWN, "state", "objects"})
 #: The own states of datasets, samplers and flows.
 _OWN = ("sampler", "dataset", "shared")
 
-#: A step in beginning an epoch: call `iter` of the sampler, or draw the base seed.
+#: A step that begins an epoch: "order" calls `iter` of the sampler, "seed" draws the base seed.
 OpeningStep = Literal["order", "seed"]
 
 
 @dataclass(kw_only=True)
 class StreamState:
-    """The position of one worker's own stream: an iterable dataset's copy, or a worker with its own random numbers."""
+    """Position of one worker's stream: batches that only it can load, because of its dataset copy or random state."""
 
     #: Batches of this worker that were delivered.
     delivered: int = 0
-    #: How many of the delivered batches were an error in place of a batch.
+    #: How many of the delivered batches were errors.
     failed: int = 0
     ended: bool = False
     #: The own states of the "dataset" and its "iterator" after these batches, and whether the dataset has "ended" in a
-    #: short batch; None if neither has a state. In a worker, the form of `own_state.sealed`.
+    #: short batch; None if neither has a state. Workers send it in the form of `own_state.sealed`.
     dataset: Any = None
-    #: The worker's generators after these batches; before the first one if the dataset has no state, so that its
-    #: beginning is skipped again. None: as seeded.
+    #: The worker's generators after these batches; or before the first batch if the dataset has no state, because the
+    #: delivered batches are then read again. None: as seeded.
     rng: RngState | None = None
 
 
 @dataclass(kw_only=True)
 class LoaderState:
-    """The position of a loader: the epoch, the batch, and the generators and seeds of the remaining epoch."""
+    """The position of a loader: the epoch, the batch, and the generators and seeds for the remaining epoch."""
 
     version: int = VERSION
     kind: Literal["map", "iterable"] = "map"
     #: Number of iterations begun before this one; random augmentation is seeded with it.
     epoch: int = 0
-    #: No batch has been planned: the next iteration begins an epoch. `opening` and the generators are then those of the
-    #: epoch before, if there was one.
+    #: Whether the next iteration begins an epoch. `opening` and the generators are then those of the previous epoch, if
+    #: there was one.
     fresh: bool = True
-    #: Batches delivered, all before this position and those in `ahead`.
+    #: Position of the first batch that was not delivered, from 0.
     position: int = 0
-    #: Samples in the batches before `position`.
+    #: Number of samples in the batches before `position`.
     samples: int = 0
-    #: Positions delivered out of order (`in_order=False`), and the samples in those batches.
+    #: Later positions that were delivered out of order (`in_order=False`), and the number of samples at each.
     ahead: list[int] = field(default_factory=list)
     ahead_samples: list[int] = field(default_factory=list)
-    #: The seed that worker streams and batch keys derive from. In a fresh state: the next epoch keeps it
-    #: (persistent workers) instead of drawing another.
+    #: The seed from which the random numbers of workers and batches derive. If `fresh`, the next epoch uses it
+    #: (persistent workers); None: the next epoch draws another.
     base_seed: int | None = None
     #: The seed of a data pipe's shuffling, in all workers and ranks.
     shared_seed: int | None = None
     #: The steps that began the epoch, each of which may draw random numbers. With workers, torch calls the sampler
-    #: twice; later epochs of persistent ones draw no base seed.
+    #: twice; later epochs of persistent workers draw no base seed.
     opening: list[OpeningStep] = field(default_factory=list)
-    #: The generators from which the plan was drawn, as they were before it.
+    #: The process's generators before the steps in `opening`.
     plan_rng: RngState | None = None
     #: Fingerprints of the process's generators at the beginning of the first epoch.
     began: dict[str, str] = field(default_factory=dict)
-    #: The generators before the first batch was drawn, if the process had used them since the opening.
+    #: The process's generators before the first batch was drawn, if they were used since the steps in `opening`.
     draw_rng: RngState | None = None
-    #: The loader's `generator` before the plan was drawn.
+    #: The loader's `generator` before the steps in `opening`.
     plan_generator: str | None = None
-    #: The samplers' generators before the plan was drawn.
+    #: The samplers' generators before the steps in `opening`.
     plan_sampler_generators: list[str] = field(default_factory=list)
-    #: The loader's `generator` at the time of the snapshot.
+    #: The loader's `generator` and the samplers' generators when the state was taken.
     generator: str | None = None
     sampler_generators: list[str] = field(default_factory=list)
     #: The own states of the "sampler" and its "iterator", if either has one.
     sampler: dict[str, Any] | None = None
     #: In a fresh state: the own state of a dataset that is read in the training process, as in a `StreamState`.
     dataset: dict[str, Any] | None = None
-    #: The sampler has yielded all batches of this epoch, and its state is that after them.
+    #: Whether the sampler has yielded all batches of this epoch; `sampler` is then the state after them.
     ended: bool = False
-    #: Batches in a whole epoch, if known; compared when resuming, as the next one is.
+    #: Number of batches in a whole epoch, if known. When resuming, this and `made_of` are compared with the loader's.
     length: int | None = None
-    #: The dataset's length, the batch size, the sampler's class, the parts that dataset and sampler have, and so on;
-    #: None if unknown.
+    #: Properties of the loader, such as the batch size, by the names in `LoaderShape.parts`; None if unknown.
     made_of: dict[str, int | str | bool | None] = field(default_factory=dict)
     #: One entry per worker if batches belong to workers, else empty.
     streams: list[StreamState] = field(default_factory=list)
     #: The workers of the next batches, in order (only with `streams`).
     due: list[int] = field(default_factory=list)
-    #: The worker after those.
+    #: The worker of the batch after those of `due`.
     next_worker: int = 0
     #: In a shared flow whose router decides the order: the samples that the job has read, or its next epoch.
     shared: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a dict with the same keys and kinds of values, whatever the state is.
+        """Return the state as a dict with the same keys for all states.
 
-        The own states of dataset and sampler are copied, except those that no text can hold (`HeldObjects`).
+        States of dataset and sampler that cannot become text are not copied: see `HeldObjects`.
         """
         objects: list[Any] = []
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -203,7 +201,7 @@ class LoaderState:
 
     @classmethod
     def from_dict(cls, state: Any) -> LoaderState:
-        """Return the checked state of a `state_dict`. Raises StateError if it is of another version, or damaged."""
+        """Return the state in a result of `as_dict`. Raises StateError if it is damaged, or its version differs."""
         if not isinstance(state, dict):
             raise StateError(
                 f"load_state_dict() takes the dict that state_dict() returned, not a {type(state).__name__}"

@@ -1,4 +1,4 @@
-"""Declarative flows: describe how samples are loaded, build the description with a reader, and read it."""
+"""Declarative flows: describe how samples are loaded, build the flow with a reader, and read its samples."""
 
 from torch_dpflow.flows.cluster_reader import RemoteDataLoadFlowReader
 from torch_dpflow.flows.flow import (

@@ -40,7 +40,7 @@ def stand_in(index: int, error: Exception) -> FailedSample:
 
 
 class PerDrawStages:
-    """Function that applies the stages that run each time a sample is drawn, after the stages whose output is kept."""
+    """Function that applies the stages whose output is not kept: the first with `cache="never"`, and later ones."""
 
     def __init__(self, stages: Sequence[Stage], flow: str) -> None:
         self._staged = StagedDataset((), stages, flow)
@@ -51,13 +51,14 @@ class PerDrawStages:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedFlow:
-    """Flow of a cluster, and how to join it. Its jobs must give the same name, version and dataset."""
+    """Description of a cluster's flow, with which a job joins it. Jobs must give the same name, version and dataset."""
 
     name: str
     version: int
     #: The dataset that its workers load.
     dataset: Any
     address: str | None
+    #: Number of loading processes, if this job starts the flow.
     workers: int
     options: JobOptions
 
@@ -134,10 +135,10 @@ class _Order(Sized, Protocol):
 
 
 class SubsetOrder(Sampler[Any]):
-    """Sampler over a subset, translated to the flow's sample numbers.
+    """Sampler that translates the indices of a subset to the flow's sample numbers.
 
     Args:
-        order: a sampler or batch sampler.
+        order: a sampler or batch sampler of the subset's indices.
         indices: the flow's sample number for each index of the subset.
     """
 
@@ -157,7 +158,7 @@ class SubsetOrder(Sampler[Any]):
 
 
 class RemoteDataLoadFlowReader:
-    """Reader that builds flows on a cluster (`dpflow up`), whose workers load each sample once for all jobs.
+    """Reader that builds flows on a cluster (`dpflow up`), whose workers load samples for all jobs.
 
     Jobs that read the same flow must describe it with the same name and version; a changed flow needs a higher version.
     The dataset and stages are sent to the workers, which must be able to open the data: on other hosts a shared mount
@@ -168,10 +169,9 @@ class RemoteDataLoadFlowReader:
 
     - `to_mapped()` fetches this output from the cluster, and runs the later stages in the process that indexes the
       dataset. Samples equal those of a `LocalDataLoadFlowReader` with the same seed.
-    - `to_shuffled()` runs all stages in the cluster's workers. The later stages run for each job and epoch, with random
-      draws that depend only on the loader's seed, the epoch and the sample.
-
-    If the first stage has `cache="never"`, samples are kept only while jobs that read together need them.
+    - `to_shuffled()` runs all stages in the cluster's workers. If the first stage has `cache="always"`, the later ones
+      run once for each sample, loader seed and epoch while a job wants the result, and draw random numbers by these
+      three. Otherwise jobs that read together share one load of each sample, which is kept only while they need it.
 
     Args:
         store: see `LocalDataLoadFlowReader`.
@@ -183,7 +183,7 @@ class RemoteDataLoadFlowReader:
         source: further options of `LocalDataLoadFlowReader`: `storage_options`, `read_options`, `check`.
 
     Raises:
-        OptionError, OptionTypeError: an argument is not allowed.
+        The errors of `LocalDataLoadFlowReader`.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class RemoteDataLoadFlowReader:
 
         Raises:
             UsageError: the flow has no dataset, or names a stored dataset although no store was given.
-            DatasetError: the store has no such dataset, or it is damaged.
+            DatasetError, StorageError: the store has no such dataset, or it is damaged or cannot be read.
         """
         flow = flow.clone()
         samples = self._local.open(flow.source)
@@ -253,8 +253,8 @@ class RemoteDataLoadFlowRead(DataLoadFlowRead):
 
     Args:
         flow: the flow that was built.
-        kept: the cluster's flow with only the cacheable stages.
-        whole: the cluster's flow with all stages.
+        kept: the cluster's flow from which the output of the cacheable stages is read.
+        whole: the cluster's flow with all stages; can be the same as `kept`.
         seed: the reader's seed.
     """
 
@@ -271,17 +271,17 @@ class RemoteDataLoadFlowRead(DataLoadFlowRead):
         prefetch: int | None = None,
         **options: Any,
     ) -> DPFlowDataLoader[Any]:
-        """Return a DPFlowDataLoader that reads the shared flow in a new random order in each epoch.
+        """Return a DPFlowDataLoader that reads the shared flow in a new random order in each epoch, by default.
 
-        The services draw a uniform order, together with the orders of other jobs. If `sampler` is given, it decides the
-        order instead. Functions of `local_map` and `collate_fn` run in the read-ahead thread of the training process,
-        so random draws in them would change the training's random draws.
+        The services draw this order, together with the orders of other jobs; for a subset this process draws it.
+        Functions of `local_map` and `collate_fn` run in the read-ahead thread of the training process, so random draws
+        in them would change the training's random draws.
 
         Args:
             batch_size: number of samples in a batch.
             collate_fn: makes a batch of a list of samples; None: torch's default.
             prefetch: number of batches for each worker that are requested ahead of need; None: `JobOptions.requested`.
-            options: further arguments of the loader.
+            options: further arguments of the loader; `sampler` and `batch_sampler` as with the loader's `flow`.
 
         Raises:
             OptionError: `batch_size` is None without a batch sampler.
@@ -332,7 +332,7 @@ class Assembly:
 
     collate_fn: Callable[[list[Any]], Any]
     local: tuple[Stage, ...]
-    #: None: errors are raised.
+    #: Counters of the samples that are left out; None: errors are raised instead.
     skips: Skips | None
     flow: str
 

@@ -35,7 +35,7 @@ from torch_dpflow.flows.stage import (
 
 Read_co = TypeVar("Read_co", covariant=True)
 
-#: Before the name of a dataset that is read from the pool.
+#: Prefix of the name of a dataset that is read from the pool.
 POOL = "pool://"
 #: If a sample cannot be loaded: raise its error, or skip the sample and count it.
 ErrorPolicy = Literal["raise", "skip"]
@@ -113,8 +113,8 @@ class DataLoadFlow:
             samples: a map-style dataset to read instead of a stored one.
 
         Raises:
-            OptionError, OptionTypeError: the name is not allowed, or contradicts `version` or `variant`; `samples`
-                cannot be indexed.
+            OptionError, OptionTypeError: the name is not allowed, or contradicts another argument; `samples` is not a
+                map-style dataset.
         """
         if samples is not None and not all(working(samples, name) for name in ("__getitem__", "__len__")):
             raise OptionTypeError(
@@ -188,7 +188,7 @@ class DataLoadFlow:
         return kept.index(False) if False in kept else len(kept)
 
     def prepare_read(self, reader: DataLoadFlowReader[Read_co]) -> Read_co:
-        """Return the result of `reader.read(self)`, or raise its errors. The reader determines where the stages run."""
+        """Return `reader.read(self)`. Raises OptionTypeError if `reader` is a class, or has no method `read`."""
         if isinstance(reader, type) or not callable(working(reader, "read")):
             raise OptionTypeError(
                 f"reader={reader!r:.80} cannot build a flow; give a reader, such as LocalDataLoadFlowReader(store)"
@@ -199,7 +199,7 @@ class DataLoadFlow:
         return " -> ".join(str(part) for part in (self._source or _NO_SOURCE, *self._stages))
 
     def format(self, width: int = 60) -> str:
-        """Return `str(self)` on several lines of `width` characters, without breaks inside a stage.
+        """Return `str(self)` on lines of `width` characters; the dataset and longer stages are not broken.
 
         Raises OptionError or OptionTypeError unless `width` is an int of at least 5.
         """
@@ -229,10 +229,10 @@ def _named(name: str, **labels: str | None) -> DatasetRef:
 
 
 class DataLoadFlowReader(Protocol[Read_co]):
-    """Reader that builds flows, so that they can be read in this process or elsewhere."""
+    """Interface of readers: objects that build a flow, in this process or elsewhere, to read its samples."""
 
     def read(self, flow: DataLoadFlow) -> Read_co:
-        """Build `flow` as it is now, and return an object that reads it; later changes have no effect on it."""
+        """Build `flow` as it is now, and return an object that reads it. Later changes of `flow` have no effect."""
 
 
 _HARD = "\N{NO-BREAK SPACE}"
@@ -260,7 +260,7 @@ def _mermaid(text: str) -> str:
 
 
 class FlowRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="data-load-flow"):
-    """The first line of a flow's file."""
+    """The first line of a flow's file: the flow's description, and a checksum."""
 
     format: Literal[2]
     name: str
@@ -274,9 +274,9 @@ class FlowRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 
 
 def save_flow(flow: DataLoadFlow, url: str | os.PathLike[str], **storage_options: Any) -> None:
-    """Write a flow to a file, atomically; an existing file is replaced.
+    """Write a flow to a file; an existing file is replaced.
 
-    The flow's functions are saved as code, except functions of installed modules, which are saved by name.
+    The flow's functions are saved as code, except functions of importable modules, which are saved by name.
 
     Args:
         url: path or URL of the file.
@@ -304,7 +304,7 @@ def save_flow(flow: DataLoadFlow, url: str | os.PathLike[str], **storage_options
 
 
 def describe_flow(url: str | os.PathLike[str], **storage_options: Any) -> FlowRecord:
-    """Read a saved flow's description; runs no code. Raises DamagedStoreError, NewerFormatError, StorageError."""
+    """Return a saved flow's description; runs no code of it. Raises DatasetError and StorageError as `load_flow`."""
     return _read(url, storage_options)[0]
 
 

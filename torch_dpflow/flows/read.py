@@ -43,9 +43,8 @@ _READ = "read"
 class Skips:
     """Counters of skipped samples, by the stage that failed, shared by a process and its workers.
 
-    Stages with the same name are counted together. If the dataset is itself a read of another flow, failures of that
-    flow's stages count as "read", except stages with a name that this flow has too. The counts are in shared memory,
-    one row per worker, so no lock crosses processes.
+    Stages with the same name are counted together. If the dataset is read through another flow, a failure in a stage of
+    that flow counts under the stage's name if this flow has a stage of this name, else as "read".
     """
 
     def __init__(self, stages: Sequence[str]) -> None:
@@ -77,7 +76,7 @@ class Skips:
 
 
 def without_failed(samples: Sequence[Any], name_of: Callable[[int], str], skips: Skips | None, flow: str) -> list[Any]:
-    """Return the loaded samples, without the failed ones. If all have failed, raise the last error.
+    """Return the samples without the `Failed` placeholders. If there are only placeholders, raise the last error.
 
     name_of: returns the name of a sample for the log, given its index in `samples`.
     skips: counts the failed samples, which are also logged; None: they are neither counted nor logged.
@@ -96,7 +95,7 @@ def without_failed(samples: Sequence[Any], name_of: Callable[[int], str], skips:
 
 
 class MappedDataset(Dataset[Any]):
-    """Map-style dataset of a read's samples. Made by `DataLoadFlowRead.to_mapped()`.
+    """Map-style dataset of a built flow's samples. Made by `DataLoadFlowRead.to_mapped()`.
 
     If the flow skips samples that cannot be loaded, batches may have fewer samples; the errors are logged
     (`torch_dpflow.flows`) and counted. A batch in which all samples failed raises the last error. A failed sample that
@@ -164,7 +163,7 @@ class MappedDataset(Dataset[Any]):
 class DataLoadFlowRead:
     """Built flow that torch's loaders can read, as a whole or a subset.
 
-    Readers create it. `local_map` and `subset` return a new read, which shares the samples and the cache.
+    Readers create it. `local_map` and `subset` return a new object, which shares the samples and the cache.
 
     Args:
         flow: the flow that was built.
@@ -198,7 +197,7 @@ class DataLoadFlowRead:
         prefetch: int | None = None,
         **options: Any,
     ) -> DPFlowDataLoader[Any]:
-        """Return a DPFlowDataLoader that reads the samples in a new random order in each epoch.
+        """Return a DPFlowDataLoader that reads the samples in a new random order in each epoch, by default.
 
         Args:
             batch_size: number of samples in a batch.
@@ -215,7 +214,7 @@ class DataLoadFlowRead:
         )
 
     def local_map(self, function: Callable[[Any], Any], name: str = "local_map") -> DataLoadFlowRead:
-        """Return a read that applies `function` last, in the process that uses the samples. Its output is not cached.
+        """Return a copy that applies `function` last, in the process that reads the samples. Its output is not cached.
 
         name: name of the function in logs, errors and `skipped()`.
         """
@@ -225,7 +224,7 @@ class DataLoadFlowRead:
         return read
 
     def subset(self, indices: Iterable[int]) -> DataLoadFlowRead:
-        """Return a read of some samples, in the given order. Indices may repeat; negative indices count from the end.
+        """Return a copy with only these samples, in this order. Indices may repeat; negative ones count from the end.
 
         Raises:
             OptionError: an index is out of range. OptionTypeError: an index is not a whole number.
@@ -245,13 +244,13 @@ class DataLoadFlowRead:
         return read
 
     def indices(self) -> Sequence[int]:
-        """Return the flow's sample numbers that this read contains, in order."""
+        """Return the flow's sample numbers that this object reads, in order."""
         return range(len(self)) if self._indices is None else self._indices.tolist()
 
     def skipped(self) -> dict[str, int]:
-        """Return how many samples were skipped because of errors, by stage; "read" is the dataset itself.
+        """Return how many samples were skipped because of errors, by the stage that failed; "read" is the dataset.
 
-        Counts samples that datasets and loaders of this read loaded, in this process and in workers. Stages and local
+        Counts all datasets and loaders that this object made, in this process and in workers. Stages and local
         functions with the same name are counted together.
         """
         return {} if self._skips is None else self._skips.counts()
@@ -274,20 +273,20 @@ def random_split(
     *,
     seed: int = 0,
 ) -> list[DataLoadFlowRead]:
-    """Split the samples into disjoint random parts; part `i` is read through the i-th flow.
+    """Split the samples into disjoint random parts. The i-th part is read through the i-th flow.
 
     Flows may differ in their stages, such as one with augmentation for training and one without for validation; they
     must read the same samples of the same dataset. The parts equal those of torch's `random_split` with this seed.
 
     Args:
-        flows: one read for each part, or a single read for all parts.
+        flows: one built flow for each part, or a single one for all parts.
         lengths: the number of samples of each part, adding up to all samples; or shares, adding up to 1. Shares are
             rounded down, and the first parts get one more sample each until all samples are assigned.
         seed: seed of the random parts, a whole number.
 
     Raises:
-        OptionError: the lengths do not add up, the numbers of flows and lengths differ, or the flows read different
-            samples.
+        OptionError: a number is out of range, the lengths do not add up, the numbers of flows and lengths differ, or
+            the flows read different samples.
         OptionTypeError: a length is not a number, a flow has not been built by a reader, or the seed is not a whole
             number.
     """
@@ -402,7 +401,7 @@ class LocalDataLoadFlowReader:
 
         Raises:
             UsageError: the flow has no dataset, or names a stored dataset although no store was given.
-            DatasetError: the store has no such dataset, or it is damaged.
+            DatasetError, StorageError: the store has no such dataset, or it is damaged or cannot be read.
         """
         flow = flow.clone()
         name = f"{flow.name}:{flow.version}"

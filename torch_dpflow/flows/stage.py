@@ -22,7 +22,7 @@ from torch_dpflow.lookahead import Order, announce_order
 
 @runtime_checkable
 class MapTransform(Protocol):
-    """Selection of a function's argument from a sample. It must be picklable if the stage is sent to workers."""
+    """Adapter between samples and a stage's function. It must be picklable if the stage is sent to workers."""
 
     def process_arg(self, arg: Any) -> Any:
         """Return the function's argument, taken from the sample `arg`."""
@@ -99,7 +99,7 @@ class Stage:
             raise OptionError(f"stage {self.name!r}: cache={self.cache!r} is not one of {get_args(CacheControl)}")
 
     def apply(self, sample: Any) -> Any:
-        """Return the output of this stage for a sample. Raises StageError, whose cause is the function's error."""
+        """Return the output of this stage for a sample. Raises StageError, whose cause is the error of the function."""
         try:
             argument = self.transform.process_arg(sample)
             return self.transform.process_ret(sample, self.function(argument))
@@ -168,13 +168,14 @@ _IS_SET, _SET, _COUNTED, _HEAD = range(4)
 
 
 class EpochCounter:
-    """Counter of epochs: returns the epoch in which a sample is read. Shared by a process and its workers.
+    """Counter that returns the epoch in which a sample is read. Shared by a process and its workers.
 
-    The epoch is the first of these that exists: the epoch passed to `set`; the epoch of a DPFlowDataLoader; a count of
-    reads, because torch's loader passes no epoch to a dataset. This count is how often the sample was read before, but
-    at least the highest epoch that any sample has reached. In passes over all samples it is the number of the pass.
+    The epoch is the first of these that is known:
 
-    Two processes that count at the same time may each miss the other's increment. Both then return the same epoch.
+    - the epoch that was passed to `set`;
+    - the epoch of the DPFlowDataLoader that loads the sample;
+    - how often the sample was read before, or the highest epoch that any sample has reached if that is higher. In
+      passes over all samples this is the number of the pass. Two processes that count at once may return equal numbers.
 
     Args:
         samples: the number of samples.
@@ -253,7 +254,7 @@ class StagedDataset(Dataset[Any]):
         self._stages = tuple(stages)
         self._flow = flow
         self._seed = seed
-        #: Used with a seed only.
+        #: The epochs by which samples are seeded; None without a seed.
         self.epochs = None if seed is None else EpochCounter(len(samples))
 
     def __len__(self) -> int:
@@ -284,7 +285,7 @@ class StagedDataset(Dataset[Any]):
         ]
 
     def through(self, index: int, sample: Any) -> Any:
-        """Return the output of all stages for a sample. index: the sample's number. Raises StageError."""
+        """Return the output of all stages for `sample`, whose number is `index`. Raises StageError if a stage fails."""
         if self._seed is None or self.epochs is None:
             return self._staged(index, sample)
         with preserved_rng():

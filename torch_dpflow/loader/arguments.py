@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 _REMOTE_OPTIONS = ("listen", "min_workers", "code")
 #: The fields of `LoaderOptions` that apply to a loader of a flow.
 _FLOW_OPTIONS = ("code", "watch")
-#: Digits of the highest version of a flow.
+#: Maximum number of digits of a flow's version.
 MAX_VERSION_DIGITS = 9
 _FLOW = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._/-]{0,99})(:v(?P<version>[1-9][0-9]*))?")
 
 
 def check_types(loader: Any, address: Any) -> None:
-    """Raise OptionTypeError or OptionError for arguments that torch accepts but that no iteration can use."""
+    """Raise OptionTypeError or OptionError for wrong arguments that torch's constructor accepts."""
     try:
         operator.index(loader.num_workers)
     except TypeError:
@@ -70,7 +70,7 @@ def name_of(context: Any) -> str:
 def undivided(sampler: Any, dataset: Any) -> Any:
     """Unwrap a DistributedSampler whose inner sampler already divides among the same ranks; return the inner sampler.
 
-    Frameworks wrap each sampler that is not a DistributedSampler. Any other sampler is returned unchanged.
+    Frameworks add such a wrapper to samplers of other classes. Without one, `sampler` is returned unchanged.
     """
     if not isinstance(sampler, DistributedSampler):
         return sampler
@@ -79,7 +79,7 @@ def undivided(sampler: Any, dataset: Any) -> Any:
 
 
 def check_divided_once(loader: Any) -> None:
-    """Raise OptionError if samplers or datasets that divide among ranks are nested, so that ranks divide twice."""
+    """Raise OptionError if a sampler or dataset of torch or accelerate divides among ranks what was divided before."""
     samplers = nested_samplers(loader.sampler, loader.batch_sampler, dataset=loader.dataset)
     for parts in ([*samplers], [loader.dataset, working(loader.dataset, "dataset")]):
         found = _divide(parts)
@@ -107,7 +107,7 @@ def _is_of_accelerate(part: Any) -> bool:
 
 
 def check_options(options: LoaderOptions, flow: str | None = None) -> None:
-    """Raise OptionError for options that have no effect in a loader without a platform, or with this flow."""
+    """Raise OptionError for options that a loader without `platform` would ignore. flow: the loader's flow, if any."""
     usual = LoaderOptions()
     given = {name: f"{name}={value!r}" for name, value in vars(options).items() if value != getattr(usual, name)}
     remote = [text for name, text in given.items() if name in _REMOTE_OPTIONS]
@@ -156,9 +156,9 @@ def check_platform_arguments(loader: Any) -> None:
 
 
 def listen_address(platform: PlatformSpec, options: LoaderOptions) -> str:
-    """Return the address to listen at, from the options or else the settings; empty: the platform chooses.
+    """Return the address to listen at, from `options` or the setting `network.listen`; empty if the platform chooses.
 
-    Raises OptionError if `PlatformSpec.check_listen` refuses the address.
+    Raises OptionError if `PlatformSpec.check_listen` refuses the address, or a setting is invalid.
     """
     from torch_dpflow.remote.launchers.registry import network
 
@@ -178,7 +178,7 @@ def listen_address(platform: PlatformSpec, options: LoaderOptions) -> str:
 
 
 def check_shareable(loader: Any) -> None:
-    """Raise OptionError if the loader cannot read a shared flow."""
+    """Raise OptionError if the loader's `flow` is not a valid name, or its dataset is iterable."""
     flow_version(loader.flow)
     if loader._dataset_kind == DatasetKind.Iterable:
         raise OptionError(

@@ -17,8 +17,7 @@ from torch_dpflow.ipc.memory.headroom import Headroom
 from torch_dpflow.loader.runtime import LoaderRuntime
 from torch_dpflow.log import LOADER
 
-#: Bytes of batches that are always allowed beyond torch's number; more while they are below this fraction of the
-#: available memory.
+#: Batches beyond torch's number may have GROWTH_BYTES, or the available memory / GROWTH_FRACTION if that is more.
 GROWTH_BYTES, GROWTH_FRACTION = 64 << 20, 4
 
 
@@ -41,7 +40,7 @@ def next_undelivered(plan: Plan, progress: EpochProgress) -> tuple[int, Any]:
 
 
 class DeliveringIterator(BaseDataLoaderIter):
-    """Base class of a loader's iterators, which deliver each batch once even if Control-C interrupts them anywhere.
+    """Base class of a loader's iterators. Each batch is delivered once, even if Control-C interrupts `next` anywhere.
 
     `_next_data` sets `_head` to the next batch, and returns the same batch at each call until `__next__` has marked it
     as taken: see `PlannedBatch`.
@@ -94,7 +93,7 @@ class InFlight:
         return len(self._batches)
 
     def add(self, batch: PlannedBatch) -> None:
-        """Add a planned batch, whose position is higher than those before."""
+        """Add a planned batch. Its position must be higher than those of the batches added before."""
         self._batches[batch.position] = batch
 
     def arrive(self, position: int, outcome: Any) -> None:
@@ -106,7 +105,7 @@ class InFlight:
             batch.outcome = outcome
 
     def due(self) -> PlannedBatch | None:
-        """Return the batch to deliver next, the same one until it is removed; None if it has not arrived."""
+        """Return the batch to deliver next, or None if it has not arrived. Until `remove`, it is the same batch."""
         if self._in_order:
             batch = next(iter(self._batches.values()), None)
             return batch if batch is not None and batch.outcome is not None else None
@@ -122,11 +121,11 @@ class InFlight:
         self._batches.pop(position, None)
 
     def waiting(self, worker: int) -> list[int]:
-        """Return the positions of the batches that this worker has not loaded yet."""
+        """Return the positions of the batches that are bound to this worker and have not arrived."""
         return [b.position for b in self._batches.values() if b.worker == worker and b.outcome is None]
 
     def workers(self) -> list[int]:
-        """Return the worker of each batch in flight, in the order of positions."""
+        """Return the worker of each batch in flight that is bound to a worker, in the order of positions."""
         return [batch.worker for batch in self._batches.values() if batch.worker is not None]
 
     def first_waiting(self) -> PlannedBatch | None:
@@ -136,13 +135,13 @@ class InFlight:
 class InFlightLimit:
     """Limit of the number of batches in flight.
 
-    The limit is torch's number by default. It is lower if batches of remote workers would fill this process's memory,
-    and higher while a worker is idle because the next batch to deliver is late.
+    The limit is torch's `prefetch_factor * num_workers` by default. It is lower if batches of remote workers would fill
+    this process's memory, and higher while a worker is idle because the next batch to deliver is late.
 
     Args:
         usual: torch's number.
         workers: the number of workers; each may always have one batch.
-        budget: bytes of all batches together; None: no limit.
+        budget: maximum size of all batches together, bytes; None: no limit.
     """
 
     def __init__(self, usual: int, workers: int, budget: int | None) -> None:
@@ -151,22 +150,22 @@ class InFlightLimit:
         self._budget = budget
 
     def at_start(self, largest: int) -> int:
-        """Return how many batches to plan at an epoch's start. largest: bytes of the largest batch; 0 if unknown."""
+        """Return how many batches to plan at an epoch's start. The largest batch has `largest` bytes; 0 if unknown."""
         if self._budget is None:
             return self._usual
         return max(self._workers, min(self._usual, self._budget // largest if largest else 0))
 
     def next(self, largest: int, in_flight: int, ahead: int | None = None) -> int:
-        """Return how many batches to plan when one is delivered, which still counts in `in_flight`.
+        """Return how many batches to plan when one is delivered: up to 2. `in_flight` still includes this batch.
 
-        ahead: how many items of a stream may be in flight; None: as many as at the start.
+        ahead: for items of a stream, a number of batches that may be in flight even if the limit is lower.
         """
         if ahead is None and self._budget is None:
             return 1
         return max(0, min(2, max(self.at_start(largest), ahead or 0) - in_flight + 1))
 
     def may_grow(self, batches: int, largest: int, limit: int) -> bool:
-        """Return whether `batches` may be in flight while a worker is idle: at most `limit`, if memory allows."""
+        """Return whether `limit` and memory allow `batches` batches of `largest` bytes in flight; False for 0 bytes."""
         if batches > limit or not largest:
             return False
         more = (batches - self._usual) * largest
@@ -182,8 +181,8 @@ class Rotation:
     """Torch's assignment of batches to workers: round robin, without workers whose stream has ended.
 
     Args:
-        in_flight: the workers' batches.
-        in_order: if False, also skip workers that have more than their share of batches in flight.
+        in_flight: the batches in flight.
+        in_order: if False, also skip workers that already have their share of batches in flight.
         limit: maximum number of batches in flight.
         first: the worker to begin with.
     """
@@ -196,7 +195,7 @@ class Rotation:
         self.next = first % workers
 
     def in_turn(self) -> int | None:
-        """Return the worker for the next batch, or None. The caller then sets `next` to `after(worker)`."""
+        """Return the worker for the next batch; None if none may get one. The caller sets `next` to `after(worker)`."""
         share = self._limit // max(1, sum(self._active))
         for turn in range(len(self._active)):
             worker = (self.next + turn) % len(self._active)
@@ -212,7 +211,7 @@ class Rotation:
         self._active[worker] = False
 
     def order(self) -> tuple[list[int], int]:
-        """Return (the worker of each batch in flight, the worker of the batch after these)."""
+        """Return (worker of each batch in flight, without those whose streams have ended; the worker that is next)."""
         # A worker whose stream has ended may have a second report of its end in flight.
         return [worker for worker in self._in_flight.workers() if self._active[worker]], self.next
 
@@ -238,7 +237,7 @@ class BatchPlanner:
                 rotation.end(worker)
 
     def draw(self) -> PlannedBatch | None:
-        """Return the next batch, the same one until `submitted()`; None if none is left or no worker may get it."""
+        """Return the next batch, the same until `submitted` is called; None if none is left or no worker may get it."""
         plan, rotation = self._progress.plan, self._rotation
         if self.drawn is not None or plan.is_torn:
             return self.drawn
@@ -266,7 +265,7 @@ class BatchPlanner:
 
 
 def fit_streams(progress: EpochProgress, workers: int, *, own_stream: bool) -> None:
-    """Give the epoch's progress one stream for each worker if `own_stream`, otherwise none.
+    """Replace the progress's streams if their number is not `workers`: by new ones if `own_stream`, else by none.
 
     Streams of a different number of workers cannot continue: they are dropped, with a warning.
     """

@@ -1,4 +1,4 @@
-"""Export of any map-style dataset to files in a shard format; the workers of a loader read the samples."""
+"""Export of any map-style dataset to files of a format such as WebDataset; a loader's workers read the samples."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from torch_dpflow.epoch.rng import preserved_rng, seed_batch
 from torch_dpflow.errors import OptionError, OptionTypeError, SourceError
 from torch_dpflow.loader.loader import DPFlowDataLoader
 
-#: Makes bytes and annotations of a sample.
+#: Function that converts a sample to (bytes, mapping of annotations).
 Encode: TypeAlias = Callable[[Any], tuple[bytes, Mapping[str, Any]]]
 #: Samples of a task of a worker, and samples by whose mean size files are divided.
 _TASK_SAMPLES, _MEASURED = 64, 256
@@ -60,14 +60,14 @@ def export_dataset(
     """Write all samples of a map-style dataset, each once and in order, as files that other libraries read.
 
     Worker processes read the samples; this process writes. The files do not depend on the number of workers. Random
-    numbers of the dataset are seeded by the sample's number, so all runs over the same dataset write the same files.
+    numbers of the dataset are seeded by sample numbers, so all runs over the same dataset write the same files.
     Each file appears whole or not at all. Memory holds one file, and the samples that workers have loaded ahead.
 
     Args:
         dataset: its samples are (bytes, mapping of annotations), or `encode` converts them to that.
         target: path or URL of the directory.
         format, main, file_size, row_group_size, annotations, options: as in `torch_dpflow.datasets.export.export`.
-        encode: a function of a sample that returns (bytes, mapping of annotations). Workers call it.
+        encode: a function of a sample that returns (bytes, mapping of annotations). Workers and this process call it.
         workers: number of processes that read; 0: this process reads. None: one for each processor.
         name: prefix of the files' names.
         samples_per_file: number of samples in each file. None: `file_size`, divided by the mean size of the first 256
@@ -80,9 +80,9 @@ def export_dataset(
     Raises:
         OptionError, OptionTypeError: an option is not allowed; the dataset is empty or has no length; the target has
             other files of these names, or files of an earlier run without `resume=True`.
-        SourceError: a sample cannot be read or encoded, or the format cannot store it. The message has its number.
+        SourceError: a sample cannot be read or encoded, or the format cannot store it.
         StorageError: a file cannot be written.
-        MissingExtraError: pyarrow is not installed.
+        MissingExtraError: a package that the format or the storage needs is not installed.
     """
     settings = checked_settings(format, main, samples_per_file, file_size, row_group_size, annotations)
     if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", name)):
@@ -192,7 +192,7 @@ def _length_of(dataset: Any) -> int:
 
 
 class EncodedSamples(torch.utils.data.Dataset[tuple[bytes, bytes]]):
-    """Dataset of (bytes, JSON) pairs, loaded with seeds that depend on the sample's number. Raises SourceError."""
+    """Dataset of (bytes, annotations as JSON), seeded by sample numbers. A sample that fails raises SourceError."""
 
     def __init__(self, dataset: Any, encode: Encode | None) -> None:
         self._dataset, self._encode = dataset, encode
@@ -204,7 +204,7 @@ class EncodedSamples(torch.utils.data.Dataset[tuple[bytes, bytes]]):
         return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[tuple[bytes, bytes]]:
-        """Return the samples of a task; a dataset that has `__getitems__` reads them in one call."""
+        """Return the samples with these numbers, read in one call if the dataset has `__getitems__`."""
         together = working(self._dataset, "__getitems__")
         if together is None:
             return [self._encoded(number, self._read(number)) for number in numbers]

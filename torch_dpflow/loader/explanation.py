@@ -1,4 +1,4 @@
-"""Diagnosis of a loader from its figures: what limits it, and what to change. Pure."""
+"""Diagnosis of a loader from its figures: what limits its speed, and what to change."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch_dpflow.cluster.monitoring.page_figures import limit_of
 if TYPE_CHECKING:
     from torch_dpflow.metrics import LoaderStats
 
-#: An explanation needs this many batches, without the first ones of epochs, and this many seconds.
+#: An explanation needs this many batches, not counting the first of each epoch, and this many seconds of iterating.
 MIN_BATCHES, MIN_S = 10, 0.2
 #: A training loop that waits for a smaller share of the time is not limited by loading.
 MAX_WAIT_SHARE = 0.05
 #: The starts and ends of epochs are the limit if they take at least this share of the time.
 TURN_SHARE = 0.5
-#: A single start explains them if it takes at least this share of their time.
+#: One epoch's start alone is the limit if it takes at least this share of the time of all starts and ends.
 ONE_START_SHARE = 0.75
-#: Most read threads of a recommendation.
+#: Maximum of `read_threads` that is recommended.
 MAX_THREADS = 16
 
 
@@ -30,25 +30,26 @@ class Observed:
     """Figures of a loader, from which `explain` decides."""
 
     stats: LoaderStats
-    #: Seconds from `iter` to the latest batch, over all epochs; of these, seconds of turns: before first batches and
-    #: while workers ended; and seconds that the training loop waited in turns.
+    #: Seconds from `iter` to the latest batch, summed over all epochs.
     iterating_s: float
+    #: Of these, seconds in turns of epochs: from `iter` to the first batch, and while workers ended.
     turns_s: float
+    #: Seconds of `turns_s` for which the training loop waited.
     turn_stall_s: float
-    #: The longest time until a first batch.
+    #: The longest time from `iter` to a first batch, seconds.
     longest_start_s: float = 0.0
     num_workers: int
     persistent: bool = False
     read_threads: int = 1
     #: Processors of this host that this process may use.
     processors: int
-    #: Seconds for which the workers of this host were watched; and how long, in this time, workers ran on a processor
-    #: and waited for a processor.
+    #: Seconds for which this host's workers were watched; in this time, seconds for which workers ran on a processor,
+    #: and seconds for which they waited for one, summed over workers.
     watched_s: float = 0.0
     cpu_s: float = 0.0
     queued_s: float = 0.0
     flow: str = ""
-    #: The platform of remote workers; how many workers work, and why there are no more.
+    #: The platform of remote workers; how many of them work; and why there are no more. Empty without remote workers.
     platform: str = ""
     working: int = 0
     refused: str = ""
@@ -65,16 +66,16 @@ class Observed:
 
     @property
     def rate(self) -> float:
-        """Samples per second of the time in iterations; 0.0 before the first iteration."""
+        """Samples per second of `iterating_s`; 0.0 while that is 0."""
         return self.stats.samples / self.iterating_s if self.iterating_s else 0.0
 
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """Limit of a loader: the result of `DPFlowDataLoader.explain`. `print` shows it as three lines."""
+    """Result of `DPFlowDataLoader.explain`: what limits the loader's speed. `print` shows it as three lines."""
 
     #: "workers" (too few), "processors", "storage", "start" (of epochs), "job" (the training itself), "cold start",
-    #: "network", "shard", "budget", or a platform's reason, as "quota"; empty if too little was read.
+    #: "network", "shard", "budget", or a platform's reason, as "quota"; empty if not known.
     limited_by: str
     #: The measurements, what they mean, and what to change.
     measured: str

@@ -1,4 +1,4 @@
-"""State of a dataset when its first workers started, for replacements that start after the script has changed it."""
+"""Record of a dataset's attributes when its first workers started, so that replacement workers get equal copies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
-#: How deep attributes are followed, and how many objects are looked at.
+#: Maximum depth to which attributes are followed; maximum number of objects that are searched.
 MAX_DEPTH, MAX_OBJECTS = 5, 2000
 #: Length of the longest list or dict whose elements are kept.
 MAX_ELEMENTS = 32
@@ -27,10 +27,10 @@ class FirstState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put the first values back during the `with` block, in which a replacement copies the dataset.
+        """Restore the first values during the `with` block, in which a replacement worker copies the dataset.
 
-        After the block the present values are back. Only changed values are touched, because another thread may be
-        reading the dataset. A value that the block itself replaces, such as a file that `__getstate__` closes, is kept.
+        The present values return after the block. Only changed values are touched, because another thread may read the
+        dataset. A value that the block itself replaces, such as a file that `__getstate__` closes, is kept.
         """
         changed = [(holder, first, holder.copy()) for holder, first in self._kept if not _are_same(holder, first)]
         try:

@@ -32,11 +32,10 @@ if TYPE_CHECKING:
 
 
 class SharedLoaderIterator(DeliveringIterator):
-    """One epoch of a job that shares its flow with others.
+    """Iterator over one epoch of a loader with a shared flow.
 
     If `routed_order` supports the sampler, such as that of `shuffle=True`, the flow's router draws the orders of all
-    jobs together: every order is equally likely, and contains each sample once. The order of any other sampler is kept.
-    It is also kept if processes of torch.distributed may have to read the same samples.
+    jobs together: every order is equally likely, and contains each sample once. Otherwise the sampler's order is kept.
 
     Args:
         loader: a `DPFlowDataLoader` with a `flow`.
@@ -221,8 +220,9 @@ class RoutedProgress:
     def state(self, held: int = 0) -> LoaderState:
         """Return the state to resume the epoch, or to begin the next epoch if this one has ended.
 
-        The state has one bit for each sample of the flow; up to three if the job has ranks. Raises StateError within
-        an epoch if `held` (see `LoaderRuntime`) is not 0.
+        Its size grows with the flow: up to three bits for each sample, as base64 text.
+
+        Raises StateError: a trainer holds batches (`held`, see `LoaderRuntime`) and the epoch has not ended.
         """
         if held and not self.finished:
             raise held_ahead(held)
@@ -278,11 +278,11 @@ class FlowPlanner:
         self.draw_beyond(0)
 
     def draw_due(self, taken: int) -> None:
-        """Draw the batch after the first `taken` batches, unless it was drawn before."""
+        """Draw the batch after the first `taken`, and those that `ahead` allows, unless they were drawn before."""
         self._draw(taken, max(1, self._ahead))
 
     def draw_beyond(self, taken: int) -> None:
-        """Draw the batches that may be drawn ahead of the first `taken`. Raises the errors of the sampler."""
+        """Draw the batches that `ahead` allows beyond the first `taken`. Raises the errors of the sampler."""
         self._draw(taken, self._ahead)
 
     def _draw(self, taken: int, ahead: int) -> None:

@@ -42,7 +42,7 @@ from torch_dpflow.lookahead import announce_order, takes_orders
 
 
 class LoaderView:
-    """View of a loader without its sampler and generator, so that torch's iterator starts without random draws."""
+    """View of a loader with an empty index sampler and a new generator, so that torch's iterator draws from neither."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -54,7 +54,7 @@ class LoaderView:
 
 
 def begin(iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]) -> EpochProgress:
-    """Begin an iteration from the loader's pending state, or a whole epoch if there is none.
+    """Begin an iteration from the loader's pending state, or a whole epoch without one; return its progress.
 
     Args:
         iterator: torch's base iterator, which is being constructed or reset; its index sampler and base seed are set.
@@ -202,7 +202,7 @@ class EpochAnnouncement:
             announce_order(loader.dataset, lambda: self._settle(loader, plan), self._spread)
 
     def drawn(self, position: int, index: Any) -> None:
-        """Announce a batch that was drawn, unless it was announced at the beginning."""
+        """Announce a drawn batch, unless it was announced at the beginning or its indices are no ints."""
         if position < self._settled:
             return
         # Other types may be iterators, or no numbers.
@@ -217,7 +217,7 @@ class EpochAnnouncement:
 
 
 def flat_keys(batches: list[Any]) -> npt.NDArray[np.int64]:
-    """Return the samples of all batches as one array. With `batch_size=None` each batch is a single sample."""
+    """Return the sample numbers of all batches as one array. With `batch_size=None` a batch is a single number."""
     is_flat = bool(batches) and not isinstance(batches[0], Iterable)
     return np.fromiter(batches if is_flat else chain.from_iterable(batches), dtype=np.int64)
 
@@ -228,12 +228,12 @@ def _batch_size(batch_sampler: Any) -> int | None:
 
 
 class Pin:
-    """Function that copies a batch into pinned memory. Made in the training thread, called in one thread only.
+    """Function that copies a batch into pinned memory. Construct it in the training thread; call it in one thread only.
 
-    The first call limits torch to one thread there, as torch's pinning thread does.
+    The first call limits torch to one CPU thread in the calling thread, as torch's pinning thread does.
 
     Args:
-        device: the kind of accelerator, as torch's iterator has found it.
+        device: the type of accelerator, from torch's iterator.
     """
 
     def __init__(self, device: str | None) -> None:

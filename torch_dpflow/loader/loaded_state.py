@@ -23,7 +23,7 @@ def read_states(given: Any, rank: int, workers: int, dataset: Any) -> LoaderStat
 
     given: a state dict, or a list of the state dicts of all ranks.
 
-    Raises StateError: a state is damaged, or the states are of different epochs, or not of all ranks.
+    Raises StateError: among others, a state is damaged, or the states are of different epochs, or not of all ranks.
     """
     if not isinstance(given, list | tuple):
         return _as_read_by(LoaderState.from_dict(given), workers, dataset)
@@ -156,10 +156,9 @@ def _with_unread(kept: list[Any]) -> list[Any]:
 
 
 def with_seed_of(state: LoaderState, rank: int) -> LoaderState:
-    """Return the state; if its workers' seed is another rank's, with a seed for this rank in place of it.
+    """Return `state`, with a base seed that is derived for this rank if another rank has saved the state.
 
-    The seed of an iterable dataset's state stays, because skipping a stream to its position needs the seed of its
-    start.
+    The seed stays for a flow, and for an iterable dataset, whose delivered samples may have to be read again.
     """
     is_own = state.shared is not None or state.kind == "iterable" or state.made_of.get(RANK) in (None, rank)
     if state.base_seed is None or is_own:
@@ -169,9 +168,9 @@ def with_seed_of(state: LoaderState, rank: int) -> LoaderState:
 
 
 def as_own(state: LoaderState, loader: Any) -> LoaderState:
-    """Return a loaded, unused state as a state of this rank, so that it can be joined with other ranks' states.
+    """Convert a loaded state that was not used yet to a state of this rank, to be joined with other ranks' states.
 
-    Raises StateError: the state was not loaded from the states of all ranks.
+    Raises StateError: this rank's position does not follow from the state.
     """
     if state.fresh:
         return state
@@ -208,7 +207,7 @@ def _check_alike(states: Sequence[LoaderState]) -> None:
 
 
 def set_counted_epoch(loader: Any, state: LoaderState) -> None:
-    """Set a sampler that counts iterations to its next epoch, if the state ends an epoch without a sampler's state."""
+    """Set the next epoch of a sampler that counts iterations, if `state` is between epochs and has no sampler state."""
     sampler, counted = epoch_setter(loader._index_sampler, loader.sampler), state.made_of.get(COUNTED)
     if state.fresh and state.sampler is None and sampler is not None and type(counted) is int:
         sampler.set_epoch(counted)
@@ -217,7 +216,7 @@ def set_counted_epoch(loader: Any, state: LoaderState) -> None:
 def begin_saved_epoch(loader: Any, *, is_over: bool) -> None:
     """Set the sampler to the pending state's epoch, for trainers that call `set_epoch` only after `iter`.
 
-    is_over: the trainer continues with the epoch after the state's: drop the state, and set the sampler to that epoch.
+    is_over: whether the trainer continues with the next epoch. The state is then dropped, and that epoch is set.
     """
     state: LoaderState | None = loader._runtime.pending
     if state is None or state.fresh:
@@ -252,7 +251,7 @@ _RANKED = (
 
 
 def check_fits(loader: Any, state: LoaderState) -> None:
-    """Raise StateError unless the loader can continue the state's epoch exactly, or begin the epoch after it."""
+    """Raise StateError if `state` was taken with other lengths, samplers or workers, so that it cannot be continued."""
     shape = LoaderShape(loader)
     kind, length, mine = shape.kind, shape.length(), shape.parts()
     if loader.flow is None and state.shared is not None and not state.fresh:
@@ -298,17 +297,17 @@ def _of_devices(*samplers: Any) -> str:
     return f"{text} between epochs, or give the loader a sampler with ranks" if is_shuffled else ""
 
 
-#: The end of an epoch of which the number of batches is not known.
+#: Result of `end_of_epoch` if the number of batches cannot be known.
 UNKNOWN = -1
 
 
 def end_of_epoch(loader: Any, state: LoaderState) -> int | None:
-    """Return the number of the batch at which the epoch of a state ends in this loader; None: at the usual end.
+    """Return the number of batches in the epoch that `state` resumes in this loader; None for the usual `len(loader)`.
 
-    Returns `UNKNOWN` if the router decides the order, and the number of ranks or the batch size has changed.
+    Returns `UNKNOWN` if the flow's router sets the order, and the number of ranks or the batch size has changed.
 
-    Raises StateError: the states do not cover all ranks; or the script has read `len(loader)` before, so that it may
-    count batches up to a number at which this epoch does not end.
+    Raises StateError: the states do not cover all ranks; or the script has read a different `len(loader)` before, and
+    may count batches up to it.
     """
     if state.fresh or state.kind == "iterable":
         return None
@@ -371,15 +370,14 @@ def _check_workers(loader: Any, state: LoaderState) -> None:
 def join_flow_states(states: Sequence[LoaderState], rank: int) -> LoaderState:
     """Return the state with which this rank resumes, whatever the number of ranks is now.
 
-    All states are of an epoch whose order the flow's router decides: at least one has `shared`. The others have read
-    nothing of the epoch. A rank resumes with the seeds of the state that has its number, or else with the seeds of any
-    state.
+    All states are of one epoch, whose order the flow's router sets. At least one state has `shared`; ranks whose state
+    is fresh have read nothing of the epoch. This rank resumes with the seeds of its own state, or else of any state.
 
     Args:
         states: one state of each rank of the saved run, in any order.
         rank: the rank of this process.
 
-    Raises StateError: the states are not of one epoch, or not of all ranks.
+    Raises StateError: among others, the states are not of one epoch, or not of all ranks.
     """
     begun = [state for state in states if not state.fresh]
     routed = begun or [state for state in states if state.shared is not None]

@@ -63,7 +63,7 @@ class DPFlowDataLoader(DataLoader[T]):
     addition:
 
     - A worker that dies is replaced and its batches are loaded again; the training loop continues.
-    - Idle workers take over tasks of busy ones, so one slow sample does not delay the others.
+    - Idle workers take over tasks that wait behind a slow one.
     - Random augmentation does not depend on the number of workers, a crash or a resume (see `LoaderOptions.seeding`;
       not with `num_workers=0`, which draws from the process's generators).
     - `state_dict()` and `load_state_dict()` save and restore the position, also in another process with a different
@@ -86,8 +86,8 @@ class DPFlowDataLoader(DataLoader[T]):
     The other arguments are torch's; see its documentation.
 
     Raises:
-        OptionTypeError: an argument is of a type that no iteration could use.
-        OptionError: the flow's name is not allowed, or the loader cannot be shared.
+        OptionError, OptionTypeError: an argument is not allowed, or cannot be combined with others.
+        MissingExtraError: the library of `platform` is not installed.
         ValueError, TypeError: as torch's loader.
     """
 
@@ -212,17 +212,17 @@ class DPFlowDataLoader(DataLoader[T]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the latest iteration as a dict with the same keys at every position.
 
-        JSON, pickle, `torch.save` and `torch.distributed.checkpoint` can store it. The result includes the states of a
-        dataset or sampler that has a `state_dict`. JSON can store it only if these states are plain types. O(1): no
-        index and no sample is read, except that the first state of an epoch reads the indices of a `Subset` or of a
-        sampler. Valid at any time: before the first batch, after any, after the last.
+        It includes the states of a dataset or sampler that has a `state_dict`. Pickle, `torch.save` and
+        `torch.distributed.checkpoint` can store it; JSON too, if these states are plain types. No sample is read; the
+        first state of an epoch reads the indices of a `Subset` or of a sampler. Valid at any time: before the first
+        batch, after any, after the last.
 
         The result includes the state of the loader's `generator`, and the states of the process's generators from which
         this epoch was drawn. The remaining epoch is therefore always exact. Later epochs are exact if a `generator` was
         given, or if the training script restores torch's random state.
 
         Raises:
-            StateError: the `state_dict` of the dataset or sampler failed; or the workers are threads.
+            StateError: among others, the `state_dict` of the dataset or sampler failed, or the workers are threads.
         """
         self._check_workers()
         runtime = self._runtime
@@ -259,11 +259,10 @@ class DPFlowDataLoader(DataLoader[T]):
                 the state of any rank is enough. Otherwise a single state would lose or repeat samples without an error.
 
         Raises:
-            StateError: the state is invalid or damaged; it was taken with other data, another part of it, another
-                sampler or another shared flow; ranks are missing in a list; the remaining epoch cannot be divided
-                again; the epoch now ends at a different batch than a `len()` returned before; or the workers are
-                threads. Nothing is changed then. Errors of a dataset or sampler that refuses its state are raised by
-                the next `iter`.
+            StateError: the state is damaged; it was taken with other data, other samples of the data, another sampler
+                or another shared flow; a list lacks ranks; the remaining epoch cannot be divided again; the epoch would
+                end at a different batch than an earlier `len()` returned; or the workers are threads. Nothing is
+                changed then.
         """
         self._check_workers()
         rank = LoaderShape(self).rank()
@@ -275,7 +274,7 @@ class DPFlowDataLoader(DataLoader[T]):
         self._iterator = None  # persistent workers have read ahead, and begin epochs differently from new ones
 
     def stats(self) -> LoaderStats:
-        """Return the counters of all iterations of this loader; figures of a shared flow are at most a second old."""
+        """Return the counters of all iterations of this loader; figures of a shared flow can be some seconds old."""
         stats, jobs = self._runtime.meter.snapshot(), self._runtime.jobs.values()
         if not jobs:
             return stats
@@ -298,7 +297,7 @@ class DPFlowDataLoader(DataLoader[T]):
         """Explain the speed so far: return its limit, the measurements, and a change that helps. `print` shows them.
 
         Call it in the training thread, in or after an iteration. `limited_by` names the limit for programs; it is empty
-        if too little was read.
+        if the limit is not known.
         """
         return self._explain(self._runtime.workload)
 

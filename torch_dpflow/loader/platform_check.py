@@ -19,14 +19,14 @@ from torch_dpflow.remote.launchers.contract import Finding, PlatformSpec
 from torch_dpflow.remote.launchers.registry import resolve
 from torch_dpflow.remote.shipping.compatibility import versions_here, warnings_of
 
-#: How many small samples are fetched for the round trip, and how many large ones, of how many bytes, for the bandwidth.
+#: Number of small samples that measure the round trip; number of large samples, and their bytes, for the bandwidth.
 SMALL, LARGE, LARGE_BYTES = 32, 8, 2**24
 #: The timeout of a sample, the worker's start included, seconds.
 TIMEOUT_S = 300.0
 
 
 class Probe(Dataset[Any]):
-    """Dataset for the test: sample 0 names its host; then small samples, an untimed large one, and timed large ones."""
+    """Dataset for the test: sample 0 describes the worker; then small samples, a large warm-up, large samples."""
 
     _large: torch.Tensor | None = None
 
@@ -50,9 +50,7 @@ def check_platform(platform: str | PlatformSpec, *, listen: str | None = None) -
 
     listen: as in `LoaderOptions`.
 
-    Raises:
-        OptionError: there is no such platform, or a setting is wrong.
-        MissingExtraError: its library is not installed.
+    Raises OptionError or OptionTypeError: there is no such platform, or a setting is wrong.
     """
     spec = resolve(platform)
     options = LoaderOptions(listen=listen, shared_memory=0)

@@ -1,11 +1,12 @@
-"""Support for accelerate, Fabric, Lightning and Ray Train, which then keep a loader's class, options and state.
+"""Patches of accelerate, Fabric, Lightning and Ray Train, by which they keep a loader's class, options and state.
 
-accelerate makes a new loader of torch's class, with torch's arguments, from the given loader, and has no hook. The two
-functions that do so are wrapped when accelerate is imported. The wrappers of accelerate and Fabric count epochs from 0
-and set them; here they count from the loaded state. Lightning sets the epoch of a sampler after it has begun a resumed
-iteration; from a state at the end of an epoch, the next epoch follows. For data without a length Lightning reads
-a batch ahead, as Ray Train's wrapper does; a saved position must not count that batch. `docs/howto/libraries.md` lists
-the ways for Ray Train and Ignite.
+- accelerate makes a new loader from the given one. It is patched to make one of our class with the same options.
+- accelerate and Fabric set epochs that they count from 0. They are patched to count from the loaded state.
+- Lightning sets the sampler's epoch after it has begun a resumed iteration. The patch sets the epoch before.
+- Lightning, for data without a length, reads a batch ahead. A saved position does not count that batch.
+- Ray Train reads a batch ahead. The patch makes it read each batch when it is needed.
+
+`docs/howto/libraries.md` lists the ways for Ray Train and Ignite.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _PREPARED: ContextVar[Any] = ContextVar("prepared", default=None)
 
 
 def keep_class_when_prepared(ours: type[Any]) -> None:
-    """Patch accelerate, Fabric, Lightning and Ray Train to keep loaders of class `ours`, now or once imported."""
+    """Patch accelerate, Fabric, Lightning and Ray Train for loaders of class `ours`, now or once they are imported."""
     amend_by_module = {
         _ACCELERATE: _amend_accelerate,
         _RAY: _amend_ray,

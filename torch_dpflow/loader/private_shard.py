@@ -1,4 +1,4 @@
-"""A private shard: the thread in the training process that feeds one loader, and its workers.
+"""Private shard: a thread in the training process that gives the batches of one loader to its workers.
 
 Three parties share the work:
 
@@ -53,8 +53,7 @@ if TYPE_CHECKING:
     from torch_dpflow.loader.worker_processes import WorkerProcesses
     from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
 
-#: Tasks that a worker holds: one that it loads and one that waits, so that it never idles for an answer. More would
-#: only make more to steal.
+#: Tasks that a worker holds: one that it loads, and one that waits so that the worker is not idle for a round trip.
 WINDOW = 2
 #: The time for a worker to finish its batch when the loader closes, seconds; torch's figure.
 GRACE_S = 5.0
@@ -67,7 +66,7 @@ SIGNALS_S = 1.0
 class PrivateShard:
     """Shard of one loader, in a thread of this process.
 
-    Only the training thread calls the methods, except `close` and the callbacks of `Requester`.
+    Only the training thread calls the methods, except `close`, `elsewhere` and the callbacks of `Requester`.
 
     Args:
         processes: the workers, not started yet; `close` closes them.
@@ -77,9 +76,9 @@ class PrivateShard:
         pin: copies a batch to pinned memory, in the shard's thread; None: batches stay as they are.
     """
 
-    #: Whether the thread ticks even if no option sets a time limit.
+    #: Whether the thread wakes up every `TICK_S` even if no option sets a time limit.
     ticks = False
-    #: Maximum tasks that a worker may ever hold.
+    #: Maximum number of tasks that a worker may ever hold.
     max_window = WINDOW
 
     def __init__(
@@ -136,7 +135,7 @@ class PrivateShard:
     # -- for the training thread -------------------------------------------------------------------------
 
     def submit(self, task: int, index: Any, *, pinned_to: int | None = None) -> None:
-        """Submit the batch of these indices, for any worker or only for `pinned_to`.
+        """Submit the batch with these indices for loading, by any worker or only by the worker `pinned_to`.
 
         Task numbers must rise; a repeated number is ignored.
         """
@@ -147,7 +146,7 @@ class PrivateShard:
         self._command(lambda: self._shard.cancel(tasks))
 
     def ahead(self, largest: int) -> int | None:
-        """Return how many batches may be in flight; None: as at the start. largest: bytes of the largest batch."""
+        """Return the maximum number of batches in flight, if the largest has `largest` bytes; None: the initial one."""
         return None
 
     def wait(self, timeout_s: float | None) -> Event | None:
@@ -180,7 +179,7 @@ class PrivateShard:
         return event
 
     def poll(self) -> Event | None:
-        """Return the next event as `wait` does, but without waiting; None if there is none. Raises LifetimeError."""
+        """Return the event that `wait` would return now, without waiting, or None. Raises LifetimeError like `wait`."""
         if self._owner != os.getpid():
             raise LifetimeError(
                 f"this iterator was made in process {self._owner} before the fork and belongs to it; begin another "
@@ -209,15 +208,15 @@ class PrivateShard:
         return self._owner == os.getpid()
 
     def totals(self) -> Counters:
-        """Return the scheduler's own counters since the start, which continue to grow."""
+        """Return the scheduler's counters since the start. The returned object continues to change."""
         return self._scheduler.counters
 
     def elsewhere(self) -> tuple[int, str]:
-        """Return (number of remote workers that work, reason why there are no more)."""
+        """Return (number of remote workers that work, reason why there are no more; empty if there is none)."""
         return 0, ""
 
     def close(self, *, grace_s: float = GRACE_S) -> None:
-        """End the workers, which have `grace_s` seconds to finish, and the thread. Idempotent; any thread may call."""
+        """Stop the thread and the workers, which have `grace_s` seconds to finish. Idempotent and thread-safe."""
         if not self.is_own:
             return
         if threading.current_thread() is self._thread:

@@ -35,9 +35,9 @@ STEP_S = 1.0
 def workers_of(
     loader: Any, options: LoaderOptions, spec: LoadSpec
 ) -> tuple[Callable[..., PrivateShard], RemoteWorkers]:
-    """Return the constructor of a shard with remote workers, and the workers, not started yet.
+    """Return (constructor of the shard, its remote workers). The workers are not started yet.
 
-    Raises the errors of `RemoteWorkers`.
+    Raises, among others, the errors of `RemoteWorkers`.
     """
     platform = resolve(loader.platform)
     code = options.code if platform.sends_code or options.code != "auto" else None
@@ -127,7 +127,7 @@ class LoaderLimit:
         self._next_at = self._reading_s = 0.0
 
     def look(self, scheduler: Scheduler, now: float) -> None:
-        """Add the time since the last call to the counts, and update the meter once per `STEP_S`."""
+        """Add the time since the last call to the counts; at most once per `STEP_S`, update the meter."""
         passed_s = 0.0 if self._counted_at is None else now - self._counted_at
         self._counted_at = now
         workers, busy = scheduler.workers

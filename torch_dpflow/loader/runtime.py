@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 
 class Workload:
-    """Processor time of a loader's workers on this host, over all iterations. Only the training thread uses it.
-
-    `look` and `end` read the time from the kernel.
-    """
+    """Processor time of a loader's workers on this host, over all iterations. Not thread-safe."""
 
     def __init__(self, meter: LoaderMeter) -> None:
         self._meter = meter
@@ -30,11 +27,11 @@ class Workload:
         self._seen_at = 0.0
         #: Seconds that this host's workers were watched, ran on a processor, and waited for one.
         self.watched_s = self.cpu_s = self.queued_s = 0.0
-        #: How many remote workers worked at the latest look, and why there were no more.
+        #: How many remote workers worked at the latest call of `look`, and why there were no more.
         self.working, self.refused = 0, ""
 
     def begin(self, shard: PrivateShard) -> None:
-        """Watch the workers of this shard, which have just been started."""
+        """Begin to watch the workers of this shard."""
         self._shard = weakref.ref(shard)
         self._seen, self._seen_at = {}, self._meter.iterating_s
 
@@ -73,25 +70,25 @@ class IterationProgress(Protocol):
         """Whether the epoch is over."""
 
     def state(self, held: int = 0) -> LoaderState:
-        """Return the state to resume the iteration, or to begin the next one if it has ended. No side effect.
+        """Return the state to resume the iteration, or to begin the next one if it has ended.
 
         held: see `LoaderRuntime.held`.
         """
 
 
 class LoaderRuntime:
-    """State of a loader between its iterations. A copy or a pickle contains only the number of the epoch."""
+    """State of a loader between its iterations. A copy or a pickle keeps only `epoch`."""
 
     def __init__(self, epoch: int = 0) -> None:
         #: The number of the next iteration.
         self.epoch = epoch
-        #: A state that the next iteration begins with.
+        #: The loaded state with which the next iteration begins; None if it begins an epoch.
         self.pending: LoaderState | None = None
-        #: Number of the batch at which the epoch of that state ends, also while it is read; None: at the usual end.
+        #: Number of batches in the epoch of a loaded state, until that epoch is over; None: as usual; -1: unknown.
         self.resumed_end: int | None = None
         #: Whether the script has read the loader's length before a state was loaded.
         self.is_measured = False
-        #: Returns how many batches of the latest iteration a trainer has read and not used.
+        #: Function that returns how many batches of the latest iteration a trainer has fetched and not used yet.
         self.held = _none
         #: Fingerprints of the process's generators at the beginning of the first iteration.
         self.began: dict[str, str] = {}
@@ -100,13 +97,13 @@ class LoaderRuntime:
         self.jobs: dict[int, SharedJob] = {}
         #: The arguments that the jobs were opened with, compared at the next iteration.
         self.opened_for: Any = None
-        #: The content that the flow's workers received when the first job was opened; None: no job was opened.
+        #: The content that the flow's workers received when a job was opened; None: no job yet, or content has changed.
         self.content: FlowContent | None = None
-        #: Parts of this content that have changed in this process, as was logged.
+        #: Parts of this content whose change in this process was logged.
         self.warned: set[str] = set()
         self.meter = LoaderMeter()
         self.workload = Workload(self.meter)
-        #: Returns the latest iteration with workers, while it lives; for the live page.
+        #: Function that returns the latest iterator with workers, for the live page; None once it is freed.
         self.iterator: Callable[[], Any] = lambda: None
 
     @property
@@ -118,12 +115,12 @@ class LoaderRuntime:
         return LoaderRuntime, (self.epoch,)
 
     def end_of_epoch(self) -> int | None:
-        """Return the number of the batch at which the resumed epoch ends; None: the usual end, or none is resumed."""
+        """Return the number of batches in the resumed epoch, -1 if unknown; None if usual, or no epoch is resumed."""
         is_over = self.pending is None and (self.progress is None or self.progress.finished)
         return None if is_over else self.resumed_end
 
     def take_pending(self) -> LoaderState | None:
-        """Return the loaded state, or None, and drop it, because it applies to one iteration only."""
+        """Remove and return the loaded state, and take over its `epoch` and `began`; None if there is none."""
         pending, self.pending, self.held = self.pending, None, _none
         if pending is None:
             self.resumed_end = None

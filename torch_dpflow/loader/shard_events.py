@@ -16,24 +16,24 @@ from torch_dpflow.workers.platform import Handle
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """The first result of a task has arrived, opened and pinned."""
+    """Arrival of a task's first result, which is decoded, and pinned if the loader pins memory."""
 
     task: int
-    #: The worker that loaded it; -1 if there were several.
+    #: The worker that loaded the task; -1 if several did.
     worker: int
-    #: BATCH, FAILURE or END; with the batch, or the wrapped error.
+    #: BATCH, with the batch as `value`; FAILURE, with the wrapped error; or END, at the end of the worker's stream.
     kind: int
     value: Any
     stream: StreamState | None
     size: int
-    #: How long the worker has loaded, by stage, since its previous result; None if not known.
+    #: How long the worker has loaded, by stage, since its previous result; None if unknown.
     times: StageTimes | None = None
-    #: When it arrived, by `time.perf_counter`.
+    #: The time of arrival, by `time.perf_counter`.
     at: float = 0.0
 
 
 class RowsArrived(msgspec.Struct, frozen=True):
-    """A worker has loaded rows of an opened batch, which several workers load. The fields are as in `Arrived`."""
+    """Arrival of some rows of a batch that several workers load together. The fields are as in `Arrived`."""
 
     task: int
     worker: int
@@ -42,39 +42,39 @@ class RowsArrived(msgspec.Struct, frozen=True):
 
 
 class Poisoned(msgspec.Struct, frozen=True):
-    """These workers died while they ran the same task, one after the other."""
+    """Failure of a task during which these workers died, one after the other."""
 
     task: int
     workers: tuple[int, ...]
 
 
 class Started(msgspec.Struct, frozen=True):
-    """A worker with a separate stream has begun an epoch."""
+    """Report that a worker with its own stream has begun an epoch."""
 
     worker: int
     begun: Begun
 
 
 class WorkerIdle(msgspec.Struct, frozen=True):
-    """A worker has no task."""
+    """Report that a worker has no task."""
 
 
 class Died(msgspec.Struct, frozen=True):
-    """A worker has ended; its tasks are queued again for its replacement or other workers."""
+    """End of a worker's process. Its tasks are queued again for its replacement or other workers."""
 
     worker: int
     handle: Handle
 
 
 class RemoteWorkerLost(msgspec.Struct, frozen=True):
-    """A remote worker has ended; its platform replaces it. how: its end, for messages."""
+    """End of a remote worker. how: text on the cause; empty if its end was requested."""
 
     worker: int
     how: str
 
 
 class ShardFailed(msgspec.Struct, frozen=True):
-    """The shard's thread has failed; this is the last event."""
+    """Failure of the shard's thread or of its remote workers, with which the iteration ends."""
 
     error: BaseException
 

@@ -1,8 +1,8 @@
-"""The private shard of a mapped stream: quick items travel in groups.
+"""Private shard for a stream of items that workers map with a function. Quick items are sent in groups.
 
-Each item is a separate task: it can be stolen, is repeated after a worker's death, and can be suspected as the cause. A
-message costs the time of several quick items. So a worker holds the number of items that it maps within `WINDOW_S`, and
-sends the results of half of them together. Slow items travel one by one.
+Each item is a separate task: it can be stolen, and is repeated after a worker's death. A message costs the time of
+several quick items. A worker therefore holds the number of items that it maps within `WINDOW_S`, and sends the results
+of half of them together. Slow items are sent one by one.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch_dpflow.loader.private_shard import WINDOW, PrivateShard
 from torch_dpflow.loader.shard_events import Event
 from torch_dpflow.workers.stream_items import StreamItem
 
-#: A worker holds up to `MAX_WINDOW` items, as far as they take it at most `WINDOW_S` seconds.
+#: A worker holds the number of items that it maps within `WINDOW_S` seconds, at most `MAX_WINDOW`.
 MAX_WINDOW, WINDOW_S = 64, 0.03
 #: The weight of an item in the moving averages.
 WEIGHT = 0.1
 
 
 class ItemPace:
-    """Limit of the items in flight, from moving averages of their times. Pure.
+    """Limit of the items in flight, from moving averages of their times.
 
     The training thread calls `read`, the shard's thread calls `mapped`.
 
     Args:
-        fixed: maximum number of items in flight; None: two windows for each worker, by the averages.
+        fixed: maximum number of items in flight; None: computed from the averages.
     """
 
     def __init__(self, workers: int, fixed: int | None) -> None:
@@ -61,7 +61,7 @@ class ItemPace:
         return max(WINDOW, min(self._max_window, int(WINDOW_S / max(each_s, 1e-9))))
 
     def ahead(self, largest: int) -> int | None:
-        """Return how many items may be in flight; None if `fixed` limits them. largest: bytes of the largest result."""
+        """Return the maximum number of items in flight, if the largest has `largest` bytes; None if it is `fixed`."""
         if self._is_fixed:
             return None
         return min(2 * self.window * self._workers, GROWTH_BYTES // max(largest, self._largest))
@@ -90,7 +90,7 @@ class StreamShard(PrivateShard):
     # -- for the training thread -------------------------------------------------------------------------
 
     def submit(self, task: int, index: StreamItem, *, pinned_to: int | None = None) -> None:
-        """Submit an item, which is sent at the latest by the next `wait`; see `PrivateShard.submit`."""
+        """Submit an item as a task. It is sent at the latest in the next call of `wait`. See `PrivateShard.submit`."""
         payload = pickle.dumps(index, pickle.HIGHEST_PROTOCOL)
         self._pace.read(index.read_s, len(payload))
         self._unsent.append((task, payload))

@@ -26,9 +26,9 @@ from torch_dpflow.log import LOADER
 
 #: The environment variable with the path of the file.
 VARIABLE = "DPFLOW_TRACE"
-#: Bytes of a file at most: about 500,000 events.
+#: Maximum size of a file, bytes: about 500,000 events.
 MAX_BYTES = 64 << 20
-#: Events are written once there are this many of them, or the oldest is this old, seconds.
+#: A new event causes a write if this many are buffered, or the last write was this long ago, seconds.
 MAX_EVENTS, MAX_AGE_S = 1000, 1.0
 #: The track of the training loop; worker `n` has track `n + 1`.
 TRAINING = 0
@@ -62,9 +62,9 @@ def trace(loader: Any) -> None:
 
 
 class TraceFile:
-    """File of trace events. Any thread may call.
+    """File of trace events. Thread-safe.
 
-    Raises OSError if the file cannot be written, BlockingIOError if another process writes it.
+    Raises OSError if the file cannot be written or is no trace, BlockingIOError if another process writes it.
     """
 
     def __init__(self, path: str, *, max_bytes: int = MAX_BYTES) -> None:
@@ -99,7 +99,7 @@ class TraceFile:
         return round((at - self._began) * 1e6, 1)
 
     def add(self, *events: dict[str, Any]) -> None:
-        """Buffer events. This or a later call writes them, or the end of the process."""
+        """Add events, which this call, a later one or `flush` writes. No effect in a forked child or a full file."""
         if os.getpid() != self._owner:
             return  # a fork has the file too
         with self._lock:
@@ -166,7 +166,7 @@ class LoaderTrace:
         self._mark(TRAINING, "epoch", at, {"epoch": epoch})
 
     def waited(self, entered: float, left: float) -> None:
-        """Add a call of `next()`, from `entered` to `left`, and the step of the training loop before it."""
+        """Add a call of `next()` that lasted from `entered` to `left`, and the training loop's step before it."""
         self._track(TRAINING)
         if (before := self._ends.get(TRAINING)) is not None and before < entered:
             self._span(TRAINING, "step", before, entered, {})
@@ -174,7 +174,7 @@ class LoaderTrace:
         self._ends[TRAINING] = left
 
     def loaded(self, worker: int | None, batch: int, times: StageTimes, arrived: float) -> None:
-        """Add a batch that `worker` has loaded (None: this process). Its load ended at `arrived`."""
+        """Add a batch that `worker` (None: this process) loaded, with its stages' times; it arrived at `arrived`."""
         track = TRAINING if worker is None else worker + 1
         self._track(track)
         total = sum(times.stages.values())

@@ -35,17 +35,17 @@ from torch_dpflow.workers.platform import Handle
 VARIABLE = "DPFLOW_WATCH"
 #: The time between two reports, seconds.
 INTERVAL_S = 1.0
-#: The time between two explanations of a loader, which read a few files of each worker, seconds.
+#: The time between two explanations of a loader, seconds. Each reads a few files in /proc for every worker.
 LOOK_S = 5.0
 #: Maximum characters of a worker's exit report.
 _MAX_TEXT = 300
 
 
 def watch(loader: Any, address: str | None) -> None:
-    """Show this loader at HOST:PORT, or at the address in `DPFLOW_WATCH`. Does nothing in a worker process.
+    """Show this loader at `address` (HOST:PORT; None: the value of `DPFLOW_WATCH`). Does nothing in a worker process.
 
-    LOCAL_RANK is added to the port, so that each process of a training run has a separate port. If another process uses
-    the address, a warning is logged and the loader is not shown.
+    LOCAL_RANK is added to the port, so that each process of a training run has a separate port. If the address cannot
+    be used, a warning is logged and the loader is not shown.
 
     Raises the errors of `check_page`.
     """

@@ -1,4 +1,4 @@
-"""The iterator with worker processes: plans ahead, keeps batches in flight, delivers them in order."""
+"""Iterator of a loader with worker processes: it draws and submits batches ahead, and delivers them in order."""
 
 from __future__ import annotations
 

@@ -29,17 +29,17 @@ from torch_dpflow.workers.stream_items import MappedItems, StreamItem
 
 #: The time between SIGTERM and SIGKILL for a worker that did not stop by itself, seconds.
 TERMINATE_S = 1.0
-#: Descriptors per worker here: two pipes, one for its process and one for its connection. And those needed once: a
-#: directory's lock, sockets, mappings, and the worker's own where it inherits all of these.
+#: File descriptors that this process needs: for each worker (two pipes, its process, its connection), and once (a
+#: directory's lock, sockets, mappings, and those that a forked worker adds to the inherited ones).
 WORKER_DESCRIPTORS, OWN_DESCRIPTORS = 4, descriptors.SPARE + 16
-#: What workers import at their start. A fork server imports it once, so its processes start as fast as forks.
+#: Modules that workers import at their start. A fork server imports them once, so its processes start as fast as forks.
 PRELOAD = (batch_worker.__name__, "torch_dpflow.ipc.transport.zeromq", "numpy.random")
-#: The default of `restart_limit`: deaths in a row, once a batch was loaded.
+#: The default of `restart_limit` after the first batch: number of worker deaths in a row that are tolerated.
 RESTART_LIMIT = 8
 
 
 def load_spec(iterator: Any, loader: Any, options: LoaderOptions, *, own_stream: bool) -> LoadSpec:
-    """Return the load spec of all workers of `iterator`, a subclass of torch's iterator."""
+    """Return the load spec that all workers receive. iterator: an instance of a subclass of torch's iterator."""
     worker_init_fn = loader.worker_init_fn
     if isinstance(iterator._dataset, IterDataPipe | MapDataPipe):
         worker_init_fn = functools.partial(
@@ -69,7 +69,7 @@ def load_spec(iterator: Any, loader: Any, options: LoaderOptions, *, own_stream:
 
 
 def has_own_streams(loader: Any, options: LoaderOptions) -> bool:
-    """Return whether each worker has a separate random stream, so that batches are bound to workers."""
+    """Return whether batches are bound to workers, because each worker has its own samples, state or random stream."""
     if loader._dataset_kind == DatasetKind.Iterable or options.seeding == "worker":
         return True
     if has_state(loader.dataset):  # its state depends on what the worker loaded before
@@ -80,7 +80,7 @@ def has_own_streams(loader: Any, options: LoaderOptions) -> bool:
 def divides_batches(iterator: Any, loader: Any, options: LoaderOptions) -> bool:
     """Return whether several workers may load parts of one batch, if batches are not bound to workers.
 
-    The workers must share memory, and the batches must be joined by torch's own collate, which treats each sample
+    There must be several workers on this host, one read thread each, and torch's own collate, which treats each sample
     independently. A dataset with `__getitems__` gets whole batches; the worker checks that.
     """
     is_local = loader.platform is None and iterator._num_workers > 1
@@ -89,7 +89,7 @@ def divides_batches(iterator: Any, loader: Any, options: LoaderOptions) -> bool:
 
 
 def local_workers(loader: Any, spec: LoadSpec, workers: int) -> WorkerProcesses:
-    """Return the loader's workers on this host, to be started by its multiprocessing context."""
+    """Return the loader's workers on this host, not started yet. They use the loader's multiprocessing context."""
     platform = local_platform(loader.multiprocessing_context or torch.multiprocessing, preload=PRELOAD)
     return WorkerProcesses(platform, spec, workers)
 
@@ -112,7 +112,7 @@ class WorkerProcesses:
         self._load_spec = DeferredPickle(spec)
         #: Replacements copy the dataset as the first workers did, or an epoch would mix two states of it.
         self._first_state = FirstState(spec.dataset)
-        #: For the socket and exit reports.
+        #: Directory of the listener's socket and the workers' exit reports.
         self.directory = PrivateDirectory()
         self.listener = listen(f"ipc://{self.directory.path}/shard")
         self.listener.watch(platform.wakeup_fd)
@@ -174,7 +174,7 @@ class WorkerProcesses:
     def replace(self, worker: int, dead: Handle) -> str:
         """Start another process in place of `dead`, unless it was replaced before; return how `dead` ended.
 
-        Raises DescriptorLimitError: too many files are open; the call can be repeated.
+        Raises the errors of `start`. After a DescriptorLimitError the call can be repeated.
         """
         end = "has ended"
         handle = self._handles.get(worker)
@@ -200,7 +200,7 @@ class WorkerProcesses:
         return [(self._numbers[handle.name], handle) for handle in self._platform.take_ended()]
 
     def refusal(self, worker: int, incarnation: int) -> str:
-        """Return why this incarnation is not the latest process of its worker; empty if it is."""
+        """Return a text on why this incarnation is not the latest process of its worker; empty if it is."""
         if worker >= len(self):
             return f"there are {len(self)} workers"
         latest = self._incarnations[worker]
@@ -233,7 +233,7 @@ class Restarts:
         self._limit = limit
         self._workers = workers
         self._meter = meter
-        #: How many batches workers have loaded, or died over; counted by the iterator.
+        #: Number of batches that have arrived, or during which too many workers died; counted by the iterator.
         self.results = 0
         #: Deaths since the latest result, and the number of results at the latest death.
         self._deaths = self._results_before = 0
@@ -246,14 +246,14 @@ class Restarts:
 
         Raises:
             WorkerStartError: too many have died in a row.
-            DescriptorLimitError: too many files are open; the call can be repeated.
+            The errors of `WorkerProcesses.replace`.
         """
         if self._are_too_many():
             raise self._too_many(worker, processes.reap(worker))
         self._note_replaced(worker, processes.replace(worker, dead))
 
     def note_lost(self, worker: int, how: str) -> None:
-        """Record the end of a remote worker, which its platform replaces. how: empty if its end was requested.
+        """Record the end of a remote worker, which is replaced. how: the cause; empty if it was requested: not counted.
 
         Raises WorkerStartError: too many have died in a row.
         """
@@ -293,7 +293,7 @@ class Restarts:
 
 
 def described(index: Any) -> str:
-    """Return the indices of a batch, for messages."""
+    """Return a text on the batch or item with this index, for messages."""
     if index is None or (isinstance(index, list) and all(i is None for i in index)):
         return "the next samples of the stream"
     text = repr(index)

@@ -1,4 +1,4 @@
-"""Dataset pool: datasets cached in the memory of one or several hosts, and reading ahead of a known order.
+"""Dataset pool: caches datasets in the memory of one or several hosts, and reads ahead in announced orders.
 
 Not to be confused with `cluster.cache`, which holds the loaded samples of a flow's shard.
 """

@@ -30,21 +30,21 @@ from torch_dpflow.pool.transport.authentication import check_keys
 from torch_dpflow.pool.transport.data_connection import WantedRecord
 from torch_dpflow.samplers.indices import whole_numbers
 
-#: A tensor; a numpy array for dtypes that torch does not have (text, big-endian numbers).
+#: Rows as a tensor, or as a numpy array if torch does not have the dtype (text, big-endian numbers).
 Rows: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
 _Numbers: TypeAlias = npt.NDArray[np.int64]
-#: Returns memory of this many bytes to write rows to; None if it has none.
+#: Function that returns writable memory of the given number of bytes, or None if it has none.
 Lend: TypeAlias = Callable[[int], "npt.NDArray[np.uint8] | None"]
 #: Why a server does not have rows that were pushed.
 _NOT_THERE = "its server was lost, it was unloaded, or its push has not finished; push it (again)"
 
 
 class PooledArray(Dataset[Rows]):
-    """Map-style dataset of an array's rows, which a pool server reads from storage once for all processes.
+    """Map-style dataset of an array's rows, which come from a pool server's memory if they are cached there.
 
-    As with `PooledDataset`, the server begins to cache the array when it is first read, and a row that no server has is
-    read from storage. A pushed array has no storage: reading such a row raises PeerLostError. Rows are copies.
-    Thread-safe; a forked child or an unpickled copy opens its own connections.
+    As with `PooledDataset`, the server begins to cache the array when it is first read, and a row that is not in memory
+    is read from storage. A pushed array has no storage, so reading a missing row raises PeerLostError. Rows are copies.
+    Thread-safe; a forked child or an unpickled copy opens separate connections.
 
     Args:
         source: description of the array, from `open_array`, or from `push`, `append` or `array` of `DataClient`.
@@ -87,31 +87,31 @@ class PooledArray(Dataset[Rows]):
         return [*self._read(indices, self._lend)]
 
     def fill_batches(self, lend: Lend) -> None:
-        """Set the function that returns the memory for `__getitems__` to fill; a loader sends it without a copy."""
+        """Set the function that allocates results of `__getitems__`, so that a loader can send them without a copy."""
         self._lend = lend
 
     def read_batch(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Rows:
-        """Return rows in the given order as one tensor of shape (number of rows, ...), where ... is the shape of a row.
+        """Return rows in the given order as one tensor of shape (rows, ...), or a numpy array if torch lacks the dtype.
 
         Raises:
-            IndexError: there is no such row. OptionTypeError: an index is not a whole number.
-            PeerLostError: no server has a row that was pushed from memory.
-            StorageError: a row is not in memory and cannot be read; ChecksumError: the file was replaced.
+            IndexError: an index is out of range. OptionTypeError: an index is not a whole number.
+            PeerLostError: a row of a pushed array is in no server's memory.
+            StorageError: a row is not in memory and cannot be read, or its file was replaced.
         """
         return self._read(indices, _lends_nothing)
 
     @property
     def hits(self) -> int:
-        """Number of rows that this process has read from memory."""
+        """Number of rows that this process got from the pool's memory, since its last `close` or PeerLostError."""
         return self._reading.get().hits
 
     @property
     def misses(self) -> int:
-        """Number of rows that this process has read from storage."""
+        """Number of rows read by this process that were not in memory, since its last `close` or PeerLostError."""
         return self._reading.get().misses
 
     def close(self) -> None:
-        """Close this process's connections. The dataset can be used again."""
+        """Close this process's connections, and reset its counts. The dataset can be used again."""
         for opened in (self._reading.drop(), self._storage.drop()):
             if opened is not None:
                 opened.close()

@@ -1,4 +1,4 @@
-"""Arrays in files: `.npy` files and datasets of HDF5 files (by h5py) on any storage, whose rows are records."""
+"""Reading rows of arrays in files on any storage: `.npy` files, and datasets in HDF5 files (by h5py)."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class HDF5Dataset:
     path: path of the dataset in the file.
 
     Raises:
-        MissingExtraError: h5py is not installed.
-        OptionError: there is no such dataset, or its rows are not all in the file.
+        MissingExtraError: h5py, or the package for the storage, is not installed.
+        OptionError: there is no such storage or dataset; the dataset is empty, or its rows are not all in the file.
         StorageError: the file cannot be read.
     """
 
@@ -137,17 +137,17 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 
 
 def open_array(url: str | os.PathLike[str], *, path: str = "", **storage_options: Any) -> ArraySource:
-    """Return the description of an array in a file, of which it reads only the header. The first dimension counts rows.
+    """Return the description of an array in a file, read from the file's header. The first dimension counts rows.
 
     Args:
         url: a `.npy` file in C order, or an HDF5 file (extra `hdf5`), on any storage of `DatasetStore`.
-        path: path of the dataset in an HDF5 file.
-        storage_options: fsspec's options.
+        path: path of the dataset in an HDF5 file; empty for a `.npy` file.
+        storage_options: fsspec's options for the storage.
 
     Raises:
-        OptionError, OptionTypeError: the file has neither format, or the array cannot be cached.
-        StorageError: the file cannot be read.
-        MissingExtraError: the extra is not installed.
+        OptionError, OptionTypeError: an argument is wrong, the file has neither format, or the array cannot be cached.
+        StorageError: the file cannot be read or is truncated, or its storage reports no ETag and no modification time.
+        MissingExtraError: the extra, or the package for the storage, is not installed.
     """
     place = _place_of(url)
     check_name("url", place)
@@ -206,7 +206,7 @@ def array_layout(source: ArraySource) -> ArrayLayout:
 class ArrayReader:
     """Reader of the rows of an array in a file. Thread-safe.
 
-    Rows of a file that was replaced since `open_array` are not returned: the error is a ChecksumError.
+    If the file was replaced since `open_array`, errors are returned in place of rows.
     """
 
     def __init__(self, source: ArraySource, read_options: ReadOptions | None = None) -> None:
@@ -216,13 +216,13 @@ class ArrayReader:
         self._hdf5: HDF5Dataset | None = None
 
     def read_each(self, blocks: Sequence[int]) -> list[tuple[bytes, dict[str, Any]] | DPFlowError]:
-        """Return (bytes, {}) for each of these blocks of `ArrayLayout.per_block` rows, or the error of reading it."""
+        """Return (bytes, {}) or an error for each of these blocks, which have up to `ArrayLayout.per_block` rows."""
         rows, count = self._rows.per_block, self._rows.records
         read = self.read_rows([(one * rows, min((one + 1) * rows, count)) for one in blocks])
         return [one if isinstance(one, DPFlowError) else (one, {}) for one in read]
 
     def read_rows(self, spans: Sequence[tuple[int, int]]) -> list[bytes | DPFlowError]:
-        """Return the bytes of rows `first` to `stop` - 1 for each span (first, stop), or the error of reading them."""
+        """Return the bytes of rows `first` to `stop` - 1 for each span (first, stop), or an error in their place."""
         source, size = self._source, self._rows.record_bytes
         try:
             if source.start is not None:

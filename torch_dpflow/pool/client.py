@@ -39,7 +39,7 @@ class DataClient:
 
     Args:
         address, connection, trust_network, silence_s: see `PooledDataset`.
-        storage_options: fsspec's options for the data of datasets; None for those of their stores.
+        storage_options: fsspec's options for reading samples; None: the options of the dataset's store.
 
     Raises OptionError or OptionTypeError if an argument is not allowed.
     """
@@ -76,21 +76,21 @@ class DataClient:
 
         Args:
             stored: the dataset or array to load.
-            fit: if not everything fits, "all" raises, and "part" caches as much as fits.
+            fit: what to do if not everything fits: "all" raises PoolFullError, "part" caches as much as fits.
             on_error: "raise" raises StorageError at the end if samples could not be read; "skip" only counts these in
                 the result's `failed`. Both cache all other samples.
             progress: called with the present state, about ten times a second; with a transform, after each stripe.
-            transform: for a dataset: decodes a sample's bytes, in this process, to an array of a shape that all samples
-                share. The pool then caches these arrays as a separate dataset, which is read through the result's
-                `pushed`. Like an array of `push`, it is lost with its server. A different transform creates a different
-                dataset. If the transform raises, arrays that were pushed before stay.
+            transform: only for a dataset: function that decodes a sample's bytes to an array, in this process. All
+                arrays must have the same shape and dtype. The pool caches them instead of the samples, as the rows of
+                one array for each transform: give the result's `pushed` to `read`. Like an array of `push`, it is lost
+                with its server. If the transform raises an error, rows that were pushed before stay.
             rank, world: only with a transform: this process decodes every `world`-th stripe (64 MiB of arrays),
                 beginning with stripe `rank`.
 
         Raises:
             PoolFullError: the dataset does not fit.
             OptionError: a value is not allowed, such as `fit` with a transform; or the decoded arrays differ in shape.
-            StorageError: a sample could not be read.
+            StorageError, DatasetError: a sample could not be read, or the dataset could not be opened.
             PeerLostError: there is no server, or it has died.
         """
         if fit not in ("all", "part") or on_error not in ("raise", "skip"):
@@ -127,15 +127,15 @@ class DataClient:
     ) -> ArraySource:
         """Cache an array from memory until it is unloaded; return its description, by which `read` finds it.
 
-        The first dimension counts the rows to read. Other processes get the description by name (`array`). No storage
-        has the array: once its server is lost, reading raises PeerLostError until the array is pushed again. Pushing
-        the same array again changes nothing, or completes an interrupted push.
+        The first dimension counts the rows. Other processes get the description by name (`array`). The array is in no
+        storage: once its server is lost, reading can raise PeerLostError until the array is pushed again. Pushing the
+        same array again under this name changes nothing, or completes an interrupted push.
 
-        name: NAMESPACE/NAME:VERSION, to choose freely.
+        name: a name of the caller's choice, NAMESPACE/NAME:VERSION. progress: called with the state after each stripe.
 
         Raises:
             OptionError, OptionTypeError: the array cannot be cached, or the name is invalid.
-            UsageError: another array has this name.
+            UsageError: another array has this name, or the pool's leader is not on this host.
             PoolFullError, PeerLostError: see `preload`.
         """
         rows = plain_array(array)
@@ -153,20 +153,20 @@ class DataClient:
     ) -> ArraySource:
         """Push a new version of a pushed array: the rows of the old version, followed by the rows of `array`.
 
-        Returns the new version's description. The new version shares every full stripe (64 MiB) with the old one, which
-        stays unchanged.
+        Returns the new version's description. The new version shares the full stripes (64 MiB) of the old one, and the
+        old one stays unchanged.
 
         Args:
             name: the old version, as `NAMESPACE/NAME:VERSION`.
             array: the rows to add.
-            version: the new version; None: the next number.
+            version: VERSION of the new name; None: the next number.
             progress: see `push`.
 
         Raises:
             OptionError: `array` has no rows, or the new version's name is invalid or equal to the old one.
             PoolFullError, PeerLostError: see `push`.
-            OptionTypeError: the rows differ from those of the old version in shape or dtype.
-            UsageError: no array of this name is completely in memory, or another array has the new name.
+            OptionTypeError: the rows differ from the old version's rows in shape or dtype.
+            UsageError: no array of this name is completely in memory; or as in `push`, for the new name.
         """
         old, rows = self.array(name), plain_array(array)
         if any(one.pushed == old and one.loaded < one.records for one in self.cached_datasets()):
@@ -198,7 +198,7 @@ class DataClient:
             return connection.contents().datasets
 
     def unload(self, stored: SampleTable | ArraySource) -> None:
-        """Unload a dataset or array. Its readers continue from storage; those of a pushed array get PeerLostError.
+        """Unload a dataset or array. Readers continue from storage; readers of a pushed array get PeerLostError.
 
         Raises UsageError if it is not cached, PeerLostError if there is no server.
         """
@@ -224,9 +224,9 @@ class DataClient:
         return self._datasets[identity]
 
     def samples(self, stored: SampleTable) -> PoolSamples:
-        """Return a source for `DatasetReader(stored, through=...)`: samples in the pool are not read from storage.
+        """Return the argument `through` with which `DatasetReader(stored, through=...)` reads samples from the pool.
 
-        Raises OptionTypeError for a storage option that is not text, a number or a list of these.
+        Raises OptionTypeError if a storage option cannot be sent to a server, such as an object.
         """
         return PoolSamples(stored, self._address, self._silence_s, self._storage_options)
 
@@ -236,12 +236,12 @@ class DataClient:
     def read(self, stored: ArraySource, index: int) -> Rows: ...
 
     def read(self, stored: SampleTable | ArraySource, index: int | str) -> Sample | Rows:
-        """Return one sample, or a row of an array, from memory or from storage.
+        """Return one sample (bytes and annotations), or a row of an array, from memory or from storage.
 
-        index: number of the sample or row, or for a stored dataset the sample's path in the metadata.
+        index: number of the sample or row; for a dataset from a store also the sample's path in the metadata.
 
-        Raises ObjectMissingError if no sample has the path, OptionError if several have it, and the errors of reading
-        the dataset.
+        Raises ObjectMissingError if no sample has the path, OptionError if several have it or `stored` is an `Index`,
+        which has no paths, and the errors of `PooledDataset.read` or `PooledArray.read_batch`, among others.
         """
         if isinstance(stored, ArraySource):
             return self.dataset(stored)[operator.index(index)]  # type: ignore[arg-type]
@@ -255,7 +255,7 @@ class DataClient:
     def read_batch(
         self, stored: SampleTable | ArraySource, indices: Sequence[int] | Sequence[int | str]
     ) -> list[Sample] | Rows:
-        """Return the samples of these indices, in order; for an array, one tensor. Raises the errors of `read`."""
+        """Return samples as a list, or rows as one tensor, in the order of `indices`. Raises the errors of `read`."""
         if isinstance(stored, ArraySource):
             return self.dataset(stored).read_batch(indices)  # type: ignore[arg-type]
         return self.dataset(stored).__getitems__([self._number(stored, index) for index in indices])

@@ -24,9 +24,9 @@ from torch_dpflow.pool.transport.authentication import check_keys
 class PoolSamples:
     """Source of a stored dataset's samples that are in the pool's memory, for `DatasetReader(stored, through=...)`.
 
-    Thread-safe; each process has its own connections. The arguments are explained in `PooledDataset`.
+    Thread-safe; each process has separate connections. The arguments are explained in `PooledDataset`.
 
-    Raises OptionTypeError if a storage option is not text, a number or a list of these.
+    Raises OptionTypeError if a storage option cannot be sent to a server, such as an object.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class PoolSamples:
 
     @property
     def hits(self) -> int:
-        """Number of samples that this process has read from memory."""
+        """Number of requested samples that this process got from the pool's memory since its last `close`."""
         return self._reading.get().hits
 
     @property
     def misses(self) -> int:
-        """Number of samples that this process requested and that were not in memory."""
+        """Number of requested samples that this process did not get from the pool's memory since its last `close`."""
         return self._reading.get().misses
 
     def read(self, numbers: Sequence[int], lengths: Sequence[int | None]) -> list[Any]:
-        """Return the bytes of each sample in memory (`copy=False`: a view of them); None for all other samples.
+        """Return the bytes of each sample, or a view (only with `copy=False`); None for samples to read from storage.
 
-        lengths: expected bytes of each sample, or None. A sample of a different length from another host is rejected.
+        lengths: bytes of each sample; None if unknown. A sample that another host sends must have this length.
         """
         return self._reading.get().read(numbers, lengths, self._plan, copy=self._copy)
 
@@ -78,29 +78,29 @@ class PoolSamples:
         self._reading.get().announce(self._plan, order, spread, extends)
 
     def close(self) -> None:
-        """Close this process's connections. The next read opens them again."""
+        """Close this process's connections, and reset its counts. The next read opens connections again."""
         reading = self._reading.drop()
         if reading is not None:
             reading.close()
 
 
 class PooledDataset(DatasetReader):
-    """`DatasetReader` through a pool server, which reads each sample from storage once for all processes.
+    """`DatasetReader` that gets samples from a pool server, which reads each cached sample from storage only once.
 
-    The server begins to cache the dataset when it is first read. It drops the dataset some time after the last reading
-    process has ended; a dataset that `dpflow pool preload` or `DataClient.preload` has loaded stays. Samples are read
-    from storage, as by a `DatasetReader`, if there is no server, it has no memory left, or it dies.
+    The server begins to cache the dataset when it is first read. It can drop the dataset once no process reads it any
+    more; a dataset that `dpflow pool preload` or `DataClient.preload` has loaded stays. Samples that are not in the
+    pool's memory are read from storage, as by a `DatasetReader`, also while there is no server.
 
     Args:
         stored: a variant from `DatasetStore.open`.
         address: directory of the pool's socket, or tcp://HOST:PORT of a server on another host. "auto": the address in
             `DPFLOW_POOL`, or else this user's default directory on this host.
-        connection: connection file with the keys for a server on another host; None for `DPFLOW_POOL_CONNECTION`.
-        trust_network: receive samples from another host without TLS, if its server was also started with this option.
-        silence_s: seconds without an answer or an expected sample, after which samples are read from storage.
-        copy: False returns a read-only `memoryview`, valid while it is referenced, of the pool's memory on this host,
-            or of the receive buffer for a large sample of another host. Other samples are bytes. Decoders must accept
-            views, as `torch_dpflow.vision` does.
+        connection: file with the keys for a server on another host; None: the file that `DPFLOW_POOL_CONNECTION` names.
+        trust_network: connect to another host without TLS. Its server must have been started with this option too.
+        silence_s: seconds to wait for an answer or a sample before reading from storage.
+        copy: whether each sample is copied to `bytes`. If False, samples in the pool's memory on this host and large
+            samples of other hosts are read-only `memoryview` objects, valid while they are referenced. Other samples
+            are `bytes`. Decoders must accept both, as `torch_dpflow.vision` does.
         storage_options, read_options, check, on_error: see `DatasetReader`.
 
     Raises OptionError or OptionTypeError if an argument is not allowed.
@@ -143,10 +143,10 @@ class PooledDataset(DatasetReader):
 
     @property
     def hits(self) -> int:
-        """Number of samples that this process has read from memory."""
+        """Number of samples that this process got from the pool's memory since its last `close`."""
         return self._pool.hits
 
     @property
     def misses(self) -> int:
-        """Number of samples that this process has read from storage."""
+        """Number of requested samples that were not in the pool's memory, in this process since its last `close`."""
         return self._pool.misses

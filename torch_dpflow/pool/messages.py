@@ -1,7 +1,7 @@
 """Messages between pool servers and their clients, and among servers, in MessagePack.
 
-follower -> DatasetPart for each dataset that it holds, JoinPool, then FollowerHeartbeat about once a second
-leader   -> Acknowledged, then Instructions
+A server that joins a pool is a follower. It sends DatasetPart for the datasets that it holds, then JoinPool; the pool's
+leader answers both by Acknowledged. Then it repeats FollowerHeartbeat, each answered by Instructions.
 """
 
 from __future__ import annotations
@@ -20,78 +20,78 @@ from torch_dpflow.errors import DPFlowError
 
 
 class DatasetSource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Stored dataset that the pool is to cache."""
+    """Description of a stored dataset, from which a server opens and caches it."""
 
     #: Directory of the dataset store, or of indexes, and fsspec's options for it.
     store: str
     options: dict[str, Any]
     #: Full name of the variant.
     ref: str
-    #: Whether it is an index of `open_dataset`.
+    #: Whether the dataset is an index that `open_dataset` made.
     is_index: bool = False
-    #: fsspec's options for the data; None for those of the store.
+    #: fsspec's options for the data; None: the options of the store.
     data_options: dict[str, Any] | None = None
 
 
 class ArraySource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Description of an array to cache row by row: in a file (`pool.open_array`), or pushed by clients (`push`)."""
+    """Description of an array whose rows the pool caches: in a file (`pool.open_array`), or pushed by clients."""
 
     #: Display name.
     ref: str
-    #: numpy's dtype string of the elements, and the shape, records first.
+    #: numpy's dtype string of the elements, and the shape; its first number counts the rows.
     dtype: str
     shape: list[Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]]
-    #: Text that changes with the content: size and ETag or time of the file, or a digest of a pushed array.
+    #: Text that changes with the content: size and ETag or time of the file; a digest for a pushed array.
     stamp: str
     #: URL of the file, and fsspec's options for it; "" for a pushed array.
     url: str = ""
     options: dict[str, Any] = {}
-    #: Byte offset of the first row; None for an HDF5 file, with the path of the dataset in it.
+    #: Byte offset of the first row in a `.npy` file, else None; path of the dataset in an HDF5 file, else empty.
     start: int | None = None
     path: str = ""
-    #: For a further version of a pushed array: identity of the older one, and how many stripes both share.
+    #: For an appended array: identity of the version that it extends, and number of first stripes shared with it.
     base: bytes = b""
     shared: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     @property
     def is_pushed(self) -> bool:
-        """Whether clients pushed the array, so that no storage has it."""
+        """Whether clients push the array, so that no storage has it."""
         return not self.url
 
 
 AnySource: TypeAlias = DatasetSource | ArraySource
 
-#: Maximum records in one message, and in all access plans of a dataset: 2^27 take a GiB.
+#: Maximum records in one AnnounceAccessPlan, and in all access plans of a dataset together (1 GiB of memory).
 MAX_ANNOUNCED, MAX_PLAN_RECORDS = 15_000, 1 << 27
-#: In place of a length: read the record from storage; the record is on its way.
+#: Values in place of a record's length: the reader must read it from storage; the server is still reading it.
 IN_STORAGE_ONLY, ON_ITS_WAY = -1, -2
 
 
 class AnnounceAccessPlan(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Request: announce the order in which records will be read, in parts. Answered by Acknowledged.
+    """Request: announce an access plan, the order in which records will be read, or one part of it.
 
-    A part that starts a plan replaces an earlier plan of this name. A part that extends a plan has no answer, because a
-    training loop draws the order meanwhile. The plan ends with the connection.
+    The last part replaces an earlier plan of this name, unless it `extends` the plan. Answered by Acknowledged; a part
+    with `extends` has no answer, so that no training loop waits. The plan ends with the connection.
     """
 
     identity: bytes
     plan: str
-    #: Position of the part's first record in the order, and the number of records of the whole.
+    #: Position of the part's first record among the announced records, and number of records in all parts.
     first: int
     total: int
-    #: Maximum distance from a record's position at which it may be requested.
+    #: Number of positions, up to the furthest requested one, whose records can still be requested.
     spread: int
     #: Whether to append to the plan of this name and connection, if there is one.
     extends: bool = False
-    #: Little-endian 4-byte numbers, at most `MAX_ANNOUNCED`.
+    #: Record numbers in reading order, at most `MAX_ANNOUNCED`: 4 bytes each, little-endian.
     records: bytes
 
 
 class GetAheadPlaces(msgspec.Struct, frozen=True, tag=True):
-    """Request: get where records of a plan lie in the memory for reading ahead, and confirm copies of earlier ones.
+    """Request: get the places of a plan's records in the server's read-ahead memory, and confirm copies made earlier.
 
-    Answered by AheadPlaces. Each list has at most `MAX_RECORDS` records. A copy is valid only if the server answers:
-    the answer shows that the server had written nothing else there until the copy was made.
+    Answered by AheadPlaces. Each list has at most `MAX_RECORDS` records. The answer confirms that the server had not
+    reused the places of the copied records. Without this answer the reader must discard the copies.
     """
 
     identity: bytes
@@ -99,15 +99,15 @@ class GetAheadPlaces(msgspec.Struct, frozen=True, tag=True):
     records: list[int]
     #: Records that the reader has copied from places in earlier answers on this connection.
     copied: list[int]
-    #: Number of the memory that the reader has mapped, or 0. If the server uses a different memory, and is on the
-    #: reader's host, the answer comes with the memory's descriptor.
+    #: Number of the read-ahead memory that the reader has mapped, 0 if none. If the server uses a different one, and is
+    #: on the reader's host, the answer comes with a descriptor of it.
     memory: int
 
 
 class AheadPlaces(msgspec.Struct, frozen=True, tag=True):
-    """Answer: offset and length of each record in the server's memory for reading ahead, which `memory` numbers.
+    """Answer: offset and length of each record in the server's read-ahead memory with number `memory`, bytes.
 
-    A length may also be `ON_ITS_WAY` or `IN_STORAGE_ONLY`.
+    A length can also be `ON_ITS_WAY` or `IN_STORAGE_ONLY`.
     """
 
     memory: int
@@ -115,7 +115,7 @@ class AheadPlaces(msgspec.Struct, frozen=True, tag=True):
     lengths: list[int]
 
 
-#: Maximum bytes of a request, which any client sends, and of an answer, whose server its client has authenticated.
+#: Maximum bytes of a request (from any client), and of an answer (from a server that the client has authenticated).
 MAX_MESSAGE_BYTES, MAX_ANSWER_BYTES = 64 << 10, 64 << 20
 #: Maximum records that one message requests.
 MAX_RECORDS = 4096
@@ -125,11 +125,11 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
 
 
 class PreloadDataset(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Request: cache this dataset. Answered by CachedDataset; repeat the request until the dataset is placed."""
+    """Request: cache this dataset. Answered by CachedDataset; repeat the request until its `is_placed`."""
 
     source: AnySource
     identity: bytes
-    #: Whether the dataset stays until it is unloaded; otherwise it is dropped once no process has read it for a while.
+    #: Whether the dataset stays until it is unloaded; otherwise the pool can drop it while no process reads it.
     is_explicit: bool
     #: Whether to refuse a dataset that does not fit completely; otherwise a part is cached.
     whole: bool
@@ -142,7 +142,7 @@ class StartReading(msgspec.Struct, frozen=True, tag=True):
 
 
 class OpenDataset(msgspec.Struct, frozen=True, tag=True):
-    """Request: get this server's segments of a dataset, from segment `first` to the last. Answered by DatasetOpened."""
+    """Request: get up to `MAX_SEGMENTS` segments of a dataset, from number `first`. Answered by DatasetOpened."""
 
     identity: bytes
     first: int = 0
@@ -151,7 +151,7 @@ class OpenDataset(msgspec.Struct, frozen=True, tag=True):
 class GetRecordStates(msgspec.Struct, frozen=True, tag=True):
     """Request: read these records before others, at most `MAX_RECORDS`, and get their states.
 
-    Answered by RecordStates. wait_s: how long the answer may wait for records that are still to be read, seconds.
+    Answered by RecordStates. wait_s: maximum wait for records still to be read, seconds; limited to 1 by the server.
     """
 
     identity: bytes
@@ -167,7 +167,7 @@ class PushStripe(msgspec.Struct, frozen=True, tag=True):
 
 
 class CountReads(msgspec.Struct, frozen=True, tag=True):
-    """Report: reads from memory and from storage since the last report. Has no answer, so no reader waits for one."""
+    """Report: numbers of samples that were in memory and that were not, since the last report. It has no answer."""
 
     identity: bytes
     hits: _Count
@@ -185,38 +185,38 @@ class UnloadDataset(msgspec.Struct, frozen=True, tag=True):
 
 
 class CachedDataset(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """State of one dataset in the pool."""
+    """State of one dataset or array in the pool."""
 
     identity: bytes
     ref: str
     url: str
-    #: Samples of the dataset; of these, placed in memory, loaded, and failed.
+    #: Number of samples, or rows of an array; how many of them have a place in memory, are loaded, and have failed.
     records: int = 0
     placed: int = 0
     loaded: int = 0
     failed: int = 0
     reserved_bytes: int = 0
-    #: Whether it stays until it is unloaded.
+    #: Whether the dataset stays until it is unloaded.
     is_explicit: bool
     #: Number of processes that read it.
     readers: int = 0
-    #: Whether all memory for it is reserved, on all servers.
+    #: Whether all servers have finished reserving memory for it.
     is_placed: bool = False
-    #: Samples read from memory, and from storage.
+    #: Numbers of requested samples that were in memory, and that were not.
     hits: int = 0
     misses: int = 0
     #: Description of a pushed array; None for any other dataset.
     pushed: ArraySource | None = None
-    #: First error of a failed sample.
+    #: First error of reserving memory or reading samples; empty if none.
     error: str = ""
 
 
 class DatasetOpened(msgspec.Struct, frozen=True, tag=True):
-    """Answer: how many segments come as descriptors, and how many the dataset has on this server."""
+    """Answer: number of segments whose descriptors come with it, and of all segments of the dataset on this server."""
 
     segments: int
     total: int
-    #: Older versions whose segments come too, and how many of their first stripes belong to this dataset.
+    #: Older versions whose segments are sent too, by identity: how many of their first stripes this dataset shares.
     shares: dict[bytes, int] = {}
     #: As in `RecordStates`.
     held: int = 0
@@ -231,7 +231,7 @@ class RecordStates(msgspec.Struct, frozen=True, tag=True):
 
     states: bytes
     stripes: list[int]
-    #: Number of the dataset on this server, a new one if it is dropped and cached again. 0 if it is not held.
+    #: Number of the dataset on this server, a new one each time that the dataset is cached. 0 if it is not held.
     held: int = 0
 
 
@@ -244,7 +244,7 @@ class CachedDatasetList(msgspec.Struct, frozen=True, tag=True):
 
 
 class PoolRefusal(msgspec.Struct, frozen=True, tag=True):
-    """Answer: the request was wrong, or cannot be fulfilled. The client raises the error that it names."""
+    """Answer: the request was wrong, or cannot be fulfilled. The client raises the error named here."""
 
     #: Name of the error's class in `errors`.
     kind: str
@@ -262,7 +262,7 @@ class PoolRefusal(msgspec.Struct, frozen=True, tag=True):
         return kind(self.text)
 
 
-#: File in a server's directory: the lock of its address, with its incarnation.
+#: File in a server's directory that only the running server has locked; it contains the server's incarnation.
 LOCK_FILE = "lock"
 #: Maximum stripes in one report of a follower; more are reported in parts.
 MAX_STRIPES = 8192
@@ -270,14 +270,14 @@ MAX_STRIPES = 8192
 
 @cache
 def boot_id() -> str:
-    """Return an id of this boot of the machine; the host name if a sandbox hides it."""
+    """Return an id of this boot of the machine, or the host name if a sandbox hides the id."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One server of a pool."""
+    """Description of one server of a pool."""
 
     #: Directory of its socket, unique on its host.
     directory: str
@@ -286,7 +286,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     boot: str
     #: tcp://HOST:PORT at which other hosts reach it; None if they cannot.
     listen: str | None = None
-    #: Random id of this start, which the server's directory contains too; "" for an older release.
+    #: Random id of the server's present start, which `LOCK_FILE` contains too; "" for an older release.
     incarnation: str = ""
     #: Bytes for samples, and free bytes.
     memory: int
@@ -299,9 +299,9 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_near(self) -> bool:
-        """Whether this process may map the server's memory: same machine, and this user owns the server's directory.
+        """Whether this process can map the server's memory: same machine, and same user.
 
-        In another container the directory may be missing, or belong to another server.
+        False in a container that does not have the server's directory, or has another server at this path.
         """
         try:
             lock = Path(self.directory, LOCK_FILE)
@@ -346,12 +346,12 @@ ALL_FAILED = -1
 
 
 class DatasetState(msgspec.Struct, frozen=True, kw_only=True):
-    """A follower's progress with a dataset."""
+    """One server's progress with a dataset."""
 
     identity: bytes
-    #: Whether all memory for it is reserved.
+    #: False while the server still reserves memory for it.
     is_placed: bool
-    #: Numbers of loaded and of failed records (or `ALL_FAILED`), and of processes that read the dataset there.
+    #: Numbers of loaded and of failed records (or `ALL_FAILED`), and of processes that read it from this server.
     loaded: int
     failed: int
     readers: int
@@ -361,7 +361,7 @@ class DatasetState(msgspec.Struct, frozen=True, kw_only=True):
 class FollowerHeartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Request: renew a follower's lease. Answered by Instructions after at most `wait_s` seconds.
 
-    It contains only states that have changed. They reflect all instructions of earlier answers.
+    `states` contains only states that have changed. They reflect all instructions that were received before.
     """
 
     states: list[DatasetState]

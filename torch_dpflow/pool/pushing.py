@@ -37,14 +37,14 @@ from torch_dpflow.pool.transport.segments import PUSH_SEALS
 from torch_dpflow.remote.shipping.content_identity import fingerprint
 
 _Array: TypeAlias = npt.NDArray[Any]
-#: Returns the rows from a first number up to a last one (excluded), in C order.
+#: Function that returns rows `first` to `stop` - 1 of an array, in C order, for the arguments (first, stop).
 RowsOf: TypeAlias = Callable[[int, int], _Array]
 #: Interval of queries whether the server has reserved memory, seconds.
 _POLL_S = 0.02
 
 
 def pushed_source(name: str, array: _Array) -> ArraySource:
-    """Return the description of an array in memory. Equal names and rows give equal ones, so a push can be continued.
+    """Return the description of an array in memory, equal for equal names and rows, so that a push can be continued.
 
     Raises OptionError or OptionTypeError if the array cannot be cached, or the name is not NAMESPACE/NAME:VERSION.
     """
@@ -56,11 +56,11 @@ def pushed_source(name: str, array: _Array) -> ArraySource:
 
 
 def appended_source(old: ArraySource, array: _Array, version: str | None) -> ArraySource:
-    """Return the description of a pushed array's next version: the old rows, then those of `array`.
+    """Return the description of a pushed array's next version: the old rows, then the rows of `array`.
 
-    The new version shares every full stripe of the old one. version: its name; None for the next number.
+    The new version shares every full stripe of the old one. version: VERSION of the new name; None: the next number.
 
-    Raises OptionTypeError for rows of a different shape or dtype; OptionError for no rows, or an invalid or used name.
+    Raises OptionTypeError if the rows differ in shape or dtype, OptionError for no rows or a wrong name.
     """
     if array.dtype.str != old.dtype or [*array.shape[1:]] != old.shape[1:] or not array.ndim:
         raise OptionTypeError(
@@ -94,11 +94,11 @@ def push(
     stripes: Iterable[int] | None = None,
     progress: Callable[[CachedDataset], None] = lambda info: None,
 ) -> CachedDataset:
-    """Push an array's rows, or only the rows of `stripes`; return the array's state in the pool.
+    """Push an array, or only its stripes `stripes`, as `rows_of` returns them; return the array's state in the pool.
 
-    Stripes that the server has, or that an older version shares, are skipped. progress: called after each other stripe.
+    Stripes that the server has already are skipped. progress: called with the state after each pushed stripe.
 
-    Raises PoolFullError if the rows do not fit, PeerLostError if there is no server, or it has died.
+    Raises PoolFullError if the rows do not fit, PeerLostError if the server is lost, UsageError if it refuses them.
     """
     rows = array_layout(source)
     request = PreloadDataset(source=source, identity=array_identity(source), is_explicit=True, whole=True)
@@ -148,7 +148,7 @@ def _fill(fd: int, content: memoryview) -> None:
 
 
 def plain_array(given: Any) -> _Array:
-    """Convert a tensor or array-like to a numpy array. Raises OptionTypeError if numpy cannot hold its values."""
+    """Convert a tensor or array-like to a numpy array. Raises OptionTypeError if that is impossible or it is masked."""
     if isinstance(given, np.ma.MaskedArray):
         raise OptionTypeError("the array is masked, and memory has no masks; give array.filled(value)")
     try:
@@ -170,7 +170,7 @@ def _check_name(name: str) -> None:
         raise OptionError(f"{name!r} names no version of an array; give NAMESPACE/NAME:VERSION, as in lab/rows:v1")
 
 
-#: Decodes a sample's bytes to an array.
+#: Function that decodes a sample's bytes to an array.
 Transform: TypeAlias = Callable[[bytes], npt.ArrayLike]
 _Pixels: TypeAlias = npt.NDArray[Any]
 
@@ -190,7 +190,7 @@ def push_decoded(
     Returns the state of the decoded array in the pool. Closes `reader`, which reads the samples.
 
     Raises:
-        OptionError: the transform returns arrays of several shapes or dtypes, or arrays that cannot be cached.
+        OptionError, OptionTypeError: the transform's arrays differ in shape or dtype, or cannot be cached.
         StorageError, and the transform's errors: a sample cannot be read or decoded; stripes that were pushed stay.
         PoolFullError, PeerLostError: see `push`.
     """
@@ -206,7 +206,7 @@ def push_decoded(
 
 
 def check_part(rank: int, world: int) -> None:
-    """Raise OptionError or OptionTypeError unless 0 <= rank < world."""
+    """Check that these are integers with 0 <= rank < world. Raises OptionError or OptionTypeError."""
     check_int("world", world, minimum=1)
     if check_int("rank", rank, minimum=0) >= world:
         raise OptionError(f"rank={rank} of world={world}: give one below it")

@@ -1,4 +1,4 @@
-"""Sources of cached datasets: identity, description, opening for a server, and comparison with the pool's memory."""
+"""Sources of cached datasets: their identities and descriptions, opening them, comparing cached samples with them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _SOURCES: msgspec.msgpack.Decoder[AnySource] = msgpack_decoder(AnySource)
 
 
 class RecordReader(Protocol):
-    """Reader of a dataset's records from storage. A record is a sample; of an array, a block of rows."""
+    """Reader of records from storage. A record is a sample of a dataset, or a block of rows of an array."""
 
     def read_each(self, indices: Sequence[int]) -> Sequence[Sample | DPFlowError]:
         """Return (bytes, metadata) for each record, or the error of reading it."""
@@ -60,7 +60,7 @@ class RecordReader(Protocol):
 
 
 class StripePart(NamedTuple):
-    """Identification of a stripe of a stored dataset: its metadata shard, and the URLs of dataset and data."""
+    """Key of a stripe of a stored dataset. Stripes with equal keys have the same samples, so versions can share one."""
 
     dataset: str
     data: str
@@ -68,7 +68,7 @@ class StripePart(NamedTuple):
 
 
 class OpenedSource(NamedTuple):
-    """Opened source of a cached dataset, as a server needs it: the records' layout, and their reader."""
+    """Opened source of a cached dataset: the layout of its records, and a reader that reads them from storage."""
 
     url: str
     records: SampleLayout
@@ -76,7 +76,7 @@ class OpenedSource(NamedTuple):
     known: npt.NDArray[np.bool_]
     #: None if clients push the records.
     reader: RecordReader | None
-    #: One for each stripe that another version may share; equal parts have the same samples.
+    #: Key of each stripe; empty if no other version can share stripes.
     parts: Sequence[StripePart] = ()
 
 
@@ -93,9 +93,9 @@ def identity_of(stored: SampleTable | ArraySource) -> bytes:
 def source_of(stored: SampleTable | ArraySource, data_options: Mapping[str, Any] | None) -> AnySource:
     """Return a description by which a server can read the dataset or array.
 
-    data_options: fsspec's options for the data; None for those of the dataset's store.
+    data_options: fsspec's options for a dataset's data; None: the options of its store. Not used for an array.
 
-    Raises OptionTypeError for options that are not text, numbers or lists of these.
+    Raises OptionTypeError if an option cannot be sent to a server, such as an object.
     """
     _check_kind(stored)
     source: AnySource = (
@@ -118,7 +118,7 @@ def source_of(stored: SampleTable | ArraySource, data_options: Mapping[str, Any]
 
 
 def open_source(source: AnySource, wanted: bytes) -> OpenedSource:
-    """Open a source, whose identity must be `wanted`, for reading. Raises DatasetError, StorageError or OptionError."""
+    """Open a source for reading. Raises DamagedStoreError if its identity is not `wanted`, and errors of opening it."""
     if isinstance(source, ArraySource):
         blocks = array_layout(source).blocks()
         _check_name(array_identity(source), wanted, source.ref)
@@ -147,7 +147,7 @@ def _open_table(source: DatasetSource) -> SampleTable:
 
 
 def samples_in(source: AnySource, records: int) -> int:
-    """Return the number of samples in this number of records, for display: a record of an array is a block of rows."""
+    """Convert a number of records to a number of samples, or of rows of an array, for display."""
     if isinstance(source, ArraySource):
         return min(records * array_layout(source).per_block, source.shape[0])
     return records
@@ -164,16 +164,16 @@ def _check_name(found: bytes, wanted: bytes, what: str) -> None:
 
 
 def all_samples(stored: StoredDataset) -> Iterator[SampleMeta]:
-    """Yield the metadata of every sample, as `StoredDataset.samples` does; read several shards at the same time."""
+    """Yield the metadata of every sample like `StoredDataset.samples`, but read several metadata shards in parallel."""
     with ThreadPoolExecutor(_READ_THREADS, "dpflow-read") as threads:
         for shard in threads.map(stored.shard, range(len(stored.variant.shards))):
             yield from shard.samples
 
 
 def sample_layout(stored: SampleTable) -> tuple[SampleLayout, npt.NDArray[np.bool_]]:
-    """Return the layout of the samples, and whether each length is known.
+    """Return the layout of the samples, and an array of flags: whether each length is known.
 
-    Reads all metadata of a store, and a column of an index. Raises the errors of `StoredDataset.shard`.
+    Reads all metadata of a stored dataset, but only one column of an index. Raises the errors of these reads.
     """
     if isinstance(stored, Index):
         lengths, size = stored.open_rows().lengths(), _INDEX_STRIPE
@@ -184,9 +184,9 @@ def sample_layout(stored: SampleTable) -> tuple[SampleLayout, npt.NDArray[np.boo
 
 
 class RecordPaths:
-    """Index of record numbers by the path that the dataset's metadata has for each record. Takes 16 bytes per record.
+    """Lookup of a record's number by its path in the dataset's metadata. Takes 16 bytes per record.
 
-    Making it reads all metadata. Raises the errors of `StoredDataset.shard`.
+    The constructor reads all metadata. Raises the errors of `StoredDataset.shard`.
     """
 
     def __init__(self, stored: StoredDataset) -> None:
@@ -196,7 +196,7 @@ class RecordPaths:
         self._digests = digests[self._order]
 
     def number(self, path: str) -> int:
-        """Return the number of the record with this path. Reads its metadata, because two paths can have one digest.
+        """Return the number of the record with this path. Reads the record's metadata from storage.
 
         Raises ObjectMissingError if no record has this path, OptionError if several records have it.
         """
@@ -226,7 +226,7 @@ _SILENCE_S = 5.0
 
 @dataclass
 class PoolComparison:
-    """Counts of a comparison: samples that are equal in memory and storage, and samples that are only in storage."""
+    """Counts of `verify_pool`: samples that are equal in memory and storage, and samples that are only in storage."""
 
     equal: int = 0
     in_storage: int = 0
@@ -244,14 +244,13 @@ def verify_pool(
     progress: Callable[[int], None] = lambda samples: None,
     compared: PoolComparison | None = None,
 ) -> Iterator[Problem]:
-    """Read every sample, or row, of a cached dataset from storage again; yield a problem for each that differs.
+    """Compare every cached sample, or row of an array, with storage; yield problems: differences, unreadable samples.
 
     Args:
-        progress: called with the number of samples compared so far.
-        compared: its counts are increased during the comparison.
+        progress: called with the number of samples handled so far, including samples that are not in memory.
+        compared: counts to increase during the comparison.
 
-    Raises UsageError if the dataset is not cached, OptionError if no storage has it, PeerLostError if there is no
-    server.
+    Raises UsageError if `stored` is not cached, OptionError if clients pushed it, PeerLostError if there is no server.
     """
     source, identity = source_of(stored, None), identity_of(stored)
     with PoolConnection(address) as connection:

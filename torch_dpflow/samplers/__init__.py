@@ -1,4 +1,4 @@
-"""Samplers: which samples a job reads, in which order, and how jobs share reads. Pure."""
+"""Samplers: which samples a job reads, in which order, and how jobs share reads. No clocks, threads or sockets."""
 
 from typing import TYPE_CHECKING
 

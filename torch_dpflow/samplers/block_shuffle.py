@@ -1,4 +1,4 @@
-"""BlockShuffleSampler: a random order for rows that are decoded in blocks."""
+"""BlockShuffleSampler: a random order of the rows of tables, which are decoded in blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_dpflow.samplers.sampler import DynaGCSSampler
 
 @runtime_checkable
 class HasBlocks(Protocol):
-    """Protocol of a dataset whose rows are stored in blocks, such as `TableDataset`."""
+    """Interface of a dataset whose rows are stored in blocks, such as `TableDataset`."""
 
     #: Number of rows of each block, in the order of the row numbers.
     blocks: NDArray[np.int64]
@@ -27,13 +27,13 @@ class HasBlocks(Protocol):
 
 
 class BlockShuffleSampler(DynaGCSSampler):
-    """Sampler of a random order in which each block is decoded once per epoch by each rank that reads it.
+    """Sampler of a random order of rows that lets each rank decode each of its blocks about once per epoch.
 
-    Blocks are drawn in random order and divided among the ranks. A rank reads `window` of them at a time, their rows
-    shuffled together, so a reader needs memory for that many blocks. A larger window comes closer to a full shuffle.
+    Blocks are drawn in random order and divided among the ranks. A rank reads `window` blocks at a time, their rows
+    shuffled together, so a reader needs memory for `window` blocks. A larger window comes closer to a full shuffle.
 
-    Ranks, `set_epoch`, states and resuming with a different number of ranks are as with `DynaGCSSampler`. In an epoch
-    that a different number of ranks began, each rank reads rows of more blocks at a time.
+    Ranks, `set_epoch` and states are as with `DynaGCSSampler`. If an epoch is resumed with a different number of ranks,
+    each rank reads rows of more blocks at a time until the epoch ends.
 
     Args:
         dataset: a dataset with `blocks`, such as `TableDataset`.
@@ -85,7 +85,7 @@ class BlockShuffleSampler(DynaGCSSampler):
 
 @lru_cache(maxsize=2)
 def block_order(blocks: bytes, window: int, ranks: int, seed: int) -> CompactArray:
-    """Return an order of all rows. Rank r reads the rows at places r, r + `ranks` and so on, mostly of its own blocks.
+    """Return an order of all rows. Rank r reads the places r, r + `ranks` and so on: mostly rows of its own blocks.
 
     Args:
         blocks: number of rows in each block, as the bytes of an int64 array.

@@ -1,4 +1,4 @@
-"""BudgetBatchSampler: batches by a number of tokens, frames or pixels, for torch's DataLoader or ours."""
+"""BudgetBatchSampler: batches up to a number of tokens, frames or pixels, for torch's DataLoader or ours."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class BudgetBatchSampler(EpochSampler[list[int]]):
     """Sampler of batches of samples of similar length, which each cost at most a budget: tokens, frames, pixels.
 
     A batch costs its number of samples times the length of its longest sample, because padding makes lengths equal. The
-    lengths of a batch mostly differ by at most the factor `1 + spread`. So at most the share `spread / (1 + spread)` of
-    a batch is padding, and on average about half of this share.
+    lengths within most batches differ by at most the factor `1 + spread`. At most the share `spread / (1 + spread)` of
+    such a batch is padding, and on average about half of this share.
 
     All ranks have the same number of batches. At each step they read batches of similar length, so no rank waits long
-    for another. Seed and epoch determine which samples form a batch, and the order of the steps; the number of batches
-    is the same in every epoch. If a different number of ranks continues an epoch, the remaining steps stay as they are.
-    The lengths of the ranks' batches then differ more until the next epoch.
+    for another. Seed and epoch determine which samples form a batch; the number of batches is the same in every epoch.
+    If a different number of ranks resumes an epoch, the ranks' batches of a step differ more in length until the next
+    epoch.
 
-    Without ranks every iteration is a new epoch; with ranks only `set_epoch` begins another.
+    Without ranks every iteration is a new epoch; with ranks only `set_epoch` changes the epoch.
 
     Args:
         lengths: lengths of all samples, in any unit: numbers above 0, in a sequence, array or tensor.
@@ -44,7 +44,7 @@ class BudgetBatchSampler(EpochSampler[list[int]]):
         drop_last: leave out the batches that do not divide evenly among the ranks, instead of repeating some.
 
     Raises:
-        OptionError: a sample is longer than the budget, or a value is out of range.
+        OptionError: a sample is longer than the budget, `lengths` is empty, or a value is out of range.
         OptionTypeError: an argument is of the wrong type.
     """
 
@@ -77,11 +77,11 @@ class BudgetBatchSampler(EpochSampler[list[int]]):
 
     @property
     def batches_left(self) -> int:
-        """Number of batches that this rank has not yielded yet of the epoch that `state_dict` describes."""
+        """Number of batches that this rank still has to yield in the epoch that `state_dict` describes."""
         return self._left()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the batches that were yielded, as plain data; no side effect."""
+        """Return the position after the last yielded batch, as plain data; no side effect."""
         return self._state()
 
     def _reader(self, epoch: int, began_with: int) -> Callable[[Places], list[list[int]]]:
@@ -152,10 +152,10 @@ FloatArray = NDArray[np.float64]
 
 
 def upper_edges(longest: float, shortest: float, budget: float, spread: float) -> FloatArray:
-    """Return the upper ends of the buckets, ascending; the last is `longest`.
+    """Return the highest lengths of the buckets, ascending; the last one is `longest`.
 
-    Lengths of a bucket differ by at most the factor `1 + spread`. A bucket ends at `budget / n` if its lengths can stay
-    within this factor; n of its longest samples then fill a batch.
+    Lengths of a bucket differ by at most the factor `1 + spread`. If possible, a bucket ends at `budget / n` for a
+    whole number n, so that n samples of this length fill a batch.
     """
     edges = [longest]
     while edges[-1] / (1 + spread) >= shortest:
@@ -173,9 +173,9 @@ def _next_edge(edge: float, budget: float, spread: float) -> float:
 class LengthBuckets:
     """Division of samples into buckets of similar length, and of buckets into batches.
 
-    A batch costs its number of samples times its longest length. A bucket's batches have as many samples as the budget
-    allows at the bucket's longest length. Samples that do not fill a batch go into the first batches of the next
-    bucket. So only the last batch may be short, and the number of batches depends on the lengths alone.
+    A batch costs its number of samples times its longest length. All batches of a bucket have the same number of
+    samples: as many as the budget allows at the bucket's longest length. Samples that do not fill a batch go into the
+    first batches of the next bucket. So only the last batch can be short.
 
     Args:
         lengths: one number per sample, above 0 and not above `budget`.
@@ -192,7 +192,7 @@ class LengthBuckets:
         longest = np.zeros(len(edges))
         np.maximum.at(longest, buckets, lengths)
         ends = np.cumsum(np.bincount(buckets, minlength=len(edges)))
-        #: Where each batch begins in the samples ordered by bucket, and the end.
+        #: The index, in the samples ordered by bucket, at which each batch begins; and the number of samples.
         self.bounds = _bounds(ends, longest, budget)
 
     @property
@@ -201,11 +201,11 @@ class LengthBuckets:
         return len(self.bounds) - 1
 
     def epoch(self, order: CompactArray) -> tuple[CompactArray, IndexArray]:
-        """Return an epoch's samples, and the numbers of its batches, sorted by the length of their longest sample.
+        """Return (an epoch's samples, ordered by bucket; its batch numbers, ordered by the batch's longest sample).
 
-        Batch `i` is the samples from `bounds[i]` to `bounds[i + 1]`.
+        Batch `i` is `samples[bounds[i]:bounds[i + 1]]`.
 
-        order: all samples; the samples of a bucket keep this order.
+        order: all samples; samples of one bucket keep this order.
         """
         samples = order[np.argsort(self._buckets[order], kind="stable")].astype(compact(len(order)))
         longest = np.maximum.reduceat(self.lengths[samples], self.bounds[:-1])

@@ -1,4 +1,4 @@
-"""Groups that draw for several jobs at once, with a buffer for each job; and the cells that they draw from."""
+"""Base class of sampling groups that pick samples for several jobs at once, and the cells from which they pick."""
 
 from abc import abstractmethod
 from collections import deque
@@ -13,23 +13,22 @@ from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.group import Draw, Member, SamplingGroup
 from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, compact
 
-#: Maximum jobs of a group: the bits of a mask.
+#: Maximum number of jobs in a group, each of which is one bit of a mask.
 MAX_JOBS = 256
 #: Bits of a word of masks in an array.
 _WORD_BITS = 64
 #: Up to this many cells are searched in plain Python, because a call of numpy costs as much.
 _FEW_CELLS = 64
-#: A sample's cell and its slot there. Valid until the next sample of the cell is taken.
+#: A sample's cell, and its index in the cell (the slot). Valid until a sample of the cell is taken.
 CellSlot: TypeAlias = tuple[int, int]
 
 
 class Cells:
     """Partition of the samples into cells: the samples of one cell are still needed by the same jobs.
 
-    Any intersection, union or difference of the jobs' sets is a union of cells, so its size is a sum over
-    cells and a uniform draw from it takes two steps: a cell by its size, then a sample of the cell. A
-    cell is an unordered array, from which a sample is taken in O(1). There are never more cells than
-    samples, nor than 2^jobs.
+    Any intersection, union or difference of the jobs' sets is a union of cells. Its size is a sum over cells, and a
+    uniform draw from it draws a cell by size, then a sample of that cell. Taking a sample from a cell costs O(1). There
+    are at most 2^jobs cells.
 
     Jobs are bits: bit j of a cell's mask is set if job j needs the cell's samples.
     """
@@ -48,7 +47,7 @@ class Cells:
         self._mask_array: NDArray[np.uint64] = _words_of([], 1)
 
     def insert(self, job: int, members: BoolArray) -> None:
-        """Add a job that needs the samples where `members`, of shape (size,), is True."""
+        """Add a job. members: mask of the samples that it needs, of shape (size,)."""
         bit = 1 << job
         rest = members.copy()
         parts: list[tuple[int, CompactArray]] = []
@@ -76,9 +75,9 @@ class Cells:
                 yield mask, self._samples[place][: self.sizes[place]]
 
     def needed_by(self, jobs: int, short_of: int = 0) -> list[int]:
-        """Return the cells that all jobs of the mask `jobs` need, ascending.
+        """Return the numbers of the cells that all jobs of the mask `jobs` need, ascending.
 
-        `short_of` is a mask of further jobs; cells that all of these need too are left out.
+        short_of: mask of other jobs; cells that all of these need too are left out.
         """
         if len(self.masks) > _FEW_CELLS:
             return self._search(jobs, short_of)
@@ -91,7 +90,7 @@ class Cells:
         return sum([sizes[cell] for cell in cells])
 
     def pick(self, cells: Iterable[int], rng: np.random.Generator) -> CellSlot:
-        """Return the slot (cell, index) of a sample drawn uniformly from these cells, which must not all be empty."""
+        """Draw a sample uniformly from these cells; return its cell and slot. At least one cell must not be empty."""
         sizes = self.sizes
         slot = int(rng.random() * self.samples_in(cells))
         for cell in cells:
@@ -101,7 +100,7 @@ class Cells:
         raise AssertionError("a uniform number reached 1")
 
     def pick_many(self, cells: list[int], rng: np.random.Generator, count: int) -> list[CellSlot]:
-        """Return the slots of `count` distinct samples, each drawn as by `pick`."""
+        """Draw `count` distinct samples uniformly from these cells; return the cell and slot of each."""
         if count == 1:
             return [self.pick(cells, rng)]
         sizes = np.array([self.sizes[cell] for cell in cells])
@@ -169,7 +168,7 @@ def _words_of(masks: list[int], words: int) -> NDArray[np.uint64]:
 
 
 def bits_of(mask: int) -> Iterable[int]:
-    """Return the numbers of the bits that are set, lowest first."""
+    """Yield the numbers of the bits that are set, lowest first."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
@@ -177,7 +176,7 @@ def bits_of(mask: int) -> Iterable[int]:
 
 
 def free_bit(taken: Iterable[int], limit: int = MAX_JOBS) -> int:
-    """Return the lowest job number below `limit` that is not taken. Raises OptionError if all are taken."""
+    """Return the lowest number below `limit` that is not in `taken`, for a job. Raises OptionError if there is none."""
     used = set(taken)
     for job in range(limit):
         if job not in used:
@@ -186,10 +185,10 @@ def free_bit(taken: Iterable[int], limit: int = MAX_JOBS) -> int:
 
 
 class BufferedGroup(SamplingGroup):
-    """Base of groups that pick samples for several jobs at once. Each job has unpicked samples, and a buffer of picks.
+    """Base class of groups that pick a sample for several jobs at once; each job has a buffer of picks for its draws.
 
-    In lookaheads the samples in the buffer are certain. The unpicked samples are likely, weighted by the number of jobs
-    that need a sample: the more jobs need it, the sooner a draw may pick it.
+    In a job's lookahead, the samples in its buffer are certain. Its other unread samples are likely, weighted by the
+    number of jobs that need a sample: the more jobs need it, the sooner it is picked.
     """
 
     max_jobs: ClassVar[int] = MAX_JOBS

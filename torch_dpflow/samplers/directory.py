@@ -1,4 +1,4 @@
-"""Directory of the samples that all caches together hold, in load order, and of the next victims."""
+"""Record of which samples the caches of a flow together hold, for strategies that decide what is evicted."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from torch_dpflow._core.need_counts import NeedCounts, States
 from torch_dpflow._core.sparse_zeros import sparse_zeros
 from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, compact
 
-#: State of a sample in a job's epoch, besides `NEEDED` and `READ`: needed, and known to be resident.
+#: State of a sample in a job's epoch, in addition to `NEEDED` and `READ`: needed, and known to be resident.
 LISTED = 1
 #: Above this many residents per eviction a search pays for several evictions at once.
 _RESIDENTS_PER_VICTIM = 16
@@ -18,18 +18,16 @@ _PIECE = 1 << 16
 
 
 class Directory:
-    """Directory of the samples that caches with space for `capacity` samples hold.
+    """Record of the resident samples: those that the caches hold, up to `capacity` samples in total.
 
-    The samples that the fewest jobs still need in their epochs are evicted first, among equals the oldest load. The
-    latest `protected` loads stay while any job needs them, because jobs that follow closely had no chance to read them.
-
-    Samples that no job needs any more are recorded by `on_read` and evicted first. Only if there are none, a search
-    selects several victims: among all residents, or the oldest loads of many.
+    Samples that no job needs any more are evicted first, then those that the fewest jobs still need in their epochs,
+    among equals the oldest load. Of many residents, only the oldest loads are compared. The latest `protected` loads
+    stay while any job needs them, if `capacity` allows, because jobs that follow closely had no chance to read them.
     """
 
     def __init__(self, size: int, capacity: int) -> None:
         self.capacity = capacity
-        #: How many of the latest loads are protected while a job needs them; set by the owner.
+        #: Number of the latest loads that stay while any job needs them (see the class); set by the owner.
         self.protected = 0
         #: How many jobs still need each sample in their epochs.
         self.needed = NeedCounts(size)
@@ -55,7 +53,7 @@ class Directory:
         return self._held[samples]
 
     def begin(self, states: States, read: CompactArray, *, whole: bool) -> None:
-        """Add a job's epoch, with the arguments of `NeedCounts.begin`."""
+        """Add a job's epoch. The arguments are those of `NeedCounts.begin`."""
         self.needed.begin(states, read, whole=whole)
         self.needs_changed()
 
@@ -65,7 +63,7 @@ class Directory:
         self.finished(samples)
 
     def load(self, samples: CompactArray) -> BoolArray:
-        """Record that these distinct samples are read, in this order; all count as the latest loads.
+        """Record that these distinct samples are read, in this order; resident ones also count as loaded now.
 
         Returns a mask of the samples that were not resident, which must be loaded. Call `shrink` next.
         """
@@ -79,13 +77,13 @@ class Directory:
         return absent
 
     def finished(self, samples: CompactArray) -> None:
-        """Record which of these distinct samples, just read, are resident and needed by no job."""
+        """Select the next samples to evict: those of these distinct samples that are resident and that no job needs."""
         done = samples[(self.needed.of(samples) == 0) & self._held[samples]]
         if len(done):
             self._finished.append(done)
 
     def needs_changed(self) -> None:
-        """Forget the selected victims, because jobs need more samples than when they were selected."""
+        """Drop the selection of the next samples to evict. Call this when jobs need more samples than before."""
         self._finished = []
         self._victims, self._chosen_as = self._victims[:0], self._chosen_as[:0]
 

@@ -1,6 +1,6 @@
 """DynaGCS of the thesis (3.4.4): top-down sampling from an intersection tree.
 
-It is not uniform if sets overlap in part: shared samples come first. The shared log does not have this fault.
+Its orders are not uniform if jobs' sets overlap in part: shared samples come first. Orders of `shared_log` are uniform.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ class IntersectionTree:
 
     Args:
         cells: the samples that jobs need; read only.
-        speeds: samples per second by job number, None if not known. Each call of `contribution` reads them.
+        speeds: samples per second by job number, None if not known. The caller can change them at any time.
     """
 
     def __init__(self, cells: Cells, speeds: Mapping[int, float | None]) -> None:
@@ -34,23 +34,23 @@ class IntersectionTree:
         return tuple(job for leaf in self.nodes.get(1, ()) for job in bits_of(leaf))
 
     def insert(self, job: int) -> None:
-        """Add a job: a node of it alone, and a copy of every node with it. Drop the nodes of least contribution."""
+        """Add a job: a node with this job alone, and a copy of each node with the job added. Drop surplus nodes."""
         bit = 1 << job
         self._regroup([bit, *self._all(), *(node | bit for node in self._all())])
 
     def remove(self, job: int) -> None:
-        """Remove a job from its nodes, and drop nodes that would have one job left."""
+        """Remove a job from all nodes. Nodes that had it and now have fewer than two jobs are dropped."""
         bit = 1 << job
         self._regroup(node & ~bit for node in self._all() if not node & bit or (node & ~bit).bit_count() > 1)
 
     def with_job(self, job: int) -> Iterator[int]:
-        """Return the nodes that a job is in, the highest level first."""
+        """Yield the nodes that contain a job, those with the most jobs first."""
         for count in sorted(self.nodes, reverse=True):
             yield from [node for node in self.nodes[count] if node >> job & 1]
 
     def contribution(self, node: int) -> float:
-        """Return a node's contribution: the size of the shared set over the sum of the sets' sizes, times the
-        likeness of the speeds (eq. 3-6)."""
+        """Return the number of samples that all jobs of a node need, divided by the sum of the numbers that each of
+        them needs, times the `speed_likeness` of the jobs (eq. 3-6)."""
         jobs = list(bits_of(node))
         total = sum(self._cells.needed[job] for job in jobs)
         shared = self._cells.samples_in(self._cells.needed_by(node))
@@ -71,7 +71,7 @@ class IntersectionTree:
 
 
 def speed_likeness(speeds: Sequence[float | None]) -> float:
-    """Return exp(-s), s being the standard deviation of the speeds over their mean: 1 for equal speeds (eq. 3-7).
+    """Return exp(-standard deviation of the speeds / their mean): 1 for equal speeds, else less (eq. 3-7).
 
     An unknown speed counts as the mean of the known ones.
     """
@@ -83,14 +83,14 @@ def speed_likeness(speeds: Sequence[float | None]) -> float:
 
 
 class DynaGCSGroup(BufferedGroup):
-    """Sampling group of the thesis: algorithm 3.11, interpreted so that a round ends with the batch.
+    """Sampling group of the thesis: algorithm 3.11, interpreted so that the jobs' buffers stay small.
 
     It samples only from nodes whose jobs all have space in their buffers, and only until the drawing job's buffer
-    holds its batch. In the literal interpretation (`benchmarks/simulation/dynagcs_letter.py`) buffers grow, jobs that
-    are served in turns diverge, and many samples are loaded for few jobs.
+    holds its batch. Interpreted literally (`benchmarks/simulation/dynagcs_letter.py`), the algorithm lets buffers grow
+    and jobs diverge, and loads many samples for few jobs.
 
-    Cost: O(jobs² * cells) for a round, which gives the drawing job at least one sample; O(size) for the start of an
-    epoch, which also weighs all nodes. This takes 0.4 s with 64 jobs, the maximum; 128 would take eight times as long.
+    Cost: O(jobs² * cells) to add one or more samples to the drawing job's buffer; O(size) for the start of an epoch,
+    which also weighs all nodes. This takes 0.4 s with 64 jobs, the maximum; 128 would take eight times as long.
     """
 
     strategy = "dynagcs"
@@ -147,5 +147,5 @@ class DynaGCSGroup(BufferedGroup):
 
 
 def group_size(served: list[Member]) -> int:
-    """Return how many samples a round takes from a node: half of the smallest batch (eq. 3-8), at least one."""
+    """Return how many samples to take from a node at once: half of these jobs' smallest batch (eq. 3-8), at least 1."""
     return max(1, min(member.batch_size for member in served) // 2)

@@ -1,4 +1,4 @@
-"""Base of samplers whose epochs are functions of seed and epoch, dealt to ranks, with a position that is a number."""
+"""Base class of samplers whose order follows from seed and epoch and is divided among ranks."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ T = TypeVar("T")
 
 
 class SamplerIterator(Iterator[T]):
-    """One iteration of a sampler. Its state shows whether it has begun and ended; the sampler's state has the position.
+    """One iteration of a sampler, with a state for torchdata's StatefulDataLoader: whether it has begun and ended.
 
-    StatefulDataLoader loads the sampler's state, makes an iterator, and loads the iterator's state. If the saved
-    iteration had nothing left, the iterator yields nothing, and the next one reads a whole epoch.
+    StatefulDataLoader loads the sampler's state, which has the position, and then the state of a new iterator. If the
+    saved iteration had nothing left, this iterator yields nothing, and the next one reads a whole epoch.
 
     Args:
         items: the remaining items of the epoch, or a whole epoch.
         is_over: whether the sampler's state was at the end of an epoch, so that `items` are a whole epoch.
     """
 
-    #: The loader of this package needs the sampler's state only.
+    #: Tells this package's loader that the sampler's state suffices, so that it saves none of the iterator.
     is_placed_by_sampler = True
 
     def __init__(self, items: Iterator[T], *, is_over: bool) -> None:
@@ -49,11 +49,11 @@ class SamplerIterator(Iterator[T]):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """Return whether this iteration has begun and ended."""
+        """Return, as plain data, whether this iteration has begun and whether it has ended."""
         return {"has_begun": self._has_begun, "has_ended": self._has_ended}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the iteration of this state. The sampler must have loaded its own state before.
+        """Continue the iteration that the state describes. Load the sampler's state first.
 
         Raises StateError: `state` is not the state of an iterator.
         """
@@ -70,12 +70,12 @@ STATE_VERSION = 1
 
 
 def mixed_seed(*numbers: int) -> int:
-    """Return one seed from several numbers, such that neighbouring numbers give unrelated orders."""
+    """Return a seed that is a hash of several numbers, so that neighbouring numbers give unrelated orders."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) & MAX_SEED
 
 
 def restored_number(name: str, value: Any, *, minimum: int = 0, maximum: int | None = None) -> int:
-    """Check a number of a state, and return it. Raises StateError unless it is an int in range."""
+    """Return a number from a state. Raises StateError if it is not an int, or out of range."""
     try:
         return check_int(name, value, minimum=minimum, maximum=maximum)
     except UsageError as error:
@@ -83,9 +83,9 @@ def restored_number(name: str, value: Any, *, minimum: int = 0, maximum: int | N
 
 
 class Start(NamedTuple):
-    """Place in an epoch at which an iteration begins."""
+    """Position in an epoch at which an iteration begins."""
 
-    #: The places of the epoch's order that are dealt to ranks, and how many items this rank has read.
+    #: The places of the order that are dealt to ranks (see `dealing`), and how many items this rank has read.
     at: RankPosition
     #: The number of ranks that began the epoch.
     began_with: int
@@ -94,7 +94,7 @@ class Start(NamedTuple):
 
 
 class Iteration:
-    """One iteration over an epoch; `position` counts this rank's items since the epoch's beginning."""
+    """One iteration over an epoch. `position` is the number of the epoch's items that this rank has read so far."""
 
     def __init__(self, epoch: int, start: Start, shared: Iterable[Any] | None = None) -> None:
         self.epoch = epoch
@@ -107,7 +107,7 @@ class Iteration:
 
 
 class EpochSampler(Sampler[T]):
-    """Base of samplers whose epoch has `size` items, of which each rank gets every `num_replicas`-th.
+    """Base class of samplers whose epoch has `size` items, of which each rank gets every `num_replicas`-th.
 
     Without ranks every iteration is a new epoch, as with RandomSampler. With ranks only `set_epoch` begins another
     epoch, as with DistributedSampler.
@@ -156,11 +156,11 @@ class EpochSampler(Sampler[T]):
         return SamplerIterator(self._read(iteration), is_over=self._is_resumed_at_end())
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that the next iteration reads. A loaded position stays if it is of the same epoch.
+        """Set the epoch that the next iteration reads. A loaded position in this epoch stays, unless it is at the end.
 
-        A running iteration continues, and `state_dict` describes it until the next iteration is read.
+        A running iteration continues; `state_dict` describes it until it ends or the next iteration is read.
 
-        Raises OptionError: `epoch` is negative or too large.
+        Raises OptionError or OptionTypeError if `epoch` is not an int in the allowed range.
         """
         epoch = check_int("epoch", epoch, minimum=0, maximum=self._max_epoch)
         if epoch != self.epoch or self._is_resumed_at_end():
@@ -176,15 +176,16 @@ class EpochSampler(Sampler[T]):
         self._latest = None
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Restore a position: the next iteration yields the remaining epoch, or a whole one if nothing is left.
+        """Restore a position: the next iteration yields the rest of the epoch, or a whole epoch if nothing is left.
 
-        With a different number of ranks, the remaining samples are divided among them, padded or cut again.
+        If the number of ranks has changed, the remaining items are divided among the present ranks; `drop_last` decides
+        whether some of these are left out or repeated.
 
         Args:
-            state: the state of any rank, if all ranks have read the same number of items; else a list of all ranks'
-                states, in order.
+            state: the state of any rank, if all ranks have read the same number of items; else a list of the states of
+                all ranks, in any order.
 
-        Raises StateError: the state is damaged, of a sampler with other arguments, or ranks are missing.
+        Raises StateError: a state is damaged or of a sampler with other arguments; a list lacks a rank or mixes epochs.
         """
         states = [state] if isinstance(state, dict) else state
         if not isinstance(states, list | tuple) or not states:

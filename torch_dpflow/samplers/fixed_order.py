@@ -11,11 +11,11 @@ from torch_dpflow.samplers.indices import CompactArray, IndexArray, Order
 
 
 class FixedOrderGroup(SamplingGroup):
-    """Base class of groups with a fixed order, which subclasses define. Lookaheads contain this epoch and the next."""
+    """Base class of groups that fix a job's order when its epoch begins, and can predict that of the next epoch."""
 
     def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None:
         super().__init__(size, capacity=capacity, seed=seed)
-        #: By job: the order of its epoch, beginning with what it had read before a resume.
+        #: By job: the order of its epoch; after a resume, the samples read before come first.
         self._orders: dict[str, Order] = {}
         #: By job: an epoch's number and its order, drawn for a lookahead and kept until that epoch begins.
         self._next_orders: dict[str, tuple[int, Order]] = {}
@@ -70,10 +70,10 @@ class FixedOrderGroup(SamplingGroup):
 
 
 class CoorDLGroup(FixedOrderGroup):
-    """Group whose jobs read the same order in the same epoch. It follows from the epoch and the group's seed alone.
+    """Group whose jobs all read the same order in the same epoch, drawn from the group's seed and the epoch.
 
-    Jobs share reads while they are in step: same start, same speed. A job with a smaller set reads the common order
-    without the samples outside its set, so its epoch is uniform too; the original CoorDL has one set only.
+    Jobs share reads if they start an epoch at the same time and read at the same speed. A job with a smaller set reads
+    this order without the samples outside its set, so its order is a uniformly random permutation of its set.
     """
 
     strategy = "coordl"
@@ -89,7 +89,7 @@ class CoorDLGroup(FixedOrderGroup):
 
 
 class IndependentGroup(FixedOrderGroup):
-    """Group that shares nothing: each job reads the permutation that torch's RandomSampler draws for its seed."""
+    """Group that shares nothing: each job reads `Member.order`, the permutation that torch draws for its seed."""
 
     strategy = "independent"
 

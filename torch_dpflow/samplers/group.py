@@ -1,4 +1,4 @@
-"""The contract of a sampling group: jobs that read overlapping samples and get one order each.
+"""The contract of a sampling group, which orders the samples of several jobs so that the jobs can share reads.
 
 A group is pure: no clock, thread or socket. Time is an argument, and random numbers come from seeds, so the same
 calls give the same draws. It is not thread-safe: one thread at a time may call it.
@@ -32,32 +32,32 @@ _SPEED_WEIGHT = 0.2
 
 @dataclass(kw_only=True)
 class Member:
-    """Record of one job of a group: its arguments of `join`, and its position."""
+    """Record of one job of a group: the arguments of its `join`, and its position."""
 
     name: str
-    #: Its set in the order given; None: every sample of the group.
+    #: The job's set: the samples that it reads, in the order given; None: every sample of the group.
     indices: CompactArray | None
-    #: Number of samples in its set.
+    #: Number of samples in the set.
     length: int
     seed: int
     batch_size: int
     independence: float
-    #: Whether `name` identifies the job; else its set does.
+    #: Whether `name` identifies the job; False if its set does.
     named: bool = True
-    #: Samples per second, set or measured; None until then.
+    #: Samples per second, given or measured; None if not known yet.
     speed: float | None = None
-    #: None before the first epoch.
+    #: Number of the job's epoch; None before the first.
     epoch: int | None = None
     #: Samples of this epoch that were drawn; `length` when it is over.
     position: int = 0
-    #: How many of its first samples came as in `order`; None: all.
+    #: How many of the epoch's first samples were drawn in the order of `order`; None: all so far.
     ordered: int | None = 0
-    #: The time of its latest draw, by the caller's clock, and how many samples it drew then.
+    #: The time of the latest draw, by the caller's clock, and how many samples were drawn at that time.
     drew_at: float | None = None
     drew: int = 0
 
     def measure(self, n: int, now: float) -> None:
-        """Measure the job's speed: it draws `n` samples at `now`, and has consumed all samples drawn before."""
+        """Record that the job draws `n` samples at the time `now`, seconds, and update its speed by earlier draws."""
         if self.drew_at is None or now > self.drew_at:
             if self.drew_at is not None:
                 latest = self.drew / (now - self.drew_at)
@@ -71,21 +71,20 @@ class Member:
         return np.arange(self.length) if self.indices is None else self.indices
 
     def order(self, epoch: int) -> Order:
-        """Return the private permutation of the job's set in an epoch: as torch's RandomSampler for the job's seed.
+        """Return the permutation of the job's set that torch's RandomSampler draws with the seed `seed + epoch`.
 
-        For 214 million samples or more, torch's shuffle fixes the first sample only at its last draw. The order then
-        differs from torch's, so that it can still be drawn as it is read.
+        For 214 million samples or more the order is a different one, because torch's could not be drawn as it is read.
         """
         return self._taken(epoch_order(self.length, self.seed + epoch))
 
     def own_order(self, epoch: int, *what: int) -> Order:
-        """Return a permutation that no other job has, even with the same seed. what: as in `own_rng`."""
+        """Return a permutation of the job's set, drawn with the seed of `own_rng(epoch, *what)`."""
         if self.length < MIN_LENGTH:
             return self._taken(self.own_rng(epoch, *what).permutation(self.length).astype(compact(self.length)))
         return self._taken(Permutation(self.length, np.random.MT19937(self._key(epoch, *what))))
 
     def own_rng(self, *what: int) -> np.random.Generator:
-        """Return a new generator, seeded with the job's seed, its identity and `what`, which numbers the purpose."""
+        """Return a new generator, seeded with the job's seed, its identity (see `named`), and the numbers `what`."""
         return np.random.default_rng(self._key(*what))
 
     def _key(self, *what: int) -> int:
@@ -93,7 +92,7 @@ class Member:
         return int.from_bytes(key, "little")
 
     def reads_as(self, other: "Member") -> bool:
-        """Return whether both members have the same samples, given in the same order."""
+        """Return whether both jobs have the same set, given in the same order."""
         if self.indices is None or other.indices is None:
             return self.indices is other.indices
         return np.array_equal(self.indices, other.indices)
@@ -107,7 +106,7 @@ class Member:
         return places if self.indices is None else self.indices[places[:]]
 
 
-#: More samples than any memory holds the numbers of.
+#: Maximum number of samples; the numbers of more would fit into no memory.
 MAX_SIZE = 2**40
 _NOTHING: IndexArray = np.empty(0, np.int64)
 
@@ -116,36 +115,37 @@ _NOTHING: IndexArray = np.empty(0, np.int64)
 class Draw:
     """Result of `SamplingGroup.draw` for one job.
 
-    The directory of a strategy lists which samples are resident once all draws so far are loaded. A caller that draws
-    ahead of delivery has to keep drawn samples until they are delivered, even if another draw evicts them meanwhile.
+    A strategy with a directory (a record of what the caches hold) decides what is loaded and evicted, as if the samples
+    of all earlier draws were loaded already. A caller that draws ahead of delivery must keep drawn samples until they
+    are delivered, even if a later draw evicts them.
     """
 
     #: Sample numbers in the order in which the job reads them; shape (n,).
     indices: IndexArray
-    #: True where the sample has to be loaded, False where it is resident; shape (n,). None if the strategy
-    #: has no directory of residents, so that the cache policy decides.
+    #: True for samples that must be loaded, False for resident ones; shape (n,). None if the strategy has no directory,
+    #: so that the cache policy decides.
     led: BoolArray | None = None
     #: Samples that the directory evicts once this draw is loaded; shape (m,).
     evicted: IndexArray = field(default_factory=lambda: _NOTHING)
 
 
 class SamplingGroup(ABC):
-    """Sampling group: decides which of the samples 0 … size-1 each of several jobs reads next.
+    """Sampling group: decides which of the samples 0 to `size` - 1 each of several jobs reads next.
 
     A job calls ``join``, then for every epoch ``start_epoch`` and ``draw`` until nothing is left, then
-    ``leave``. Every epoch that is drawn to its end is a permutation of the job's set, whatever the other jobs
-    do meanwhile. A call that raises leaves the group as it was. A pickle or deep copy continues like its original.
+    ``leave``. Every epoch that is drawn to its end is a permutation of the job's set, whatever other jobs do at the
+    same time. A call that raises leaves the group as it was. A pickle or deep copy continues like its original.
 
     Args:
         size: number of samples that the jobs choose from; at least 1.
-        capacity: number of samples that the caches together may hold, at least 1; None: a tenth of them. Only
-            strategies with a directory use it.
+        capacity: number of samples that the caches together can hold, at least 1; None: a tenth of `size`. Only
+            strategies with a directory (`keeps_directory`) use it.
         seed: seed of the group's own random numbers.
     """
 
-    #: Its name in `STRATEGIES`.
+    #: The strategy's name in `STRATEGIES`.
     strategy: ClassVar[str]
-    #: Number of samples of the largest flow that it can order while the router still answers heartbeats in time.
+    #: Maximum number of samples of a flow: with more, the strategy is too slow for the router's heartbeats.
     max_flow: ClassVar[int] = MAX_SIZE
 
     def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None:
@@ -156,7 +156,7 @@ class SamplingGroup(ABC):
 
     @property
     def jobs(self) -> tuple[str, ...]:
-        """The members' names, in the order in which they joined."""
+        """Names of the jobs in the group, in the order in which they joined."""
         return tuple(self._members)
 
     def join(
@@ -170,18 +170,19 @@ class SamplingGroup(ABC):
         independence: float = 0.0,
         named: bool = True,
     ) -> None:
-        """Register a job and its set; None means every sample. It draws nothing before `start_epoch`.
+        """Register a job. Before it can draw, `start_epoch` must be called.
 
         Args:
-            seed: determines, with the epoch, the job's private permutation, as in torch's DistributedSampler.
+            indices: the job's set, the samples that it reads; None: every sample.
+            seed: the job's seed, by which some strategies draw the job's order.
             batch_size: samples that the job consumes at once.
             speed: samples per second, where known; strategies that do not use it ignore it.
-            independence: share of the picks, 0 to 1, that ignore what others have loaded.
-            named: whether the name identifies the job; False for a random name: its set identifies the job then.
+            independence: for "shared-log", share of samples, 0 to 1, that are picked whatever others have loaded.
+            named: whether the name identifies the job; False for a random name, so that the set identifies the job.
 
         Raises:
             UsageError: the job is a member already.
-            OptionError: an index is negative, too large or there twice; a number is out of range.
+            OptionError: `indices` or a number is not allowed, or the group has the strategy's maximum number of jobs.
             OptionTypeError: an argument is of the wrong type.
         """
         check_type("job", job, str, "the job's name as text")
@@ -202,7 +203,7 @@ class SamplingGroup(ABC):
         self._joined(member)
 
     def leave(self, job: str) -> None:
-        """Forget a job that ended or died, at any time; other jobs' epochs do not change.
+        """Remove a job that has ended or died, at any time; the other jobs continue their epochs.
 
         Raises:
             UsageError: the job is not a member.
@@ -212,15 +213,16 @@ class SamplingGroup(ABC):
         del self._members[job]
 
     def start_epoch(self, job: str, epoch: int, *, done: Indices | None = None) -> None:
-        """Begin the job's epoch; the unread rest of its earlier epoch is dropped.
+        """Begin an epoch of the job; the unread rest of its earlier epoch is dropped.
 
         Args:
-            epoch: number of the epoch, which with the job's seed determines the private permutation.
+            epoch: number of the epoch, at least 0; some strategies draw the job's order by it.
             done: samples that the job has read in this epoch already (a resume); they are not drawn again.
 
         Raises:
             UsageError: the job is not a member.
-            OptionError: `epoch` is negative; a sample of `done` is not in the job's set or is there twice.
+            OptionError: `epoch` is out of range; a sample of `done` is not in the job's set, or is there twice.
+            OptionTypeError: an argument is of the wrong type.
         """
         member = self._member(job)
         epoch = check_int("epoch", epoch, minimum=0, maximum=MAX_SEED - member.seed)
@@ -236,7 +238,7 @@ class SamplingGroup(ABC):
             now: seconds on any steady clock, from which the job's speed is measured.
 
         Raises:
-            UsageError: unknown job (never joined, or it left), or its epoch was not started.
+            UsageError: the job is not a member, or its first epoch was not started.
             OptionError: `n` is below 1.
         """
         member = self._member(job)
@@ -257,7 +259,7 @@ class SamplingGroup(ABC):
         return self.draw(job, n, now).indices
 
     def in_order(self, job: str) -> int:
-        """Return how many of the epoch's first samples were drawn in the order of `Member.order`.
+        """Return how many of the epoch's first samples are known to be drawn in the order of `Member.order`.
 
         These samples follow from seed and epoch, so a state need not list them. 0 if the job does not read all samples.
         Raises UsageError: the job is not a member.
@@ -280,8 +282,8 @@ class SamplingGroup(ABC):
         """Return the known part of the job's future reads, for cache policies. Draws nothing.
 
         Args:
-            horizon: maximum number of next samples to return. Members and the next epoch are then left out, so that
-                the cost does not grow with the epoch. None: return everything.
+            horizon: maximum number of certain samples, and of likely ones, to return; `members` and `following` are
+                then left out. None: return everything.
 
         Raises:
             UsageError: the job is not a member, or its first epoch was not started.
@@ -294,7 +296,7 @@ class SamplingGroup(ABC):
         return self._near_lookahead(member, member.epoch, horizon)
 
     def resize(self, capacity: int) -> IndexArray:
-        """Set how many samples the caches hold together; return the samples (int64) that this evicts.
+        """Set how many samples the caches can hold together; return the samples (int64) that this evicts.
 
         Raises:
             OptionError: `capacity` is below 1.
@@ -302,7 +304,7 @@ class SamplingGroup(ABC):
         self.capacity = check_int("capacity", capacity, minimum=1)
         return self._resized()
 
-    #: Whether draws say which samples have to be loaded and which are evicted.
+    #: Whether the strategy has a directory: its draws say which samples must be loaded and which are evicted.
     keeps_directory: ClassVar[bool] = False
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Sets of sample numbers: what a caller may pass, and how it is checked."""
+"""Sets of sample numbers: the types that callers can pass, and checks of them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ BoolArray: TypeAlias = NDArray[np.bool_]
 CompactArray: TypeAlias = NDArray[np.signedinteger[Any]]
 #: An order of sample numbers, whose slices are arrays.
 Order: TypeAlias = CompactArray | Permutation
-#: What a caller may pass as a set of sample numbers.
+#: Types that callers can pass as a set of sample numbers.
 Indices: TypeAlias = Union[Iterable[int], NDArray[np.integer[Any]], "torch.Tensor"]
 
-#: torch.Generator.manual_seed takes what fits into 64 bits.
+#: Maximum seed: torch.Generator.manual_seed accepts numbers of 64 bits.
 MAX_SEED = 2**63 - 1
 
 
@@ -35,7 +35,8 @@ def check_indices(
 
     Raises:
         OptionTypeError: `indices` are not whole numbers in one dimension.
-        OptionError: an index is negative, not below `size`, or repeated; or there are no indices.
+        OptionError: an index is negative, not below `size` (None: 2**63 - 1), or repeated; or `indices` is empty and
+            `allow_empty` is False.
     """
     given = whole_numbers(indices, name)
     if not len(given) and not allow_empty:
@@ -59,7 +60,7 @@ def _is_tensor(indices: object) -> TypeGuard[torch.Tensor]:
 
 
 def has_flags(values: Iterable[Any]) -> bool:
-    """Return whether a bool is among the values: an element of a mask, which NumPy would read as sample 0 or 1."""
+    """Return whether any value is a bool. Callers refuse bools: NumPy would read a mask as the samples 0 and 1."""
     return not {bool, np.bool_}.isdisjoint(map(type, values))
 
 
@@ -97,10 +98,10 @@ def _first_repeated(array: IndexArray) -> int | None:
 
 
 def mark(marks: NDArray[np.uint8], samples: CompactArray) -> None:
-    """Set the bits of these samples in a bitmap, the most significant bit of a byte first."""
+    """Set the bits of samples in the bitmap `marks`; sample 0 is the most significant bit of the first byte."""
     np.bitwise_or.at(marks, samples >> 3, (128 >> (samples & 7)).astype(np.uint8))
 
 
 def compact(size: int) -> type[np.signedinteger[Any]]:
-    """Return int32 if it can hold the sample numbers below `size`, else int64; narrower types gain nothing."""
+    """Return int32 if it can hold the sample numbers below `size`, else int64."""
     return np.int32 if size <= np.iinfo(np.int32).max else np.int64

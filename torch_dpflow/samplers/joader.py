@@ -1,12 +1,13 @@
 """JOADER (Xie et al., NeurIPS 2022, sections 3 and 4): jobs draw in rounds from a dependent sampling tree.
 
-A round orders its jobs by the number of samples that they still need, fewest first. The tree's root is the set that all
-of them need. One child, a leaf, is the remainder of the first job's set; the other is the tree of the other jobs' sets
-without the root's samples. A round descends from the root. At each vertex a sample of the vertex is drawn:
+A job's set is the samples that it still needs. A round orders its jobs by the size of their sets, the smallest first,
+and draws one sample for each. The tree's root is the samples that all of them need. Its children are a leaf, the
+remainder of the first job's set, and the tree of the other jobs' sets without the root's samples. The round descends
+from the root. At each vertex it draws a sample of the vertex:
 
-- the first job takes it with the probability size of the vertex / size of the job's set, else a sample of the leaf
-- each next job takes it if the job before did, with the ratio of the two jobs' sizes as probability
-- the other jobs continue below
+- the first job takes it with the probability (size of the vertex) / (size of the job's set), else a sample of the leaf
+- each next job takes it, if the job before did, with the probability (size of the former job's set) / (size of its set)
+- the other jobs continue with the child that is a tree
 
 Each job draws uniformly from its set (theorem 2), and two draws coincide with the highest probability that this allows
 (theorem 1). A vertex is a union of cells. Jobs that have enough samples take no part in a round.
@@ -23,12 +24,13 @@ from torch_dpflow.samplers.group import Member
 class JoaderGroup(BufferedGroup):
     """Sampling group of Joader: jobs draw common samples in rounds of a sampling tree.
 
-    When a job's buffer is short, rounds fill it, and all other buffers that contain less than a batch.
+    When a job's buffer has too few samples for a draw, rounds fill it and all other buffers with less than a batch.
 
-    Two jobs share most while they have about the same number of samples left: the ratio of these numbers is the
-    probability that the second job draws the first one's sample. Each epoch of each job is uniform. At most 256 jobs.
+    Two jobs share most while they have about the same number of samples left: if the job with fewer draws a sample that
+    both need, the ratio of these numbers is the probability that the other draws it too. Each epoch of each job is
+    uniform. At most 256 jobs.
 
-    Cost: O(jobs * cells) for a round, which gives each job one sample; O(size) for the start of an epoch.
+    Cost: O(jobs * cells) for a round, which gives each of its jobs one sample; O(size) for the start of an epoch.
     """
 
     strategy = "joader"
@@ -40,7 +42,7 @@ class JoaderGroup(BufferedGroup):
 
 
 def sample_round(cells: Cells, jobs: Sequence[int], rng: np.random.Generator) -> dict[int, int]:
-    """Draw one round: the sample that each of these jobs reads now. Each job must need at least one sample.
+    """Draw one round, and return the next sample of each job, by job number. Each job must need at least one sample.
 
     O(jobs * cells), for any number of samples.
     """

@@ -1,7 +1,7 @@
 """MixtureSampler: several datasets in exact proportion, for torch's DataLoader or ours.
 
-The turns are those of Tijdeman, The chairman assignment problem, Discrete Mathematics 32 (1980): each source has a
-release time and a deadline for each of its draws, and the released draw with the earliest deadline comes next.
+Sources take turns as in Tijdeman, The chairman assignment problem, Discrete Mathematics 32 (1980): each draw of a
+source has a release time and a deadline, and the released draw with the earliest deadline comes next.
 """
 
 from __future__ import annotations
@@ -29,34 +29,32 @@ from torch_dpflow.samplers.indices import IndexArray, Order
 
 
 class MixtureSampler(EpochSampler[int]):
-    """Sampler of positions in a `ConcatDataset`, in the proportion of its datasets' weights, which may change by phase.
+    """Sampler of positions in a `ConcatDataset`, in the proportion of its datasets' weights, which can change by phase.
 
-    The proportion is exact in any part of the run, because nothing is drawn by chance. Take the first n samples of a
-    phase with k sources, of all ranks together. The number of a source's samples among them differs from n times its
-    share by at most 1 - 1 / (2k - 2) (Tijdeman 1980). So in a window of any length within a phase it differs by less
-    than 2.
+    The proportion holds in any part of the run: sources are not drawn by chance. Of the first n samples of a phase with
+    k sources, of all ranks together, the number that come from one source differs from n times its share by at most
+    1 - 1 / (2k - 2) (Tijdeman 1980). So in a window of any length within a phase it differs by less than 2.
 
     Each source is read in separate epochs: all its samples in an order that depends on seed, source and source epoch,
     then the next epoch. An epoch of the run, of `samples` samples, continues where the previous one ended.
 
-    A position is three numbers and is restored at once, however deep in the run: at most 65,536 turns are computed (100
-    ms) for each phase that the run has reached, and one permutation of each source. Memory is that of the permutations,
-    4 bytes per sample of the sources. Each rank computes its own samples only.
+    Resuming computes at most 65,536 draws (100 ms) for each phase that was reached, and one permutation of each source.
+    The permutations take 4 bytes per sample of the sources. Each rank computes its own samples only.
 
     Args:
         sources: the datasets, or their lengths, in the order of the `ConcatDataset`; or the `ConcatDataset` itself.
         weights: one number per source; or a list of `Phase`, in the order of their starts. Floats count as the decimals
-            that they are printed as. A common denominator above 65,536 is rounded to that.
+            that they are printed as. Shares whose common denominator exceeds 65,536 are rounded to 65,536ths.
         samples: length of an epoch, of all ranks together; None: the sum of the sources' lengths.
         num_replicas: number of ranks; by default torch.distributed's, if it is initialised, else 1.
         rank: this rank; by default torch.distributed's, if it is initialised, else 0.
         ranks: a 1-D DeviceMesh, such as `mesh["dp"]`, or a process group that defines both.
-        shuffle: False reads each source in its own order.
+        shuffle: False reads each source from its first sample to its last.
         seed: determines the order of each source, together with the source's epoch.
         drop_last: leave out the samples that do not divide evenly among the ranks, instead of repeating some.
 
     Raises:
-        OptionError: a value is out of range, or a source that has a weight is empty.
+        OptionError: a value is not allowed, or a source that has a weight is empty.
         OptionTypeError: an argument is of the wrong type.
     """
 
@@ -73,7 +71,7 @@ class MixtureSampler(EpochSampler[int]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        #: Samples of each source.
+        #: Number of samples of each source.
         self.lengths = _lengths_of(sources)
         if samples is None:
             samples = sum(self.lengths)
@@ -95,9 +93,9 @@ class MixtureSampler(EpochSampler[int]):
         self._orders: dict[int, tuple[int, Order]] = {}
 
     def counts(self, samples: int) -> list[int]:
-        """Return how many of the run's first `samples`, of all ranks together, are of each source.
+        """Return how many of the run's first `samples` samples, of all ranks together, come from each source.
 
-        Raises OptionError or OptionTypeError unless `samples` is an int of at least 0.
+        Raises OptionError or OptionTypeError if `samples` is not an int of at least 0.
         """
         counts: list[int] = self._schedule.counts(check_int("samples", samples, minimum=0)).tolist()
         return counts
@@ -108,14 +106,14 @@ class MixtureSampler(EpochSampler[int]):
         return self._left()
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Return the sampler's position as plain data, of the same size at any point of a run; no side effect.
+        """Return the sampler's position as plain data; no side effect.
 
         Args:
             consumed: how many of the epoch's samples this rank has used, for a loader that draws ahead of
                 delivery; None: all that were yielded.
 
         Raises:
-            OptionError: `consumed` is below 0, or more than were yielded.
+            OptionError: `consumed` is out of range, such as more than were yielded.
         """
         state = self._state(consumed)
         drawn = self._drawn(state)
@@ -203,16 +201,16 @@ def _lengths_of(sources: Any) -> list[int]:
     return lengths
 
 
-#: Maximum draws of a period, after which turns repeat. Computing them takes about a microsecond each.
+#: Maximum length of a period of draws, which is repeated. Computing it takes about a microsecond per draw.
 MAX_PARTS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Weights of a mixture that hold from one sample of the run to the next phase.
+    """Weights of a mixture for the samples of the run from number `start` until the next phase starts.
 
     Args:
-        start: the first sample, counted over all epochs and ranks.
+        start: number of the first sample, from 0, counted over all epochs and ranks.
         weights: one number per source, 0 or more, of any sum; a source of weight 0 is not drawn.
     """
 
@@ -224,10 +222,10 @@ def whole_parts(weights: Sequence[float], sources: int) -> tuple[int, ...]:
     """Return the smallest whole numbers in the proportion of the weights.
 
     A float counts as the decimal that it is printed as: 0.7 is 7/10. If the numbers' sum would exceed `MAX_PARTS`, they
-    are rounded to that sum, so each share is wrong by less than 1 / `MAX_PARTS`.
+    are rounded so that it is `MAX_PARTS`; each share is then wrong by less than 1 / `MAX_PARTS`.
 
     Raises:
-        OptionError: there are more or fewer weights than sources, one is negative or too small, or all are 0.
+        OptionError: the number of weights is not `sources`, a weight is negative or too small, or all are 0.
         OptionTypeError: a weight is not a number.
     """
     check_type("weights", weights, Iterable, "one number a source")
@@ -264,10 +262,10 @@ def _rounded(shares: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 def turns_of(parts: Sequence[int]) -> list[int]:
-    """Return the source of each draw of a period: `sum(parts)` draws, of which source s has `parts[s]`.
+    """Return the source of each of `sum(parts)` draws, a period. Source s has `parts[s]` of them, evenly spaced.
 
-    With k sources, the number of draws of a source among the first n draws differs from n times its share by at most 1
-    - 1 / (2k - 2); with one source, by 0. No order of draws has a smaller bound for all weights.
+    With k sources, a source's number of draws among the first n differs from n times its share by at most
+    1 - 1 / (2k - 2); with one source, by 0. No order of draws has a smaller bound for all weights.
     """
     period, sources = sum(parts), [source for source, part in enumerate(parts) if part]
     if len(sources) == 1:
@@ -291,7 +289,7 @@ def turns_of(parts: Sequence[int]) -> list[int]:
 
 
 class Turns:
-    """Endless sequence of draws' sources, which repeats the period of `turns_of`; any part is computed at once."""
+    """Endless sequence of draws: the period of `turns_of`, repeated. Any part of it can be computed directly."""
 
     def __init__(self, parts: Sequence[int]) -> None:
         self._parts = np.array(parts, np.int64)
@@ -303,7 +301,7 @@ class Turns:
             self._numbers[own] = np.arange(len(own))
 
     def at(self, places: IndexArray) -> tuple[IndexArray, IndexArray]:
-        """Return the source of each of these draws, and the draw's number within its source, from 0."""
+        """Return (source of each of these draws, number of the draw among those of its source, from 0)."""
         periods, rest = np.divmod(places, len(self._sources))
         sources = self._sources[rest].astype(np.int64)
         return sources, periods * self._parts[sources] + self._numbers[rest]
@@ -319,7 +317,7 @@ _turns = lru_cache(maxsize=8)(Turns)
 
 
 class Schedule:
-    """Source of each draw of a run, phase by phase; each phase begins a new sequence of `Turns`.
+    """The draws of a whole run: for each phase a new sequence of `Turns`.
 
     Args:
         weights: one per source, or phases in the order of their starts.
@@ -327,7 +325,7 @@ class Schedule:
 
     Raises:
         The errors of `whole_parts`.
-        OptionError: no phase starts at 0, or two phases start at once.
+        OptionError, OptionTypeError: the starts are not whole numbers that ascend from 0.
     """
 
     def __init__(self, weights: Sequence[float] | Sequence[Phase], sources: int) -> None:
@@ -340,7 +338,7 @@ class Schedule:
         self._before = [np.zeros(sources, np.int64)]
 
     def at(self, places: IndexArray) -> tuple[IndexArray, IndexArray]:
-        """Return the source of each of these draws of the run, and the draw's number within its source, from 0."""
+        """Return (source of each of these draws, number of the draw among those of its source in the run, from 0)."""
         sources, numbers = np.empty(len(places), np.int64), np.empty(len(places), np.int64)
         phases = np.searchsorted(np.array(self.starts), places, side="right") - 1
         for phase in np.unique(phases).tolist():

@@ -1,4 +1,4 @@
-"""Passes of a sampler over one epoch, alone or in a group, and their division among ranks (DDP)."""
+"""One rank's pass over an epoch that a sampling group draws, and the division of the epoch among ranks (DDP)."""
 
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ _NOTHING: IndexArray = np.empty(0, np.int64)
 
 @dataclass(frozen=True)
 class RankShares:
-    """Shares of an epoch of `length` samples for `replicas` ranks, by DistributedSampler's rule.
+    """Number of samples for each of `replicas` ranks in an epoch of `length` samples, as in DistributedSampler.
 
-    If the order does not divide evenly, `drop_last` drops its tail; otherwise samples from its start are appended.
+    If the order does not divide evenly, `drop_last` drops its end; otherwise samples from its start are appended.
     """
 
     length: int
@@ -33,19 +33,19 @@ class RankShares:
 
     @property
     def total(self) -> int:
-        """Number of samples of all ranks together."""
+        """Number of samples for all ranks together."""
         return self.per_rank * self.replicas
 
 
 class SharedPass:
-    """One rank's iteration over the global batches that a group draws for an epoch.
+    """One rank's iteration over an epoch that a sampling group draws in global batches, for all ranks together.
 
-    Every rank has a copy of the group and draws each global batch as a whole; it yields its own slice.
+    Each rank has a copy of the group, draws each global batch as a whole, and yields its own slice.
 
     Args:
-        batch_size: samples of a global batch for each rank.
+        batch_size: number of samples for each rank in a global batch.
         state: result of `shared_state` of the pass to resume; None for a whole epoch.
-        position: number of this rank's samples of the epoch before this pass.
+        position: number of the epoch's samples that this rank has read before this pass.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class SharedPass:
         self._ended: str | None = None
 
     def end(self, why: str) -> None:
-        """End this pass: further iteration raises UsageError with the text `why`."""
+        """End this pass: instead of drawing again, its iterators raise UsageError with the text `why`."""
         self._ended = why
 
     def __iter__(self) -> Iterator[int]:
@@ -104,10 +104,10 @@ class SharedPass:
         return fresh if len(fresh) == size else np.concatenate([fresh, np.resize(self._first, size - len(fresh))])
 
     def shared_state(self, consumed: int) -> dict[str, Any] | None:
-        """Return the samples that the job has drawn, and the drawn samples that this rank has not consumed.
+        """Return the part of the sampler's state that resumes this pass; None if no samples were drawn.
 
-        Return None if no samples were drawn. Raises StateError if `consumed` is before the position at which the pass
-        was resumed.
+        consumed: number of the epoch's samples that this rank has used. Raises StateError if it is lower than the
+        position at which this pass was resumed.
         """
         if consumed < self._recorded_from:
             raise StateError(
@@ -126,9 +126,9 @@ class SharedPass:
         }
 
     def lookahead(self, position: int) -> Lookahead:
-        """Return samples drawn but not yielded, then the group's lookahead; for one of several ranks only the position.
+        """Return the job's lookahead at `position`: samples drawn but not yielded, then the group's lookahead.
 
-        A rank's slice of a global batch is not known before the batch is drawn.
+        If there are several ranks, it has no samples: a rank's slice of a batch is not known before it is drawn.
         """
         if self._shares.replicas > 1:
             return Lookahead(epoch=self._epoch, length=self._shares.per_rank, position=position)

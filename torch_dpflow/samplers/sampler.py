@@ -1,4 +1,4 @@
-"""DynaGCSSampler: an order for torch's DataLoader or ours, private or shared with other jobs."""
+"""DynaGCSSampler: a random order, private or shared with other jobs, for torch's DataLoader or ours."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch_dpflow.samplers.passes import RankShares, SharedPass
 from torch_dpflow.samplers.strategy_registry import check_strategy
 
 STATE_VERSION = 3
-#: Samples that are drawn from a group at once if no batch size is given.
+#: Number of samples that are drawn from a group at once if no batch size is given.
 _DRAWN_AT_ONCE = 64
 _LEFT = "the sampler has left its group; make a new one to join again"
 _SUPERSEDED = (
@@ -39,37 +39,34 @@ class DynaGCSSampler(EpochSampler[int]):
     """Sampler of a random order without repetition. In a group, it reads what other jobs have just loaded.
 
     Without a group, the order of an epoch is ``torch.randperm`` of a generator seeded with ``seed + epoch``. With
-    `num_replicas` or an initialised torch.distributed, the sampler follows DistributedSampler's contract exactly:
-    padding, `drop_last`, `set_epoch`. Otherwise it follows RandomSampler's: every iteration that is read is a new
-    epoch, and `set_epoch` sets the next one.
+    `num_replicas`, `ranks` or an initialised torch.distributed, the sampler follows DistributedSampler's contract
+    exactly: padding, `drop_last`, `set_epoch`. Otherwise it follows RandomSampler's: every iteration that is read is a
+    new epoch, and `set_epoch` sets the next one.
 
     In a group, the sampler is one of the jobs. Each epoch is still a permutation of its samples, but it depends on what
     the other jobs read meanwhile. Under the default strategy, all permutations are equally likely. Ranks get
     consecutive slices of each global batch. Each rank's process has a copy of the group and draws whole batches: ranks
     agree only if they make the same calls.
 
-    One thread at a time may use the samplers of a group. A sampler pickles, with a copy of its group.
+    Only one thread at a time may use the samplers of a group. A pickle of a sampler contains a copy of its group.
 
     Args:
         data_source: a data set, of which all positions are read; or the indices to read, as a sequence,
             array, tensor or range of whole numbers.
         group: the jobs to share with, `sampling_group(...)`; None: alone.
-        batch_size: samples that a rank takes at once; used in a group, where None draws 64 at a time.
+        batch_size: in a group, the samples that a rank takes at once; None: 64. Not used without a group.
         num_replicas: number of ranks; by default torch.distributed's, if it is initialised, else 1.
         rank: this rank; by default torch.distributed's, if it is initialised, else 0.
         ranks: a 1-D DeviceMesh, such as `mesh["dp"]`, or a process group, which defines `num_replicas` and `rank`.
             Peers in other dimensions of the mesh read the same samples.
         shuffle: False reads the indices in the order given; not in a group.
-        seed: determines the order; in a group together with the job's name. Seeds of one group may be equal.
-        drop_last: leave out the last samples that do not divide evenly among the ranks, instead of repeating
-            samples.
-        strategy: the strategy of the group. Without a group nothing is shared.
-        independence: share of the picks, 0 to 1, that ignore what others have loaded; see
-            `SharedLogGroup`.
+        seed: without a group, determines the order, together with the epoch. Jobs of a group may have equal seeds.
+        drop_last: leave out the last samples that do not divide evenly among the ranks, instead of repeating some.
+        strategy: the strategy of the group; no effect without a group.
+        independence: with "shared-log", share of samples, 0 to 1, that are picked whatever others have loaded.
 
     Raises:
-        OptionError: a value is out of range, the group has a different strategy or size, or this process is
-            outside `ranks`.
+        OptionError: a value is not allowed, the group has a different strategy or size, or `ranks` lacks this process.
         OptionTypeError: an argument is of the wrong type; `data_source` contains bools or numbers that are not whole,
             or has no order.
     """
@@ -89,7 +86,7 @@ class DynaGCSSampler(EpochSampler[int]):
         strategy: str = "shared-log",
         independence: float = 0.0,
     ) -> None:
-        #: The samples that it chooses from; None: all positions of a data set of `size`.
+        #: The sample numbers to read; None: all positions of a data set of length `size`.
         self.indices: IndexArray | range | None
         if group is None and isinstance(data_source, range) and data_source == range(len(data_source)):
             self.indices = data_source  # its positions are its numbers, so it needs no array
@@ -114,11 +111,11 @@ class DynaGCSSampler(EpochSampler[int]):
         #: The pass that draws from the group; its iterator may still be in use after `_latest` is reset.
         self._running: SharedPass | None = None
         self.group = group
-        #: The name of this job in its group; None without one, and after `leave`.
+        #: The name of this job in its group; None without a group, and after `leave`.
         self.job: str | None = None if group is None else self._join(group)
 
     def __iter__(self) -> Iterator[int]:
-        """Begin an epoch, or continue the one whose state was loaded. In a group, the other jobs see it at once.
+        """Begin an epoch, or continue the one whose state was loaded. In a group, an earlier iteration ends.
 
         Raises:
             UsageError: the sampler has left its group.
@@ -142,7 +139,7 @@ class DynaGCSSampler(EpochSampler[int]):
         return SamplerIterator(self._read(Iteration(epoch, start, self._running)), is_over=self._is_resumed_at_end())
 
     def leave(self) -> None:
-        """Leave the group, whose other jobs no longer see this one. Further calls do nothing."""
+        """Leave the group; its other jobs no longer take this job into account. Further calls do nothing."""
         if self.group is not None and self.job is not None:
             self.group.leave(self.job)
             self.job = None
@@ -154,14 +151,15 @@ class DynaGCSSampler(EpochSampler[int]):
         return self._left()
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Return the sampler's position as plain data; no side effect. O(1) alone, O(samples) in a group.
+        """Return the sampler's position as plain data; no side effect. O(1), in a group O(samples).
 
         Args:
             consumed: how many of the epoch's samples this rank has used, for a loader that draws ahead of
                 delivery; None: all that were yielded.
 
         Raises:
-            OptionError: `consumed` is below 0, or more than were yielded.
+            OptionError: `consumed` is out of range, such as more than were yielded.
+            StateError: in a group, `consumed` is before the position at which the epoch was resumed.
         """
         state = self._state(consumed)
         latest = self._described(consumed)
@@ -176,9 +174,9 @@ class DynaGCSSampler(EpochSampler[int]):
     def lookahead(self) -> Lookahead | None:
         """Return this rank's next reads, for a cache in the process that draws. Draws nothing.
 
-        Without a group, it contains the whole order of the epoch and, without ranks, that of the next epoch. In a
-        group, it is the group's lookahead; for one of several ranks, it contains only the number of remaining samples.
-        None after `leave`, and in a worker, whose copy of the sampler draws nothing.
+        Without a group: the whole order of the epoch and, without ranks, of the next epoch. In a group: the group's
+        lookahead, but no order before the epoch's first read, or if there are several ranks. None after `leave`, and in
+        a worker, whose copy of the sampler draws nothing.
         """
         if get_worker_info() is not None or (self.group is not None and self.job is None):
             return None
@@ -300,7 +298,7 @@ def check_group(group: SamplingGroup, strategy: str, length: int | None) -> None
 
 
 def given_indices(data_source: object) -> IndexArray | None:
-    """Return the indices, if `data_source` is a sequence of whole numbers; None if it is a data set.
+    """Return `data_source` as an array of indices if it is a sequence of whole numbers; None if it is a data set.
 
     Raises:
         OptionTypeError: `data_source` is a sequence of other numbers, numbers without an order, or text.

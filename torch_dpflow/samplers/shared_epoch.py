@@ -1,4 +1,4 @@
-"""One job's epoch in a shared log: its unread samples, its private permutation, and the samples that it may follow."""
+"""One job's epoch in the strategy "shared-log": which samples it has not read, and which it reads next."""
 
 from collections.abc import Iterable
 
@@ -20,11 +20,11 @@ class Partition:
         #: Class of each sample, 0 … count-1, of the narrowest type (radix sort is for two bytes at most);
         #: None while there is one class.
         self.labels: CompactArray | None = None
-        #: How many jobs read each registered set, by its bitmap; without the set of all samples.
+        #: Number of jobs that read each registered set, by the set's bitmap; without the set of all samples.
         self._readers: dict[bytes, int] = {}
 
     def register(self, members: bytes | None) -> bool:
-        """Count one more job that reads a set, its `bitmap` or None for all; return whether the classes changed."""
+        """Record one more job that reads a set; return whether the classes changed. members: `bitmap` of the set."""
         if members is None:
             return False
         self._readers[members] = self._readers.get(members, 0) + 1
@@ -37,12 +37,12 @@ class Partition:
         return True
 
     def unregister(self, members: bytes | None) -> None:
-        """Count one job less that reads a set. The classes change only when a new set is registered."""
+        """Record that a job no longer reads a set. The classes stay until a new set is registered."""
         if members is not None:
             self._readers[members] -= 1
 
     def of(self, samples: CompactArray) -> CompactArray | None:
-        """Return the class of each sample; None while there is one class."""
+        """Return the class of each of these samples; None while there is only one class."""
         return None if self.labels is None else self.labels[samples]
 
     def _rebuild(self) -> None:
@@ -62,7 +62,7 @@ class Partition:
 
 
 def bitmap(samples: CompactArray, size: int) -> bytes | None:
-    """Return a set of samples as a bit for each of `size` samples; None for all of them."""
+    """Return a set of samples as bytes with one bit for each of `size` samples; None if it has all samples."""
     if len(samples) == size:
         return None
     mask = np.zeros(size, np.bool_)
@@ -80,12 +80,12 @@ class SharedEpoch:
     """Unread remainder of one job's epoch, from which `shared_log` draws.
 
     Position p of the epoch reads a sample of the class that the job's private permutation has at p. The sample is
-    chosen when the position is drawn: a resident, which the job *follows*, or the next needed one of the
-    permutation, with which it *leads*.
+    chosen when the position is drawn: a resident one that another job has loaded (the job *follows*), or the next
+    unread one of the permutation (the job *leads*).
 
     Args:
-        order: the private permutation; its samples before `start` will not be read.
-        need: state of each sample for this job; changed when samples are offered and read.
+        order: the private permutation; its samples before index `start` will not be read.
+        need: state of each sample for this job: `NEEDED`, `READ` or `LISTED`; this object changes it.
         left: number of unread samples.
     """
 
@@ -132,7 +132,7 @@ class SharedEpoch:
         return order
 
     def next_unread(self, most: int) -> CompactArray:
-        """Return the first samples of `unread`, at most `most`; the cost does not grow with the epoch."""
+        """Return the first samples of `unread`, at most `most`, without a pass over the whole epoch."""
         if self._sequence is None:
             return self._next_of(0, most)
         labels = self._sequence[self._drawn : self._drawn + most]
@@ -153,12 +153,12 @@ class SharedEpoch:
         return np.concatenate(found)
 
     def relabel(self, partition: Partition) -> None:
-        """Divide the unread samples into other classes; they keep their order."""
+        """Divide the unread samples into the partition's new classes; they keep their order."""
         unread = self.unread()
         self._split(unread, partition, 0, len(unread))
 
     def quota(self, n: int) -> IndexArray:
-        """Return the number of samples of each class among the next `n`."""
+        """Return the number of samples of each class that the next `n` positions read."""
         if self._sequence is None:
             return np.array([n])
         return np.bincount(self._sequence[self._drawn : self._drawn + n], minlength=len(self._ends))
@@ -166,8 +166,8 @@ class SharedEpoch:
     def arrange(self, labels: CompactArray | None, n: int) -> tuple[IndexArray, IndexArray] | None:
         """Assign `n` picks to the next `n` positions, each to a position of its class. labels: the class of each pick.
 
-        Returns two arrays of shape (n,): the pick numbered `second[i]` goes to position `first[i]` of these. None if
-        the picks stay in their order.
+        Returns (positions, picks), two arrays of shape (n,): of the next `n` positions, counted from 0, position
+        `positions[i]` gets pick `picks[i]`. None if there is one class: the picks stay in their order.
         """
         start, self._drawn = self._drawn, self._drawn + n
         if labels is None or self._sequence is None:
@@ -176,7 +176,7 @@ class SharedEpoch:
         return slots, np.argsort(labels, kind="stable")
 
     def offer(self, samples: CompactArray) -> None:
-        """Add samples that other jobs loaded, and this job needs, to the candidates to follow."""
+        """Add samples that another job has loaded to the candidates for `follow`, if this job needs them."""
         fresh = samples[self.need[samples] == NEEDED]
         if not len(fresh):
             return
@@ -190,11 +190,10 @@ class SharedEpoch:
         self._backlog_length = end
 
     def follow(self, quota: IndexArray, directory: Directory, partition: Partition) -> CompactArray:
-        """Take residents to follow, up to `quota` of each class, and mark them as read.
+        """Return resident samples to follow, up to `quota` of each class, and mark them as read.
 
-        Samples that the fewest jobs need come first, so that they can be evicted soon: in the scenario speed1 this
-        raises the hit rate from 56.4% to 58.4%, of at most 59.2%. Among equals, the latest load comes first, because
-        nearby jobs read it.
+        Samples that the fewest jobs need come first, so that they can be evicted soon. Among equals, the latest load
+        comes first, because nearby jobs read it.
         """
         if not quota.any():
             return self._backlog[:0]
@@ -211,7 +210,7 @@ class SharedEpoch:
         return picks
 
     def followable(self, directory: Directory, most: int | None = None) -> CompactArray:
-        """Return residents that the job could follow now, the latest load first; at most some of the `most` latest."""
+        """Return the residents among the last `most` candidates (None: all) for `follow`, the latest load first."""
         first = 0 if most is None else max(0, self._backlog_length - most)
         backlog = self._backlog[first : self._backlog_length][::-1]
         current: CompactArray = backlog[(self.need[backlog] == LISTED) & directory.resident(backlog)]
@@ -246,7 +245,7 @@ class SharedEpoch:
         return listed[held]
 
     def lead(self, quota: IndexArray) -> CompactArray:
-        """Take the next needed samples of the job's own permutation, exactly `quota` of each class."""
+        """Return the next unread samples of the job's permutation, `quota` of each class, and mark them as read."""
         quota = quota.copy()
         picks = [self._pile[:0]]
         short = np.flatnonzero(quota)

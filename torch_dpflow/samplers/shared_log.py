@@ -1,4 +1,4 @@
-"""The shared log: jobs follow what others have just loaded, or lead; every epoch stays uniformly random."""
+"""The strategy "shared-log": jobs read what other jobs have just loaded; every epoch stays uniformly random."""
 
 from typing import ClassVar
 
@@ -17,14 +17,12 @@ _PROTECTED_ROUNDS = 4
 
 
 class SharedLogGroup(SamplingGroup):
-    """Group of the default strategy. It adapts to the jobs' starts and speeds like DynaGCS, but every epoch is uniform.
-
-    It also shares more: hit rate 58.4 against 48.7 in the scenario speed1 at 5% of cache (the bound is 59.2;
-    benchmarks/SIMULATION.md).
+    """Group of the default strategy. Like DynaGCS it adapts to jobs' starts and speeds, but its orders are uniform.
 
     Guarantee: if arrivals, sets and request times are independent of the samples' identities, each epoch of each job is
-    uniform over all orders of its set. Picks depend on classes, residence, need and load order alone, so renaming the
-    samples of a class changes nothing; and the class of a position depends on the job's private permutation alone.
+    uniform over all orders of its set. Reason: a pick depends only on the samples' classes (see `Partition`), and on
+    which are resident, needed, and loaded before others. So renaming samples within a class changes nothing. The class
+    of a position depends on the job's private permutation alone.
 
     Consequences of sharing:
 
@@ -32,12 +30,12 @@ class SharedLogGroup(SamplingGroup):
     - The jobs' orders are correlated, so an ensemble whose variance matters should not share a group. If jobs stay a
       fixed part of an epoch apart, one job's epochs are correlated too. A higher `independence` reduces this.
 
-    A draw's `led` and `evicted` come from the directory of the caches' content. A job that is alone in the group from
-    the start of its epoch reads torch's order for its seed. Otherwise its private permutation depends on its seed and
-    its identity (its name or, if that is random, its set), so jobs may have equal seeds.
+    A job that is alone in the group from the start of its epoch reads torch's order for its seed. Otherwise its private
+    permutation depends on its seed and its identity (its name or, if that is random, its set), so jobs may have equal
+    seeds.
 
-    Cost: O(n) for a draw of n, plus the bookkeeping of an ended epoch, spread over the draws after it (about 1,500
-    draws for 100 million samples); O(size) for a new set.
+    Cost: O(n) for a draw of n, plus the bookkeeping of ended epochs, which is spread over later draws; O(size) for a
+    new set.
     Memory: 11 bytes per sample of the group, 1 more per job, and 4 per sample of a job's set.
     """
 

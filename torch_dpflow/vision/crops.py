@@ -70,7 +70,7 @@ def _drawn() -> _Drawn:
 
 
 def random_resized_crop_params(height: int, width: int, scale: Range = SCALE, ratio: Range = RATIO) -> Box:
-    """Draw a crop (top, left, height, width) from torch's generator, the same as torchvision's `RandomResizedCrop`.
+    """Draw a crop (top, left, height, width), with the same random numbers as torchvision's `RandomResizedCrop`.
 
     Args:
         height, width: size of the image, in pixels.
@@ -102,12 +102,12 @@ def random_resized_crop_params(height: int, width: int, scale: Range = SCALE, ra
 
 @dataclass(frozen=True)
 class DecodeRandomResizedCrop:
-    """Decoder of a random part of an image, resized: a `loader` for ImageFolder, or the function of a flow's stage.
+    """Function that decodes a random crop of an image and resizes it, for ImageFolder's `loader` or a flow's stage.
 
     The result is uint8 RGB, (3, height, width), resized with antialiasing. The channels of a pixel are next to each
     other in memory, as from `load_rgb`. The draws from torch's generator are those of torchvision's
-    `RandomResizedCrop`. Rows below the crop are not decoded, and JPEGs much larger than the output are decoded at a
-    half, a quarter or an eighth of their size.
+    `RandomResizedCrop`. JPEGs whose crop is much larger than the output are decoded at a half, a quarter or an
+    eighth of their size. simplejpeg does not decode rows well below the crop.
 
     Args:
         size: size of the output: a side in pixels, or (height, width).
@@ -134,12 +134,13 @@ class DecodeRandomResizedCrop:
         return self.batch([source])[0]
 
     def batch(self, sources: Sequence[Source], *, lend: Lend | None = None) -> torch.Tensor:
-        """Decode a crop of each image: (images, 3, height, width), in `torch.channels_last`.
+        """Decode a crop of each image to one tensor (images, 3, height, width), in `torch.channels_last`.
 
-        The crops equal those of a call for each image, and take less processor time: 32 files are read and their boxes
-        drawn before the first is decoded, so the decoder's pixels do not evict that code from the processor's caches.
+        The crops equal those of a separate call for each image, and take less processor time. Up to 32 files are opened
+        and their crops drawn before the first of them is decoded.
 
-        lend: returns memory for the result, given its bytes. Memory is allocated if this is None or returns None.
+        lend: function that returns memory for the result, given its size in bytes. Without it, or if it returns None,
+            memory is allocated.
         """
         crops = _empty(len(sources), _pair(self.size), lend)
         for first in range(0, len(sources), _GROUP):
@@ -155,12 +156,12 @@ class DecodeRandomResizedCrop:
 
 @dataclass(frozen=True)
 class DecodeCenterCrop:
-    """Decoder of the centre of an image, after its shorter side is resized; used like `DecodeRandomResizedCrop`.
+    """Function that decodes an image, resizes its shorter side and crops its centre; see `DecodeRandomResizedCrop`.
 
     The result is uint8 RGB, (3, height, width), as from torchvision's `Resize(resize)` and `CenterCrop(size)`.
 
     Args:
-        size: as in `DecodeRandomResizedCrop`.
+        size, interpolation: as in `DecodeRandomResizedCrop`.
         resize: pixels of the shorter side; at least `size`.
 
     Raises:
@@ -293,9 +294,9 @@ def _check_interpolation(mode: str) -> None:
 
 
 class DecodedImages(Dataset[tuple[Any, Any]]):
-    """Images and their targets, like torchvision's `ImageFolder`, decoded a batch at a time.
+    """Dataset of images and their targets, like torchvision's `ImageFolder`, that decodes a batch at a time.
 
-    torch's loader and ours fetch a batch by `__getitems__`. Each sample is (image, target)::
+    Each sample is (image, target). Loaders fetch a batch by `__getitems__`::
 
         DecodedImages(ImageFolder(root).samples, DecodeRandomResizedCrop(224), transform=...)
 
@@ -303,10 +304,10 @@ class DecodedImages(Dataset[tuple[Any, Any]]):
     numbers of the transforms, image after image.
 
     Args:
-        samples: (path, target) of each image; encoded images instead of paths are allowed.
+        samples: (path, target) of each image. The bytes of the file may replace its path.
         decode: function that decodes one image. If it has a method `batch`, as `DecodeRandomResizedCrop` has, that
             method decodes batches.
-        transform, target_transform: functions of an image and of a target, as in ImageFolder.
+        transform, target_transform: functions that are applied to an image and to a target, as in ImageFolder.
 
     Raises:
         OptionTypeError: an argument is not allowed.

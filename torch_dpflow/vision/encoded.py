@@ -1,4 +1,4 @@
-"""Encoded images: their size first, then as much of their pixels as is needed."""
+"""Reader of encoded images: a JPEG's size without decoding it, then its pixels, if possible without unneeded rows."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ Pixels: TypeAlias = npt.NDArray[np.uint8]
 
 
 class EncodedImage(Protocol):
-    """Protocol of an encoded image whose size is known before its pixels are decoded."""
+    """Interface of an encoded image, whose size is known before `pixels` is called."""
 
     height: int
     width: int
-    #: How much more its colours are subsampled along one side than along the other; None: `pixels` cannot reduce.
+    #: By what factor colours are subsampled more along one side than along the other; None: `pixels` cannot reduce.
     unevenness: int | None
 
     def rows_to_decode(self, rows: int) -> int:
-        """Return the number of rows that `pixels(rows)` returns."""
+        """Return the number of rows that `pixels(rows)` returns; for an unusual file, `pixels` may return more."""
 
     def pixels(self, rows: int | None = None, *, reduce: int = 1, out: Pixels | None = None) -> Pixels:
-        """Decode to RGB of shape (height, width, 3), writable. Raises the errors of Pillow for a broken file.
+        """Decode to a writable RGB array of shape (height, width, 3). Raises Pillow's errors for a broken file.
 
         Args:
             rows: number of rows needed from the top, counted before reduction; the result may have more.
@@ -65,7 +65,7 @@ class EncodedImage(Protocol):
 
 @contextmanager
 def naming(source: Any) -> Iterator[None]:
-    """Add the file's name to an error of the body, if `source` is a path. The error's type stays the same."""
+    """Add the file's name to errors of the `with` block, if `source` is a path. The type of an error stays the same."""
     try:
         yield
     except Exception as error:
@@ -80,7 +80,7 @@ def naming(source: Any) -> Iterator[None]:
 
 
 def open_image(source: Source) -> EncodedImage:
-    """Open an image, given its path or its bytes. Raises the errors of Pillow if it is no image."""
+    """Open an image, given its path or its bytes. Raises the errors of `load_rgb`."""
     if simplejpeg is not None:
         data: Any = _contents(source) if isinstance(source, str | os.PathLike) else source
         frame = read_frame(data)
@@ -112,7 +112,7 @@ def _read(path: str | os.PathLike[str]) -> bytearray:
 
 
 def to_rgb(image: Any) -> Any:
-    """Convert an image of Pillow to RGB. Raises ValueError for values beyond 8 bits, which Pillow would clip."""
+    """Convert a Pillow image to RGB. Raises ValueError for grey values beyond 8 bits, which Pillow would clip."""
     found = image.convert("RGB")
     if image.mode[0] in "IF" and not np.array_equal(np.asarray(image), np.asarray(found)[..., 0]):
         low, high = image.getextrema()
@@ -124,7 +124,7 @@ def to_rgb(image: Any) -> Any:
 
 
 def load_rgb(source: Source) -> torch.Tensor:
-    """Decode an image: uint8 RGB of shape (3, height, width). A `loader` for torchvision's ImageFolder.
+    """Decode an image to a uint8 RGB tensor of shape (3, height, width). A `loader` for torchvision's ImageFolder.
 
     The pixels are those of Pillow's `Image.open(source).convert("RGB")`, which ignores the orientation in EXIF. The
     channels of a pixel are next to each other in memory, as from torchvision's own decoders.
@@ -142,7 +142,7 @@ def load_rgb(source: Source) -> torch.Tensor:
 
 
 def load_image(source: Source) -> Any:
-    """Decode an image to an image of Pillow."""
+    """Decode an image file, given its path or its bytes, to an RGB image of Pillow."""
     with stage("decode"):
         return Image.fromarray(open_image(source).pixels())
 
@@ -237,27 +237,27 @@ _BLOCK = 8
 
 
 class JpegFrame(NamedTuple):
-    """The frame of a JPEG with one or three components of eight bits."""
+    """Properties from the frame header of a JPEG with one or three components of eight bits."""
 
     height: int
     width: int
-    #: rows that are decoded together
+    #: number of rows that are decoded together
     mcu_height: int
     #: offset of the height in the file
     height_at: int
-    #: how much more the colours are subsampled along one side than along the other: 4 for 4:1:1 and 4:4:1
+    #: by what factor colours are subsampled more along one side than along the other: 4 for 4:1:1 and 4:4:1
     unevenness: int = 1
 
     def rows_to_decode(self, rows: int) -> int:
         """Return the height to write into the file so that its first `rows` rows are decoded as in the whole image.
 
-        At least one more row is included, as far as there is one: subsampled colours of a row depend on the next row.
+        The height includes at least one more row, if there is one: subsampled colours of a row depend on the next row.
         """
         return min(self.height, -(-(rows + 1) // self.mcu_height) * self.mcu_height)
 
 
 def read_frame(data: bytes | bytearray | memoryview) -> JpegFrame | None:
-    """Return the frame of a whole JPEG (ITU-T T.81, annex B), within microseconds; None for other or unusual files."""
+    """Return the frame of a JPEG (ITU-T T.81, annex B); None for other formats, and truncated or unusual JPEGs."""
     if bytes(data[:3]) != SOI:
         return None
     frame, at = None, 2

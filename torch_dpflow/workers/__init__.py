@@ -1,1 +1,1 @@
-"""Loading processes of this host: the worker's loop, the scheduler, and the start of processes."""
+"""Loading processes: the worker's loop, the scheduler, and the start of processes on this host."""

@@ -5,8 +5,7 @@ makes the batch's memory, writes the rows that it has, and returns the batch. Th
 to all workers, each of which collates its rows straight into that memory.
 
 The result equals a batch that one worker loads, because torch's default collate joins rows independently. The batch is
-loaded again as a whole if later rows collate to a different shape or type, or if they draw random
-numbers that are seeded by batch.
+loaded again as a whole if later rows collate to a different shape or type, or draw random numbers seeded by batch.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from torch_dpflow.ipc.serialization.pickling import is_plain
 #: A piece costs all processes together about 0.3 ms of processor time.
 OPEN_S, REST_S = 0.01, 0.1
 
-#: A task's number: the generation of its epoch, its batch's position, and the part of the batch, 0 for a whole one.
+#: Bits in a task's number: of the batch's position, and of the part of the batch (0: whole). Higher bits: generation.
 POSITION_BITS, PART_BITS = 34, 8
-#: The part of a whole batch that must not be opened.
+#: Part number of a whole batch that must not be opened.
 UNDIVIDED = (1 << PART_BITS) - 1
 
 
 def task_of(generation: int, position: int, part: int = 0) -> int:
-    """Return a task's number, which rises with the batch's position, and within a batch with the part."""
+    """Return the number of a task. In each generation it rises with the batch's position, then with the part."""
     return (generation << POSITION_BITS | position) << PART_BITS | part
 
 
@@ -76,9 +75,9 @@ class OpenedBatch(NamedTuple):
     #: The batch as the default collate makes it, with memory for all rows.
     value: Any
     indices: Sequence[Any]
-    #: How many rows are loaded.
+    #: Number of loaded rows, which are the first ones.
     rows: int
-    #: How long the other rows may take, seconds.
+    #: Estimated time for loading the other rows, seconds.
     left_s: float
     lender: Lender
 
@@ -86,7 +85,7 @@ class OpenedBatch(NamedTuple):
 class BatchPiece(NamedTuple):
     """Rows of an opened batch, for any worker to load."""
 
-    #: The first row.
+    #: Batch row of the first index.
     begin: int
     indices: Sequence[Any]
     lender: Lender
@@ -96,7 +95,7 @@ class BatchPiece(NamedTuple):
 
 
 def loads_by_sample(dataset: Any) -> bool:
-    """Return whether torch's fetcher reads the batch's samples by `__getitem__`, because there is no `__getitems__`."""
+    """Return whether a dataset, or that inside a torch `Subset`, has no `__getitems__`: samples are read one by one."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return not callable(working(dataset, "__getitems__"))
@@ -118,7 +117,7 @@ class PieceLoader:
         lender: this worker.
         rows: loads the samples of the given indices; its second argument is the batch row of the first index.
         collate_at: the function `batch_worker.collate_at`.
-        clock: measures where the time goes.
+        clock: measures the times of loading stages.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class PieceLoader:
 
         has_drawn: returns whether the samples drew random numbers that differ if another worker loads them.
 
-        Returns BATCH and the batch, or OPENED and the encoded `OpenedBatch`. Raises the error of a sample.
+        Returns BATCH and the batch, or OPENED and the encoded `OpenedBatch`. Raises errors of samples or of collate.
         """
         samples: list[Any] = []
         count, step, row_s = len(index), 1, math.inf
@@ -187,10 +186,10 @@ class PieceLoader:
         return encode_in(opened, block, self._arena)
 
     def load(self, piece: BatchPiece, has_drawn: Callable[[], bool]) -> tuple[int, bool]:
-        """Load rows of an opened batch into its memory. Raises the error of a sample.
+        """Load rows of an opened batch into its memory. Raises the error of a sample. has_drawn: as in `begin`.
 
-        Returns (BATCH, True), or (UNFIT, flag) if the rows do not fit. The flag is False if rows of other batches will
-        not fit either.
+        Returns (BATCH, True), or (UNFIT, flag) if the rows cannot be written there. The flag is False if rows of other
+        batches cannot be written either.
         """
         samples = self._rows(piece.indices, piece.begin)
         if has_drawn():

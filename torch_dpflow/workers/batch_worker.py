@@ -48,7 +48,7 @@ from torch_dpflow.workers.process_control import use_sched_batch
 from torch_dpflow.workers.stream_items import StreamItem
 from torch_dpflow.workers.task_worker import Compress, TaskWorker
 
-#: By collate function that keeps no rows, the method by which a dataset receives `lend` for batches in its layout.
+#: By collate function that keeps no rows: name of the dataset's method that receives `lend`, to allocate batches.
 FILLS = {default_collate: "fill_batches", collate_channels_last: "fill_images"}
 
 _arena: Arena | None = None
@@ -67,9 +67,10 @@ def collate_into(arena: Arena) -> None:
 
 
 def let_fill(dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
-    """Give datasets the memory of their batches, if they have the method that `FILLS` names. Call `collate_into` first.
+    """Let a dataset, or datasets inside it, write rows directly into shared batch memory. Call `collate_into` first.
 
-    Does nothing unless only the collate function uses the rows: other code that kept a row would see it change.
+    Their method that `FILLS` names for `collate_fn` is called with `lend`. Nothing happens without this method, or if
+    other code might keep rows, which later batches would overwrite.
     """
     if collate_fn in FILLS:
         for one in _fillers(dataset, FILLS[collate_fn]) or ():
@@ -89,7 +90,7 @@ def collate_at(samples: list[Any], places: list[torch.Tensor]) -> Any:
 
 
 def lend(nbytes: int) -> Memory | None:
-    """Return `nbytes` of the arena's memory; None if nothing is free, or if `nbytes` is too small to share."""
+    """Return `nbytes` of the arena's memory; None without an arena or free memory, or if `nbytes` is too small."""
     block = _lend(nbytes)
     if block is None:
         return None
@@ -191,10 +192,10 @@ class _WithoutScript(ForkingPickler):
 
 
 class DeferredPickle:
-    """Carrier of `value` to a process that multiprocessing starts, where `open` unpickles it.
+    """Wrapper of an argument of a new process, which unpickles `value` only in `open`, so that errors can be caught.
 
-    A forked process gets the object itself. For any other start method multiprocessing unpickles the target's arguments
-    before any code of ours runs. A failing import would then end the process with a traceback that nothing catches.
+    Without it, multiprocessing unpickles arguments before any code of ours runs, and an import that fails ends the
+    process with an uncaught traceback. A forked process gets the object itself.
     """
 
     def __init__(self, value: Any) -> None:
@@ -224,7 +225,7 @@ class WorkerSpec:
     #: Counts the processes that have had this number.
     incarnation: int
     address: str
-    #: Private to the training process and its workers.
+    #: Directory that is private to the training process and its workers.
     directory: str
 
 
@@ -234,7 +235,7 @@ def exit_report_path(spec: WorkerSpec) -> str:
 
 
 def main(load_spec: DeferredPickle, spec: WorkerSpec) -> None:
-    """Load until the shard sends `Stop` or its process ends. The target of a worker process.
+    """Load batches until the shard sends `Stop` or the shard's process ends. The target of a worker process.
 
     Args:
         load_spec: holds a `LoadSpec`.
@@ -280,7 +281,7 @@ class BatchWorker(TaskWorker):
         self._connection.close()
 
     def begin(self) -> None:
-        """Send the handshake, and become a DataLoader worker."""
+        """Send the handshake, and set this process up as a DataLoader worker."""
         self._send_handshake(is_ready=self._load_spec.starts_alone)
         # After the handshake: the answer arrives while torch is set up.
         self._source = BatchSource(self._load_spec, self._number, self._clock)

@@ -43,7 +43,7 @@ from torch_dpflow.workers.process_control import keep_freed_memory
 from torch_dpflow.workers.script_settings import ScriptSettings
 from torch_dpflow.workers.stream_items import StreamItem
 
-#: All workers of a loader together share at most 1 / SHARED_FRACTION of a machine's memory.
+#: By default, all workers of a loader together share at most 1 / SHARED_FRACTION of a machine's memory.
 SHARED_FRACTION = 4
 
 
@@ -69,7 +69,7 @@ class LoadSpec:
     read_threads: int
     #: Bytes of shared memory for each worker; None: a worker's share of its host's memory.
     shared_memory: int | None
-    #: Whether a result may wait to be sent with later results: only of a stream of single items.
+    #: Whether a result may wait to be sent with later results; only for streams of single items.
     holds: bool = False
     #: The script's settings; None: workers are started from its process and inherit them.
     settings: ScriptSettings | None = None
@@ -88,22 +88,22 @@ class EpochSpec:
     base_seed: int
     #: For data pipes: the seed that all workers and ranks share.
     shared_seed: int | None
-    #: Where this worker's own stream starts; None: at its beginning.
+    #: State from which this worker's stream of batches continues; None: from its beginning.
     stream: StreamState | None
     #: Number of the epoch among the epochs of these workers.
     generation: int = 0
-    #: Whether `stream` comes from a saved state, and not from the end of the worker's own last epoch.
+    #: Whether `stream` comes from a saved state, and not from the end of this worker's previous epoch.
     resumes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
-    """Report that a worker with a separate stream has begun an epoch."""
+    """Report of a worker with a separate stream (`LoadSpec.own_stream`): it has begun an epoch, or cannot."""
 
     generation: int
-    #: The stream's state at its beginning, if the dataset has a state.
+    #: The stream's state before its first batch; None if resuming needs no state of the dataset.
     stream: StreamState | None
-    #: The error because of which it cannot begin, an ExceptionWrapper; None: it has begun.
+    #: The error because of which the epoch cannot begin, an ExceptionWrapper; None: it has begun.
     failure: Any
 
 
@@ -112,7 +112,7 @@ class LoadedBatch(NamedTuple):
 
     #: BATCH, FAILURE, END, OPENED or UNFIT.
     kind: int
-    #: The batch, an ExceptionWrapper, or None; an encoded `OpenedBatch`; of a piece: as `PieceLoader.load` returns it.
+    #: By kind: batch, ExceptionWrapper, None, encoded `OpenedBatch`. For a `BatchPiece`: see `PieceLoader.load`.
     value: Any
     #: The new position of the worker's stream, if a saved state needs it.
     stream: StreamState | None
@@ -124,7 +124,7 @@ class BatchSource:
     Makes the process a DataLoader worker: one torch thread, torch's seeds, `get_worker_info()`.
 
     Args:
-        clock: measures where the time goes.
+        clock: measures the times of loading stages.
     """
 
     def __init__(self, spec: LoadSpec, worker: int, clock: StageClock) -> None:
@@ -147,7 +147,7 @@ class BatchSource:
     def begin(self, epoch: EpochSpec) -> Begun | None:
         """Begin an epoch; return the report if this worker has a separate stream, else None.
 
-        An error here, including one in `worker_init_fn`, becomes the result of every task.
+        If an error is raised here, for example by `worker_init_fn`, it becomes the result of every task.
         """
         first = self._epoch is None
         self._epoch = epoch
@@ -170,12 +170,12 @@ class BatchSource:
         return Begun(generation=epoch.generation, stream=self._beginning(), failure=self._broken)
 
     def share(self, arena: Arena, lender: Lender, collate_at: CollateAt) -> None:
-        """Let other workers load rows of slow batches, if the load spec allows it. For arguments see `PieceLoader`."""
+        """Let other workers load rows of slow batches, if `divides` and `loads_by_sample`; see `PieceLoader`."""
         if self._load_spec.divides and loads_by_sample(self._dataset):
             self._pieces = PieceLoader(arena, lender, self._rows, collate_at, self._clock)
 
     def load(self, task: int, index: Any) -> LoadedBatch:
-        """Load a batch, and return it or its failure.
+        """Load a batch, and return it, its failure, or the end of the stream.
 
         index: the batch's indices, or a `BatchPiece` of an opened batch.
 

@@ -1,4 +1,4 @@
-"""Exit report of a worker: how user code ended the process. A file, or standard error if no file is shared."""
+"""Exit report of a worker: how its process ended, in a file, or on standard error if the owner cannot read files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
-#: While a worker starts, its stacks are written this often, seconds: an import that hangs is killed from outside.
+#: Interval of writing the stacks of a starting worker, seconds. They show which import hung if the worker is killed.
 STACKS_S = 5.0
 
 #: The report of this process while its worker starts; None before and afterwards.
@@ -20,7 +20,7 @@ _starting: _Start | None = None
 
 @contextmanager
 def exit_report(path: str) -> Iterator[None]:
-    """Write to the file `path` how the body ends this process.
+    """Write to the file `path` how the body of the `with` statement ends this process.
 
     The report has the traceback of an error, or the stacks of a fatal signal. Until `has_started` is called, it also
     has the module that is being imported, and the stacks of a start that takes long.
@@ -40,7 +40,7 @@ def exit_report(path: str) -> Iterator[None]:
 
 
 def has_started() -> None:
-    """Clear the report: the worker has started, so its later imports are not reported as the reason of its end."""
+    """Stop what `report_start` began, because the worker has started: later imports and stacks are not reported."""
     global _starting
     if _starting is not None:
         started, _starting = _starting, None
@@ -48,7 +48,7 @@ def has_started() -> None:
 
 
 def importing() -> str:
-    """Return a text that names the module which a starting worker imports now; empty after the start."""
+    """Return a text with the name of the module that a starting worker is importing; empty after the start."""
     starting = _starting  # the worker's thread may clear it meanwhile
     return "" if starting is None else starting.line
 
@@ -56,8 +56,8 @@ def importing() -> str:
 def report_start(report: IO[str] | None = None, announce: Callable[[], None] | None = None) -> None:
     """Write to `report` which module this process imports, and its stacks, until `has_started` is called.
 
-    report: a file, which is cleared before each module. None: standard error, whose last lines platforms return. It
-        cannot be cleared, so it gets only modules that no other module imports.
+    report: a file, which is cleared before each module. None: standard error, of which platforms show the last lines.
+        It cannot be cleared, so it gets no modules that other modules import.
     announce: called before each module of the report is imported.
     """
     global _starting

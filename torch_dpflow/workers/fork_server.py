@@ -1,4 +1,4 @@
-"""Processes that this process's fork server forks; it has imported their modules, so they start at once."""
+"""Platform whose processes are forked by a fork server, which has imported their modules, so that they start fast."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from torch_dpflow.workers.local_platform import LocalHandle, LocalPlatform
 from torch_dpflow.workers.platform import End, Imports, ProcessSpec
 from torch_dpflow.workers.process_control import FORK_SERVER_NAME, FORK_SERVER_UP
 
-#: Lets a fork server survive invalid requests, and show what it imports.
+#: Module that lets a fork server survive invalid requests, and show which module it imports.
 GUARD = "torch_dpflow.workers.fork_server_guard"
-#: How often a start that is not over is looked at, and when it is first logged, seconds.
+#: Interval of checking an unfinished start, and time after which it is first logged, seconds.
 POLL_S, NOTICE_S = 0.25, 10.0
-#: The time limit of the start doubles with each start that has failed, this many times at most.
+#: Maximum number of times that the time limit of the fork server's start is doubled; each failed start doubles it.
 MAX_DOUBLINGS = 4
 #: How long to wait for the end of a killed fork server, seconds. One that waits for a network disk does not end.
 KILLED_S = 1.0
@@ -48,14 +48,13 @@ class ForkServerPlatform(LocalPlatform):
 
     Args:
         context: a multiprocessing context with start method "forkserver"; None: Python's own.
-        preload: modules that the fork server imports, read at its first start only. With them it survives connections
-            that do not speak its protocol.
-        timeouts_s: for how many seconds the fork server may make no progress while it forks a process, and while it
-            starts. It is then killed, and another is started, with twice the time for a start. None: no limit, because
-            other code may use the fork server.
-        outlived: whether processes survive the death of the fork server. Otherwise the kernel kills them with it,
-            including processes that never release the interpreter's lock. One thread may then launch while another uses
-            the handles.
+        preload: modules that the fork server imports whenever it starts; no effect on one that already runs. With any,
+            it also survives connections that do not speak its protocol.
+        timeouts_s: maximum seconds without progress of the fork server: while it forks a process, and while it starts.
+            After that it is killed and another is started. Each failed start in a row doubles the limit of the next,
+            up to 16 times the given one. None: no limit, because other code may use the fork server.
+        outlived: whether processes survive the death of the fork server; one thread may then launch while another uses
+            the handles. If False, the death of the fork server kills processes that the main thread launched.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class ForkServerPlatform(LocalPlatform):
         return ended
 
     def launch(self, spec: ProcessSpec) -> LocalHandle:
-        """Start a process; see `Platform`. Raises StillImportingError while its group's import server is importing."""
+        """Start a process; see `Platform`. StillImportingError: `spec.imports` are being imported; launch it later."""
         with self._lock:
             return super().launch(spec)
 

@@ -1,4 +1,4 @@
-"""Fork servers of groups of processes: each imports its group's modules once, and the group shares their memory."""
+"""Fork servers for groups of processes: each imports its group's modules once, in memory that the group shares."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ LASTING = {
     HAS_THREADS: "an import starts a thread, of which a fork has no copy",
     HAS_CUDA: "an import initializes CUDA, which a fork cannot use",
 }
-#: After imports that failed for another reason, the next ones begin after this many times the seconds that they took.
+#: Pause before the next attempt after imports that failed for another reason, as a multiple of their duration.
 PAUSE_FACTOR = 10.0
 
 
 class StillImportingError(DPFlowError):
-    """The process can be started once the modules of its group are imported: try again later."""
+    """The modules of the process's group are still being imported: start the process later."""
 
 
 class ImportServer:
@@ -119,7 +119,7 @@ class ImportServer:
         self._handle.kill(why)
 
     def failure(self) -> tuple[str, float]:
-        """Return (why `start` has failed, for how many seconds the group's processes are to import by themselves)."""
+        """Return (why `start` has failed, seconds for which the group's processes must import modules themselves)."""
         end = self._handle.describe()
         if end is not None and end.code in LASTING:
             return LASTING[end.code], math.inf
@@ -128,7 +128,7 @@ class ImportServer:
         return why, max(self._begin_s, PAUSE_FACTOR * took_s)
 
     def close(self, *, kill: bool = False) -> None:
-        """End the server after the processes that it forked have ended; with `kill`, at once."""
+        """Let the server end: at once with `kill`, else after the processes that it forked. Does not wait."""
         if kill:
             self.kill()
         os.close(self._alive)

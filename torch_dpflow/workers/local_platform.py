@@ -25,7 +25,7 @@ from torch_dpflow.workers.process_control import at_parents_end, exit_with, oom_
 REAP_S = 1.0
 #: The time for killed processes to end, seconds.
 END_S = 5.0
-#: Descriptors that the starting process holds for each one: two pipes and a pidfd.
+#: Descriptors that the starting process holds for each process that it started: two pipes and a pidfd.
 DESCRIPTORS = 3
 
 

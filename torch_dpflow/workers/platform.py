@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-#: After this many failed starts in a row, beyond the number of workers, no more are started; with a platform, until
-#: `RETRY_S` seconds have passed.
+#: Number of failed starts in a row, beyond the number of workers, after which no more workers are started. With a
+#: platform, starts continue after `RETRY_S` seconds.
 FALSE_STARTS, RETRY_S = 2, 30.0
 #: Maximum characters of a process's exit report.
 MAX_REPORT_CHARS = 4000
@@ -29,7 +29,7 @@ class Limits:
     grace_s: float = 0.0
     #: Maximum workers of the account or cluster at once; None: unknown.
     max_workers: int | None = None
-    #: Starts per second, on average over 10 s, and concurrent calls of the control plane.
+    #: Maximum starts per second, on average over 10 s, and maximum concurrent calls of the platform's API.
     starts_per_s: float = 100.0
     calls_at_once: int = 8
     #: Lower and upper limit of the timeout from a worker's start to its handshake, seconds; adapted in between.
@@ -49,9 +49,9 @@ class Imports:
     #: Name of the group. A process that has imported the group's modules forks only processes of this group.
     group: str
     modules: tuple[str, ...]
-    #: Top-level modules of the user. If one of `modules` tries to import one of them, each process imports for itself.
+    #: The user's top-level modules. If the import of `modules` looks for one of these, each process imports separately.
     own: tuple[str, ...] = ()
-    #: The current directory of the imports, and `sys.argv[0]`; empty: as they are.
+    #: Current directory and `sys.argv[0]` during the imports; empty: unchanged.
     directory: str = ""
     script: str = ""
 
@@ -61,16 +61,16 @@ class ProcessSpec:
     """A process to start.
 
     Args:
-        name: identifies it; no two running processes have the same.
+        name: name that no other running process has.
         incarnation: counts the processes that have had this name.
         target: the function that the process runs in its main thread; defined at the top of a module.
         arguments: the target's arguments. They are pickled unless the process is a fork, which inherits them.
-            Unpickling tensors may connect back to this process, which takes the `authkey` of its
-            `multiprocessing.current_process()`.
+            Unpickling tensors can connect back to this process, and requires that both processes have the same
+            `multiprocessing.current_process().authkey`.
         report_file: path of its exit report; empty if the process does not share this host's files.
-        directory: a directory that the launching process removes at its end; the launched processes remove it if that
-            process is killed. Empty: none.
-        imports: modules that its group of processes imports; None: unknown.
+        directory: a directory that the launching process removes at its end. If that process is killed, the launched
+            processes remove it. Empty: none.
+        imports: modules that may be imported once for a group of processes; None: unknown.
     """
 
     name: str
@@ -93,13 +93,13 @@ class End:
     code: int | None = None
     #: The number of the signal that ended it, or None.
     signal: int | None = None
-    #: Whether the kernel has killed processes of this host or container for lack of memory while the process ran.
+    #: If a signal ended it: whether the kernel killed processes of this host or container for lack of memory meanwhile.
     is_short_of_memory: bool = False
     #: The reason given to `Handle.kill`, or empty.
     killed_for: str = ""
     #: The content of its report file, at most `MAX_REPORT_CHARS` characters.
     report: str = ""
-    #: The place where it ran, as "pid 17".
+    #: The place where it ran, such as "pid 17".
     place: str = ""
     #: Its billed duration, seconds, if the platform measures that.
     ran_s: float | None = None

@@ -22,7 +22,7 @@ from pathlib import Path
 #: Opened before processes are forked: if another thread of the parent opens a library meanwhile, a fork that opens one
 #: may be killed by the dynamic linker.
 LIBC = ctypes.CDLL(None)
-#: A fork server's name in the process table, before the number of the module that it imports; and after all imports.
+#: Process names of a fork server: prefix of the number of the module that it imports; and after all imports.
 FORK_SERVER_NAME, FORK_SERVER_UP = "dpflow-fork-", "dpflow-fork-up"
 _PR_SET_PDEATHSIG = 1
 #: How long a process whose parent has ended waits for the end of its owner, which the kernel reports later, seconds.
@@ -40,7 +40,7 @@ def exit_with(pid: int, directory: str = "") -> None:
 
 
 def at_parents_end(number: int) -> None:
-    """Make the kernel send this process a signal when the thread that started it ends, or the process of that thread.
+    """Make the kernel send this process the signal `number` when the thread that started it ends, or its process.
 
     SIGKILL ends this process even if it is stopped, or never releases the interpreter's lock. Use SIGKILL only if the
     main thread of the parent has started this process, because the kernel does not distinguish the ends of thread and
@@ -54,7 +54,7 @@ def at_parents_end(number: int) -> None:
 def exit_without_thread(owner: int) -> None:
     """Make this process exit when its parent and process `owner` have ended, also if it is stopped at that moment.
 
-    Main thread only. No thread is started: a fork server forks. Forked children inherit a handler that does nothing.
+    Main thread only. Starts no thread, because fork servers call this. In forked children the handler does nothing.
     """
     own, parent = os.getpid(), os.getppid()
 
@@ -107,9 +107,9 @@ def _is_alive(pid: int) -> bool:
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """Return how many processes the kernel has killed for lack of memory: of this control group, or else of the host.
+    """Return how many processes of this control group, or else of the host, the kernel has killed for lack of memory.
 
-    root: replaces "/" in tests. Returns 0 if the kernel does not count them.
+    Returns 0 if the kernel does not count them. root: replaces "/" in tests.
     """
     groups = dict[str, str]()
     with suppress(OSError):
@@ -135,10 +135,9 @@ _ATTRIBUTES = struct.Struct("<IIQiIQQQ")
 def use_sched_batch() -> bool:
     """Give this thread, and threads that it starts, SCHED_BATCH and long time slices; return whether that succeeded.
 
-    This thread's processor share is unchanged. If more decoders run than there are cores, each time slice begins with
-    caches that another process has filled. So few long slices are faster than many short slices. And processes that
-    wait for results preempt the decoders. Four decoders on two cores then take 5% less processor time per image, or 2
-    to 3% less while shard and jobs run too.
+    This thread's processor share is unchanged. With more decoders than cores, long slices cause fewer cache misses, and
+    processes that wait for results preempt the decoders. Four decoders on two cores then take 5% less processor time
+    per image, or 2 to 3% less while shard and jobs run too.
 
     Linux has custom slices since 6.12; before, SCHED_BATCH only keeps these threads from preempting others when they
     wake. A scheduling policy that the user has chosen stays. Nothing changes on another system, or in a sandbox that

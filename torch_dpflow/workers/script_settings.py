@@ -1,6 +1,6 @@
 """Process settings of the script that affect samples, copied to workers that are not forked from its process.
 
-Workers of a shared flow or of a platform keep the defaults.
+Without the copy, workers of a shared flow or of a platform would keep the defaults.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _ATTRIBUTES: tuple[tuple[str, str, Any], ...] = (
     ("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES", False),
     ("PIL.Image", "MAX_IMAGE_PIXELS", 1024 * 1024 * 1024 // 4 // 3),
 )
-#: Maximum texts of a content that are looked up as paths, and maximum characters of one.
+#: Maximum number of texts that are checked as paths, and maximum characters of such a text.
 MAX_LOOKED_AT, MAX_PATH_CHARS = 1000, 4096
 _NUMPY_ERRORS = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptSettings:
-    """Process settings that differ from the defaults of a new process."""
+    """Process settings of a script. The fields' defaults are those of a new process."""
 
     default_dtype: torch.dtype = torch.float32
     #: As `numpy.seterr` takes it.
@@ -41,7 +41,7 @@ class ScriptSettings:
     matmul_precision: str = "highest"
     #: The current directory, in which relative paths are looked for; empty if it was removed.
     directory: str = ""
-    #: `sys.argv[0]`. Without arguments: these differ in the jobs of a search, which must send the same content.
+    #: `sys.argv[0]`, without arguments: these differ in jobs of a hyperparameter search, which must send equal content.
     script: str = ""
 
     @classmethod
@@ -113,9 +113,9 @@ class RelativePaths:
         self._left = MAX_LOOKED_AT
 
     def look(self, text: str) -> None:
-        """Record this text if it is the relative path of an existing file.
+        """Set `found` to this text if it is the first that is the relative path of an existing file or directory.
 
-        Texts of only dots and slashes do not count.
+        Texts of only dots and slashes do not count, nor any after `MAX_LOOKED_AT` checked texts.
         """
         if self.found or not self._left or len(text) > MAX_PATH_CHARS or not text.strip("./") or os.path.isabs(text):
             return
@@ -124,7 +124,7 @@ class RelativePaths:
             self.found = text if os.path.lexists(text) else ""
 
     def look_in(self, values: Any) -> None:
-        """Check the first text in a container, or in its first entry if that is a container."""
+        """Check the first text in nested containers, and first keys of dicts if they look like paths; see `look`."""
         for _ in range(3):
             if type(values) is dict and values:
                 key = next(iter(values))

@@ -49,7 +49,7 @@ from torch_dpflow.workers.scheduler.machine import (
     SchedulerInstruction,
 )
 
-#: Most malformed messages that are logged, as a peer can send any number.
+#: Maximum number of malformed messages that are logged, because a peer can send any number.
 MAX_MALFORMED_LOGGED = 10
 
 #: The reason for replacing a worker to which a message could not be sent. It may have ended, which is noticed later.
@@ -79,7 +79,7 @@ class Requester(Protocol):
         """Return the current epoch's parameters for this worker, encoded; the shard does not read them."""
 
     def begun(self, worker: int, frame: memoryview) -> None:
-        """Handle the report that a worker's stream has begun. Raises MessageError for workers without streams."""
+        """Handle a worker's pickled `Begun`. Raises MessageError if workers have no separate streams."""
 
     def timed(self, worker: int, times: StageTimes) -> None:
         """Record how long a worker's latest loads took, by stage. Called before their results are delivered."""
@@ -87,7 +87,7 @@ class Requester(Protocol):
     def open(
         self, worker: int, reader: ArenaReader | None, finished: Finished, payloads: list[list[memoryview]]
     ) -> list[Any]:
-        """Decode or copy each result for `delivered`. Raises SegmentLostError if the worker's shared memory is lost."""
+        """Return each result, decoded or copied, for `delivered`. Raises SegmentLostError if shared memory is lost."""
 
     def delivered(self, task: int, worker: int, finished: Finished, opened: Any) -> None:
         """Handle the first result of this task."""
@@ -203,7 +203,7 @@ class Shard:
         self._workers.clear()
 
     def abandon(self) -> list[int]:
-        """Cancel all tasks and return them."""
+        """Cancel all tasks; return their numbers."""
         tasks = list(self._payloads)
         self.cancel(tasks)
         return tasks
@@ -375,7 +375,7 @@ class Shard:
 
 
 def other_release(version: int) -> str:
-    """Return why a worker with this protocol version is refused; empty if it is ours."""
+    """Return why a worker with this protocol version is refused; empty if it is the shard's version."""
     if version == PROTOCOL_VERSION:
         return ""
     return (

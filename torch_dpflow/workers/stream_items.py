@@ -1,4 +1,4 @@
-"""Items of a stream as tasks: a task contains the item itself, and not indices as for a map-style dataset.
+"""Items of a stream as tasks of workers: a task contains the item itself, instead of indices of a dataset.
 
 Workers import this without torchdata.
 """
@@ -25,8 +25,8 @@ class SourceFailed(NamedTuple):
 class StreamItem:
     """Item of a stream, as it is sent to a worker.
 
-    It is encoded where the source is read, and decoded where the function is called. So an error of pickling or
-    unpickling names the item's number, like an error of the function.
+    The value is encoded where the source is read, and decoded where the function is called. So errors of pickling and
+    unpickling name the item's number, like errors of the function.
 
     Args:
         number: its place in the stream, from 0.
@@ -37,14 +37,14 @@ class StreamItem:
 
     def __init__(self, number: int, value: Any) -> None:
         self.number = number
-        #: How long the source took for it, seconds; not sent.
+        #: Time that the source took for the item, seconds; not sent.
         self.read_s = 0.0
         self._value = value
         self._table: PayloadTable | None = None
         self._frames: Sequence[Frame] = ()
 
     def encode(self) -> StreamItem:
-        """Return the item, encoded. Raises NotPicklableError, which names the part that cannot be pickled."""
+        """Encode the value in place; return this item. Raises NotPicklableError, which names the part that failed."""
         if type(self._value) not in _PLAIN:
             self._table, self._frames = encode(self._value, name="item")
         return self
@@ -75,7 +75,7 @@ class MappedItems:
     """Map-style dataset around a function: indexing it by an item returns the function's result.
 
     Args:
-        reads_ahead: whether more quick items may be in flight than `prefetch_factor` says.
+        reads_ahead: whether more items may be in flight than `prefetch_factor` allows, if they are quick.
     """
 
     def __init__(self, fn: Callable[[Any], Any], *, reads_ahead: bool) -> None:

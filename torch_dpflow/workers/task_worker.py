@@ -34,7 +34,7 @@ from torch_dpflow.ipc.messages.payload_groups import frames_of_tasks, group_payl
 from torch_dpflow.ipc.transport import Connection
 from torch_dpflow.workers.exit_report import has_started
 
-#: Compresses frames; returns them and the original size of each, 0 if unchanged; no sizes if all are unchanged.
+#: Function that compresses frames; returns the frames and their original sizes (0: unchanged; empty: all unchanged).
 Compress = Callable[[Sequence[Frame]], tuple[list[Frame], list[int]]]
 
 
@@ -49,7 +49,7 @@ class TaskWorker:
 
     #: How often a worker that has tasks polls its socket, seconds; 0: after each task.
     look_s = 0.0
-    #: Minimum number of results that are sent in the middle of the window.
+    #: Minimum number of waiting results that are sent when half of the assigned tasks are left.
     min_group = 1
     #: After how long without a task or message `_on_idle` is called, seconds; None: never.
     idle_s: float | None = None
@@ -179,22 +179,18 @@ class TaskWorker:
 
 #: Maximum results of a message; maximum frames and bytes, shared memory included, of a message of several results.
 MAX_RESULTS, MAX_FRAMES, MAX_BYTES = 64, 128, 8 << 20
-#: The longest wait of a result for others, seconds: the time of ten small samples. With 8 results and 20 ms a shard
-#: took a fifth more processor time.
+#: A result waits for others only if the latest message was sent less than this long ago, seconds: ten small samples'
+#: time. With 8 results and 20 ms a shard took a fifth more processor time.
 HOLD_S = 0.06
-#: The time after which results are sent although the worker still loads the next sample, seconds.
+#: The time after the latest message when waiting results are sent although the worker loads a sample, seconds.
 LATE_S = 0.1
 
 
 class ResultOutbox:
-    """Outbox that sends a worker's results to its shard: slow results at once, fast ones in groups.
+    """Outbox that sends a worker's results to its shard: slow results at once, fast results in groups.
 
-    A result sent alone costs a shard three times the processor time of a result in a group. On a busy machine, handling
-    it begins with cold caches, and so does decoding afterwards. The code of shard, job and worker around a sample takes
-    100 µs alone; with decoders on the same two cores, it took 700 µs. One thread at a time uses the connection.
-
-    Only the worker's thread calls `add` and `flush`; a thread of the outbox sends results that have waited too long.
-    This thread is not a `PeriodicCall`, because it must not wake up during decoding while no result waits.
+    A result sent alone costs a shard three times the processor time of a result in a group. Only the worker's thread
+    calls `add` and `flush`; a thread of the outbox sends results that have waited too long.
 
     Args:
         connection: connection to the shard. Other users of it must hold `lock` while results wait.
@@ -241,8 +237,9 @@ class ResultOutbox:
     ) -> None:
         """Send a result at once, or together with later results.
 
-        started: the task that the worker runs next. hold: whether the result may wait for others. has_stream: as in
-            `Finished`; such a result may not wait.
+        started: the task that the worker runs next; None: none.
+        hold: whether the result may wait for others; not allowed with `has_stream`.
+        has_stream: as in `Finished`.
         """
         # Views of the sample's memory, which the dataset may overwrite with the next sample before they are sent.
         frames = [bytes(frame) if type(frame) is memoryview else frame for frame in frames]

@@ -1,4 +1,4 @@
-"""Prefetch buffer and cache of a shard, over one set of loaded samples.
+"""Cache of a shard, for samples that jobs have requested ahead and samples that may be read again.
 
-`SampleCache` is a pure state machine: it returns instructions to load, to cancel or to answer, which its shard obeys.
+`SampleCache` is a pure state machine: its methods return instructions (load, cancel, answer), which the shard executes.
 """

@@ -1,4 +1,4 @@
-"""Table of a sample cache's entries, cached or wanted, and the bytes that they take."""
+"""Table of a sample cache's entries, and sums of their bytes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _SIZE_WEIGHT = 0.1
 
 
 class ObjectTable:
-    """Table of a sample cache's entries, and sums of their bytes. The cache's policy decides which cached entries stay.
+    """Table of a sample cache's entries, and sums of their bytes.
 
-    A ticket is a reader's request for one sample. An entry is held while a ticket refers to it, or while it is cached.
+    A ticket is a reader's request for one sample. An entry stays in the table while it has a ticket or is cached.
 
     Args:
-        policy: decides which entries stay cached; None: only entries with tickets are held.
+        capacity: bytes that ready entries and running loads may take together.
+        policy: decides which entries stay cached; None: no entry is cached.
         repeatable: whether loading a sample twice gives the same value.
-        by_draw: whether each random draw of a sample is a separate entry; `policy` is then None.
+        by_draw: keep a separate entry for each random draw of a sample; requires `policy=None`.
     """
 
     def __init__(self, capacity: int, policy: Policy | None, *, repeatable: bool, by_draw: bool = False) -> None:
@@ -40,14 +41,14 @@ class ObjectTable:
         self._repeatable = repeatable
         self._by_draw = by_draw
         self._numbers = itertools.count(1)
-        #: By key, the oldest first; more than one where a draw has been served to some jobs.
+        #: Entries of each key, the oldest first. Several entries of a key are separate random draws.
         self._by_key: dict[int, list[CacheEntry]] = {}
-        #: What the policy keeps: at most one object for each key.
+        #: Cached entries, at most one for each key.
         self._cached: dict[int, CacheEntry] = {}
-        #: Every spare object, the farthest first, and ready objects that were spare before. None until memory is short
-        #: for the first time, as few caches need it.
+        #: Spare entries (see `CacheEntry.is_spare`), the farthest first, and some that are no longer spare. None until
+        #: memory is short for the first time.
         self._spare: LazyHeap[CacheEntry] | None = None
-        #: Mean size of the latest samples; None before the first.
+        #: Mean size of the latest samples (bytes); None before the first sample.
         self._mean: float | None = None
         #: Bytes of ready entries, bytes of ready entries with tickets, and expected bytes of running loads.
         self.held = self.pinned = self.reserved = 0
@@ -63,14 +64,14 @@ class ObjectTable:
 
     @property
     def cache_samples(self) -> int:
-        """Number of samples that the cache can hold, by their recent mean size; 0 if unknown, or without a policy."""
+        """Estimated number of samples that the policy can keep; 0 without a policy, or before a sample was loaded."""
         if self._policy is None or self._mean is None:
             return 0
         return max(1, int(_KEPT_SHARE * self.capacity / max(1.0, self._mean)))
 
     @property
     def is_over(self) -> bool:
-        """Whether the bytes held or being loaded exceed the capacity."""
+        """Whether ready entries and running loads exceed the capacity."""
         return self.held + self.reserved > self.capacity
 
     def resize(self, capacity: int) -> None:
@@ -86,7 +87,7 @@ class ObjectTable:
             self._policy.join(job)
 
     def leave(self, job: str, left: Collection[str]) -> None:
-        """Remove a job. Drop random samples that all remaining jobs (`left`) have received."""
+        """Remove a job from the policy, and uncache random samples that all remaining jobs (`left`) have requested."""
         if self._policy is None:
             return
         self._policy.forget(job)
@@ -112,7 +113,7 @@ class ObjectTable:
                 self._policy.access(key, job)
 
     def find(self, key: int, job: str, draw: int) -> CacheEntry | None:
-        """Return an entry of `key` that may serve this draw of `job`; None if there is no such entry."""
+        """Return an entry of `key` that may be served to `job`, or None. draw: as in `CacheEntry`, for `by_draw`."""
         # Plain loops, because this runs for every sample of every job.
         for entry in self._by_key.get(key, ()):
             if self._by_draw:
@@ -132,7 +133,7 @@ class ObjectTable:
         return added
 
     def attach(self, entry: CacheEntry, reader: CacheReader, ticket: Ticket, jobs: Collection[str]) -> None:
-        """Add a ticket to an existing entry. A random sample that all jobs (`jobs`) now have leaves the cache."""
+        """Add a ticket to an entry. A random sample is no longer cached once all of `jobs` have requested it."""
         if entry.ready and not entry.tickets:
             self.pinned += entry.size
             self._note_spare(entry)
@@ -141,7 +142,7 @@ class ObjectTable:
             self._drop_if_spent(entry, jobs)
 
     def detach(self, entry: CacheEntry, reader: str, ticket: Ticket) -> bool:
-        """Remove a ticket of `reader`. Return whether the entry has no tickets now; if so, call `release`."""
+        """Remove a ticket. Return True if the entry has no ticket left; the caller must then call `release`."""
         entry.detach(reader, ticket)
         if not entry.tickets:
             return True
@@ -150,7 +151,7 @@ class ObjectTable:
         return False
 
     def release(self, entry: CacheEntry) -> None:
-        """Count an entry without tickets as unneeded; remove it unless it is cached. The caller cancels its load."""
+        """Remove an entry without tickets, if not cached. The caller cancels its load or removes it from `queue`."""
         if entry.loading:
             entry.loading = 0
             self.running -= 1
@@ -161,14 +162,14 @@ class ObjectTable:
             self._remove(entry)
 
     def begin(self, entry: CacheEntry, load: int, size: int) -> None:
-        """Record that the entry's load begins; the sample is expected to have `size` bytes."""
+        """Record that the load with this number begins; the sample is expected to have `size` bytes."""
         entry.begin(load, size)
         self.running += 1
         self.loads += 1
         self.reserved += size
 
     def store(self, entry: CacheEntry, value: Any, size: int) -> None:
-        """Store the result of the entry's load; at least one ticket refers to the entry."""
+        """Store the result of the entry's load. The entry must have a ticket."""
         self.running -= 1
         self.reserved -= entry.size
         entry.store(value, size)
@@ -180,7 +181,7 @@ class ObjectTable:
             self._note_spare(entry)
 
     def requeue(self, entry: CacheEntry) -> None:
-        """Drop the value of an entry that has tickets, so that the entry can be loaded again."""
+        """Drop the value of an entry that has tickets. The caller must add the entry to the queue again."""
         if entry.cached:
             self._discard(entry)
         self.pinned -= entry.size
@@ -208,14 +209,14 @@ class ObjectTable:
         return min(_FIRST_GUESS, self.capacity) if self._mean is None else max(1, int(self._mean))
 
     def has_room(self, size: int) -> bool:
-        """Return whether `size` more bytes fit."""
+        """Return whether `size` more bytes fit into the capacity."""
         return self.held + self.reserved + size <= self.capacity
 
     def make_room(self, size: int, *, share: float) -> bool:
         """Evict cached entries until `size` more bytes fit; return whether they fit.
 
-        share: if below 1, nothing is evicted while samples with tickets, running loads and these bytes together exceed
-            this share of the capacity.
+        share: maximum share of the capacity for samples with tickets, running loads and these bytes together. Nothing
+            is evicted if they exceed it. 1: no maximum.
         """
         if share < 1 and self.pinned + self.reserved + size > share * self.capacity:
             return self.has_room(size)
@@ -225,14 +226,14 @@ class ObjectTable:
         return True
 
     def evict(self) -> bool:
-        """Evict the cached entry that the policy chooses. Return whether there was a cached entry."""
+        """Evict the cached entry that the policy chooses. Return False if no entry is cached."""
         key = None if self._policy is None else self._policy.evict()
         if key is not None:
             self._uncache(self._cached[key])
         return key is not None
 
     def offer(self, entry: CacheEntry, jobs: Collection[str]) -> None:
-        """Offer a loaded entry to the policy, unless it is a random sample that all of `jobs` have received."""
+        """Cache a loaded entry if the policy admits it, but no random sample that all of `jobs` have requested."""
         if self._policy is None or (not self._repeatable and entry.claimed.issuperset(jobs)):
             return
         earlier = self._cached.get(entry.key)

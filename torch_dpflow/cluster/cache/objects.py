@@ -1,4 +1,4 @@
-"""Parts of a sample cache: entries, readers, open requests, and instructions to its owner."""
+"""Parts of a sample cache: entries, readers, open fetches, and the instructions that the cache returns."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import msgspec
 from torch_dpflow._core.lazy_heap import LazyHeap
 from torch_dpflow.errors import UsageError
 
-#: Number by which a job requests one sample once. Tickets grow in the order of the job's plan.
+#: Number of a job's request for one sample, used only once. Samples that the job reads later have higher tickets.
 Ticket: TypeAlias = int
-#: Number of one fetch, chosen by the owner of the cache.
+#: Id of one fetch, chosen by the owner of the cache.
 RequestId: TypeAlias = Hashable
 
 
@@ -23,9 +23,9 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     #: Number of this load. Each load of a sample has a different number.
     load: int
     key: int
-    #: Seed, with the key, of the random draws.
+    #: Together with the key, the seed of the random draws.
     draw: int
-    #: The output of the cacheable stage if only the per-draw stage should run; None: both stages run.
+    #: Input of the per-draw stage, which is the output of the cacheable stage; None: the cacheable stage should run.
     input: Any = None
 
 
@@ -51,10 +51,11 @@ CacheInstruction: TypeAlias = Load | Cancel | Serve
 class Arrival(NamedTuple):
     """Outcome of loading one sample."""
 
+    #: Number of the load, its result, and the bytes of the result.
     load: int
     value: Any
     size: int
-    #: Whether the cache may keep it; False for a failed load.
+    #: Whether the value may be cached; False for a failed load.
     keep: bool = True
 
 
@@ -75,10 +76,10 @@ class ShardCacheStatistics:
     ready: int
     loading: int
     queued: int
-    #: Samples held in the cache, read or not.
+    #: Samples that the policy keeps, whether or not a job requests them.
     cached: int
     jobs: int
-    #: Runs of the per-draw stage.
+    #: Loads of outputs of the per-draw stage that have begun.
     drawn: int = 0
 
 
@@ -90,15 +91,14 @@ class CacheEntry:
     """Entry of a sample cache: one sample that waits to be loaded, is loading, or is ready::
 
         waiting -- begin --> loading -- store --> ready -- requeue --> waiting
-                                 `-- cancel --> gone  `-- drop --> gone
 
-    `ObjectTable`, which owns entries, keeps its sums and indexes consistent with them.
+    In each of these states, an entry is removed from its table once it has no ticket and is not cached.
 
     Args:
-        queue: the table's queue, for a waiting entry.
+        queue: queue of waiting entries of the table that owns the entry.
         number: the entry's number in the table, in the order of creation.
         draw: together with the key, the seed of the sample's random draws.
-        distance: 0 if a fetch waits for the entry; else the least number of samples that a job reads before it.
+        distance: 0 if a fetch waits for the entry; otherwise 1 or more, and lower if a job will read it sooner.
         reader, ticket: the first reader that wants the entry, and its ticket.
     """
 
@@ -136,11 +136,11 @@ class CacheEntry:
         self.key = key
         self.draw = draw
         self.distance = distance
-        #: By (reader, ticket) that refers to the entry: whether the entry was served under this ticket.
+        #: Whether the entry was served under a ticket, by (reader, ticket).
         self.tickets: dict[tuple[str, Ticket], bool] = {(reader.name, ticket): False}
         #: Number of tickets under which the entry was served.
         self.served = 0
-        #: Jobs that have received it or will; a random sample is served to each job once.
+        #: Jobs that have requested the entry. A random sample is served under only one ticket of each job.
         self.claimed = {reader.job}
         #: The number of its running load; 0: none.
         self.loading = 0
@@ -148,10 +148,10 @@ class CacheEntry:
         self.value: Any = None
         #: Bytes of `value`, or the bytes expected from its load.
         self.size = 0
-        #: Whether the cache holds it.
+        #: Whether the policy keeps the entry, even without a ticket.
         self.cached = False
         self.loads = 0
-        #: Open requests for it, with its ticket in each, oldest first.
+        #: Open fetches of the entry, oldest first, each with the entry's ticket.
         self.requests = _NO_REQUESTS
 
     @property
@@ -160,7 +160,7 @@ class CacheEntry:
 
     @property
     def is_spare(self) -> bool:
-        """Whether the entry's value may be dropped and loaded again: no fetch has received it, and none awaits it."""
+        """Whether the value can be dropped and loaded again: tickets exist, but none was served and no fetch waits."""
         return self.ready and bool(self.tickets) and not self.served and not self.requests
 
     def attach(self, reader: CacheReader, ticket: Ticket) -> None:
@@ -178,7 +178,7 @@ class CacheEntry:
         self.distance = 0
 
     def drop_request(self, request: RequestId, ticket: Ticket) -> bool:
-        """Remove a request for this entry; return whether no request is left."""
+        """Remove a request for this entry; return True if no request is left."""
         del self.requests[request, ticket]
         if self.requests:
             return False
@@ -197,7 +197,7 @@ class CacheEntry:
     # -- loading and caching ---------------------------------------------------------------------------------
 
     def begin(self, load: int, size: int) -> None:
-        """Record that the entry's load begins; the sample is expected to have `size` bytes."""
+        """Record that the load with this number begins; the sample is expected to have `size` bytes."""
         self.loading, self.size = load, size
         self.loads += 1
 
@@ -217,7 +217,7 @@ class CacheReader:
     name: str
     #: Name of the job: the reader is the job, or a rank of it. The policy treats the ranks of a job as one job.
     job: str
-    #: With two stages: whether the reader wants samples, or else outputs of the cacheable stage; None: not known yet.
+    #: With two stages: True if the reader wants samples, False for outputs of the cacheable stage; None: not known yet.
     draws: bool | None = None
     #: Entries that the reader wants and has not released, oldest first.
     wants: dict[Ticket, CacheEntry] = field(default_factory=dict)
@@ -230,7 +230,7 @@ class CacheReader:
 
 @dataclass(eq=False, slots=True)
 class FetchRequest:
-    """Open fetch of a job: a request for samples that it waits for, which has not been answered."""
+    """Unanswered fetch by a reader."""
 
     number: RequestId
     job: CacheReader
@@ -245,25 +245,25 @@ class FetchRequest:
 
 
 class LoadQueue(LazyHeap[CacheEntry]):
-    """Queue of entries that wait to be loaded, by distance, then by age."""
+    """Queue of entries that wait to be loaded: the lowest distance first, then the oldest entry."""
 
     __slots__ = ()
 
     def add(self, wanted: CacheEntry) -> None:
-        """Add an entry, or move it to the position of its present distance."""
+        """Add an entry, or move it to the place of its present distance."""
         self.push(wanted, wanted.distance, wanted.number)
 
 
 class RequestTable:
-    """Table of open requests. An entry for which a request waits moves to the head of its load queue."""
+    """Table of open fetches, called requests. Entries that a request waits for are the next to be loaded."""
 
     def __init__(self) -> None:
         self._open: dict[RequestId, FetchRequest] = {}
 
     def open(self, number: RequestId, job: CacheReader, tickets: Sequence[Ticket]) -> list[Serve]:
-        """Open a request of `job` for these tickets; return its answer if all samples are ready.
+        """Open a request of `job` for these tickets; return its answer if all samples are ready, otherwise [].
 
-        Raises UsageError if `job` does not hold one of the tickets, or the number is in use.
+        Raises UsageError if `job` does not hold all of the tickets, or if `number` is in use.
         """
         if number in self._open:
             raise UsageError(f"request {number!r} is open; use another number for each fetch")
@@ -282,7 +282,7 @@ class RequestTable:
         return [] if request.missing else [self._serve(request)]
 
     def arrived(self, wanted: CacheEntry) -> list[Serve]:
-        """Record that this entry is loaded; answer the requests that wait for no other entry."""
+        """Record that an entry is loaded; return answers to the requests that are now complete."""
         complete: list[Serve] = []
         for number, _ in list(wanted.requests):
             request = self._open[number]
@@ -292,7 +292,7 @@ class RequestTable:
         return complete
 
     def shorten(self, job: CacheReader, ticket: Ticket) -> list[Serve]:
-        """Remove a released ticket from the requests of `job`; return answers to requests that lack no other sample."""
+        """Remove a released ticket from the requests of `job`; return answers to the requests that are now complete."""
         wanted = job.wants[ticket]
         complete: list[Serve] = []
         for number in [number for number, asked in wanted.requests if asked == ticket]:
@@ -306,12 +306,15 @@ class RequestTable:
         return complete
 
     def flush(self, queue: LoadQueue) -> list[Serve]:
-        """Answer each request for entries of the table of `queue` with its ready entries, if it has any."""
+        """Answer requests with the samples that are ready. Requests without a ready sample stay open.
+
+        queue: only requests for entries of the table with this queue are answered.
+        """
         partly = [one for one in self._open.values() if one.missing < len(one.tickets) and one.first.queue is queue]
         return [self._serve(request) for request in partly]
 
     def abandon(self, job: CacheReader) -> list[Serve]:
-        """Close all requests of a job that has left; return an answer without samples to each."""
+        """Close all requests of a reader that leaves; return an answer without samples to each."""
         numbers = list(job.requests)
         job.requests.clear()
         for number in numbers:

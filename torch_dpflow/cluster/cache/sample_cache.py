@@ -1,28 +1,26 @@
-"""A shard's sample cache: prefetch buffer and cache over one set of entries (thesis 3.4.2, 3.4.3, figure 4-12).
+"""A shard's sample cache, for prefetched and for cached samples (thesis 3.4.2, 3.4.3, figure 4-12).
 
-A pure state machine: each call returns instructions, in order; there is no socket, thread or clock inside.
+A pure state machine: calls return instructions, which the caller must carry out in order.
 
 **References.** A job requests samples ahead of its need, each under a ticket, and releases a ticket once it has the
-sample. An entry stays while a ticket refers to it or the cache holds it. A sample that two jobs want is loaded once.
+sample. A sample stays in memory while the policy keeps it or, if the capacity suffices, while it has a ticket.
 
-**Freshness.** A sample of a repeatable flow may be served any number of times. A random sample is served at most once
-to each job: a job that wants the key again gets another draw. The policy may keep it for jobs that have not received
-it; it is dropped when every job has received it.
+**Freshness.** A sample of a repeatable flow may be served any number of times. A random sample is served under at most
+one ticket of each job: a job that wants the key again gets another draw. The policy may keep a random sample until
+every job has requested it.
 
 **Capacity.** A load begins when its expected bytes fit into the capacity, together with the bytes that are held and the
-expected bytes of running loads. To prefetch a sample the cache evicts at most half of the capacity. For a sample that a
-job waits for, the cache evicts everything if need be. Then it drops ready samples that are wanted farthest ahead, and
-queues them again. If that is not enough, requests are answered with the samples that are ready, so that their jobs
-release them. So the sample that a job waits for can always be loaded, even if another job holds samples and does not
-read.
+expected bytes of running loads. For a sample that a job waits for, the cache evicts all cached samples if need be. Then
+it drops the ready samples that are needed last and that no job has fetched, and queues them again. If that is not
+enough, requests are answered with the samples that are ready, so that their jobs release these. To prefetch samples,
+the cache evicts only if samples with tickets and running loads then take at most half of the capacity.
 
-**Stages.** A dataset may have a cacheable stage, and a per-draw one that is run for each job and epoch. Outputs of the
-cacheable stage, called inputs here, are one entry for each sample, kept by the policy. Final samples are one entry for
-each sample and draw, kept while a job wants them. To load a final sample is to run the per-draw stage: the load waits
-for its input like a request, and the input stays until the stage has run. Final samples may take half of the capacity,
-and inputs take what final samples do not use. At most `concurrency` final samples wait for inputs, so few inputs are
-held for them. An input that a load waits for is treated like a sample that a job waits for. So neither kind can block
-the other forever.
+**Stages.** A dataset can have two stages: a cacheable stage, and a per-draw stage that runs for each job and epoch. The
+cache then has two kinds of entries. *Inputs* are outputs of the cacheable stage, one for each sample, kept by the
+policy. *Final samples* are outputs of the per-draw stage, one for each sample and draw, kept while a job wants them.
+Loading a final sample first requests its input, as a job would, and holds the input until the per-draw stage has run.
+Final samples may take half of the capacity, and inputs take what final samples do not use. At most `concurrency` final
+samples wait for inputs, so that neither kind of entry can block the other forever.
 """
 
 from __future__ import annotations
@@ -51,25 +49,22 @@ from torch_dpflow.cluster.cache.objects import (
 from torch_dpflow.errors import UsageError
 from torch_dpflow.lookahead import Lookahead
 
-#: The cache evicts at most this share of the capacity for samples that no request waits for.
+#: To prefetch, the cache evicts only if samples with tickets and running loads then take at most this share.
 AHEAD_SHARE = 0.5
-#: With two stages, the share that samples may take, and the steps in which inputs get what those do not use.
+#: With two stages: maximum share of the capacity for final samples; minimum change of the inputs' capacity, as a share.
 _DRAWN_SHARE, _STEP = 0.5, 1 / 32
 
 
 class SampleCache:
     """State machine that decides which samples are loaded, kept and served. Not thread-safe: one thread owns it.
 
-    Every call costs amortised O(log n) for each sample in it, except `leave`, which costs O(cached) for random samples.
-
     Args:
-        capacity_bytes: maximum bytes of samples that are held or being loaded. It is exceeded by a single larger
-            sample, and while samples turn out larger than earlier samples.
+        capacity_bytes: maximum bytes of samples that are held or being loaded. A single larger sample can exceed it,
+            and so can samples that turn out larger than earlier ones.
         concurrency: maximum number of running loads, of each stage.
         repeatable: whether loading a sample twice gives the same value.
         staged: whether there is a per-draw stage after the cacheable stage.
-        policy: creates the cache's policy for a given number of bytes; None: only samples that jobs have requested are
-            kept.
+        policy: creates the cache's policy for a number of bytes; None: a sample is kept only while it has a ticket.
 
     Raises OptionError: a number is below 1.
     """
@@ -87,10 +82,10 @@ class SampleCache:
         check_int("concurrency", concurrency, minimum=1)
         self._capacity = capacity_bytes
         self._readers: dict[str, CacheReader] = {}
-        #: By job, how many of the readers are its ranks.
+        #: Number of readers of each job.
         self._jobs: Counter[str] = Counter()
         kept = None if policy is None else policy(capacity_bytes)
-        #: Samples, or outputs of the cacheable stage; samples by draw, if there are two stages; and both.
+        #: Table of samples. With two stages, `_kept` has the inputs and `_drawn` the final samples.
         self._kept = ObjectTable(capacity_bytes, kept, repeatable=repeatable or staged)
         self._drawn = ObjectTable(_drawn_bytes(capacity_bytes), None, repeatable=True, by_draw=True) if staged else None
         self._tables = [self._kept] if self._drawn is None else [self._drawn, self._kept]
@@ -98,11 +93,11 @@ class SampleCache:
         self._numbers = itertools.count(1)
         #: By the number of the running load.
         self._loading: dict[int, CacheEntry] = {}
-        #: Wants the inputs of samples that are being loaded, each under the number of its load.
+        #: Reader that wants the inputs of final samples. A ticket is the number of the final sample's load.
         self._inputs = CacheReader("", "")
         #: Maximum number of running loads of each stage; may be changed at any time.
         self.concurrency = concurrency
-        #: Whether a requested sample does not fit although everything that can be evicted has been.
+        #: Whether a requested sample does not fit even after all possible evictions.
         self._must_flush = False
 
     # -- jobs ------------------------------------------------------------------------------------------------
@@ -158,15 +153,15 @@ class SampleCache:
     def want(
         self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int | None, *, counts: bool = True
     ) -> list[CacheInstruction]:
-        """Record samples that `job` will fetch. Tickets that the job has already are ignored.
+        """Record samples that `job` will fetch. Tickets that the job already holds are ignored.
 
         job: name of a reader, as in `join`.
         wants: (ticket, key) of each sample, in the order in which the job needs them.
-        draw: seed of the random draws of samples that have to be loaded; differs between jobs and epochs. None: with
-            two stages, outputs of the cacheable stage are wanted.
+        draw: together with a sample's key, the seed of its random draws. None: with two stages, the job wants outputs
+            of the cacheable stage.
         counts: whether the policy counts these as reads of the job's present epoch.
 
-        Raises UsageError: the job has not joined, or it changes between samples and outputs of the cacheable stage.
+        Raises UsageError: the job has not joined, or it wants both samples and outputs of the cacheable stage.
         """
         reader = self._reader(job)
         held = reader.wants
@@ -189,7 +184,7 @@ class SampleCache:
         return self._admit(out)
 
     def fetch(self, job: str, request: RequestId, tickets: Sequence[Ticket]) -> list[CacheInstruction]:
-        """Fetch samples that `job` wants. One `Serve`, now or later, answers with all or some of them.
+        """Fetch samples that `job` wants. One `Serve`, now or later, answers with all, some or none of them.
 
         Raises UsageError: the job has not joined, a ticket is not wanted, or the request's number is in use.
         """
@@ -208,11 +203,11 @@ class SampleCache:
 
     @property
     def cache_samples(self) -> int:
-        """Number of samples that the cache can hold, by their recent mean size; 0 if unknown, or without a policy."""
+        """Estimated number of samples that the policy can keep; 0 without a policy, or before a sample was loaded."""
         return self._kept.cache_samples
 
     def resize(self, capacity_bytes: int) -> list[CacheInstruction]:
-        """Change the capacity. Samples beyond it are dropped as soon as no request waits for them.
+        """Change the capacity. Samples beyond it are dropped, but fetched samples only after their release.
 
         Raises OptionError if `capacity_bytes` is below 1.
         """
@@ -245,7 +240,7 @@ class SampleCache:
         return self._admit(out)
 
     def statistics(self) -> ShardCacheStatistics:
-        """Return present contents, and counts so far. With two stages, some counts are only of the cacheable stage."""
+        """Return contents and counts. With two stages, `wants`, `shared`, `loads`, `cached` count inputs only."""
         kept, tables = self._kept, self._tables
         return ShardCacheStatistics(
             wants=kept.wants,

@@ -1,1 +1,1 @@
-"""The training process's side of a shared flow: joins it, requests samples ahead of need, and collates batches."""
+"""Client of a shared flow in the training process: joins the flow, requests samples ahead, and collates batches."""

@@ -1,16 +1,13 @@
-"""Collation of a shared flow's batches in the job, with one thread, and delivery of the batches.
+"""Collation of a shared flow's batches in the training process, and their delivery to the training loop.
 
-A private loader's workers collate its batches; see `workers/batch_worker`.
+torch's default collate stacks large tensors with all threads of the process, which the training loop needs itself. This
+module uses one thread. Tensors of 32 KiB or more that are adjacent in memory, such as those of one answer of a shard,
+are not copied: the batch is the memory in which they were received.
 
-torch's default collate stacks large tensors with all threads of the process. In a training process this wakes threads
-that the training loop uses itself: on a busy machine it took thirty times as long as with one thread. Samples that are
-adjacent in memory, such as the samples of one answer of a shard, are not copied: the batch is the memory in which they
-were received.
-
-`PlanFeed` passes batches of keys to the reader's thread, `ReadyBatches` passes batches in order back to the training
-loop. A sampler whose order may still change is called where torch calls it: in the training loop's thread, and no
-further ahead than torch. `next` returns the same batch until it was taken, which is a single assignment, `ready.outcome
-= TAKEN`; see `PlannedBatch` for the reason.
+The thread of an `EpochReader` fetches and collates. `PlanFeed` passes it the keys of batches, and `ReadyBatches` passes
+the batches back in order. A sampler whose order may still change is called as torch calls it: in the training loop's
+thread, and no further ahead. `EpochReader.head` returns the same batch until the training loop has taken it, by the
+single assignment `ready.outcome = TAKEN`. So Control-C loses no batch; see `PlannedBatch`.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ _SMALL_BYTES = 1 << 15
 
 
 def collate_function(collate_fn: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any]:
-    """Return `collate_fn`; for None or torch's default, `collate_samples`, which has the same results."""
+    """Return `collate_fn`, or `collate_samples` in place of None or torch's default, with the same results."""
     return collate_samples if collate_fn is None or collate_fn is default_collate else collate_fn
 
 
@@ -65,12 +62,11 @@ def collate_samples(samples: list[Any]) -> Any:
 def collate_payloads(
     payloads: Sequence[tuple[PayloadTable, Sequence[Frame]]], *, keep_layout: bool = False
 ) -> Any | None:
-    """Collate the samples in these payloads without unpickling each sample; return None if they are not alike.
+    """Collate the samples in these payloads without unpickling each sample; return None if that is not possible.
 
-    Alike: each sample is a tensor, or a tuple of a tensor and numbers, and all tensors have the same dtype and shape.
-    The result equals that of `collate_samples`, or of `collate_channels_last` if `keep_layout`. Unpickling a
-    payload costs more than everything else that a job does for a sample. If a batch is returned, it may have taken over
-    the memory of the frames.
+    It is possible only if each sample is a tensor, or a tuple of a tensor and numbers, and all tensors have the same
+    dtype and shape. The result equals that of `collate_samples`; with `keep_layout`, that of `collate_channels_last`.
+    The batch may take over the memory of the frames.
     """
     found = decode_heads(payloads)
     if not found or default_collate_fn_map.get(torch.Tensor) is not collate_tensor_fn:
@@ -193,10 +189,10 @@ def build_batch(
     collate: Callable[[list[Any]], Any],
     how_workers_ended: Callable[[], str] = str,
 ) -> None:
-    """Set `ready.outcome` to the collated batch, or `ready.error` to the first error among the samples.
+    """Set `ready.outcome` to the collated batch, or `ready.error` to the first error, of a sample or of `collate`.
 
-    came: the received samples, in the order of `ready.keys`. how_workers_ended: returns a text for the error of a
-        sample that killed its workers, or that no worker could load.
+    came: the received samples, in the order of `ready.keys`; None for samples that were not fetched after an error.
+    how_workers_ended: returns a text on recent worker deaths, for error messages; empty if none is known.
     """
     keeps_layout = collate is collate_channels_last
     if keeps_layout or collate is collate_samples:
@@ -218,7 +214,7 @@ def build_batch(
 
 
 def received_sample(kind: int, table: PayloadTable, frames: Sequence[Frame]) -> Received:
-    """Return the payload of a sample, or the error that a shard sent instead. kind: outcome, SAMPLE to WORKERLESS."""
+    """Return the payload of a sample, or its error if `kind`, the sample's outcome, is POISONED or WORKERLESS."""
     if kind == POISONED:
         return PoisonTaskError(bytes(frames[0]).decode(errors="replace"))
     if kind == WORKERLESS:
@@ -256,14 +252,14 @@ def _error_of(key: int, value: Any, how_workers_ended: Callable[[], str]) -> Bas
     return wrapper
 
 
-#: Returned by a `PlanFeed` while the next batch has not been drawn.
+#: Value that iterating over a `PlanFeed` returns while the next batch has not been put.
 LATER: Any = object()
 
 
 class PlanFeed:
-    """Queue of batches of keys: one thread puts and one takes.
+    """Queue of batches between two threads: one calls `put`, the other iterates. A batch is a list of keys.
 
-    The order is kept even if Control-C interrupts the thread that puts.
+    No batch is lost, repeated or moved if Control-C interrupts `put` and the caller puts the batch again.
     """
 
     def __init__(self) -> None:
@@ -273,7 +269,7 @@ class PlanFeed:
         self._came: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def put(self, number: int, keys: list[Any]) -> None:
-        """Append the batch with this number, counted from 0. A number that was put before is ignored."""
+        """Append the batch with this number, counted from 0. A repeated number is ignored."""
         self._waiting.append((number, keys))
         self._came.put(None)
 
@@ -283,7 +279,7 @@ class PlanFeed:
         self._came.put(None)
 
     def wait(self, within_s: float) -> None:
-        """Wait until `put` or `end` is called, at most `within_s` seconds."""
+        """Wait until `put` or `end` is called, at most `within_s` seconds. Can return earlier."""
         with suppress(queue.Empty):
             self._came.get(timeout=within_s)
 
@@ -304,7 +300,7 @@ class PlanFeed:
         return later
 
 
-#: Longest wait of the training loop, and of the reader's thread, at a time (seconds).
+#: Longest single wait of the training loop, and of the reader's thread (seconds); a longer wait is repeated.
 LOOK_S, IDLE_S = 1.0, 0.1
 
 
@@ -316,11 +312,11 @@ class ReadyBatch:
     number: int
     outcome: Any
     keys: list[int]
-    #: Number of the epoch's samples up to the end of this batch.
+    #: Number of samples that the reader has delivered once this batch is delivered.
     end: int
     error: BaseException | ExceptionWrapper | None = None
     nbytes: int = 0
-    #: Whether this is no batch but the end of the epoch; with `error`, an early end.
+    #: Whether this marks the end of the epoch and is no batch; with `error`, the epoch ended early.
     is_last: bool = False
 
 
@@ -328,8 +324,8 @@ class ReadyBatches:
     """Queue of ready batches: one thread puts and one takes.
 
     Args:
-        capacity: maximum number of waiting batches, without the batch that `next` returns.
-        closed: set to end the epoch early; call `wake` after that.
+        capacity: maximum number of waiting batches, not counting the batch that `next` returns.
+        closed: signal that ends the epoch early; call `wake` after setting it.
     """
 
     def __init__(self, capacity: int, closed: StopSignal) -> None:
@@ -339,11 +335,11 @@ class ReadyBatches:
         # These only wake the other side. Two of them take an eighth of the time of one bounded `queue.Queue`.
         self._came: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._went: queue.SimpleQueue[None] = queue.SimpleQueue()
-        #: The batch that `next` returned last, until `done` is called; None: none.
+        #: The batch that `next` returns until `done` is called; None after that.
         self.in_hand: ReadyBatch | None = None
 
     def put(self, ready: ReadyBatch, idle: Callable[[], None]) -> None:
-        """Wait until the queue is not full, then append a batch. Once closed, return at once.
+        """Wait until the queue is not full, then append a batch. Once closed, return at once without appending it.
 
         idle: called every `IDLE_S` seconds of the wait.
         """
@@ -359,7 +355,7 @@ class ReadyBatches:
             self._came.put(None)
 
     def next(self, timeout_s: float | None = None) -> ReadyBatch | None:
-        """Wait for the next batch, and return the same batch until `done` is called; return None once closed.
+        """Wait for the next batch, and return the same batch until `done` is called; return None if closed meanwhile.
 
         Raises LoaderTimeoutError if no batch is put within `timeout_s` seconds; None: no limit.
         """

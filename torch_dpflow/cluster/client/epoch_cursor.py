@@ -1,17 +1,18 @@
-"""Position of a job, or of one of its ranks, in an epoch of the router's order. Any number of ranks can resume it.
+"""Position of a job, or of one of its ranks, in its epoch, and the state that saves it for any number of ranks.
 
-A state contains three sets of samples, with one bit for each sample of the flow. In a large flow, a job without ranks
-saves a digest instead of `done` while its order follows from seed and epoch alone. With the strategy "independent" this
-is always so; with "shared-log" until the job first reads a sample that another job has loaded.
+A state contains up to three sets of samples, with one bit for each sample of the flow:
 
 - `done`: samples that were delivered to this rank.
 - `together`: samples that all ranks together have read when each has read the same number as this rank, as reported by
   the router.
 - `earlier`: samples that had been read when the unread samples were divided among the present ranks.
 
-A run with the same number of ranks resumes each rank from its own `done`. With a different number of ranks, or if ranks
-were out of step, the read samples become `earlier`, and the unread samples are divided again. If the ranks were in
-step, the read samples are `together` of any one state; otherwise they are `done` of the states of all ranks.
+If the number of ranks is the same, each rank resumes from its own `done`. With a different number of ranks, or from the
+states of all ranks if these differ in position, the read samples become `earlier`, and the unread samples are divided
+again. The read samples are `done` of all ranks' states or, if all ranks had the same position, `together` of any one.
+
+A job without ranks that reads all of more than `MAX_MARKED` samples saves a digest, not `done`, while its order follows
+from seed and epoch: with the strategy "shared-log", until it reads a sample that another job has loaded.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch_dpflow.errors import StateError
 from torch_dpflow.samplers.passes import RankShares
 
 Marks = npt.NDArray[np.uint8]
-#: Up to this number of samples of the flow, a state always has a bit for each sample: 43 KiB as text.
+#: In flows up to this number of samples, a state always contains `done` (up to 43 KiB as text), never its digest.
 MAX_MARKED = 1 << 18
 
 
@@ -46,7 +47,7 @@ class EpochCursor:
     def __init__(self, job: JobDescription, epoch: int) -> None:
         self._job = job
         self.epoch = epoch
-        #: How many samples were delivered to this rank, without those in `earlier`.
+        #: Number of samples that were delivered to this rank, not counting `earlier`.
         self.position = 0
         self.marks: Marks = np.zeros(-(-job.size // 8), np.uint8)
         #: Samples that had been read when the unread samples were divided among the present ranks; None: no samples.
@@ -55,7 +56,7 @@ class EpochCursor:
         self.together: tuple[int, Marks] | None = None
         #: How many of the epoch's first samples are in the order that follows from seed and epoch alone.
         self.in_order = 0
-        #: Whether it was resumed at the epoch's end: what `drop_last` left out is not read in another batch size.
+        #: Whether the epoch was complete in the resumed state: samples that `drop_last` left out are not read now.
         self._is_over = False
 
     @property
@@ -76,12 +77,12 @@ class EpochCursor:
 
     @property
     def left(self) -> int:
-        """Number of samples that are still to be delivered, without a last batch that `drop_last` drops."""
+        """Number of samples that are still to be delivered, not counting a last batch that `drop_last` drops."""
         left = 0 if self._is_over else self.length - self.position
         return left - left % self._job.batch_size if self._job.drop_last else left
 
     def drawn(self) -> DrawnEpoch:
-        """Return the report for the router, in which only delivered samples count as drawn."""
+        """Return a report of this position for the router. Only delivered samples count as drawn."""
         return DrawnEpoch(self.epoch, self.marks.copy(), self.position, self.length, self.earlier, self.in_order)
 
     def add(self, keys: list[int], position: int) -> None:
@@ -93,7 +94,7 @@ class EpochCursor:
         self.position = position
 
     def state(self) -> dict[str, Any]:
-        """Return the state as plain data: about size / 8 bytes for each set of samples, or a digest for `done`."""
+        """Return the state as plain data: each set of samples as text, a character for six; or a digest for `done`."""
         rank = self._job.rank
         at, together = self.together or (-1, self.marks)
         return {
@@ -122,8 +123,8 @@ class EpochCursor:
     def resume(self, epoch: int, state: dict[str, Any]) -> None:
         """Set the position from `state`: the state of one rank, or the states of all ranks from `join_flow_states`.
 
-        Raises StateError, and changes nothing, if `state` is of another epoch or flow, or does not show which samples
-        all ranks had read.
+        Raises StateError, and changes nothing, if `state` is damaged, does not fit this epoch, flow and job, or lacks
+        the samples that all ranks had read although they are needed.
         """
         is_joined = "ranks" in state
         saved = _saved(state["ranks"] if is_joined else [state], epoch, self._job.size)
@@ -240,9 +241,9 @@ class _Saved:
         return cls(rank, replicas, position, over, done, together, earlier, in_order)
 
     def read_in_step(self) -> Marks:
-        """Return the samples that all ranks had read if they were in step, without `earlier`.
+        """Return the samples that all ranks have read, except `earlier`, when each has read as many as this rank.
 
-        Raises StateError if they are not known.
+        Raises StateError if the state does not contain them.
         """
         if self.replicas == 1:
             return self.done
@@ -259,7 +260,7 @@ class _Saved:
 
 
 def check_resumable(state: dict[str, Any], replicas: int) -> None:
-    """Raise StateError if the state itself shows that this number of ranks cannot resume it."""
+    """Raise StateError if `state` is damaged, or if it alone is not enough to resume with `replicas` ranks."""
     is_joined = "ranks" in state
     parts = state["ranks"] if is_joined else [state]
     first = parts[0] if isinstance(parts, list) and parts and isinstance(parts[0], dict) else {}

@@ -37,7 +37,7 @@ from torch_dpflow.metrics import LoaderMeter
 
 #: Longest pauses before a failed fetch is repeated, after the first failure and after many (seconds).
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
-#: How long the thread waits for a fetch before it checks the other fetches, and for each of these (seconds).
+#: How long the reader's thread waits for the oldest fetch between checks of the others; length of a check (seconds).
 LOOK_S, POLL_S = 0.1, 0.001
 #: How long `close` waits for running calls before it interrupts these calls, and between two interrupts (seconds).
 CLOSE_S, AGAIN_S = 0.7, 0.05
@@ -47,8 +47,8 @@ CLOSE_S, AGAIN_S = 0.7, 0.05
 class _Batch:
     number: int
     wanted: list[Wanted]
-    #: By ticket, the received payloads, and errors in place of one. Batches that are fetched together share these, and
-    #: the calls that are not answered.
+    #: Received payloads, or errors in their place, by ticket. Batches that are fetched together share `values` and
+    #: `fetches`, the calls that have not been answered yet.
     values: dict[int, Received] = field(default_factory=dict)
     fetches: list[Fetch] = field(default_factory=list)
     nbytes: int = 0
@@ -67,21 +67,21 @@ class _Batch:
 
 
 class EpochReader:
-    """Reader that delivers the batches of a plan in order, each sample once.
+    """Reader that delivers the batches of a plan in order, each once.
 
     Iterate in one thread. Any thread may call `close`; the reader is closed automatically at the end of the epoch.
     Control-C in the iterating thread, at any of its steps, loses no batch: the next call delivers it.
 
     Args:
-        plan: keys of each batch; `LATER` while the next batch is not known. Read in the reader's thread, ahead of need.
+        plan: iterated in the reader's thread; yields the keys of each batch, or `LATER` while the next is not known.
         of: the epoch, and the seed of its random draws.
         collate: makes a batch from a list of samples, in the reader's thread.
-        delivered: called for each delivered batch with its number, its keys, and the total number of delivered samples,
-            this batch included. After an interrupt it may be called twice for the same batch.
+        delivered: called for each delivered batch with its number, its keys, and the number of samples of this and all
+            earlier batches. After an interrupt it may be called twice for the same batch.
         meter: counts batches, and the time that the training loop waits for them.
         options: how far to read ahead, and how long to wait for samples.
-        closed: set to end the epoch early.
-        await_plan: waits until the plan may continue after `LATER`, at most for the given number of seconds.
+        closed: signal that ends the epoch early.
+        await_plan: called after `LATER` with a number of seconds; waits at most that long for the plan's next batch.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class EpochReader:
         return f"it waits for index {keys:.400}"
 
     def note_delivered(self) -> None:
-        """Call `delivered` for the batch that was taken last, if that is still to be done."""
+        """Call `delivered` for the batch that was taken last, if this has not been done yet."""
         ready = self._ready.in_hand
         if ready is not None and ready.outcome is TAKEN:
             self._delivered(ready.number, ready.keys, ready.end)
@@ -188,7 +188,7 @@ class EpochReader:
 
     @property
     def is_fetching(self) -> bool:
-        """Whether the reader's thread runs, and so may call the services. Any thread may call."""
+        """Whether the reader's thread still runs, and can therefore call the flow's services."""
         return self._thread.is_alive()
 
     @property
@@ -228,7 +228,7 @@ class EpochReader:
     def close(self, deadline: float | None = None) -> bool:
         """Stop reading and release the requested samples. Any thread may call, repeatedly.
 
-        deadline: time by `time.monotonic` at which running calls are interrupted; None: `CLOSE_S` from now.
+        deadline: when to interrupt running calls, by `time.monotonic`; None: `CLOSE_S` from now, or now in an outage.
 
         Returns whether the reader's thread has ended: False if that thread itself calls this, in `collate` or the plan.
         """
@@ -413,7 +413,7 @@ class EpochReader:
 
 
 def end_calls(thread: threading.Thread, deadline: float, links: ShardLinks) -> None:
-    """Wait until a thread of a closing job has ended. After `deadline` (by `time.monotonic`), interrupt its calls."""
+    """Wait until a thread of a closing job ends. After `deadline` (by `time.monotonic`), interrupt the job's calls."""
     thread.join(max(0.0, deadline - time.monotonic()))
     while thread.is_alive():
         links.interrupt()

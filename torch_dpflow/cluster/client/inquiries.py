@@ -1,4 +1,4 @@
-"""Requests of a job to the coordinator on which reading does not depend: costs, and how workers ended."""
+"""Requests of a job to the coordinator for display and error messages: the flow's cost, and how its workers ended."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.errors import DeadlineError, PeerLostError, RemoteCallError
 from torch_dpflow.ipc.rpc import RpcClient
 
-#: Minimum time between two requests for the cost, timeout of one, and pause after one without an answer (seconds). A
-#: coordinator may be away while jobs read.
+#: Minimum time between two requests for the cost, timeout of a request, and pause after a failed request (seconds).
 COST_S, COST_CALL_S, COST_PAUSE_S = 1.0, 1.0, 30.0
-#: Timeout of the request for how a sample's workers ended (seconds), and how many of these workers an error names.
+#: Timeout of the request for ended workers (seconds), and maximum number of ended workers in an error message.
 ENDS_CALL_S, MAX_ENDS = 2.0, 3
 
 
 class FlowInquiries:
-    """Requests of one job to the coordinator, which are never repeated. Any thread may call.
+    """Client that requests one flow's cost and ended workers. Its requests raise no error if they fail. Thread-safe.
 
-    coordinator: returns the coordinator's client; None while it does not answer.
+    coordinator: returns the coordinator's client, or None while the coordinator does not answer.
     """
 
     def __init__(self, job: JobDescription, coordinator: Callable[[], RpcClient | None]) -> None:
@@ -32,7 +31,7 @@ class FlowInquiries:
         self._cost_requested_at = -math.inf
 
     def look_at_cost(self, *, every_s: float = COST_S) -> Cost:
-        """Return the cost, requested at most every `every_s` seconds; the last known cost if there is no answer."""
+        """Return the last known cost. It is requested again after `every_s` seconds; later if a request failed."""
         coordinator, now = self._coordinator(), time.monotonic()
         if coordinator is not None and now - self._cost_requested_at >= every_s:
             self._cost_requested_at = now
@@ -44,7 +43,7 @@ class FlowInquiries:
         return self.cost
 
     def how_workers_ended(self) -> str:
-        """Return a text about how workers of the flow ended lately, for an error; empty if it is not known."""
+        """Return a text on recent deaths of the flow's workers, for an error message; empty if none is known."""
         coordinator, mine = self._coordinator(), f"{self._job.instance}/"
         if coordinator is None:
             return ""

@@ -57,13 +57,13 @@ def open_job(
         reading: which samples the job reads, and in which batches; None: all samples, in batches of one.
         address: the cluster's address, see `find_cluster`. If its connection file does not exist, the call waits for
             it, up to `options.reconnect_timeout_s`.
-        content: `SharedJob.content` of an earlier job of this flow; None: identify the content now.
+        content: `SharedJob.content` of an earlier job of this flow, if it is still valid; None: compute it now.
 
     Raises:
-        OptionError, OptionTypeError: an argument is not allowed.
-        UsageError: the cluster rejects the flow or the job; the message has the reason.
+        OptionError, OptionTypeError: an argument is not allowed, or there is no valid connection file.
+        UsageError: the cluster rejects the flow or the job; the message contains the reason.
         NotPicklableError: the dataset cannot be sent to the workers.
-        DeadlineError: the cluster does not answer.
+        DPFlowError: the cluster does not answer (DeadlineError), or fails repeatedly, among others.
     """
     reading, options = reading or JobReading(), options or JobOptions()
     _check_named(reading.replica, options)
@@ -164,7 +164,7 @@ def _samples_read(reading: JobReading, source: JobDataset, size: int) -> IndexAr
 def changes_of_flow(
     flow: FlowDefinition, options: JobOptions, then: FlowContent
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return how a flow's content has changed since it was `then`. For the result see `flow_registration.changes`."""
+    """Return the changes of a flow's content since it was `then`, as the pair of dicts that `changes` returns."""
     dataset = split_stages(flow.dataset, options).dataset
     now = content_of(dataset, flow.worker_init_fn, options, ScriptSettings.capture(), then)
     return changes(now, then)
@@ -189,9 +189,9 @@ def _rank_of(name: str, replica: Replica | None) -> JobRank | None:
 
 
 def await_cluster(address: str | None, outages: OutageLog) -> Cluster:
-    """Return the cluster at `address`, waiting for its connection file, which is missing while a cluster is replaced.
+    """Return the cluster at `address`. Wait for its connection file, which is missing while a cluster is replaced.
 
-    Raises OptionError if the file does not exist after `outages.reconnect_timeout_s`.
+    Raises the errors of `find_cluster`; for a missing file, only after `outages.reconnect_timeout_s`.
     """
 
     def check(error: DPFlowError, is_late: bool) -> None:

@@ -43,7 +43,7 @@ class Replica:
     Args:
         rank: number of this rank, starting at 0.
         num_replicas: number of ranks of the job.
-        drop_last: drop samples that do not divide evenly, instead of reading some twice.
+        drop_last: drop samples that do not divide evenly among the ranks, instead of reading some samples twice.
 
     Raises:
         OptionError: a value is out of range.
@@ -70,14 +70,15 @@ class JobOptions:
             same name. A loader that is iterated again during an iteration is a separate job, with "~2" and so on
             appended to the name.
         shards: (flow) number of shard processes, each of which serves samples in one thread. None: the number that the
-            rate needs, within the limits of workers, memory and processors.
-        memory_bytes: (flow) memory for samples of all shards together (bytes). None: the bytes of the `ALSDCache`
-            around the dataset and 256 MiB for samples in transit; without such a cache, 1 GiB.
+            jobs' reading speed needs, within the limits of workers, memory and processors.
+        memory_bytes: (flow) memory for samples of all shards together (bytes). None: the capacity of the `ALSDCache`
+            around the dataset if it is in bytes, plus 256 MiB for samples in transit; otherwise 1 GiB.
         policy: (flow) cache policy, or "none". None: the policy of the `ALSDCache` around the dataset, else "alsd".
         strategy: (flow) how the jobs' orders are coordinated: "shared-log" (DynaGCS), "joader", "coordl", or another of
             `torch_dpflow.samplers.STRATEGIES`.
-        cache_samples: (flow) how many samples the strategy assumes that the caches hold. 0: the number that fits by the
-            mean size of recent samples, or a tenth of all samples until such a size is known.
+        cache_samples: (flow) number of samples that the strategy assumes to be cached. 0: the capacity of the
+            `ALSDCache` if it is a number of samples; otherwise the number that fits by the mean size of recent samples,
+            and a tenth of all samples while no size is known.
         repeatable: (flow) whether loading a sample twice gives the same value, so that it may be cached. None: True if
             the dataset is an `ALSDCache`. If the `ALSDCache` has a `transform`, the transform's input is cached, and a
             worker runs the transform for each job and epoch.
@@ -86,16 +87,16 @@ class JobOptions:
             unpickles the dataset (seconds); None: no limit. A worker that takes longer is killed and replaced. Its
             sample is tried three times before it fails. Choose a limit well above the slowest sample and the start.
         ignore: parts of the dataset and code that may differ between the jobs of a flow, such as "train.args.lr". The
-            error that refuses a job has their names. `*` and `?` stand for characters. The workers get these parts from
-            the job that starts the flow, and a later job that does not ignore them is refused. None: no part. Unless
-            this is an empty list, attributes of an `argparse.Namespace` whose names appear nowhere in the code are
-            neither compared nor sent; reading such an attribute in a worker raises UsageError.
+            error that refuses a job lists their names. `*` and `?` are wildcards. The workers get these parts from the
+            job that starts the flow; a later job with other values is refused if it does not ignore them. None: no
+            part. Attributes of an `argparse.Namespace` whose names appear nowhere in the code are neither compared nor
+            sent, except with an empty list; reading such an attribute in a worker raises UsageError.
         fingerprint: (flow) text that identifies the dataset's content, compared instead of the content itself.
         weight: weight of the job, relative to other jobs, when the cache decides what to evict (alpha in the thesis's
             equation 3-5). Used by the policies "use-distance" and "alsd-mean".
-        ready: number of batches that are collated ahead of need (P_L).
-        requested: number of batches that are requested from shards ahead of need (P_R), more than `ready`. A sampler
-            whose order may change while it is read is drawn no further ahead than torch draws it.
+        ready: number of batches that are collated ahead of need (P_L in the thesis).
+        requested: number of batches that are requested from shards ahead of need (P_R in the thesis), more than
+            `ready`. A sampler whose order may change while it is read is drawn only as far ahead as torch draws it.
         budget_bytes: maximum bytes of batches in transit; a single batch may be larger.
         reconnect_timeout_s: number of seconds after which a call fails if the cluster is unreachable, or if the flow's
             platform has lost all workers.
@@ -179,12 +180,12 @@ class FlowDefinition:
     """Definition of a flow, the same in all jobs that read it.
 
     Args:
-        name: 1 to 100 of the characters A-Z a-z 0-9 . _ / -.
+        name: 1 to 100 of the characters A-Z a-z 0-9 . _ / -, a letter or digit first.
         dataset: a map-style dataset with a length. It is sent to the workers by cloudpickle, once for each version. For
             an `ALSDCache` or a `TwoStageDataset` the flow caches the output of the cacheable stage.
         version: number of this definition; raise it with every change of the dataset.
         workers: number of processes that load; takes effect in the job that starts the flow.
-        worker_init_fn: called in each worker with the worker's number, as by torch.
+        worker_init_fn: called in each worker with the worker's number, as in torch.
         code: which of the user's own modules are sent, as in `LoaderOptions`.
     """
 
@@ -229,12 +230,12 @@ class JobDescription(JobReading):
     flow: str
     version: int
     name: str
-    #: Samples of the flow.
+    #: Number of samples of the flow.
     size: int
     indices: IndexArray | None = None
     #: The flow's sample number for each position in the job's dataset; None: the same numbers.
     places: IndexArray | None = None
-    #: Rank of this process; None: it reads the whole job.
+    #: Rank of this process in the job; None: the process is the whole job.
     rank: JobRank | None = None
     #: Whether the flow caches samples for jobs that read these later.
     caches: bool = False
@@ -247,7 +248,7 @@ class JobDescription(JobReading):
 
     @cached_property
     def reader(self) -> str:
-        """Name of this process at the services: the job's name, with the rank if the job has several."""
+        """Name of this process at the services: NAME, or for a rank NAME/RANK, with ~SIDE if `side` is above 1."""
         if self.rank is None:
             return self.name
         return f"{self.name}/{self.rank.rank}" + (f"~{self.side}" if self.side > 1 else "")

@@ -8,16 +8,16 @@ from collections.abc import Callable
 from torch_dpflow.errors import DeadlineError, DPFlowError, ErrorKind, MessageError, RemoteCallError, UsageError
 from torch_dpflow.log import LOADER
 
-#: Number of internal errors of a service, at a call that is safe to repeat, after which the user gets the error.
+#: After this number of internal errors of a service, a call is not repeated any more, and the error is raised.
 MAX_FAULTS = 5
 #: Shortest outage that is logged (seconds).
 SILENCE_S = 3.0
-#: Longest pauses before a call is repeated, at first and after many attempts; and the shortest timeout of a call, even
-#: at the deadline, so that a busy service can still report what it waits for (seconds).
+#: Longest pause before a call is repeated, after the first attempt and after many; shortest timeout of a call, even at
+#: the deadline (seconds).
 FIRST_PAUSE_S, LONGEST_PAUSE_S, MIN_CALL_S = 0.1, 0.5, 0.5
 
 
-#: Errors that make a job wait, and for how long, for the log; None: up to `reconnect_timeout_s`.
+#: Errors that make a job wait, each with a text for the log on how long it waits; None: up to `reconnect_timeout_s`.
 _WAITS: dict[ErrorKind | None, str | None] = {
     ErrorKind.LOST: None,
     ErrorKind.OVERLOADED: None,
@@ -39,7 +39,7 @@ _MENDED = {
 
 
 class OutageLog:
-    """Record of when the services of a job's flow last answered. Any thread may call.
+    """Log of outages and long waits of a flow's services, as one job experiences them. Any thread may call.
 
     Args:
         reconnect_timeout_s: how long the job waits for the services (seconds); for messages.
@@ -76,7 +76,7 @@ class OutageLog:
     def on_no_answer(self, error: DPFlowError, *, quietly: bool = False) -> None:
         """Record a call without an answer. The outage is logged once it has lasted `SILENCE_S`.
 
-        quietly: whether this silence is expected: nothing is logged, and the time without an answer begins again.
+        quietly: the silence is expected: log nothing, and count the time without an answer from now.
         """
         self.is_out = True
         if quietly:
@@ -108,7 +108,7 @@ class OutageLog:
 
         faults: how often this call has failed with an error of the kind INTERNAL.
 
-        Raises UsageError if the service refuses the call, and `error` itself if a repeated call would fail too.
+        Raises UsageError if the service refuses the call, `error` itself if it is no use to repeat the call.
         """
         kind = error.kind if isinstance(error, RemoteCallError) else None
         if kind is not None:

@@ -48,23 +48,22 @@ CALL_S = LEASE_S
 JOIN_S = 20.0
 #: Timeout of leaving a router or a shard (seconds).
 LEAVE_S = 0.5
-#: How long the position of all ranks is requested while the router or other ranks are away (seconds).
+#: How long `read_by_all` repeats its request without an answer (seconds).
 READ_BY_ALL_S = 3.0
 
 
 class RouterLink:
     """Connection of one job to its flow's router. Any thread may call.
 
-    A call is repeated for up to `reconnect_timeout_s`, even across restarts of the router and the coordinator. If
-    another cluster has replaced the joined cluster, the call is repeated there. Jobs restore the state of a restarted
-    router when they join it.
+    Most calls are repeated for up to `reconnect_timeout_s`, even across restarts of the router and the coordinator, and
+    without a limit while other ranks are awaited. If another cluster has replaced the joined one, calls go there.
 
     Args:
         failover: finds a cluster that has replaced the present cluster; None: no other cluster is tried.
-        closed: once it is set, all calls raise UsageError. A running call ends only by `interrupt`.
+        closed: signal that ends repetition, with UsageError. Use `interrupt` to end running calls.
 
     Raises:
-        UsageError: the router or the coordinator rejects the job; the message has the reason.
+        UsageError: the router or the coordinator rejects the job; the message contains the reason.
         RemoteCallError: a call fails repeatedly in the router or the coordinator.
         DeadlineError: the router or the coordinator does not answer.
     """
@@ -88,11 +87,11 @@ class RouterLink:
         self._deadline = 0.0
         #: Distinguishes this process from others that use the job's name.
         self._holder = secrets.randbits(63)
-        #: By this a later process of the host detects that this one has ended, and takes over its name.
+        #: Identity by which a later process of this host detects that this one has ended, and takes over its name.
         self._process = own_process()
         #: The `_holder` of each process of the job that is known to have ended.
         self._replaces: list[int] = []
-        #: The latest one, and whether it has to be replaced.
+        #: Latest generation of this process's `JobId`, and whether the process has to join again.
         self._generation, self._is_stale = 0, True
         #: Not held during pauses between attempts: other ranks may be awaited for any time, and heartbeats must go on.
         self._lock = threading.Lock()
@@ -106,14 +105,14 @@ class RouterLink:
         self._router_in_step = False
         #: Whether nothing was read of any epoch before the present one.
         self._is_fresh = False
-        #: An epoch that the job's own sampler orders, and the rest of its order.
+        #: Epoch whose order the job's own sampler has decided, and this order.
         self._announced: tuple[int, CompactArray] | None = None
-        #: What limits the flow's jobs, as its services report; empty: nothing that is known.
+        #: Name of what limits the flow's jobs, as in `FlowView`; empty if not known.
         self.limited_by = ""
         #: Number of jobs that have read the flow; 0 before it is known.
         self.jobs = 0
         self.inquiries = FlowInquiries(job, lambda: None if self.outages.is_out else self._coordinator)
-        #: Samples of an epoch.
+        #: Number of samples of an epoch; for a rank, of its part.
         self.length = 0
         self.routes: RouteMap
         try:
@@ -130,7 +129,7 @@ class RouterLink:
         return JobId(self._job.reader, self._generation, self._job.instance, "" if rank is None else rank.job)
 
     def start_epoch(self, at: EpochCursor, *, resumes: bool = False) -> None:
-        """Begin an epoch at this position, and report it to the router. resumes: whether a saved state has it."""
+        """Begin an epoch at this position, and report it to the router. resumes: the position is of a saved state."""
         with self._lock:
             self._is_fresh = self._epoch is None and not resumes
             self._before, self._announced = self._epoch, None
@@ -139,13 +138,13 @@ class RouterLink:
             self._attempt(self._in_epoch)
 
     def announce(self, epoch: int, order: IndexArray) -> None:
-        """Send the router the order of an epoch that the job's own sampler decides, for the shards' caches."""
+        """Send the router an epoch's order that the job's own sampler has decided, for the shards' caches."""
         with self._lock:
             self._announced = epoch, order.astype(compact(self._job.size))
             self._attempt(lambda: self._announce(self._connected()))
 
     def draw(self, count: int, given_up: StopSignal) -> IndexArray:
-        """Draw at most `count` next samples, none at the epoch's end. Raises PeerLostError once `given_up` is set."""
+        """Draw up to `count` samples; none at the epoch's end. Among its errors: PeerLostError if `given_up` is set."""
         with self._lock:
             epoch = self._epoch
             assert epoch is not None
@@ -153,7 +152,7 @@ class RouterLink:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether the job's address now names a cluster that has replaced the joined one."""
+        """Whether the job's address now names a cluster that is not the joined one."""
         found = None if self._failover is None else self._failover.find()
         return found not in (None, self.cluster)
 
@@ -163,9 +162,9 @@ class RouterLink:
         return 0 if self._epoch is None else self._epoch.in_order
 
     def read_by_all(self, epoch: int, position: int) -> Marks | None:
-        """Return the samples that all ranks have read when each has read `position` samples; None if not known.
+        """Return bits of the samples that all ranks have read when each has read `position` samples; None if not known.
 
-        Takes no lock, because another thread may hold the lock and wait for other ranks. Waits at most `READ_BY_ALL_S`.
+        Waits at most `READ_BY_ALL_S`, and never for the calls of other threads.
         """
         deadline = time.monotonic() + READ_BY_ALL_S
         while (left_s := deadline - time.monotonic()) > 0 and not self.outages.is_out:
@@ -178,7 +177,7 @@ class RouterLink:
         return None
 
     def rejoin(self, stale: int, given_up: StopSignal | None = None, deadline: float | None = None) -> None:
-        """Join again under a new generation. Do nothing if another thread has done so since generation `stale`.
+        """Join again under a new generation. Do nothing if the present generation is no longer `stale`.
 
         given_up: as in `draw`. deadline: end of attempts, by `time.monotonic`; None: after `reconnect_timeout_s`.
         """
@@ -193,15 +192,14 @@ class RouterLink:
             self._attempt(lambda: self._fetch_routes(self._in_step(), self._call_s), given_up, deadline)
 
     def send_heartbeat(self, figures: JobFigures, *, reads: bool) -> None:
-        """Renew the lease, report the job's figures, and fetch the routing table if it has changed. Repeats no call.
+        """Renew the lease, report the job's figures, and fetch the routing table if it has changed.
 
-        Takes no lock, because another thread may hold the lock and wait for the router.
+        Repeats no call, and never waits for the calls of other threads.
 
         reads: whether the job is in the middle of an epoch. Between two epochs the flow's services may be stopped in
             favour of another flow, so a missing answer is not logged.
 
-        Raises PeerLostError if the router is not connected, DeadlineError if it does not answer, RemoteCallError if the
-        call fails there.
+        Raises DPFlowError if the router is not connected, does not answer, or if the call fails there.
         """
         router = self._router
         if router is None:
@@ -226,7 +224,7 @@ class RouterLink:
                 client.close()
 
     def close(self) -> None:
-        """Leave the flow, and disconnect. May be called twice."""
+        """Disconnect, and leave the flow first if its services answer. May be called twice."""
         router = self._router
         if router is not None and not self.outages.is_out:
             with suppress(DeadlineError, PeerLostError, RemoteCallError):  # the lease expires anyway

@@ -44,13 +44,13 @@ class EpochDraw(NamedTuple):
     """Number of an epoch, and the seed of its random draws."""
 
     epoch: int
-    #: Seed, with a sample's key, of its random draws; None: the output of the cacheable stage is read.
+    #: Together with a sample's key, the seed of its random draws; None: read the output of the cacheable stage.
     draw: int | None
 
 
 @dataclass(slots=True)
 class Wanted:
-    """Sample that a job needs, with the ticket of this request."""
+    """Sample that a job needs, with the ticket under which the job requests it."""
 
     ticket: int
     key: int
@@ -68,7 +68,7 @@ class Fetch:
 class ShardLinks:
     """Connections of a job to the shards of its flow.
 
-    One thread calls all methods except `send_heartbeat`, `interrupt`, `forget`, `close`.
+    Any thread may call `send_heartbeat`, `interrupt`, `forget` and `close`; the other methods belong to one thread.
 
     Args:
         router: provides the cluster and the routing table.
@@ -99,14 +99,14 @@ class ShardLinks:
         return len(self._routes.addresses)
 
     def want(self, wanted: Sequence[Wanted]) -> None:
-        """Record samples that the job will need, soonest first. The next `fetch` or `flush` requests them."""
+        """Record samples that the job will need, soonest first. Later calls of `fetch` or `flush` request them."""
         # One message for several batches: each message wakes a shard, whose code has left the processor's caches by
         # then, and interrupts a worker that decodes.
         for address, part in self._by_shard(wanted):
             self._unsent[address] += part
 
     def flush(self, of: EpochDraw) -> None:
-        """Request the samples that `want` recorded, without waiting for answers. Fetches repeat lost requests."""
+        """Request the samples that `want` recorded. Do not wait for answers: a later fetch repeats a lost request."""
         self._use_latest_routes()
         for address in [address for address, unsent in self._unsent.items() if unsent]:
             while ahead := self._next_unsent(address, MAX_SAMPLES):
@@ -156,7 +156,7 @@ class ShardLinks:
         return samples
 
     def release(self, wanted: Sequence[Wanted], of: EpochDraw) -> None:
-        """Release these samples, and all received samples, at their shards now and not with the next fetch."""
+        """Inform shards at once, not with the next fetch, that these samples and all received samples are released."""
         self._drop_unsent(wanted)
         for address, part in self._by_shard(wanted):
             self._taken[address] += [one.ticket for one in part]
@@ -165,7 +165,7 @@ class ShardLinks:
                 self._begin("want", address, [], of)
 
     def send_heartbeat(self, job: JobId) -> None:
-        """Renew the job's lease at every shard, then raise the first error if any. Any thread may call."""
+        """Renew the job's lease at every connected shard; raise the first error, if any. Any thread may call."""
         with self._lock:
             clients = list(self._clients.values())
         pending = [client.begin("heartbeat", job, timeout_s=HEARTBEAT_TIMEOUT_S) for client in clients]
@@ -190,7 +190,7 @@ class ShardLinks:
                 self._clients.pop(address, None)
 
     def close(self, job: JobId) -> None:
-        """Leave every shard and disconnect. May be called twice."""
+        """Disconnect from all shards, and leave them first if the flow's services answer. May be called twice."""
         if self.router.outages.is_out:
             self.interrupt()  # to leave would wait for answers in vain
             return
@@ -290,12 +290,12 @@ def _leave(clients: Sequence[RpcClient], job: JobId) -> None:
 
 
 def batches_ahead(samples: int, *, at_most: int) -> int:
-    """Return how many batches of `samples` samples to request ahead: 1 to `at_most`, as many as shards accept."""
+    """Return how many batches of `samples` samples a job can request ahead by the shards' limit: 1 to `at_most`."""
     return max(1, min(at_most, MAX_WANTS // max(1, samples)))
 
 
 def batches_together(samples: float, nbytes: float, wait_s: float, *, at_most: int) -> int:
-    """Return how many batches to fetch by one call to each shard: 1 to `at_most`, because a call has a fixed cost.
+    """Return how many batches to fetch by one call to each shard: 1 to `at_most`, so that few calls are needed.
 
     samples: mean number of samples of a batch from one shard. nbytes: bytes of a sample. wait_s: the time that the
         reader usually waits for a batch (seconds).

@@ -43,14 +43,14 @@ from torch_dpflow.log import LOADER
 from torch_dpflow.metrics import LoaderMeter
 from torch_dpflow.samplers.indices import IndexArray
 
-#: How often a job sends its heartbeat (seconds).
+#: Interval at which a job sends heartbeats (seconds).
 HEARTBEAT_S = 2 * clocks.HEARTBEAT_S
 
 
 class SharedJob:
     """Job that reads a flow, opened by `open_job`. It has one epoch reader at a time: a new reader closes the earlier.
 
-    Do not use a job after a fork; `close` does nothing in a child, which has neither the threads nor the connections.
+    Do not use the job in a forked child, which lacks the job's threads and connections; `close` does nothing there.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class SharedJob:
 
     @property
     def sharing(self) -> Sharing:
-        """Figures of how much the flow's jobs share, from the latest answers of the shards."""
+        """Figures that show how far the flow's jobs share loads, from the latest answers of the shards."""
         tallies = list(self._links.tallies.values())
         served, decodes = (sum(tally[place] for tally in tallies) for place in (0, 1))
         return sharing_of(served, decodes, size=self._job.size, keeps=self._job.caches, jobs=self._router.jobs)
@@ -126,11 +126,11 @@ class SharedJob:
 
     @property
     def limited_by(self) -> str:
-        """What limits the speed of the flow's jobs, by the latest heartbeat, as in `FlowView`; empty if not known."""
+        """Name of what limits the speed of the flow's jobs, such as "storage"; empty if not known."""
         return self._router.limited_by
 
     def cost(self) -> Cost:
-        """Return the worker-seconds of the flow and of this job, at most a second old while the cluster answers."""
+        """Return the latest known worker-seconds of the flow and of this job, requested at most once a second."""
         inquiries = self._router.inquiries
         return inquiries.cost if self._leaving else inquiries.look_at_cost()
 
@@ -140,17 +140,16 @@ class SharedJob:
         return self._reader is not None and not self._reader.is_over
 
     def traverse(self, epoch: int, *, done: dict[str, Any] | None = None, draw_seed: int | None = None) -> EpochReader:
-        """Read an epoch in the order that the flow's router draws: each sample once, every order equally likely.
+        """Return a reader of an epoch, in the order that the router draws.
 
-        If the job has several ranks, a rank waits for the reports of all other ranks before its first batch, except in
-        a job that has read nothing yet. It also waits if it resumes from a state that differs from the router's record
-        of this rank. These waits have no time limit.
+        If the job has several ranks, the reader may wait, without a time limit, until all other ranks have begun to
+        read: for example after a rank has resumed from a state.
 
-        done: result of `state` in a run with any number of ranks; the samples in it are not read again. None: read the
-            whole epoch.
+        done: result of `state` in a run with any number of ranks, or of `join_flow_states`; the reader leaves out the
+            samples that were read. None: read the whole epoch.
         draw_seed: together with the epoch, the seed of the random draws; None: the job's seed.
 
-        Raises StateError if `done` is of another flow or epoch, or does not show which samples other ranks had read.
+        Raises StateError if the epoch cannot be resumed from `done`, UsageError if the job is closed, among others.
         """
         cursor = self._cursor_at_start(epoch)
         if done is not None:
@@ -170,15 +169,14 @@ class SharedJob:
         draw_seed: int | None = None,
         passed: Callable[[int, int], None] | None = None,
     ) -> EpochReader:
-        """Read the batches of `plan`, in its order.
+        """Return a reader of the batches of `plan`, in this order.
 
         plan: the sample numbers of each batch. If the dataset is a `Subset`, they are positions in the `Subset`.
-        order: the samples of all batches, numbered as in `plan`, if they are known now. Shards' caches then keep the
-            samples that are read next.
+        order: the samples of all batches, numbered as in `plan`; None if they are not known yet. The policies of the
+            shards' caches use it.
         draw_seed: with `epoch`, the seed of the random draws; None: the job's seed.
-        passed: called for each delivered batch with the batch's number, starting at 0, and its number of samples,
-            before the next batch is delivered or by the reader's `note_delivered`. After an interrupt, perhaps called
-            twice.
+        passed: called for each delivered batch with its number, starting at 0, and its number of samples, in a
+            later call of the reader, such as for the next batch; after an interrupt perhaps twice.
         """
         self._begin(self._cursor_at_start(epoch))
         if order is not None and len(order) and order.min() >= 0 and order.max() < self._samples:
@@ -187,11 +185,11 @@ class SharedJob:
         return self._read(map(self._checked, plan), epoch, draw_seed, StopSignal(), passed, await_plan)
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the present epoch: which samples have been delivered. O(size / 8).
+        """Return the state of the present epoch: which samples have been delivered.
 
-        If the job has several ranks, the router also reports the samples that all ranks have read at this rank's
-        position. So if the ranks are in step, the state of one rank is enough to resume with a different number of
-        ranks.
+        If the job has several ranks, the state also has the samples that all ranks together have read when each has
+        read as many as this rank. With them, the state of one rank is enough to resume with a different number of
+        ranks, if all ranks had read the same number. A warning is logged if the router does not report them.
         """
         if self._reader is not None:
             self._reader.note_delivered()
@@ -205,11 +203,7 @@ class SharedJob:
         atexit.register(self.close)
 
     def abandon(self) -> None:
-        """Close the job in its own thread, without waiting: the thread leaves the flow and ends. Takes no lock.
-
-        Finalizers call this in any thread, between any two steps of that thread. It may hold a lock that leaving the
-        flow takes, or be the thread whose end is awaited.
-        """
+        """Close the job without waiting: its heartbeat thread leaves the flow. Takes no lock, for use in finalizers."""
         self._closed.set()
         self._heartbeat.stop()
         self._router.outages.muted = True

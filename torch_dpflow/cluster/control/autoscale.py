@@ -6,10 +6,10 @@
     need   = demand x loads per sample / loads per second of a busy worker / HEADROOM
 
 **Up** when jobs wait for loads, or when workers are busy all the time. A step sets the number that is needed, but at
-most `TIMES` times the present number plus `MORE`. The step is corrected upwards for several seconds, until the full
-demand is visible. The next step follows once the new workers have been measured. **Down** to the highest need of the
-last 20 s, or of the time of a cold start if that is longer. The length of queues plays no part: a queue is as long as
-jobs prefetch, however few workers there are.
+most `TIMES` times the present number plus `MORE`. Until its new workers have been measured, the step is corrected
+upwards: for the first seconds by the latest need, then by the average need. Then the next step can follow. **Down** to
+the highest average need of the last 20 s, or of the time that workers take to start (a cold start) if that is longer.
+The length of queues plays no part: a queue is as long as jobs prefetch, however few workers there are.
 
 **Saturation.** If added workers have increased the rate only little, something else is the limit, such as the storage.
 The flow then gets only the workers that the measured rate needs. After several minutes a small step tests whether the
@@ -42,7 +42,7 @@ class JobCounts(msgspec.Struct, frozen=True):
 
 
 class FlowCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of a flow: counters since a fixed moment, and present numbers."""
+    """Figures of a flow at one moment: counters, which grow while the flow's services run, and present numbers."""
 
     #: The number of jobs that read, and the counts of each job; a job that has just joined has no counts.
     jobs: int
@@ -75,7 +75,7 @@ _COUNTED = ("requested", "due", "loads", "busy_s", "worker_s", "away_s", "late_s
 
 
 def between(first: FlowCounts, last: FlowCounts) -> tuple[FlowCounts, float, float]:
-    """Return how much has grown: (all counters of the flow, stall seconds of the jobs, reading seconds of the jobs)."""
+    """Return the growth from `first` to `last`: (flow's counters, jobs' stall seconds, jobs' reading seconds)."""
     readings = [(one, first.readings.get(name, JobCounts(0, 0.0, 0.0))) for name, one in last.readings.items()]
     counted = {name: getattr(last, name) - getattr(first, name) for name in _COUNTED}
     grown = FlowCounts(jobs=last.jobs, **counted)
@@ -87,28 +87,30 @@ def between(first: FlowCounts, last: FlowCounts) -> tuple[FlowCounts, float, flo
 WINDOW_S = 5.0
 #: The intended busy share of workers, and the share above which they count as busy all the time.
 HEADROOM, BUSY = 0.92, 0.95
-#: Jobs stall if they wait for at least the share `STALLED` of their time. More workers help only if at least the share
-#: `LATE` of the wait is for loads. At least the share `MIN_SHARE` of the time counts as not waited.
+#: Jobs stall if they wait for more than the share `STALLED` of their time. More workers help only if at least the share
+#: `LATE` of the wait is for loads. A job's demand is computed as if it read for at least the share `MIN_SHARE` of time.
 STALLED, LATE, MIN_SHARE = 0.02, 0.5, 0.25
-#: No workers are added if they spend this share of their busy time waiting for their links.
+#: No workers are added if workers wait for their links for more than this share of their busy time.
 AWAY = 0.5
-#: A step goes to at most `TIMES` as many workers plus `MORE`; it is corrected for `CORRECT_S` seconds.
+#: A step up goes to at most `TIMES` times the number of workers plus `MORE`; the latest need corrects it for
+#: `CORRECT_S`.
 TIMES, MORE, CORRECT_S = 2.0, 4, 6.0
 #: How long a step is measured (seconds), once the share `THERE` of all workers works.
 MEASURE_S, THERE = 4.0, 0.9
-#: A step of at least the share `JUDGED` shows saturation if it brings less than the share `BROUGHT` of what it should.
+#: A step that adds at least the share `JUDGED` of workers should add the same share to the rate. The flow is saturated
+#: if the step adds less than the share `BROUGHT` of that.
 JUDGED, BROUGHT = 0.2, 0.4
 #: How long a flow counts as saturated (seconds), and the factor of the step that tests whether it still is.
 SATURATED_S, TRIAL = 300.0, 1.25
-#: Scale down to the highest need of the last `DOWN_S` seconds, or of `DOWN_STARTS` cold starts, if that is below the
-#: share `DOWN` of the present number.
+#: Scale down to the highest need of the last `DOWN_S` seconds, or of the time of `DOWN_STARTS` cold starts if longer,
+#: but only if this need is below the share `DOWN` of the present number.
 DOWN_S, DOWN_STARTS, DOWN = 20.0, 1.0, 0.95
-#: Weight of the latest need in the moving average for scaling down; a fraction of a worker that is rounded off.
+#: Weight of the latest need in the moving average for scaling down; largest fraction of a worker that is rounded down.
 SMOOTHING, NEGLIGIBLE = 0.3, 0.05
-#: How long one worker stays after the last load of a cached flow, and all after the last job has left (seconds).
+#: How long one worker stays after the last load of a cached flow, and all workers after the last job (seconds).
 SELDOM_S, EMPTY_S = 60.0, 5.0
-#: A job that pauses keeps its workers for at least this many cold starts; the assumed time of a cold start before the
-#: first is measured (seconds).
+#: A job that pauses keeps its workers for at least the time of `HOLD_STARTS` cold starts; assumed time of a cold start
+#: before one has been measured (seconds).
 HOLD_STARTS, COLD_S = 6.0, 3.0
 
 
@@ -137,16 +139,16 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures measured over a window; shares are of the jobs' time or of the workers' time."""
+    """Shares of time and rates of a flow, measured over a window."""
 
-    #: Waits of jobs, the parts of these waits for loads and for links, and the time in which workers had tasks.
+    #: Shares of the jobs' reading time: waits, waits for loads, transfer. Share of the workers' time: busy with tasks.
     stall: float = 0.0
     late: float = 0.0
     link: float = 0.0
     busy: float = 0.0
     #: Share of the busy time in which workers were idle because their results were in transit.
     away: float = 0.0
-    #: Loads per second of a worker, while busy (nan before the first) and over all time; loads per requested sample.
+    #: Loads per second of a worker, while busy (nan if not known) and on average; loads per requested sample.
     rate: float = math.nan
     each: float = 0.0
     per_sample: float = 1.0
@@ -155,7 +157,7 @@ class Figures:
 
 
 def measure(first: FlowCounts, last: FlowCounts, passed_s: float, before: Figures) -> Figures:
-    """Return the figures of a window of `passed_s` seconds. before: earlier figures, for rates that are unknown."""
+    """Return the figures between two counts, `passed_s` seconds apart. before: earlier figures, for unknown rates."""
     grown, stall_s, reading_s = between(first, last)
 
     def share(part: float, whole: float) -> float:
@@ -226,14 +228,14 @@ class Autoscaler:
         self._wake(now)
 
     def forget_limit(self) -> None:
-        """Discard what was measured about saturation. Call this when the number of shards changes."""
+        """Discard the step that is being measured, and the saturation. Call this when the number of shards changes."""
         self._step, self._saturation = None, _Saturation()
 
     def step(self, counts: FlowCounts, now: float) -> str:
         """Process the present counts: set `target`, and return the limit that keeps jobs from reading faster.
 
-        The limit is "workers", "processors", "cold start", "storage", "network", "job", "budget", or a limit that a
-        platform reports, such as "quota". The result is empty if no job reads, or if the limit is not known yet.
+        The limit is "workers", "processors", "cold start", "storage", "network", "job", "budget", or `counts.refused`,
+        such as "quota". The result is empty if no job reads, or if the limit is not known yet.
         """
         if not self._history:
             self._read_at = self._requested_at = max(now, self._read_at)

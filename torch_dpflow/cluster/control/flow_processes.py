@@ -1,9 +1,8 @@
 """The processes of each flow, and the division of a cluster among flows. Pure functions.
 
-A shard that should be removed first drains. The router assigns its keys to other shards. The draining shard answers
-pending requests, refuses new requests as stale, and reports in its status when no job reads from it any more. If it
-ended earlier, jobs would repeatedly be directed to it. All state is read from the running processes, so a restarted
-coordinator continues.
+A shard drains before it is removed: the router assigns its keys to other shards, and the shard runs on until no job
+reads from it any more, which it reports in its status. It answers pending requests, and refuses new requests as stale.
+All state is read from the running processes, so a restarted coordinator continues.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ def launches_of(
     nodes: Sequence[str] = ("",),
     is_unread: bool = False,
 ) -> list[Launch]:
-    """Return the processes of one flow: a router, shards with evenly distributed workers, and draining shards.
+    """Return the processes that should run for a flow: its router, its shards with their workers, and draining shards.
 
-    part: numbers of shards and workers, and the memory, of the flow.
+    part: numbers of shards and of workers, and the memory, that the flow gets.
     processes: the running processes of this flow, or of all flows.
     has_platform: whether a platform runs the shards' workers. If not, the shards' nodes run them.
-    lingering: number of workers that run on for now, although the shards' settings already have fewer.
-    limited_by: what limits the flow, for the jobs' heartbeats.
+    lingering: number of workers on nodes that keep running for now, even if `part` and the shards' settings have fewer.
+    limited_by: name of what limits the flow, which the router reports to jobs.
     nodes: names of the nodes among which shards, with their workers, are divided. The empty name is the cluster's own
         node, which always runs the router.
-    is_unread: whether no job reads the flow, so that workers that cannot start are not started again.
+    is_unread: whether no job reads the flow. A worker that then fails at its start is not started again.
     """
     router = f"{spec.instance}/router"
     hosts = _hosts(spec, part.shards, nodes)
@@ -136,15 +135,14 @@ def flow_parts(
     unread: Collection[str] = (),
     targets: Sequence[int] | None = None,
 ) -> list[Part | None]:
-    """Return each flow's part of the cluster, by max-min fairness; None for a flow for which nothing is left.
+    """Return each flow's part of the cluster, by max-min fairness; None for a flow if nothing is left for it.
 
-    No flow gets more than it requests; what a flow does not need goes to other flows. Each shard has at least one
-    worker, so a flow with fewer workers than shards gets fewer shards. A flow that needs no workers now keeps its
-    shards: each change of their number moves keys.
+    No flow gets more than it requests. A flow that gets fewer workers than it has shards gets one shard for each
+    worker. A flow that needs no workers now keeps its shards, because a change of their number moves keys.
 
     specs: descriptions of the flows, with their present numbers of shards.
-    unread: instances of flows without jobs. They get no workers if workers are scarce, and one shard if shards are
-        scarce.
+    unread: `FlowSpec.instance` of the flows without jobs. These flows get no workers if workers are scarce, and one
+        shard if shards are scarce.
     targets: with autoscaling, the target number of workers of each flow, 0 while no job reads; None: no autoscaling.
     """
     requests = [spec.workers for spec in specs] if targets is None else [*targets]
@@ -163,7 +161,7 @@ def flow_parts(
 
 
 def spread(part: Part, nodes: int) -> Part:
-    """Return a flow's part with at least one shard for each node, if there are enough workers and memory."""
+    """Return a flow's part with at least one shard for each node, or as many as its workers and memory allow."""
     most = min(nodes, part.workers or nodes)
     return msgspec.structs.replace(part, shards=max(part.shards, min(most, part.memory_bytes // MIN_MEMORY)))
 

@@ -11,10 +11,9 @@ A pure state machine without a socket, thread or clock inside. The coordinator s
                     │<───────────────────────────────────  IDLE ──access──> (services start) ──> READY
                     └──delete──> DELETED <──delete──────────┘
 
-A flow is identified by its name and version, and its versions live side by side: each has separate services while
-jobs read it. The same version with another fingerprint is refused. The highest version of a name stays registered
-until it is deleted; a lower one is forgotten some time after its last job has left, and registered again by a job that
-returns.
+A flow is identified by its name and version, and each version has separate services while jobs read it. The same
+version with different content is refused. The highest version of a name stays registered until it is deleted, which is
+allowed while no job reads it. A lower version is removed some time after its last job has left.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Flow:
     jobs: int = 0
     #: When a job last had the flow open or accessed it (seconds).
     last_used: float = 0.0
-    #: How many of the jobs are in the middle of an epoch; and when a job last was, or last accessed the flow (seconds).
+    #: Number of jobs in the middle of an epoch; and when a job last was in an epoch or accessed the flow (seconds).
     reading: int = 0
     last_read: float = 0.0
     #: Whether a higher version is registered.
@@ -77,7 +76,7 @@ class Flow:
     starting: bool = False
     #: The latest states and when the flow entered them (seconds); the present one last.
     life: deque[tuple[FlowState, float]] = field(default_factory=lambda: deque(maxlen=MAX_LIFE))
-    #: Registrations that agree with this one, by the digest of the content that may be uploaded; the latest last.
+    #: Later registrations that agree with `spec`, by the digest of their content; the latest last.
     announced: dict[str, FlowSpec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -103,7 +102,7 @@ class Flow:
         return self.state is FlowState.READY and now - self.last_used >= UNREAD_S
 
     def may_give_way(self, now: float) -> bool:
-        """Return whether the flow's services run and no job was in an epoch lately. Jobs can have the flow open."""
+        """Return whether the flow's running services can be stopped for another flow: no job was in an epoch lately."""
         if self.is_unread(now):
             return True
         is_open = self.state is FlowState.ACCESSED and not self.replaced and not self.reading
@@ -180,14 +179,13 @@ class FlowRegistry:
         return current
 
     def flows_of_content(self, content: str) -> list[Flow]:
-        """Return the flows for which jobs have announced this content."""
+        """Return the flows that have this content, or for which jobs have announced it."""
         return [flow for flow in self._flows.values() if flow.spec.content == content or content in flow.announced]
 
     def accept_content(self, flow: Flow, content: str) -> None:
-        """Make a completely uploaded content the flow's content. Call this for the first such content of a flow.
+        """Make `content` the flow's content. Call this for the first content of the flow that is completely uploaded.
 
-        Jobs whose registrations agree can have contents that differ in bytes, and the job that registered first may end
-        before it has uploaded its content.
+        Registrations that agree can have contents that differ in bytes.
         """
         if content in flow.announced and content != flow.spec.content:
             flow.spec = flow.announced[content]
@@ -209,7 +207,7 @@ class FlowRegistry:
         flow.starting = flow.starting or not flow.runs
 
     def report(self, instance: str, jobs: int | None, now: float, *, reading: int | None = None) -> bool:
-        """Process a report of a flow's router; return whether the flow should run.
+        """Process a report of a flow's router; return whether the flow's services should run.
 
         jobs: number of jobs that the router serves; None: the router is not up.
         reading: number of these jobs that are in the middle of an epoch; None: all.
@@ -235,7 +233,7 @@ class FlowRegistry:
         """Change a flow's numbers of shards and workers, and return it.
 
         name: see `find`.
-        shards: number of shards; "auto": the number that the rate needs. None: no change.
+        shards: number of shards; "auto": the number that the jobs' reading speed needs. None: no change.
         workers: number of workers of all shards together; None: no change, but at least one for each shard.
 
         Raises:
@@ -252,10 +250,9 @@ class FlowRegistry:
         return flow
 
     def stop_unread(self, now: float) -> bool:
-        """Stop the services of the flow that has been unread for longest. Return whether there was an unread flow.
+        """Stop the services of the flow that has not been read for longest; return False if no flow can be stopped.
 
-        Flows without jobs are stopped before flows that jobs only have open. Such jobs start the services again when
-        they read.
+        Flows without jobs are stopped first, then flows whose jobs are between two epochs; the next epoch starts them.
         """
         unread = [flow for flow in self._flows.values() if flow.may_give_way(now)]
         if not unread:
@@ -278,7 +275,7 @@ class FlowRegistry:
         self._remove(flow)
 
     def tick(self, now: float) -> None:
-        """Stop the services of flows that no job has used for `idle_s`; forget lower versions unused for `LOWER_S`."""
+        """Stop the services of flows that no job has used for `idle_s` or longer; remove unused lower versions."""
         for flow in self.flows:
             idle_s = LOWER_S if flow.replaced else flow.spec.idle_s
             # A lower version that was just registered, or restored after a restart, may be about to be accessed.
@@ -314,21 +311,21 @@ class FlowRegistry:
             flow.replaced = flow.spec.version < highest
 
 
-#: A job that waits less than this share of its time is limited by its training, whatever limits its flow.
+#: A job that waits for at most this share of its time is limited by its training, and not by its flow.
 LITTLE_STALL = 0.05
 
 
 class EndedJobs:
-    """Record of the latest ended jobs, at most `MAX_ENDED`. A job that returns under its name is removed.
+    """Record of the latest ended jobs, at most `MAX_ENDED`. If a job with the same name starts, its record is removed.
 
     Args:
         packed: bytes that `take_packed` returned in an earlier process; empty at first.
     """
 
     def __init__(self, packed: bytes = b"") -> None:
-        #: By flow and job, the one that ended last at the end.
+        #: Ended jobs by (flow, job), the latest last.
         self._ended: dict[tuple[str, str], EndedJob] = {}
-        #: By flow, the counts of its jobs when they were last seen, and the limit that was known last.
+        #: Latest counts of the jobs of each flow, and the flow's latest known limit.
         self._seen: dict[str, tuple[Mapping[str, JobCounts], str]] = {}
         self._has_changed = False
         with suppress(msgspec.MsgspecError):  # of another release: it is for display only

@@ -32,8 +32,8 @@ from torch_dpflow.cluster.messages.node import ProcessView, by_flow
 MAX_JOBS = 1024
 #: Time between two steps of the autoscalers (seconds).
 STEP_S = 1.0
-#: How long a superfluous local worker stays (seconds): longer than the pause between heartbeats. By then its shard has
-#: received the smaller number, and blames no sample for the worker's end.
+#: How long a superfluous local worker keeps running (seconds). By then its shard has received the smaller number by a
+#: heartbeat, and blames no sample for the worker's end.
 LINGER_S = 2.0
 #: Name of the limit "a shard's thread", as in `page_figures.FLOW_LIMITS`.
 SHARD = "shard"
@@ -56,13 +56,13 @@ class _ScaledFlow:
 
 
 class FlowScaling:
-    """Autoscalers of all running flows. Not thread-safe.
+    """State machine that decides the numbers of workers and shards of all running flows. Not thread-safe.
 
     Args:
-        limits: limits of all flows together. Without `autoscale`, each flow gets the number of workers that it
-            requests.
-        price_per_hour: price of a worker, for reports.
-        ended: record of jobs that have left, which `observe` updates.
+        limits: limits of all flows together. Without `limits.autoscale`, each flow gets the number of workers that it
+            requests, or its fair part of `limits.workers` if all requests together exceed this.
+        price_per_hour: price of a worker for one hour, for reports.
+        ended: record of jobs that have left, which `observe` updates; None: a new record.
         wall_clock: returns the time, in seconds since 1970.
     """
 
@@ -84,10 +84,9 @@ class FlowScaling:
         self._of(spec).law.begin(now)
 
     def parts(self, running: Mapping[str, FlowSpec], hosts: int, unread: Collection[str]) -> dict[str, Part | None]:
-        """Return each running flow's part of the cluster; None if nothing is left for it.
+        """Return each running flow's part of the cluster, by instance; None if nothing is left for the flow.
 
-        hosts: number of hosts that run shards.
-        unread: flows without jobs, as in `flow_parts`.
+        hosts: number of hosts that run shards. unread: flows without jobs, as in `flow_parts`.
         """
         shards, targets = [*map(self.shards, running.values())], None
         if self._autoscale is not None:
@@ -108,7 +107,7 @@ class FlowScaling:
         hosts: Mapping[str, int],
         now: float,
     ) -> bool:
-        """Process reports of running flows; return whether a flow's numbers or its limit have changed.
+        """Process reports of running flows; return whether a target number of workers or shards, or a limit, changed.
 
         parts: result of the method `parts`. hosts: number of processors of each host that runs shards, by name.
         """
@@ -131,7 +130,7 @@ class FlowScaling:
         return self._of(spec).law.target
 
     def lingering(self, spec: FlowSpec, now: float) -> int:
-        """Return the most workers that this flow had in the last `LINGER_S` seconds; 0 without autoscaling."""
+        """Return the highest number of workers that this flow got in the last `LINGER_S`; 0 without autoscaling."""
         if self._autoscale is None:
             return 0
         return max((target for at, target in self._of(spec).targets if at > now - LINGER_S), default=0)
@@ -276,7 +275,7 @@ _OF_SHARDS = ("requested", "due", "busy_s", "worker_s", "away_s", "late_s", "lin
 
 
 def counts_of(router: ProcessView, own: Sequence[ProcessView], *, processors: int) -> FlowCounts:
-    """Return the figures of a flow, from the status of its processes.
+    """Return the `FlowCounts` of a flow, from the status of its processes.
 
     processors: number of processors of all hosts that run shards.
     """

@@ -1,14 +1,13 @@
-"""The order of one job's epochs, distributed to its ranks: all ranks share one draw, and each sample goes to one rank.
+"""The order of one job's epochs, distributed to its ranks: each sample that a sampling group draws goes to one rank.
 
 A pure state machine; there is no socket, thread or clock inside.
 
 An epoch has a *slot* for each sample that its ranks read together. Slot `s` is place `s // replicas` of rank `s %
-replicas`, as in torch's DistributedSampler. The only job of a flow therefore reads the same order as with a
-DistributedSampler of the same seed. A slot is filled from the job's sampling group when a rank first draws that far. It
-stays filled: a repeated draw of the same places returns the same samples.
+replicas`, as in torch's DistributedSampler. A slot is filled from the job's sampling group when a rank first draws that
+far. A repeated draw of the same places returns the same samples.
 
-Ranks need not be in step. The first rank to finish an epoch begins the next epoch; before that, the remaining slots are
-filled for the other ranks. Epochs are kept until every rank has passed them, at most `MAX_EPOCHS`.
+Ranks can be at different places. When the first rank begins the next epoch, the remaining slots are filled for the
+other ranks. Epochs are kept until every rank has passed them, at most `MAX_EPOCHS`.
 
 Only a rank itself knows for certain what it has read. So every rank reports its epoch and its samples before the first
 draw. All ranks report again if a rank's report contradicts the samples that it was given, such as after loading another
@@ -32,8 +31,7 @@ from torch_dpflow.samplers.group import SamplingGroup
 from torch_dpflow.samplers.indices import CompactArray, IndexArray, compact, mark
 from torch_dpflow.samplers.passes import RankShares
 
-#: Number of latest places that a job without ranks can draw again, and that count as drawn in lookaheads. Earlier
-#: places are cleared once there are twice as many. The job has requested few samples more than it has received.
+#: A job of one rank can draw at least this number of its latest places again. Earlier places may have been cleared.
 KEPT_PLACES = 1 << 21
 #: Maximum number of epochs that are kept for ranks that are behind. An epoch takes memory for one number per sample.
 MAX_EPOCHS = 16
@@ -43,24 +41,23 @@ _NO_MARKS: NDArray[np.uint8] = np.empty(0, np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Report of the samples of an epoch that a rank has received."""
+    """Report of a rank: which samples of an epoch it has received."""
 
     epoch: int
-    #: Number of the rank's first places that it has received.
+    #: Number of places of which the rank has received the samples, starting with its first place.
     position: int = 0
-    #: The samples in these places, ascending, each once. A rank that resumes from the state of another rank, in step
-    #: with it, reports the samples of all ranks.
+    #: The samples in these places, ascending, each once. A rank that resumes from the state of another rank at the same
+    #: position reports the samples of all ranks.
     samples: IndexArray = field(default_factory=lambda: _NOTHING)
-    #: Samples that had been read when the unread samples were divided among the present ranks, ascending. Places count
-    #: only the unread samples.
+    #: Samples that had been read when the unread samples were divided among the present ranks, ascending. They have no
+    #: places.
     earlier: IndexArray = field(default_factory=lambda: _NOTHING)
 
 
 class JointOrder:
-    """State machine that distributes a job's epochs to its ranks. The job is in a sampling group, which draws samples.
+    """State machine that distributes the samples of a job's epochs to its ranks. A sampling group draws the samples.
 
-    A job without ranks counts as one rank. Not thread-safe. A start costs O(samples that were read before), a draw of n
-    samples O(n * replicas).
+    A job without ranks counts as one rank. Not thread-safe.
 
     Args:
         group: draws the samples.
@@ -72,7 +69,7 @@ class JointOrder:
         self._group = group
         self._job = job
         self._shares = shares
-        #: By rank: what it has of its present epoch and the one before. Empty once every rank has reported.
+        #: Reports of each rank: of its present epoch, then of the epoch before. Empty once every rank has reported.
         self._reported: dict[int, dict[int, Held]] = {}
         #: Ranks among them that have read nothing of any epoch.
         self._fresh: set[int] = set()
@@ -89,7 +86,7 @@ class JointOrder:
         return tuple(rank for rank in range(self._shares.replicas) if rank not in self._reported)
 
     def drawn(self, most: int | None = None) -> IndexArray:
-        """Return the drawn samples of the newest epoch, in order, each once, without those that ranks reported.
+        """Return the samples drawn in the newest epoch, in order, each once. Samples that ranks reported are left out.
 
         most: return only the last drawn samples, at most this number; None: all.
         """
@@ -99,7 +96,7 @@ class JointOrder:
 
     @property
     def done(self) -> IndexArray:
-        """Samples of the newest epoch that a rank or an earlier run had read before the epoch began here, ascending."""
+        """Samples of the newest epoch that had been read before the epoch began at this router, ascending."""
         if not self._epochs:
             return _NOTHING
         return self._epochs[max(self._epochs)].done
@@ -108,11 +105,11 @@ class JointOrder:
         """Begin or resume an epoch for a rank.
 
         Args:
-            held: reports of the samples that the rank has received: of this epoch first, then of earlier epochs.
+            held: the rank's reports of this epoch and, optionally, of earlier epochs, in this order.
             reader: name of the reader, if the rank has several readers.
             fresh: whether the rank has read nothing, in any epoch.
 
-        Raises UsageError: the rank reports more samples than its part has, or the reports of the ranks do not fit.
+        Raises UsageError: the rank reports more samples than its part has, or the ranks' reports contradict each other.
         """
         now = held[0]
         if len(now.earlier) > self._shares.length:
@@ -146,10 +143,10 @@ class JointOrder:
         """Return the samples in `count` places of a rank, starting at place `position`; fewer at the end of its part.
 
         now: seconds on a steady clock, by which the group measures the job's speed; None: do not measure.
-        alone: do not wait for ranks without a report if all reports are of one epoch, and no rank has read anything.
+        alone: do not wait for the reports of other ranks, if all reports are of one epoch and from `fresh` ranks.
 
         Raises:
-            AwaitedRanksError: other ranks have not started.
+            AwaitedRanksError: other ranks have to call `start` first.
             OutOfStepError: the rank has to call `start` again and report its samples.
         """
         if not self._epochs and rank in self._reported and not (alone and self._begin_alone(rank)):

@@ -1,8 +1,8 @@
 """Lookaheads: a job's future reads as its router knows them, and as a shard uses them (thesis 3.4.3, 3.4.4).
 
 Pure: there is no socket, thread or clock inside. The router takes each job's future reads from its sampling group, or
-from the job itself, and selects those of a shard's keys. The router does not know which drawn samples were already
-requested from the shard; `ShardLookaheads` does, and removes them from the lookahead for the cache's policy.
+from the job itself, and sends each shard the reads of its keys. The router does not know which drawn samples the job
+has already requested from the shard; `ShardLookaheads` removes these from the lookahead for the cache's policy.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from torch_dpflow.cluster.messages.router import JobLookahead, LookaheadRequest
 from torch_dpflow.lookahead import Keys, Lookahead, Weights
 from torch_dpflow.samplers.indices import IndexArray, compact
 
-#: Shards know the whole orders and sets of jobs up to this number of samples of the flow. Beyond it they know the next
-#: `HORIZON` samples of each job, so that no answer and no step of a service grows with the flow. An epoch begins with
-#: `FIRST_HORIZON`, and each lookahead doubles it: a million for each of several jobs at once would delay their first
-#: batches by a second.
+#: In a flow of up to `MAX_WHOLE` samples, a lookahead contains all future reads of a job. In a larger flow, it contains
+#: the job's next samples: `FIRST_HORIZON` when an epoch begins, twice the number in each further lookahead, at most
+#: `HORIZON`. Larger first lookaheads would delay the first batches.
 MAX_WHOLE, HORIZON, FIRST_HORIZON = 1 << 22, 1 << 20, 1 << 17
-#: The next lookahead is requested once half of the certain samples are, if there are this many.
+#: If a lookahead has more certain samples than this, the next one is requested when half of them have been requested.
 _MANY_CERTAIN = 1 << 16
 
 
@@ -33,8 +32,8 @@ class KnownEpoch:
 
     Args:
         ahead: future reads, from the job's sampling group or its own sampler.
-        drawn: samples that were drawn since the epoch began at this router, in order.
-        done: samples that the job had read before the epoch began at this router, ascending.
+        drawn: samples that were drawn since the epoch began at this router, in order; in a large flow, the last ones.
+        done: samples that the job had read before the epoch began at this router, ascending; empty in a large flow.
     """
 
     ahead: Lookahead
@@ -44,7 +43,7 @@ class KnownEpoch:
     def cut(self, first: int, end: int, size: int) -> tuple[JobLookahead, list[Any]]:
         """Return (`JobLookahead`, its five arrays) for a shard that owns the keys from `first` to before `end`.
 
-        size: number of samples of the flow.
+        size: number of samples of the flow. The caller sets the version and weight of the `JobLookahead`.
         """
         ahead, dtype = self.ahead, compact(size)
         certain = _within(np.concatenate([self.drawn, ahead.certain]), first, end)
@@ -68,7 +67,7 @@ class KnownEpoch:
 
 
 def joint_order(parts: dict[int, IndexArray], replicas: int) -> IndexArray:
-    """Return the order of a job whose ranks read alternately. parts: the order of each rank, by rank."""
+    """Return the order of a job whose `replicas` ranks read alternately. parts: the known orders of ranks, by rank."""
     if replicas == 1:
         return parts[0]
     places = np.concatenate([np.arange(len(part)) * replicas + rank for rank, part in parts.items()])
@@ -86,7 +85,7 @@ _REQUESTS_FIXED, _REQUESTS = 8, 32
 
 
 class LookaheadParts(NamedTuple):
-    """Arrays of a router's answer; see `JobLookahead`."""
+    """Arrays of a lookahead, as in the frames of a router's answer: see `JobLookahead`."""
 
     certain: Keys
     likely: Keys
@@ -96,7 +95,7 @@ class LookaheadParts(NamedTuple):
 
     @classmethod
     def of(cls, frames: Sequence[memoryview], size: int) -> LookaheadParts | None:
-        """Return copies of the arrays in an answer's frames; None without frames. size: samples of the flow."""
+        """Return copies of the arrays in an answer's frames; None without frames. size: the flow's sample count."""
         if not frames:
             return None
         dtypes = [compact(size), compact(size), np.float64, compact(size), compact(size)]
@@ -151,7 +150,7 @@ class _JobEpoch:
 
 
 class ShardLookaheads:
-    """Record of the lookaheads that one shard has of its jobs, and must request. Not thread-safe: one thread owns it.
+    """State machine that decides when a shard requests its jobs' lookaheads from the router. Not thread-safe.
 
     Args:
         flow: the name and version of the flow.
@@ -165,7 +164,7 @@ class ShardLookaheads:
         self._due: list[str] = []
 
     def assign(self, first: int, end: int) -> None:
-        """Set the keys that the shard owns. `requests` then returns requests for the lookaheads of all jobs."""
+        """Set the keys that the shard owns. If there are any, `requests` then returns requests for all jobs."""
         self._first, self._end = first, end
         for name, job in self._jobs.items():
             job.wanted = _Marks(first, end)
@@ -175,8 +174,7 @@ class ShardLookaheads:
     def wanted(self, reader: str, name: str, epoch: int, keys: Sequence[int]) -> bool:
         """Record that a reader of the job `name` requests these keys.
 
-        Returns whether the reader is in the latest epoch that any rank of the job has begun. The policy must not count
-        reads of a rank that is still in an earlier epoch.
+        Returns False if another rank of the job is in a later epoch: the policy must not count these reads.
         """
         job = self._jobs.get(name)
         if job is None:
@@ -222,7 +220,7 @@ class ShardLookaheads:
         return requests
 
     def failed(self, requests: Sequence[LookaheadRequest]) -> None:
-        """Record that these requests may be unanswered; `requests` then returns them again."""
+        """Record that these requests have failed. `requests` then returns requests for the same jobs again."""
         for request in requests:
             if (job := self._jobs.get(request.job)) is not None:
                 self._request(request.job, job)

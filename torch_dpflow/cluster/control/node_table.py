@@ -53,7 +53,7 @@ class NodeTable:
         self._nodes: dict[str, _JoinedNode] = {}
 
     def restore(self, record: NodeRecord, now: float) -> bool:
-        """Add a node that an earlier coordinator stored. Return False if it belongs to another cluster."""
+        """Add a node from the state store; return False if it is of another cluster, or its name is in the table."""
         if record.cluster != self._cluster or record.name in self._nodes:
             return False
         self._generation = max(self._generation, record.generation)
@@ -166,10 +166,9 @@ class NodeScaling:
     _less: tuple[float, int] | None = field(default=None, init=False)
 
     def wanted(self, workers: int, running: int, now: float) -> int:
-        """Return how many nodes should run now, when all flows together need `workers` workers.
+        """Return how many nodes should run now, if all flows together need `workers` workers.
 
-        running: number of running nodes, from which the first call starts, because an earlier coordinator may have
-            started them.
+        running: number of running nodes, used only in the first call: an earlier coordinator may have started them.
         """
         limits = self.limits
         needed = limits.clamp(-(-workers // limits.workers_each))

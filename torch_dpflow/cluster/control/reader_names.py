@@ -3,7 +3,7 @@
 A name belongs to the process that joined under it until its lease expires or it leaves. Another process that requests
 the name has to repeat its request, because the holder may have ended or be about to leave. If the holder renews its
 lease `LEAVING_S` after the first request, the other process is refused for good. Otherwise the lease expires, and the
-next process that requests the name gets it. A holder that is known to have ended is replaced at once.
+next process that requests the name gets it. `leave` frees the name of a holder that is known to have ended.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ LEAVING_S = 3.0
 
 
 class Rivals(dict[int, float]):
-    """Refused requests for what another process holds: each caller's first request, by the caller's random number."""
+    """Times of the first refused request of each process (seconds), by the process's random number (`holder`)."""
 
     def refuse(self, rival: int, renewed: float, now: float, *, busy: str, final: str) -> NoReturn:
-        """Refuse a request of the process `rival`, by one of two errors.
+        """Refuse a request of the process `rival`, because it conflicts with another process, the holder.
 
-        renewed: when the holder of the name last renewed its lease.
+        renewed: when the holder last renewed its lease. busy, final: texts of the two errors.
 
         Raises:
-            NameBusyError: the holder may have ended (text: `busy`). The caller repeats the request.
-            UsageError: the holder has renewed its lease `LEAVING_S` after the first request (text: `final`).
+            NameBusyError: the holder may have ended. The caller repeats the request.
+            UsageError: the holder has renewed its lease more than `LEAVING_S` after the first request.
         """
         if renewed > self.setdefault(rival, now) + LEAVING_S:
             del self[rival]

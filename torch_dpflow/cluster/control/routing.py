@@ -1,8 +1,8 @@
 """Ownership of keys by shards: a pure state machine (thesis 4.3.3: routing generations).
 
-The keys 0 to size-1 are divided among the shards in ranges of equal length. Every change of the shards begins a new
-generation. A shard refuses a call that names an older one, and the caller fetches the new table. Shards can therefore
-be added and removed while jobs read: a shard that is no longer expected owns nothing in the next generation, and runs
+The keys 0 to size-1 are divided about equally among the shards, in ranges. Every change of the shards begins a new
+generation. A shard refuses a call with an older generation, and the caller fetches the new table. Shards can therefore
+be added and removed while jobs read: a shard that is no longer expected owns no keys in the next generation, and runs
 until its jobs have left.
 """
 
@@ -53,7 +53,7 @@ class Routing:
 
     @property
     def complete(self) -> bool:
-        """Whether there is a table, because every expected shard has registered at least once."""
+        """Whether there is a table. The first is made once all expected shards have registered."""
         return self.generation > 0
 
     @property
@@ -69,7 +69,7 @@ class Routing:
         )
 
     def expect(self, shards: Collection[str]) -> None:
-        """Set which shards own keys after they have registered. Raises OptionError if `shards` is empty."""
+        """Set the shards that should own keys once they have registered. Raises OptionError if `shards` is empty."""
         if not shards:
             raise OptionError("expected=[]: at least one shard has to own the keys")
         self._expected = frozenset(shards)
@@ -81,8 +81,8 @@ class Routing:
     def register(self, shard: str, incarnation: int, address: str, now: float) -> RangeAssignment | None:
         """Register a shard, or renew its lease.
 
-        Returns the shard's range, which is empty until the table is complete, and retired if the shard is not expected;
-        None if a process with a higher incarnation has replaced this one.
+        Returns the shard's range: empty until the table is complete, and marked `retired` if the shard is not expected.
+        Returns None if a process with a higher incarnation has replaced this process.
         """
         if incarnation < self._incarnations.get(shard, 0):
             return None
@@ -100,7 +100,7 @@ class Routing:
         return RangeAssignment(self.generation, first, end)
 
     def tick(self, now: float) -> list[str]:
-        """Expire leases; return the lost shards, whose keys have been reassigned."""
+        """Reassign the keys of shards whose leases have expired; return these shards."""
         lost = self._leases.expire(now)
         for name in lost:
             del self._shards[name]

@@ -9,8 +9,8 @@ A shard serves samples in one thread. This thread limits the flow if two conditi
 A thread that waits for a processor has less processor time, and does not count as busy: more shards would not help.
 
 **Up.** The number of shards then grows by half, at least by one. The next step follows after the new shards have been
-measured. If a step has not increased the rate, the next step is delayed, each time for twice as long: if all jobs read
-the keys of one shard, more shards do not help.
+measured. If a step has hardly increased the rate, the next step is delayed, each time for twice as long: if all jobs
+read the keys of one shard, more shards do not help.
 
 **Down.** One shard is removed if the busiest thread would also have been far from its limit with one shard less, for
 some time. Each step up that follows a step down doubles this time. So the number settles while the load is constant.

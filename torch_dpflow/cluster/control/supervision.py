@@ -1,11 +1,11 @@
 """Processes that a node keeps running: a pure state machine without a process, thread or clock inside.
 
-A process that ends is restarted under a higher incarnation; if it ends at once repeatedly, the pauses grow. A worker
-that ends before it is up counts as having ended at once, however long it took. A process that sends no heartbeats is
-killed first. Only desired processes are restarted.
+A process that ends is restarted under a higher incarnation, as long as it is desired. If it ends at once repeatedly,
+the pauses grow. A worker that ends before it is up (has its dataset) counts as having ended at once, however long it
+took. A process that sends no heartbeats is killed, and then restarted.
 
-Workers are started a few at a time: if all started at once on few cores, they would delay all heartbeats. If nearly all
-heartbeats are late, the host is short of processor time, and no process is killed for that.
+Workers are started a few at a time: if all started at once on few cores, they would delay all heartbeats. If most
+heartbeats are late, the host is short of processor time, and the time limit for heartbeats is extended.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from torch_dpflow.workers.platform import RETRY_S, shortened
 
 #: A process without a heartbeat for this long is killed and restarted (seconds).
 LEASE_S = 2 * clocks.LEASE_S
-#: The pause before a process that ended at once is restarted, first and longest (seconds); `RETRY_S` is the longest of
-#: a worker that has not been up.
+#: After the n-th end at once in a row (n > 1), a process is restarted `FIRST_PAUSE_S * 2**n` seconds later, at most
+#: `LONGEST_PAUSE_S`; a worker that was never up, at most `RETRY_S`.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
-#: A process that has run for this long did not end at once (seconds). Equal to the longest pause: no process is started
-#: more often than that, and one that is killed from outside is restarted without a pause.
+#: A process that has run for this long did not end at once (seconds), and is restarted without a pause. Equal to the
+#: longest pause, so that no process is restarted more often.
 STABLE_S = 2.0
-#: Time limit of the first heartbeat (seconds), from the start or the latest sign that the process runs: it imports. It
-#: doubles with each start in a row that exceeds it, this many times at most.
+#: Time limit for the first heartbeat of a process (seconds), since its start or its latest progress. It doubles with
+#: each start in a row that exceeds it, at most `MAX_DOUBLINGS` times.
 START_S, MAX_DOUBLINGS = clocks.START_S, 3
 #: Longest time for which a starting worker delays the next ones (seconds).
 START_PACE_S = 10.0
-#: If three in four intervals between heartbeats of the others exceed this (seconds), all leases grow in proportion, by
-#: at most this factor.
+#: A lease is extended if three in four of the other processes' intervals between heartbeats exceed `LATE_HEARTBEAT_S`
+#: (seconds): in proportion, by at most the factor `MAX_LEASE_FACTOR`.
 LATE_HEARTBEAT_S, MAX_LEASE_FACTOR = 2 * clocks.HEARTBEAT_S, 6.0
 WORKER = "worker"
 #: Maximum number of characters of the description of how a process ended.
 MAX_ENDED = 1500
-#: Key in the status of a worker that has started.
+#: Key in the status of a worker, true once the worker has its dataset.
 UP = "up"
 
 
@@ -120,7 +120,7 @@ class _Process:
 class Supervisor:
     """State machine that keeps the desired processes running. Not thread-safe.
 
-    Methods return instructions, which the caller must carry out in this order.
+    Methods return instructions, which the caller must carry out in the order of the list.
 
     Args:
         lease_s: time without a heartbeat after which a process is killed (seconds).
@@ -139,7 +139,7 @@ class Supervisor:
         self.revision = 1
 
     def begin(self, incarnations: int) -> None:
-        """Set the number above which incarnations begin, because processes with the same ids ran elsewhere before."""
+        """Use incarnations above this number, because processes with the same ids have run elsewhere before."""
         self._spawns = max(self._spawns, incarnations)
 
     def desire(self, launches: Iterable[Launch], now: float) -> list[SupervisorInstruction]:
@@ -170,7 +170,7 @@ class Supervisor:
         return out + self._spawn_due(now)
 
     def on_started(self, id: str, incarnation: int, pid: int, now: float) -> list[SupervisorInstruction]:
-        """Record that a process has been launched. After each `Spawn`, call this; if the launch failed, `on_ended`."""
+        """Record that a process has been launched. Call this after each `Spawn`, or `on_ended` if the launch failed."""
         process = self._processes[id]
         process.runs, process.pid, process.launching = True, pid, False
         process.began = process.progressed = now
@@ -222,7 +222,7 @@ class Supervisor:
         return True
 
     def is_desired(self, id: str, incarnation: int) -> bool:
-        """Return whether this process should run."""
+        """Return whether this incarnation of a process should run."""
         process = self._processes.get(id)
         return process is not None and process.incarnation == incarnation and process.desired
 
@@ -235,7 +235,7 @@ class Supervisor:
         return self._processes[id].launch.settings
 
     def tick(self, now: float) -> list[SupervisorInstruction]:
-        """Apply time limits: kill silent processes, start due processes. First record all events up to `now`."""
+        """Kill silent processes and start due processes. The caller must have recorded all events up to `now`."""
         out: list[SupervisorInstruction] = []
         for process in self._processes.values():
             process.starting &= now - process.began < START_PACE_S
@@ -269,7 +269,7 @@ class Supervisor:
 
     @property
     def next_due(self) -> float | None:
-        """Time at which the next waiting process is due to start (seconds); None if no process waits."""
+        """Time at which the next process is due to start (seconds); None if none waits, or no more may be started."""
         services, workers = self._capacity()
         dues = [
             one.due

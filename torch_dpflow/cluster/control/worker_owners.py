@@ -40,8 +40,7 @@ class WorkerOwners:
 
     Args:
         prefix: prefix of the names of all remote workers of the cluster.
-        workers: maximum number of workers of the cluster; while workers are replaced, a tenth more, at least one, are
-            allowed.
+        workers: maximum number of workers of the cluster. A tenth more, at least one, are allowed for replacements.
     """
 
     def __init__(self, prefix: str, workers: int) -> None:
@@ -58,13 +57,13 @@ class WorkerOwners:
         return len(self._members)
 
     def limit(self, most: int | None) -> None:
-        """Lower the maximum number of workers to the limit of the platform; None: no limit."""
+        """Lower the maximum number of workers to `most`, the platform's limit; None: the platform has no limit."""
         self.most = self.most if most is None else min(self.most, most)
 
     def attach(self, shard: str, incarnation: int, names: Iterable[str], now: float) -> int:
-        """Attach a shard that has these workers; return how many outcomes it has received so far.
+        """Attach a shard that owns the workers `names`; return how many outcomes this incarnation has received.
 
-        Raises StaleShardError if the shard has been replaced, UsageError if another shard has one of the names.
+        Raises StaleShardError if the shard has been replaced, UsageError if a name is not allowed or another shard's.
         """
         owner = self._owners.get(shard)
         if owner is not None and owner.incarnation > incarnation:
@@ -80,7 +79,7 @@ class WorkerOwners:
         return owner.seen
 
     def hears(self, shard: str, incarnation: int, now: float) -> bool:
-        """Renew the lease of a shard that calls; return whether this shard is attached."""
+        """Renew the lease of a shard that has called; return False if this incarnation is not attached."""
         owner = self._owners.get(shard)
         if owner is None or owner.incarnation != incarnation:
             return False
@@ -90,8 +89,8 @@ class WorkerOwners:
     def start(self, shard: str, name: str) -> bool:
         """Record a shard's request for a worker; return whether the caller must start the worker.
 
-        False: the worker was started before, or the request is refused. A refusal is a `Refused` outcome with the
-        reason, which `news` returns.
+        Returns False if the worker was started before, or if the request is refused. For a refusal, `news` then returns
+        a `Refused` outcome with the reason.
         """
         if name in self._members:
             if isinstance(self._members[name], float):
@@ -125,7 +124,7 @@ class WorkerOwners:
             self._owners[shard].news.append(outcome)
 
     def news(self, shard: str, seen: int) -> tuple[int, list[Outcome]]:
-        """Forget the outcomes that a shard has received; return (count, up to `MAX_EVENTS` further outcomes).
+        """Return (count, up to `MAX_EVENTS` outcomes that a shard has not received), and drop the received outcomes.
 
         seen: number of outcomes that the shard has received. The count is `seen` plus the number of returned outcomes.
         """
@@ -137,7 +136,7 @@ class WorkerOwners:
         return owner.seen + len(told), told
 
     def release(self, shard: str, incarnation: int, end_at: float) -> list[str]:
-        """Detach a shard that is ending, and return its workers. Workers that still run at `end_at` will be ended."""
+        """Detach a shard and return its workers; [] if it is not attached. At `end_at`, `to_end` returns them."""
         owner = self._owners.get(shard)
         if owner is None or owner.incarnation != incarnation:
             return []

@@ -27,7 +27,7 @@ from torch_dpflow.ipc.messages.fields import Body, Count, Name, Seconds, Text
 MAX_SIZE, MAX_SHARDS, MAX_WORKERS = 2**31 - 1, 256, 4096
 #: Minimum memory of the cache of a shard (bytes).
 MIN_MEMORY = 1 << 20
-#: Minimum time for which services outlive their last job (seconds); a router reports its jobs once a second.
+#: Minimum time for which services outlive their last job (seconds).
 MIN_IDLE_S = 3.0
 #: Fields of which each shard needs a part.
 _OF_EVERY_SHARD = ("workers", "memory_bytes")
@@ -48,7 +48,7 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
     fingerprint: Annotated[dict[Name, Text], msgspec.Meta(max_length=64)]
     #: Whether loading a sample twice returns the same value.
     repeatable: bool = False
-    #: Number of shards; None: the number that the rate of its jobs needs.
+    #: Number of shards; None: the number that the jobs' reading speed needs.
     shards: Count | None = None
     #: Number of workers of all shards together.
     workers: Count = 2
@@ -57,24 +57,24 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
     #: Cache policy, or "none".
     policy: Name = "alsd"
     strategy: Name = "shared-log"
-    #: How many samples the caches hold, for strategies that follow residency; 0: the number that the shards report, and
-    #: before that a tenth of all samples.
+    #: Number of samples that the caches hold, for strategies that use it; 0: the number that the shards report, or a
+    #: tenth of all samples before they report.
     cache_samples: Count = 0
     #: Seeds the random draws of the sampling group.
     seed: Count = 0
     #: How long services outlive the last job (seconds).
     idle_s: Seconds = 600.0
-    #: Whether the dataset has a per-draw stage behind the cacheable one.
+    #: Whether the dataset has a per-draw stage after the cacheable stage.
     staged: bool = False
     #: Timeout of loading one sample, after which its worker is killed as hung (seconds); None: no timeout.
     task_timeout_s: Seconds | None = None
-    #: Digests of the parts that are sent to its workers; they must be equal in all descriptions of one version.
+    #: Digests of the parts of its content, equal in all descriptions of one version except for parts in `ignore`.
     parts: ContentParts = {}
-    #: Patterns of parts that may differ.
+    #: Patterns of names of parts that may differ between jobs.
     ignore: Annotated[tuple[Pattern, ...], msgspec.Meta(max_length=MAX_IGNORED)] = ()
-    #: The name of the script, for messages.
+    #: Name of the script that registers the flow, for messages.
     script: Name = SCRIPT_PART
-    #: Modules that its workers import; they do not affect samples. None: not known.
+    #: Modules that its workers import, which descriptions of one version may state differently. None: not known.
     imports: FlowImports | None = None
 
     @property
@@ -83,10 +83,7 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
         return f"{self.name}:v{self.version}"
 
     def check(self) -> None:
-        """Raise OptionError if a field has a value with which the services cannot run.
-
-        They would fail at the start, and be restarted endlessly.
-        """
+        """Raise OptionError or OptionTypeError if the value of a field is not allowed."""
         if not _NAME.fullmatch(self.name):
             raise OptionError(
                 f"flow={self.name!r}: 1 to 100 of the characters A-Z a-z 0-9 . _ / - are allowed, a letter or digit "
@@ -113,7 +110,7 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
             raise OptionError(f"flow {self.name!r}: content={self.content!r} is no SHA-256 in hexadecimal")
 
     def difference(self, other: FlowSpec) -> str:
-        """Return how this description differs from `other`, the registered one, for display; empty if they agree."""
+        """Return how fingerprint and parts differ from the registered ones in `other`, for display; empty if equal."""
         differing: list[str] = []
         for name in dict.fromkeys([*self.fingerprint, *other.fingerprint]):
             here, there = self.fingerprint.get(name, "absent"), other.fingerprint.get(name, "absent")
@@ -147,7 +144,7 @@ def check_algorithms(policy: str, strategy: str, size: int = 1) -> None:
 MAX_CONTENT_BYTES, CONTENT_PIECE_BYTES = 1 << 30, 4 << 20
 #: Maximum number of states in the history of a flow.
 MAX_LIFE = 32
-#: Maximum number of jobs that have ended of which a cluster keeps a record.
+#: Maximum number of ended jobs of which a cluster keeps a record.
 MAX_ENDED = 256
 
 Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
@@ -184,8 +181,8 @@ class Access(Body):
 class Scale(Body):
     """To a coordinator: set the number of shards of a flow, and of the workers of all its shards together.
 
-    A number that is None does not change, except that each shard gets at least one worker. "auto": the number of shards
-    that the rate needs. Answered with `FlowView`.
+    None: no change, except that each shard gets at least one worker. "auto": the number of shards that the jobs'
+    reading speed needs. Answered with `FlowView`.
     """
 
     #: With or without a version: see `FlowRegistry.find`.
@@ -217,7 +214,7 @@ class WorkerSeconds(Body):
     #: Includes time of jobs that have left, and time without readers.
     total: Seconds
     by_job: dict[Name, Seconds]
-    #: Price of a worker, by the settings of the platform; 0 if not set.
+    #: Price of one worker for an hour, from the platform's settings; 0 if not set.
     price_per_hour: Seconds = 0.0
 
 
@@ -258,31 +255,31 @@ class FlowView(Body):
     spec: FlowSpec
     state: Name
     jobs: Count
-    #: Whether a higher version is registered: this one is deleted soon after its last job has left.
+    #: Whether a higher version is registered; this version is then removed soon after its last job has left.
     replaced: bool
-    #: The latest states; the last one is current.
+    #: The latest states, oldest first; the last state is the present one.
     life: Annotated[list[LifeStep], msgspec.Meta(max_length=MAX_LIFE)]
     #: None while its services do not run.
     part: Part | None
-    #: What limits the speed of its jobs, such as "workers" or "storage"; empty if nothing is known.
+    #: Name of what limits the speed of the flow's jobs, such as "workers" or "storage"; empty if not known.
     limited_by: Text = ""
     #: Worker-seconds since its services started; None: not known.
     workers_s: WorkerSeconds | None = None
-    #: Seconds until its services end if no job comes; None while it has jobs, or no services.
+    #: Seconds until its services end if no job starts to read; None if it has jobs or no services, or is `replaced`.
     idle_in_s: Seconds | None = None
 
 
 class AutoscaleLimits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Bounds between which autoscaling sets the number of workers of all flows together."""
+    """Bounds of autoscaling: minimum and maximum number of workers of all flows together."""
 
     least: int
     most: int
-    #: How long a job that pauses keeps its workers (seconds).
+    #: Minimum time for which a job that pauses keeps its workers (seconds).
     hold_s: float = 120.0
 
 
 class NodeLimits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Bounds between which the number of nodes that a platform runs follows the demand of jobs."""
+    """Bounds of the number of nodes that a platform runs. The number follows the demand of jobs."""
 
     least: int
     most: int
@@ -305,7 +302,7 @@ class ClusterLimits:
         autoscale: bounds between which the number of workers follows the demand of jobs; None: no autoscaling.
         shards: maximum number of shards, each of which needs a port for remote workers; None: any number.
 
-    Raises OptionError: a limit is below the needs of one flow, or above what can be used.
+    Raises OptionError: `workers` or `memory_bytes` is below the needs of one flow, or above what can be used.
     """
 
     workers: int | None = None
@@ -333,11 +330,11 @@ class CoordinatorArguments(msgspec.Struct, frozen=True, array_like=True, forbid_
     #: Owner of the lease of the state store: see `StateStore.renew`.
     owner: str
     limits: ClusterLimits
-    #: Address at which to listen; empty for an address that the node chooses.
+    #: Address at which to listen; empty for any free port, or a socket in the node's directory.
     address: str = ""
     #: HOST:PORT at which to serve metrics; empty for none.
     metrics: str = ""
     #: As in `WorkerSeconds`.
     price_per_hour: float = 0.0
-    #: Limits of nodes that a platform runs; None: it runs none.
+    #: Limits of the number of nodes that a platform runs; None: no platform runs nodes.
     nodes: NodeLimits | None = None

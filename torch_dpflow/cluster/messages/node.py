@@ -13,11 +13,11 @@ from torch_dpflow.ipc.messages.fields import MAX_NAME, Body, Count, Name, Second
 
 #: Maximum number of processes of one node.
 MAX_PROCESSES = 8192
-#: Maximum number of modules that a node imports once for a flow's workers; they import the others themselves.
+#: Maximum number of modules that a node imports once for a flow's workers, which import other modules themselves.
 MAX_IMPORTS = 256
 #: Maximum number of nodes that join one cluster.
 MAX_NODES = 256
-#: Name of a node; part of the ids of its shards.
+#: Pattern of the names of nodes, which are parts of the ids of the nodes' shards.
 NODE_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 #: How long a cluster that ends waits for the reports of joined nodes, which come twice a second (seconds).
 END_NOTICE_S = 2 * HEARTBEAT_S
@@ -28,13 +28,13 @@ NodeName: TypeAlias = Annotated[str, msgspec.Meta(pattern=NODE_NAME)]
 
 
 class FlowImports(Body):
-    """Modules that the workers of a flow import. A node imports them once for all its workers of the flow."""
+    """Modules that the workers of a flow import."""
 
-    #: Installed modules, in this order.
+    #: Installed modules, which a node imports in this order, once for all its workers of the flow.
     modules: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_IMPORTS)]
     #: The user's own top-level modules, which each worker imports itself.
     own: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_IMPORTS)]
-    #: The script's current directory, and its name.
+    #: Current directory of the user's script, and name of the script.
     directory: Text
     script: Text
 
@@ -42,7 +42,7 @@ class FlowImports(Body):
 class Launch(Body):
     """Description of a process that a node should keep running."""
 
-    #: Unique in the node; a prefix up to a slash names a group.
+    #: Id, unique in the node. Ids of a flow's processes begin with the flow's name and version, such as "NAME:v1/".
     id: Name
     #: A name of `cluster.services.service.ROLES`.
     role: Name
@@ -63,12 +63,12 @@ class Desire(Body):
     """To a node: keep these processes running, and end all other processes that earlier calls have launched."""
 
     launches: Annotated[list[Launch], msgspec.Meta(max_length=MAX_PROCESSES)]
-    #: Addresses of processes of another host, by id, for local processes that request them.
+    #: Addresses of processes on other hosts, by id, for processes of this node that need to connect.
     elsewhere: dict[Name, Text] = {}
 
 
 class Ending(Body):
-    """To a node: kill this worker. If it is still desired, another one replaces it."""
+    """To a node: kill this worker. If the worker is still desired, another worker replaces it."""
 
     id: Name
     incarnation: Count
@@ -99,7 +99,7 @@ class ProcessView(Body):
 
     id: Name
     role: Name
-    #: Counts the processes that have had this id.
+    #: Number that is higher than that of every earlier process with this id.
     incarnation: Count
     #: Process id on its host, for display; 0 while it does not run, or if it has none.
     pid: Count
@@ -108,7 +108,7 @@ class ProcessView(Body):
     status: dict[Name, Any]
     restarts: Count = 0
     runs: bool = True
-    #: How the process before it ended, as `str(End)` says, with the report behind the first line; empty for the first.
+    #: How the previous process of this id ended: `str(End)` on the first line, then a report. Empty if there was none.
     ended: Text = ""
     #: Name of the joined node that runs the process; empty: the cluster's own node.
     node: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
@@ -129,9 +129,9 @@ def by_flow(processes: Iterable[ProcessView]) -> Mapping[str, list[ProcessView]]
 
 
 class Running(Body):
-    """Processes of a node: the answer to `changes`, whose argument is the latest revision that the caller has."""
+    """Answer of a node to the call `changes`: its processes. The call contains the last known `revision`, or 0."""
 
-    #: Grows whenever a process starts, ends or reports its address; 0 before the first.
+    #: Grows whenever the desired processes change, or a process starts, ends or reports a new address.
     revision: Count
     processes: Annotated[list[ProcessView], msgspec.Meta(max_length=MAX_PROCESSES)]
     #: As in `Desire`.
@@ -142,15 +142,15 @@ class NodeJoin(Body):
     """To a coordinator: this host can run shards and workers. Answered with `NodeJoined`."""
 
     name: NodeName
-    #: Identifies the process: if the answer is lost, the same process may repeat the call.
+    #: Random id of the node's process. A call that is repeated by the same process gets the same answer.
     process: Name
-    #: Its version of torch_dpflow.
+    #: The node's version of torch_dpflow.
     release: Name
     #: As returned by `remote.shipping.compatibility.versions_here`.
     versions: Annotated[dict[Name, Name], msgspec.Meta(max_length=32)]
     #: Proof that it has the server key: see `connection_file.node_proof`.
     proof: Name
-    #: Address of its host, at which its shards listen; for display, like the number of processors.
+    #: Address of its host, at which its shards listen; for display.
     address: Name
     processors: Count
 
@@ -178,8 +178,9 @@ class NodeReport(Body):
 class NodeAssignment(Body):
     """Answer to `NodeReport`: processes that the node should run."""
 
-    #: False once the cluster has expired the node, which then stops all processes before it joins again.
+    #: False if the node does not belong to the cluster any more; it then stops all processes and joins again.
     is_known: bool
+    #: Whether the cluster ends.
     ends: bool = False
     #: Whether the node should leave, because fewer nodes are needed.
     leaves: bool = False
@@ -213,7 +214,7 @@ class FleetTarget(Body):
 class NodeRecord(Body):
     """Record of a joined node, in the form in which the coordinator stores it."""
 
-    #: As in `ClusterPlace`: the same after a restart of the coordinator, another one in a new cluster.
+    #: Id of the cluster, `ClusterPlace.cluster`: the same after a restart of the coordinator, new in a new cluster.
     cluster: Name
     name: NodeName
     #: As in `NodeJoin`.

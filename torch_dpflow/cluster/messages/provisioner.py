@@ -21,7 +21,7 @@ from torch_dpflow.ipc.messages.remote_worker import MAX_LAUNCH_SPEC_BYTES
 from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Refused, Warned
 from torch_dpflow.workers.platform import Limits
 
-#: Maximum remote workers of one shard at a time. Successors and workers that are ending count too.
+#: Maximum remote workers of a provisioner, also of one shard. Successors and workers that are ending count too.
 MAX_OWNED = 4 * MAX_WORKERS
 #: Maximum number of requests in one call, and events in one answer.
 MAX_REQUESTS, MAX_EVENTS = 256, 256
@@ -53,7 +53,7 @@ class Attach(Body):
 
 
 class Attached(Body):
-    """Answer to `Attach`: limits and address of the provisioner's platform."""
+    """Answer to `Attach`: limits of the provisioner's platform, and where the shard should listen."""
 
     limits: Limits
     #: Address at which the shard should listen for its workers.
@@ -86,7 +86,7 @@ Request: TypeAlias = StartRequest | StopRequest | SuspectRequest
 
 
 class Requests(Body):
-    """To a provisioner: start, stop or check workers, in this order. Answered with True.
+    """To a provisioner: carry out these requests, in order, to start, stop or check workers. Answered with True.
 
     If the shard is not attached, the call has no effect and the answer is False.
     """
@@ -101,12 +101,12 @@ class EventsRequest(Body):
 
     shard: Name
     incarnation: Count
-    #: Number of events that the shard has received since it attached.
+    #: Number of events that the shard has received: `seen` of the latest `Events`, or before the first, of `Attached`.
     seen: Count
 
 
 class RefusedStart(Body, tag="refused"):
-    """Outcome `Refused` of a platform, as a message."""
+    """Message with a platform's outcome `Refused`: a start that the platform has refused."""
 
     name: Name
     #: Class of the error, its text, and the time until the next attempt (seconds).

@@ -14,12 +14,12 @@ class RegisterShard(Body):
     """To a router: heartbeat of a shard, which serves at `address`. Answered with `RangeAssignment`."""
 
     shard: Name
-    #: Counts the processes of this shard.
+    #: Number of the shard's process, higher than that of every earlier process of the shard.
     incarnation: Count
     address: Text
     #: Secret of the node that started the shard. It is required because jobs connect to every registered shard.
     token: Name
-    #: How many samples its cache can hold, by the size of the latest samples; 0 if not known.
+    #: Number of samples that fit in the shard's cache, by the size of recent samples; 0 if not known.
     cache_samples: Count = 0
 
 
@@ -29,8 +29,7 @@ class RangeAssignment(Body):
     generation: Count
     first: Count
     end: Count
-    #: Whether the shard owns no keys and ends once its jobs have left. In this order (other shards receive its keys,
-    #: jobs leave, the shard ends) every key has an owner at all times.
+    #: Whether other shards own the shard's keys now, so that the shard should end once its jobs have left.
     retired: bool = False
 
 
@@ -55,15 +54,16 @@ class LookaheadRequest(Body):
     end: Count
     #: Version of the latest answer, 0 for none; an unchanged version is answered without frames.
     version: Count
-    #: In a flow of many samples, how many of the job's next samples are requested.
+    #: Number of the job's next samples to cover in the answer; used only in flows of more than `MAX_WHOLE` samples.
     horizon: Count
 
 
 class JobLookahead(Body):
-    """Answer to `LookaheadRequest`: samples that a job had not read when its epoch began at the router (thesis 3.4.3).
+    """Answer to `LookaheadRequest`: the reads of a job in its epoch, as far as the router knows them (thesis 3.4.3).
 
-    Five frames follow, arrays of sample numbers (`compact`) except for the weights (float64): the certain samples in
-    order, from that beginning; the likely samples; the weights of these; the members; the order of the next epoch.
+    Five frames follow, or none if nothing new is known: the certain samples in order, the first of which may be drawn
+    already; the likely samples; their weights (float64); the members; the order of the next epoch. The dtype of samples
+    is `compact(size)`.
     """
 
     epoch: Count
@@ -73,8 +73,8 @@ class JobLookahead(Body):
     is_complete: bool = False
     #: How many of the requested keys the job reads in the whole epoch.
     length: Count = 0
-    #: Whether the frame of the members is valid: all samples of the job in the epoch or, if the order is not complete,
-    #: all remaining samples. False: all keys of the request are members.
+    #: Whether the frame of the members is valid: the job's samples in the epoch or, if `is_complete` is False, those
+    #: that it had not read before it began the epoch at this router. False: all keys of the request are members.
     has_members: bool = False
     has_following: bool = False
     #: As in `JobOptions`.
@@ -84,7 +84,7 @@ class JobLookahead(Body):
 class ReportOrder(Body):
     """To a router: the order of an epoch, which the job's own sampler decided.
 
-    A frame of samples (`compact`) follows.
+    A frame of sample numbers follows, of the dtype that `samplers.indices.compact` returns.
     """
 
     job: JobId
@@ -105,7 +105,7 @@ class JobId(Body):
     #: Number from the router that distinguishes processes of one name. A process gets a higher number after its lease
     #: has expired.
     generation: Count
-    #: Name and version of the flow: the service of another flow may listen at the address of one that has ended.
+    #: Name and version of the flow. Another flow's service, which may listen at the same address now, refuses the call.
     flow: Name
     #: Name of the job of which the process is a rank; empty if the process is the whole job.
     job: Text = ""
@@ -116,7 +116,7 @@ class JobFigures(Body):
 
     #: Seconds that the training loop waited in `next()`.
     stall_s: Seconds
-    #: Seconds from the start of each epoch to its latest batch.
+    #: Seconds from the start to the latest batch of an epoch, added up over all epochs.
     reading_s: Seconds
     batches: Count
     samples: Count
@@ -134,7 +134,7 @@ class JobHeartbeat(Body):
 
 
 class JobHeartbeatReply(Body):
-    """Answer to `JobHeartbeat`: generation of the routing table, and figures of the flow."""
+    """Answer to `JobHeartbeat`: the routing table's generation, the flow's limit and its number of jobs."""
 
     #: Generation of the routing table.
     generation: Count
@@ -145,13 +145,13 @@ class JobHeartbeatReply(Body):
 
 
 class JobRank(Body):
-    """Part of a job with several ranks (DDP) that a process reads."""
+    """Rank of a process in a job of several ranks (DDP)."""
 
     #: The job's name, which all its ranks share.
     job: Name
     rank: Count
     replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
-    #: Whether to leave out samples that do not divide evenly; otherwise some are read twice.
+    #: Whether to drop samples that do not divide evenly among the ranks; otherwise some samples are read twice.
     drop_last: bool = False
 
 
@@ -178,8 +178,8 @@ class Join(Body):
     process: Text = ""
     #: `holder` of each process of the same job that is known to have ended.
     replaces: Annotated[list[Count], msgspec.Meta(max_length=MAX_RANKS)] = []
-    #: Generation under which the process read before, 0 for none. The answer has a higher one, which a repeated call
-    #: returns again.
+    #: Previous generation of the process, 0 for none. The answer contains a higher generation; a repeated call returns
+    #: the same generation.
     after: Count = 0
 
 
@@ -202,7 +202,7 @@ class Joined(Body):
 
 
 class EpochPlace(Body):
-    """Position of a process in an epoch. A frame follows: one bit for each sample, set if the sample has been drawn."""
+    """Position of a process in an epoch. A frame follows: one bit for each sample, set if drawn; no bits if none is."""
 
     epoch: Count
     #: Number of samples that have been drawn of the process's part.
@@ -226,7 +226,7 @@ class DrawSamples(Body):
     """To a router: draw the next samples of the process's part of an epoch.
 
     Answered with a frame of int64 sample numbers, empty at the end of the part. The body of the answer is the number of
-    samples at the epoch's start whose order follows from seed and epoch alone; 0 for a job with ranks.
+    samples at the epoch's start whose order follows from seed and epoch alone; 0 for a job of several ranks.
     """
 
     job: JobId
@@ -256,6 +256,7 @@ MAX_JOBS = 1024
 class RouterSettings(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The settings of a router, which may change while it runs."""
 
+    #: Ids of the shards that should own the flow's keys.
     shards: list[str]
     #: As in `FlowView`; reported to jobs.
     limited_by: str = ""

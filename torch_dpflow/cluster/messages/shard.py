@@ -18,11 +18,10 @@ from torch_dpflow.ipc.messages.headers import Frame, PayloadGroup, PayloadTable,
 
 #: How many workers a sample may kill before it is reported as poisoned.
 POISON_LIMIT = 3
-#: Number of tasks that a worker holds. It sends the results of some in one message while others wait or run. This is
-#: half of what torch's loader queues for a worker, with batches of 16.
+#: Usual number of tasks that a worker holds. It sends several results in one message while other tasks wait or run.
 WINDOW = 16
-#: Maximum number of samples that a job has requested ahead of need, from all shards together, and not received. Also
-#: the maximum number of samples for which it waits at one shard.
+#: Maximum number of samples that a job requests ahead of need, from all shards together. A shard ignores requests ahead
+#: beyond this number, and refuses a fetch if the job has requested more than twice this number and not received them.
 MAX_WANTS = 1 << 16
 
 
@@ -45,8 +44,8 @@ class Ask(Body):
     taken: SampleKeys
     #: How many of the last samples will be needed later: a fetch does not wait for them.
     ahead: Count = 0
-    #: Counts the job's requests to all shards. If a shard receives a request after a later one, only the samples that
-    #: the job waits for count: it may have released the others.
+    #: Number of this request among the job's requests to all shards. If a shard has already received a later request,
+    #: it ignores the samples of this request that no fetch waits for: the job may have released them.
     number: Count = 0
 
     @property
@@ -66,8 +65,7 @@ class Served(Body):
 
     #: Each group has one outcome, a number from SAMPLE to WORKERLESS.
     samples: Annotated[list[PayloadGroup], msgspec.Meta(max_length=MAX_SAMPLES)]
-    #: Number of samples that the shard has sent to jobs since it started, these included; and number that it has
-    #: loaded. Every answer has both numbers, so that a job that ends before its first heartbeat has them too.
+    #: Numbers of samples that the shard has sent to jobs (these included) and has loaded, since it started.
     served: Count = 0
     decodes: Count = 0
     #: How long the shard's workers have taken to load, by stage.
@@ -89,7 +87,7 @@ class ShardArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     spec: FlowSpec
 
 
-#: Random bytes that identify the process of a shard.
+#: Number of the random bytes that identify the process of a shard.
 SHARD_ID_BYTES = 8
 #: Frame of a shard's `WorkerWelcome`: id of the shard, pid, number of workers; the digest of the content follows.
 GREETING = struct.Struct(f"<{SHARD_ID_BYTES}sQQ")
@@ -124,8 +122,8 @@ class SampleTask(NamedTuple):
     key: int
     #: Seeds the random draws, with the key.
     draw: int
-    #: The output of the cacheable stage, as table and frames of a payload, for the per-draw stage. None: load the
-    #: sample.
+    #: Input of the per-draw stage (the output of the cacheable stage), as table and frames of a payload; None: load
+    #: the sample by the cacheable stage.
     input: tuple[PayloadTable, list[memoryview]] | None
 
 
@@ -154,7 +152,7 @@ def key_to_load(payload: memoryview) -> int | None:
 
 
 def unpack_task(payload: memoryview) -> SampleTask:
-    """Decode a frame of `pack_task`, whose memory the task's input shares. Raises MessageError if it is invalid."""
+    """Decode a frame of `pack_task`; the task's input shares its memory. Raises MessageError for an invalid frame."""
     try:
         key, draw, length = _NUMBERS.unpack_from(payload)
         if not length:

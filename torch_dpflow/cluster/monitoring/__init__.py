@@ -1,1 +1,1 @@
-"""Figures of a cluster, for display."""
+"""Monitoring of a cluster: its figures, the live page, and metrics for Prometheus."""

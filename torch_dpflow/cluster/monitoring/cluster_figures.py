@@ -1,4 +1,4 @@
-"""Figures of a cluster for display: rows for jobs, flows and processes, and how much jobs share. Pure functions."""
+"""Figures of a cluster for display: rows for flows, shards and jobs, and how much jobs share. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.node import ProcessView, by_flow
 
 T = TypeVar("T")
-#: Little is shared if at least `MIN_SERVED` samples were served, and loads are at least the share `LITTLE` of these.
+#: Jobs share little if at least `MIN_SERVED` samples were served, with at least `LITTLE` loads per served sample.
 MIN_SERVED, LITTLE = 100, 0.9
 
 
 class Sharing(NamedTuple):
-    """Figures that show how much the jobs of a flow share. Counts are since the flow's shards started."""
+    """Figures that show how far the jobs of a flow share loads. Counts are since the flow's shards started."""
 
-    #: Samples that jobs have received, and that workers have loaded.
+    #: Number of samples that jobs have received, and number of samples that workers have loaded.
     served: int
     decodes: int
-    #: Why little is shared, and what to change; empty if much is shared, or if that is not known yet.
+    #: Why little is shared, and what to change; empty if that is no concern or not known yet.
     why: str
     #: What to change, without the reason; empty for nothing.
     change: str = ""
 
 
 def sharing_of(served: int, decodes: int, *, size: int, keeps: bool, jobs: int = 0) -> Sharing:
-    """Return the figures of how much the jobs of a flow share.
+    """Return figures that show how far the jobs of a flow share loads.
 
     served, decodes: as in `Sharing`.
     size: number of samples of the flow. keeps: whether samples are cached for later readers. jobs: number of jobs that
@@ -115,7 +115,7 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     #: The job's part of the flow's worker-seconds.
     worker_s: float = 0.0
-    #: How long the workers of a loader have taken to load, by stage; None for a job of a flow.
+    #: How long the workers of a private loader have taken to load, by stage; None for a job of a flow.
     times: StageTimes | None = None
 
     @property
@@ -138,13 +138,13 @@ class FlowRow(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     shards: int
     figures: ShardFigures
-    #: Why its jobs share little; empty if they share much, or if that is not known yet.
+    #: Why its jobs share little, and what to change, as in `Sharing`.
     sharing: str
     #: What to change so that jobs share more; empty for nothing.
     cache_advice: str = ""
     #: How often its router, its shards and its workers have been restarted.
     restarts: int
-    #: What limits the speed of its jobs; empty if nothing is known.
+    #: Name of what limits the speed of its jobs, as in `FlowView`; empty if not known.
     limited_by: str = ""
     #: Desired number of workers, and the worker-seconds so far.
     desired: int = 0
@@ -159,7 +159,7 @@ class ClusterFigures(msgspec.Struct, frozen=True, kw_only=True):
     jobs: list[JobRow]
 
 
-#: Names of figures of a shard in its status, if different.
+#: Counts among a shard's figures, and their names in the shard's status if different.
 _COUNTS = tuple(name for name in ShardFigures.__struct_fields__ if name != "times")
 _NAMES = {"hits": "shared", "room_bytes": "capacity_bytes"}
 
@@ -232,7 +232,7 @@ def _sum(figures: Sequence[ShardFigures]) -> ShardFigures:
 
 
 def figure_of(status: dict[str, Any], name: str, kind: type[T]) -> T:
-    """Return the figure `name` in the status of a process; an empty `kind` if it is absent or no valid `kind`."""
+    """Return the figure `name` in a process's status, converted to `kind`; `kind()` if it is absent or invalid."""
     with suppress(msgspec.ValidationError):
         return converted(status.get(name, []), kind)
     return kind()

@@ -57,7 +57,7 @@ _JOB_METRICS = (
 def check_metrics_address(address: str, *, public: bool) -> tuple[str, int]:
     """Return (host, port) of the address HOST:PORT.
 
-    public: whether other hosts can read the metrics, which name flows and jobs, without a key.
+    public: allow other hosts to read the metrics, which contain names of flows and jobs, without a key.
 
     Raises:
         OptionError: the address is not HOST:PORT, is in use, or is not loopback although `public` is False.
@@ -75,10 +75,9 @@ def check_metrics_address(address: str, *, public: bool) -> tuple[str, int]:
 
 
 def serve_metrics(address: str, views: Callable[[], Views]) -> None:
-    """Start threads that serve metrics at HOST:PORT until the process ends.
+    """Start threads that serve metrics at HOST:PORT until the process ends. An unusable address is only logged.
 
-    views: returns the data; called for each answer, in one of these threads. If the address cannot be used, this is
-        logged and not raised.
+    views: returns the data; called for each answer, in one of these threads.
     """
     client = _require_client()
     host, _, port = address.rpartition(":")
@@ -91,16 +90,16 @@ def serve_metrics(address: str, views: Callable[[], Views]) -> None:
 
 
 class UnnamedJobs:
-    """Combiner of each flow's unnamed jobs into one row: their random names would make a new series for each run."""
+    """Combiner of each flow's unnamed jobs into one row: their random names would make a time series for each."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: Latest rows of current jobs by flow and job; sums of ended jobs by flow, while the flow exists.
+        #: Latest rows of unnamed jobs by flow and job; sums of ended unnamed jobs by flow, while the flow exists.
         self._seen: dict[tuple[str, str], JobRow] = {}
         self._gone: dict[str, JobRow] = {}
 
     def combine(self, rows: Sequence[JobRow], flows: Collection[str]) -> list[JobRow]:
-        """Return the rows of named jobs, and one row for the unnamed jobs of each flow. Its counts never fall.
+        """Return the rows of named jobs, and one row for the unnamed jobs of each flow, including ended ones.
 
         rows: all current jobs. flows: all existing flows; the counts of other flows are dropped.
         """

@@ -25,14 +25,14 @@ TOKEN_FILE = "DPFLOW_WEB_TOKEN_FILE"
 MIN_TOKEN, MAX_TOKEN = 16, 1024
 #: Allowed requests of one client address: number per second on average, and number at once.
 RATE, BURST = 20.0, 60.0
-#: Maximum number of client addresses whose rate is tracked. The one that was silent for the longest time is dropped.
+#: Maximum number of client addresses whose rate is tracked. Beyond it, the address silent for longest is dropped.
 MAX_CLIENTS = 256
 #: Names of hosts in URLs that reach only this machine.
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def parse_address(name: str, address: str, example: str) -> tuple[str, int]:
-    """Return (host, port) of the address HOST:PORT. Raises OptionError, which names the option `name`."""
+    """Return (host, port) of the address HOST:PORT. Raises OptionError with the option's `name` and the `example`."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]").lower()
     try:
@@ -58,7 +58,7 @@ def check_vacant(name: str, host: str, port: int) -> None:
 
 
 class Refusal(NamedTuple):
-    """Reason why a request is refused."""
+    """Answer to a refused request: HTTP status, text and headers."""
 
     status: int
     text: str
@@ -75,8 +75,8 @@ class PageAuthenticator:
 
     Args:
         digest: digest of the token that each request needs; empty without a token.
-        hosts: names by which the page may be requested; empty for any. Without a token this prevents DNS rebinding: a
-            foreign page could otherwise let its own name resolve to this host, and read the page.
+        hosts: host names that requests may be sent to; empty: any. Needed without a token: otherwise a foreign page
+            could let its own name resolve to this host and read this page (DNS rebinding).
     """
 
     def __init__(self, digest: bytes = b"", hosts: frozenset[str] = frozenset()) -> None:
@@ -86,7 +86,7 @@ class PageAuthenticator:
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def refuse(self, method: str, client: str, host: str, authorization: str, now: float) -> Refusal | None:
-        """Return why a request is refused; None if it is accepted.
+        """Return the answer if a request is refused; None if it is accepted.
 
         client: the client's address. host, authorization: headers of the request, empty if absent.
         now: time in seconds.

@@ -20,7 +20,7 @@ from torch_dpflow.ipc.messages.remote_worker import RemoteWorkerView
 
 #: Maximum number of jobs and of processes on one page. The page shows how many more there are.
 MAX_JOBS, MAX_PROCESSES = 256, 1024
-#: States of processes of nodes; remote workers have those of `WorkerState`.
+#: States of processes of nodes. Remote workers have the states of `WorkerState`.
 RUNNING, STARTING, DOWN = "running", "starting", "down"
 
 
@@ -32,7 +32,7 @@ class ProcessRow(msgspec.Struct, frozen=True, kw_only=True):
     flow: str
     role: str
     state: str
-    #: Host and process id, for display.
+    #: Where it runs, such as "pid 7 of node a", for display; empty if it does not run.
     where: str = ""
     restarts: int = 0
     #: How the previous process of this id ended; empty if there was none, or if its end is not known.
@@ -45,24 +45,24 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     flows: list[FlowRow] = []
     jobs: list[JobRow] = []
     processes: list[ProcessRow] = []
-    #: By `JobRow.key`: what limits a job that waits, and what to change. An absent job has the limit of its flow.
+    #: (Name of the limit, advice) of jobs, by `JobRow.key`. A job without an entry has the limit of its flow.
     limits: dict[str, tuple[str, str]] = {}
-    #: Number of restarts in total, if `processes` do not have it; None: they have it.
+    #: Number of restarts in total; None: the sum of the restarts in `processes`.
     restarts: int | None = None
-    #: Failure of the coordinator, such as "does not answer"; its latest values are then shown. Empty for none.
+    #: Failure of the coordinator, such as "does not answer"; the rows are then its latest values. Empty: no failure.
     failure: str = ""
 
 
 class FlowLine(FlowRow, frozen=True, kw_only=True):
-    """Flow on the page: its row, its state in words, and rates from earlier rows. An unknown rate is None."""
+    """Flow on the page: its row, its state in words, and rates, which are None if unknown."""
 
-    #: Rates since the flow's shards started, and rates over the last seconds.
+    #: Hit rate and decodes per sample: since the flow's shards started, and (`_now`) over the last seconds.
     hit_rate: float | None
     hit_rate_now: float | None
     decodes: float | None
     decodes_now: float | None
     samples_per_s: float | None
-    #: How long samples took over the last seconds, and the shares of the stages; empty if not known.
+    #: Texts on how long samples took to load in the last seconds, and on the shares of the stages; empty if not known.
     sample: str
     stages: str
     #: `limited_by` in words, and what to change; empty for nothing.
@@ -71,7 +71,7 @@ class FlowLine(FlowRow, frozen=True, kw_only=True):
 
 
 class JobLine(JobRow, frozen=True, kw_only=True):
-    """Job on the page: its row, and rates from earlier rows. A rate is None if the job has read nothing lately."""
+    """Job on the page: its row, and rates, which are None if the job has read nothing in the last seconds."""
 
     #: Share of the time in which the job waited: since it started, and over the last seconds.
     stall: float
@@ -86,10 +86,10 @@ class JobLine(JobRow, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Totals of all flows and jobs, measured over the last seconds; None where unknown."""
+    """Totals of all flows and jobs: rates over the last seconds, which are None if unknown, and present numbers."""
 
     samples_per_s: float | None
-    #: Stall share of all jobs that read.
+    #: Share of their time in which the jobs that read have waited for data.
     stall: float | None
     hit_rate: float | None
     decodes: float | None
@@ -100,7 +100,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Headline(msgspec.Struct, frozen=True, kw_only=True):
-    """First line of the page: the limit of the run, and advice."""
+    """First line of the page: what limits the jobs most, and advice."""
 
     text: str
     #: What to change; empty for nothing.
@@ -131,7 +131,7 @@ class History(msgspec.Struct, kw_only=True):
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """Update of the page: all rows, and new events and points of the history; all events and history if `whole`."""
+    """Update of the page: all rows, with the new events and points of the history, or with all of them if `whole`."""
 
     number: int
     whole: bool
@@ -178,7 +178,7 @@ def _rows_of(view: ProcessView) -> Iterator[ProcessRow]:
 
 
 class Limit(NamedTuple):
-    """Texts about a limit: as words, as a clause, what to change, what helps otherwise. NAME stands for the flow."""
+    """Texts about a limit: a name, an explanation, what to change, and what else helps. NAME stands for the flow."""
 
     words: str
     meaning: str
@@ -242,7 +242,7 @@ _OWN_PROCESS = "look at what else runs on the job's host, and at its collate_fn:
 
 
 def limit_of(by: str) -> Limit:
-    """Return the texts about the limit that `by` names. An unknown name is a limit of the platform."""
+    """Return the texts about the limit `by`. A name that is not in `FLOW_LIMITS` is a loader's or the platform's."""
     found = FLOW_LIMITS.get(by)
     return found or Limit(
         _LOADER_WORDS.get(by, f"the platform: {by}"),

@@ -32,13 +32,13 @@ from torch_dpflow.cluster.monitoring.page_figures import (
     limit_of,
 )
 
-#: Interval over which rates are computed (seconds); jobs report once a second.
+#: Interval over which rates are computed (seconds).
 WINDOW_S = 5.0
 #: Maximum number of points of the history, of jobs and of flows in it, and of events.
 MAX_POINTS, MAX_SERIES, MAX_EVENTS = 600, 64, 200
 #: Maximum number of similar events of one moment that are listed separately.
 MAX_ALONE = 4
-#: Name of the limit of a job that waits little.
+#: Name of the limit of a job that hardly waits for data.
 OWN_PACE = "job"
 #: States of a worker that loads, or is ready to load.
 AT_WORK = (RUNNING, "working", "on deck")
@@ -65,7 +65,7 @@ class PageHistory:
         self._latest: Update
 
     def observe(self, seen: Observation, at: float) -> Update:
-        """Add an observation; return the update for pages that have the previous one. at: seconds since 1970."""
+        """Add an observation; return the update for pages that have the previous update. at: seconds since 1970."""
         jobs = {row.key: row for row in seen.jobs}
         flows = {row.flow: row for row in seen.flows}
         while self._seen and not at - WINDOW_S <= self._seen[0][0] < at:

@@ -1,7 +1,7 @@
 """The live page over HTTP: files, the present state as JSON, and a stream of updates. Needs the extra `web`.
 
-As a program (`python -m`, with the number of a socket and a title) it shows the loaders of its parent process. Standard
-input contains the page's address, then observations as lines of JSON. The program ends with its parent.
+As a program (`python -m`, with the file descriptor of a socket and a title) it shows the loaders of its parent process.
+Each line of standard input is JSON: a `PagePlace`, then an `Observation` each. The program ends with its parent.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from torch_dpflow.workers.process_control import at_parents_end, exit_with
 MAX_CONNECTIONS, MAX_STREAMS = 128, 32
 #: Maximum bytes of the head of a request; timeouts of receiving a head, and of a client that must receive (seconds).
 MAX_HEAD, HEAD_S, STUCK_S = 16 << 10, 10.0, 20.0
-#: Duration of a stream (seconds), after which the browser opens another one. Streams to vanished clients
-#: therefore end.
+#: Maximum duration of a stream (seconds), so that streams to vanished clients end. Browsers then open another stream.
 STREAM_S = 600.0
 _FILES = Path(__file__).with_name("page")
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -54,7 +53,7 @@ _HEADERS = {
 
 
 class PageServer:
-    """Thread that serves the live page. Another thread gives it observations.
+    """Server of the live page, in a thread. Another thread passes it observations by `observe`.
 
     Args:
         listener: a listening socket; owned by the server.

@@ -1,4 +1,4 @@
-"""Publication of a running cluster's connection file. Two running clusters cannot have the same path."""
+"""Publication of a running cluster's connection file. A lock keeps other running clusters from using its path."""
 
 from __future__ import annotations
 
@@ -24,17 +24,15 @@ CHECK_S = 2.0
 
 
 class Announcement:
-    """Connection file of a running cluster, locked while the cluster runs.
+    """Connection file of a running cluster. The constructor writes it; it stays locked until `remove` is called.
 
-    A thread writes the file again if it disappears and its folder exists: systemd removes the folder of a user's
-    session at logout. The cluster's own processes do not need the file.
+    A thread writes the file again if it was removed and its folder exists, or if the coordinator's address changes.
 
     Args:
-        current_address: returns the address of the coordinator, empty while unknown; called in another thread. The file
-            is written again when the address changes.
+        current_address: returns the coordinator's address, or an empty string while it is unknown. The thread calls it.
 
     Raises:
-        OptionError: the file cannot be written, or another kind of file is there.
+        OptionError: the file cannot be written or locked, or a file is there that is not a connection file.
         UsageError: another running cluster has its file at this path.
     """
 
@@ -54,7 +52,7 @@ class Announcement:
             raise
 
     def remove(self) -> None:
-        """Remove the file, unless another cluster owns it by now. Call this when the cluster ends."""
+        """Remove the file if it is still this cluster's. Call this when the cluster ends."""
         self._renewal.stop()
         self._renewal.join()
         self._withdraw()
@@ -89,7 +87,7 @@ class Announcement:
 
 
 def check_vacant(path: Path) -> None:
-    """Raise UsageError if a running cluster has its file at `path`, OptionError if the file cannot be written there."""
+    """Raise UsageError if a running cluster uses `path`, OptionError for another kind of file or an unusable folder."""
     leftover = _lock_leftover(path)
     if leftover is not None:
         os.close(leftover)
@@ -100,7 +98,7 @@ def check_vacant(path: Path) -> None:
 
 
 def lock_file(path: Path) -> int | None:
-    """Lock a file; return a descriptor, which holds the lock until it is closed. None: another process has the lock."""
+    """Lock a file. Return a descriptor, which holds the lock until it is closed; None if the file cannot be locked."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

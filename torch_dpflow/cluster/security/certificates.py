@@ -1,8 +1,8 @@
 """Certificates by which both sides of a TLS connection prove that they belong to the cluster.
 
-An authority of the cluster signs one certificate for its servers and one for its clients; then its key is discarded. An
-operator may give other certificates, whose authority may sign for other purposes too. The names in certificates are
-roles and not hosts, because servers may move; both sides check the names.
+`dpflow keygen` generates an authority, which signs one certificate for all servers and one for all clients, and
+discards the authority's key. An operator can provide certificates of another authority instead. A certificate names a
+role (server or client) and not a host, because servers may move; both sides check this name.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _BLOCKS = re.compile(rb"-----BEGIN [A-Z0-9 ]+-----.+?-----END [A-Z0-9 ]+-----", 
 
 
 class ClusterCertificates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Certificates of an authority, a server and a client, as PEM, with their keys."""
+    """Certificates of a cluster, as PEM text. `client` and `server` each contain a certificate and its private key."""
 
-    #: Certificate of the authority, without a key.
+    #: Certificates of the authority, without a key.
     authority: str
     client: str
-    #: Certificate and key of servers; None in files for clients only.
+    #: Certificate and key of servers; None in connection files for clients only.
     server: str | None = None
 
 
@@ -105,7 +105,7 @@ def read_certificates(authority: Sequence[Path], client: Sequence[Path], server:
 def check_certificates(certificates: ClusterCertificates) -> None:
     """Check that client and server accept each other's certificate: key, signature, time, purpose and name.
 
-    Raises OptionError if a certificate is refused.
+    Raises OptionError if a certificate is missing, cannot be read or is refused.
     """
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = client_context(certificates).wrap_bio(to_client, to_server, server_hostname=SERVER_NAME)
@@ -129,12 +129,12 @@ def check_certificates(certificates: ClusterCertificates) -> None:
 
 
 def is_client(certificate: dict[str, Any] | None) -> bool:
-    """Return whether the certificate of a TLS peer, as returned by `getpeercert`, has the name of clients."""
+    """Return whether a TLS peer's certificate, as returned by `getpeercert`, contains the DNS name `CLIENT_NAME`."""
     return ("DNS", CLIENT_NAME) in (certificate or {}).get("subjectAltName", ())
 
 
 def server_context(certificates: ClusterCertificates) -> ssl.SSLContext:
-    """Return the TLS 1.3 context of a server, which accepts only the cluster's clients.
+    """Return the TLS 1.3 context of a server. Clients need a certificate of the authority; check it by `is_client`.
 
     Raises OptionError if there is no certificate for servers, or a certificate cannot be read.
     """

@@ -41,7 +41,7 @@ class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     server_public: str
     client_public: str
     client_secret: str
-    #: For processes that start services; absent from files for jobs.
+    #: Secret key of the cluster's services; None in files for jobs only.
     server_secret: str | None = None
     #: Version of the file's format: 2 with certificates, else 1.
     version: int = 1
@@ -61,7 +61,7 @@ class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return msgspec.structs.replace(self, certificates=certificates, version=_NEWEST)
 
     def client_keys(self) -> ClientKeys:
-        """Return the keys of a job or worker."""
+        """Return the keys with which a job or worker connects to services."""
         return ClientKeys(
             public=self.client_public.encode(),
             secret=self.client_secret.encode(),
@@ -69,7 +69,7 @@ class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
 
     def server_keys(self) -> ServerKeys:
-        """Return the keys of a service. Raises OptionError if the file is for jobs only."""
+        """Return the keys with which a service listens. Raises OptionError if the file is for jobs only."""
         if self.server_secret is None:
             raise OptionError(
                 "the connection file holds no server_secret, so no service can listen with it; use the file of the "
@@ -127,9 +127,9 @@ def read_connection_file(
 ) -> ConnectionFile:
     """Read and check the connection file of a cluster.
 
-    advice: for the error if the file is not a connection file: what to do.
+    advice: what to do if the file is not a connection file, for the error's text.
 
-    Raises OptionError if the file does not exist, other users can read it, or it is not a connection file.
+    Raises OptionError if the file cannot be opened, is not private, or is not a connection file of a known version.
     """
     return _read(
         path,
@@ -209,14 +209,14 @@ def _read(path: str | os.PathLike[str], what: str, *, missing: str, other: str) 
 
 #: Environment variable with the default `address` of `find_cluster`.
 ADDRESS_VARIABLE = "DPFLOW_ADDRESS"
-#: The name of a node's socket in the directory of its cluster.
+#: The name of a node's socket in the node's private directory.
 NODE_SOCKET = "node"
 #: The kernel's limit for the path of a socket (bytes).
 LONGEST_SOCKET_PATH = 107
 
 
 def default_connection_file() -> Path:
-    """Return the path to which `dpflow up` writes its file by default, in a folder that exists in containers too."""
+    """Return the default path of this user's connection file, to which `dpflow up` writes it."""
     folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     return Path(folder) / f"dpflow-connection-{os.getuid()}.json"
 
@@ -246,7 +246,7 @@ def _found_file() -> Path:
 
 
 def keys_hint(address: str) -> str:
-    """Return the text of a hint about keys, for a cluster that does not answer; empty if `address` needs no keys."""
+    """Return a hint on wrong keys, for the error that a cluster does not answer; empty if `address` is not tcp."""
     if not address.startswith("tcp://"):
         return ""
     return (
@@ -265,9 +265,9 @@ class Cluster:
     sends_code: bool = False
 
     def connect(self, address: str | None = None, *, timeout_s: float = 60.0, shared_bytes: int = 0) -> RpcClient:
-        """Return a client of the service at `address`; None: of the coordinator.
+        """Return a client of the service at `address`, or of the coordinator if `address` is None.
 
-        shared_bytes: maximum shared memory for calls with large payloads (bytes).
+        timeout_s: default timeout of a call (seconds). shared_bytes: maximum shared memory for large payloads (bytes).
         """
         return RpcClient(
             self.address if address is None else address,
@@ -277,13 +277,13 @@ class Cluster:
 
 
 def find_cluster(address: str | os.PathLike[str] | None = "auto") -> Cluster:
-    """Return the cluster at `address`.
+    """Return the address and keys of a cluster; this does not connect to it.
 
-    address: "auto" or None for the cluster that `DPFLOW_ADDRESS` names, or else the one that this user has started on
-        this host; the path of a connection file; or ipc://PATH or tcp://127.0.0.1:PORT without keys.
+    address: "auto" or None for the cluster that `DPFLOW_ADDRESS` names, or else the cluster that this user has started
+        on this host; the path of a connection file; or an address without keys, ipc://PATH or tcp://127.0.0.1:PORT.
 
-    Raises OptionError if the connection file does not exist, is invalid or can be read by other users, or `address` is
-    not of these forms; OptionTypeError if `address` is neither text nor a path.
+    Raises OptionError if `address` is not of these forms, or for the reasons of `read_connection_file`;
+    OptionTypeError if `address` has another type.
     """
     check_type("address", address, (str, os.PathLike, type(None)), '"auto" or the path of a connection file')
     if address in (None, "auto"):
@@ -319,10 +319,9 @@ def _check_direct(address: str) -> None:
 
 
 def node_proof(keys: ConnectionFile, name: str) -> str:
-    """Return the proof that a node of this name has the server key of the cluster, 64 hexadecimal digits.
+    """Return a proof that the node `name` has the cluster's server key: 64 hexadecimal digits, sent when it joins.
 
-    The proof is sent through a connection that is encrypted with that key. A job's connection file lacks the key, so a
-    job can neither make nor read a proof. Raises OptionError for a job's file.
+    Raises OptionError if `keys` are from a file for jobs only, which lacks this key.
     """
     secret = keys.server_keys().secret
     return hmac.new(secret, b"dpflow node " + name.encode(), hashlib.sha256).hexdigest()

@@ -1,8 +1,8 @@
 """Contents of flows (pickled datasets) as files: at the coordinator, and once on each host.
 
-A content may have hundreds of megabytes. It is identified by its digest and transferred in pieces. No service holds a
-content in memory, or waits for hashing and writing: a thread of the coordinator does this. Workers fetch their content
-from the coordinator directly.
+A content is identified by its digest. Its size may be hundreds of megabytes, so it is transferred in pieces, and never
+held in a service's memory as a whole. A separate thread of the coordinator hashes and writes it. Workers fetch their
+content directly from the coordinator.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torch_dpflow.log import SERVICE
 
 T = TypeVar("T")
 
-#: Maximum number of simultaneous uploads to the coordinator, and of calls that wait for its thread.
+#: Maximum number of simultaneous uploads to the coordinator, and of calls that wait for the thread for files.
 MAX_DRAFTS, MAX_WAITING = 64, 32
 #: Timeout of the transfer of a piece (seconds).
 PIECE_S = 30.0
@@ -58,10 +58,10 @@ class _Draft:
 
 
 class ContentFiles:
-    """Directory of contents, one file each, named by its digest. Not thread-safe: one thread calls the methods.
+    """Directory of contents: one file for each, named by the content's digest. Call all methods in one thread.
 
     Args:
-        directory: path of the directory, created if it does not exist; only its owner can access it.
+        directory: path of the directory. If it does not exist, it is created so that only its owner can access it.
 
     The constructor, `receive` and `read` raise StateError if the directory cannot be used.
     """
@@ -85,7 +85,7 @@ class ContentFiles:
         """Store the next piece. Return the number of stored bytes: the offset of the next piece, or the content's size.
 
         A piece at a different offset is ignored, because several clients may upload one content. Raises UsageError if
-        the complete content does not have its digest.
+        the complete content differs from the piece's `digest` or `size`.
         """
         if piece.digest in self.digests:
             return piece.size
@@ -105,7 +105,7 @@ class ContentFiles:
         return draft.held
 
     def read(self, request: ContentRequest) -> tuple[int, bytes]:
-        """Return (size of a content in bytes, the requested piece). Raises UsageError if the content is not stored."""
+        """Return (content's size in bytes, its requested piece). Raises UsageError if the content is not stored."""
         if request.digest not in self.digests:
             raise UsageError(f"no content {request.digest!r} is stored")
         try:
@@ -156,7 +156,7 @@ class ContentFiles:
 
 
 def check_piece(piece: ContentPiece, frames: Sequence[memoryview]) -> None:
-    """Raise UsageError if the content or the piece is too large, or `frames` is not a single piece."""
+    """Raise UsageError if the content is too large, or `frames` is not a single piece of an allowed size."""
     if piece.size > MAX_CONTENT_BYTES:
         raise UsageError(f"the content of a flow has {piece.size} bytes; {MAX_CONTENT_BYTES} are allowed")
     if len(frames) != 1 or not 1 <= frames[0].nbytes <= CONTENT_PIECE_BYTES:
@@ -164,7 +164,7 @@ def check_piece(piece: ContentPiece, frames: Sequence[memoryview]) -> None:
 
 
 class Contents:
-    """Contents of a coordinator, with a thread that reads and writes the files. One other thread calls all methods.
+    """Contents of flows at a coordinator. A thread reads and writes the files; call all methods in one other thread.
 
     Raises StateError if the directory cannot be used.
     """
@@ -176,7 +176,7 @@ class Contents:
 
     @property
     def digests(self) -> set[str]:
-        """Digests of the complete contents."""
+        """Digests of the completely uploaded contents."""
         return self._files.digests
 
     def run(self, call: IncomingCall, work: Callable[[ContentFiles], T], done: Callable[[T], None]) -> None:
@@ -219,7 +219,7 @@ def open_content(place: ClusterPlace, digest: str, on_progress: Callable[[], Non
     on_progress: called repeatedly while the content is fetched.
     coordinator: id of the coordinator's process.
 
-    Raises DPFlowError if no piece arrives for `FETCH_S`, or if the received content does not have the digest.
+    Raises DPFlowError if no piece arrives for `FETCH_S` seconds, or the received content does not have the digest.
     """
     folder = Path(place.directory, "contents")
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -56,8 +56,8 @@ METHODS: dict[str, Any] = {
     "ended": None,
     "processes": None,
 }
-#: How long a job's call waits for the router of its flow (seconds). Shorter than a job's timeout, so that a job can
-#: distinguish services that start from an absent coordinator.
+#: How long a job's call waits for the router of its flow (seconds). Shorter than a job's timeout, so that the job
+#: gets an answer from the coordinator even while services are starting.
 ACCESS_S = 2.0
 _encode = msgspec.msgpack.encode
 
@@ -75,13 +75,13 @@ class Coordinator:
 
     Args:
         server: server at which the methods are registered; the caller runs it.
-        store: store for flows.
+        store: store for the flows and the record of ended jobs.
         contents: store for contents (pickled datasets), which workers load.
         limits: limits of all flows together.
         worker_platform: platform that runs workers; None: nodes run them.
         nodes: nodes on other hosts; None: no other host can join.
-        price_per_hour: price of a worker, for reports.
-        host_bytes: memory of the cluster's host, for a check, if no other host can join; None: no check.
+        price_per_hour: price of a worker for one hour, for reports.
+        host_bytes: memory of the cluster's only host; flows that request more are refused. None: no check.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Coordinator:
     # -- what runs -------------------------------------------------------------------------------------------
 
     def desired(self) -> list[Launch]:
-        """Return the processes that the cluster's own node should run."""
+        """Return the flows' processes that the cluster's own node should run."""
         return self._by_node().get("", [])
 
     def assigned_to(self, node: str) -> list[Launch] | None:
@@ -139,7 +139,7 @@ class Coordinator:
         return self._by_node().get(node, []) if self._has_observed else None
 
     def changed(self) -> None:
-        """Mark the list of processes that should run as out of date, and call `on_change`."""
+        """Discard the computed lists of processes that should run, and call `on_change`."""
         self._launches = None
         self.on_change()
 
@@ -168,7 +168,7 @@ class Coordinator:
         return found
 
     def observe(self, processes: list[ProcessView]) -> None:
-        """Record the processes of the cluster's own node; update flows by their reports, and answer waiting calls."""
+        """Record the processes of the cluster's own node, update the flows, and answer jobs that wait for a router."""
         now = self._clock()
         self.observed = processes
         self._has_observed = True
@@ -206,7 +206,10 @@ class Coordinator:
         return joined or {"": len(os.sched_getaffinity(0))}
 
     def parts(self, *, hosts: int = 0) -> dict[str, Part | None]:
-        """Return each running flow's part of the cluster. hosts: assumed number of hosts; 0: the present number."""
+        """Return each running flow's part of the cluster, by NAME:vVERSION; None for a flow if nothing is left for it.
+
+        hosts: number of hosts to assume; 0: the present number.
+        """
         return self._scaling.parts(self._running, hosts or len(self._hosts), self._unread())
 
     def _unread(self) -> set[str]:

@@ -1,4 +1,4 @@
-"""Process of a coordinator: loads its state, serves, and sends its node the processes to run."""
+"""Process of a coordinator: loads its state, serves calls, and sends its node the list of processes to run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, RpcServer
 
 
 class Reconciler:
-    """Two daemon threads: one observes the processes of the node, the other sends the node the desired processes."""
+    """Link of a coordinator to its node: one thread observes the running processes, another sends the desired ones."""
 
     def __init__(self, service: ServiceSpec, server: RpcServer, coordinator: Coordinator) -> None:
         self._node = service.place.connect(service.place.node_address, timeout_s=10.0)
@@ -53,7 +53,7 @@ class Reconciler:
         self._desired.send(Desire(ask_in(self._server, self._coordinator.desired)))
 
 
-#: Longest wait for a message, and while the state is loaded (seconds).
+#: Longest wait for a message (seconds): usually, and while the state is being loaded.
 IDLE_POLL_S, LOADING_POLL_S = 0.5, 0.02
 
 

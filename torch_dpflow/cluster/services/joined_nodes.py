@@ -34,7 +34,7 @@ from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcServer
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.shipping.compatibility import unfit, versions_here
 
-#: The lease of a node expires this long after its latest report (seconds): as long as that of a node's processes.
+#: The lease of a node expires this long after its latest report (seconds).
 NODE_LEASE_S = 2 * LEASE_S
 #: Maximum number of nodes that join under one coordinator: the generations of the next one are above.
 _MAX_JOINS = 1 << 12
@@ -53,13 +53,13 @@ def node_table(place: ClusterPlace, incarnation: int) -> NodeTable:
 
 
 class JoinedNodes:
-    """Part of a coordinator that answers the calls of joined nodes. The coordinator's thread drives it.
+    """Part of a coordinator that answers calls from and about joined nodes. The coordinator's thread drives it.
 
     Args:
         server: server of the coordinator, at which the methods are registered.
-        store: stores the nodes for the next coordinator.
+        store: stores the nodes, for a restarted coordinator.
         place: settings of the cluster. Without keys, or with a platform for workers, no node can join.
-        table: the nodes, which this object changes.
+        table: table of the joined nodes, which this object updates.
         limits: limits of the number of nodes that a platform runs; None: no platform runs nodes.
     """
 
@@ -98,7 +98,7 @@ class JoinedNodes:
             self._coordinator.changed()
 
     def end(self) -> None:
-        """Begin to notify all nodes that the cluster ends: in the answers to their next reports."""
+        """Notify each node, in the answer to its next report, that the cluster ends."""
         self._ends = True
 
     def all_notified(self) -> bool:

@@ -1,6 +1,6 @@
 """Node that joins the cluster of another host, and runs shards of flows with the workers of these shards.
 
-`dpflow node --join` starts such a node, and so does a platform, such as in a Ray actor: see `node_fleet`.
+`dpflow node --join` starts such a node. A platform can start it too, for example in a Ray actor: see `node_fleet`.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ _MAX_STARTS = 1 << 20
 
 
 class Joining:
-    """Call by which this node joins a cluster. It can be made again, for a later join.
+    """Request by which this node joins a cluster, for the first time or again.
 
     Args:
         cluster: address and keys of the cluster.
         keys: the cluster's keys, including the server key.
         name: name of this node.
-        address, processors: address and number of processors of this host, for display.
+        address: address of this host, for display.
+        processors: number of processors of this host, which limits the number of shards.
     """
 
     def __init__(self, cluster: Cluster, keys: ConnectionFile, name: str, address: str, processors: int = 1) -> None:
@@ -67,9 +68,9 @@ class Joining:
         )
 
     def join(self, timeout_s: float = JOIN_S, *, is_over: Callable[[], bool] = lambda: False) -> NodeJoined:
-        """Join the cluster, with repeated attempts, and return its answer.
+        """Join the cluster, with repeated attempts, and return the coordinator's answer.
 
-        is_over: returns whether to give no further attempt.
+        timeout_s: how long to repeat attempts (seconds). is_over: returns whether to stop before that.
 
         Raises UsageError if the cluster refuses the node, with the reason, or if all attempts have failed.
         """
@@ -98,7 +99,7 @@ class CoordinatorLink:
     ended.
 
     Args:
-        joining: the call by which the node joins.
+        joining: the request by which the node joins.
         cluster: address and keys of the cluster.
         place: settings of the local node and its processes.
     """
@@ -120,7 +121,7 @@ class CoordinatorLink:
         self.leaves, self._leaves_since = False, 0.0
         self.has_joined = False
         self._closes = False
-        #: Why the node has ended; empty if it was stopped.
+        #: The error because of which the node ends; empty if there is none.
         self.failure = ""
         # Without a pause: the node answers as soon as anything changes, or after half a second.
         self._thread = PeriodicCall(
@@ -136,11 +137,11 @@ class CoordinatorLink:
         return self.has_joined
 
     def leave(self) -> None:
-        """Stop the node after jobs have left its shards, or after `LEAVE_S`. Any thread or signal handler may call."""
+        """Let the node stop once its shards have no jobs, or after `LEAVE_S`. Any thread or signal handler may call."""
         self.leaves = True
 
     def close(self) -> None:
-        """Stop the thread, and report to the cluster that the node has ended."""
+        """Stop the thread, and report to the cluster that the node has ended, if it has joined."""
         self._closes = True
         self._thread.stop()
         self._local.close()
@@ -254,8 +255,7 @@ class JoiningNode:
     """Node of this host in the cluster of another host. `serve` runs it. Create at most one in a process.
 
     Raises:
-        OptionError: the connection file cannot be used, only the cluster's own host can reach the cluster, or the
-            cluster cannot reach this host.
+        OptionError: `keys_of` or `own_address` refuses an option, or no directory for sockets can be made.
     """
 
     def __init__(self, options: NodeOptions) -> None:
@@ -304,7 +304,7 @@ class JoiningNode:
             raise UsageError(self._link.failure)
 
     def stop(self) -> None:
-        """Make `serve` leave the cluster once jobs have left the local shards; on a second call, at once.
+        """Make `serve` return once the local shards have no jobs, or after `LEAVE_S`; on a second call, at once.
 
         Any thread and any signal handler may call.
         """
@@ -326,7 +326,7 @@ class NodeLaunchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def run(launch_spec: bytes) -> int:
-    """Run a node until it has left or the cluster ends, and return its exit code. A platform calls this."""
+    """Run a node until it has left or the cluster ends; return its exit code. launch_spec: a `NodeLaunchSpec`."""
     spec = msgpack_decoder(NodeLaunchSpec).decode(launch_spec)
     given = {name: getattr(spec, name) for name in ("name", "processors", "log")}
     try:

@@ -24,15 +24,15 @@ class NodeOptions:
     """Options of a node that joins a cluster.
 
     Args:
-        join: the cluster's connection file, or its path. It must contain the server key, as the file that `dpflow up`
-            writes, or a key file with the cluster's address added.
+        join: the cluster's connection file, or its path. The file must contain the server key: use the file that
+            `dpflow up` writes, or a key file to which the cluster's address was added.
         name: name of the node, unique in the cluster; None: the name of this host.
         listen: IP address at which jobs reach this host; None: the address from which this host connects to the
             cluster.
         processors: number of processors that the node may use; None: the number that this process may use.
         log: log settings of the node's processes.
 
-    Raises OptionError: a file, name or address is not usable.
+    Raises OptionError if the name is invalid. `keys_of` checks `join`, and `own_address` checks `listen`.
     """
 
     join: str | ConnectionFile
@@ -60,10 +60,10 @@ class NodeOptions:
 
 
 def own_address(cluster: str, listen: str | None) -> str:
-    """Return the address of this host at which the services of a joined node listen.
+    """Return the IP address of this host at which the services of a joined node listen.
 
-    cluster: the coordinator's address. listen: the wanted address; None: the address from which this host connects to
-        the cluster. Raises OptionError if the cluster and jobs on other hosts cannot reach the address.
+    cluster: the coordinator's address. listen: the wanted IP address; None: the one from which this host connects to
+        `cluster`. Raises OptionError if jobs cannot reach this host by the address, or no address is found.
     """
     parts = urlsplit(cluster)
     address = listen
@@ -100,7 +100,7 @@ def _check_own(host: ipaddress.IPv4Address | ipaddress.IPv6Address, cluster: str
 def keys_of(join: str | ConnectionFile) -> ConnectionFile:
     """Return the connection file `join`, which is given as an object or by its path.
 
-    Raises OptionError if a node cannot join a cluster with its address and keys.
+    Raises OptionError if it cannot be read, or its address or keys do not allow a node to join the cluster.
     """
     keys, error = join if isinstance(join, ConnectionFile) else read_connection_file(join), ""
     start, give = ("start it by `dpflow up --listen tcp://ADDRESS:PORT`", "give the file that `dpflow up` has written")

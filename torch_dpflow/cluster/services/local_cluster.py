@@ -63,29 +63,29 @@ class ClusterOptions:
     """Options of a cluster.
 
     Args:
-        connection_file: path of the file by which jobs find the cluster; None: the path that "auto" uses.
+        connection_file: path of the file by which jobs find the cluster; None: the default path of this user.
         state: address of the state store, as in `open_store`; None: a store that is removed with the cluster.
         listen: address at which to listen, tcp://HOST:PORT, with keys. None: sockets on this host that only this user
             can reach; with `nodes`, a free port of the address by which the platform reaches this host.
-        keys: with `listen`, path of a file whose keys are used, from `dpflow keygen`; None: generate new keys.
+        keys: with `listen`, path of a key file that `dpflow keygen` has written; None: generate new keys.
         limits: limits of all flows together.
         metrics: HOST:PORT at which to serve metrics for Prometheus; None: no metrics.
-        metrics_public: whether other hosts can reach `metrics`, without a key.
+        metrics_public: whether `metrics` may be an address that other hosts can reach, without a key.
         web: HOST:PORT of the live page; None: no page.
         web_token_file: path of a file with the page's token, required if other machines can reach HOST; None: no token.
         pool_memory: bytes of memory of a pool server, which holds datasets for this user on this host; None: no server.
         platform: name of a platform that runs the workers, such as "ray"; None: processes of this host.
-        autoscale: MIN:MAX, between which the workers of all flows together follow the demand of jobs. None: the limits
-            in the settings, or else the number that flows request. If `limits` has a number of workers, MAX must equal
-            this number.
-        nodes: with `platform`, how many nodes of the cluster it runs, each with shards and their workers: N, or
-            MIN:MAX, between which the number follows the demand of jobs. None: the platform runs single workers.
+        autoscale: MIN:MAX, limits between which the number of workers of all flows follows the demand of jobs. If
+            `limits` has a number of workers, MAX must equal it. If None, the limits in the settings apply; without
+            these, flows get the number of workers that they request.
+        nodes: with `platform`, how many nodes the platform runs, each with shards and their workers: N, or MIN:MAX to
+            follow the demand of jobs. None: the platform runs single workers.
         worker_listen: with `platform`, the address at which shards listen for workers: tcp://HOST:PORT, port 0 for a
             free one, or tcp://HOST:FIRST-LAST with one port for each shard. None: the default of the platform.
 
     Raises:
-        OptionError: `listen`, `metrics` or `web` is invalid or cannot be used, or an option would have no effect.
-        MissingExtraError: a package for `metrics` or `web` is not installed.
+        OptionError: an option is invalid, cannot be used or would have no effect.
+        MissingExtraError: a package for `metrics`, `web` or `platform` is not installed.
     """
 
     connection_file: str | None = None
@@ -177,7 +177,7 @@ class ClusterOptions:
 
     @property
     def worker_platform(self) -> PlatformSpec | None:
-        """Platform that runs workers; None: this host runs them. Raises the errors of `resolve`."""
+        """Platform that runs workers or nodes; None: this host runs the workers. Raises the errors of `resolve`."""
         return None if self.platform is None else resolve(self.platform)
 
     @property
@@ -186,13 +186,12 @@ class ClusterOptions:
 
 
 class LocalCluster:
-    """Cluster of one host: a node, its directory and connection file. `serve` runs it. Create only one in a process.
+    """Cluster that `serve` runs: a node, its directory and its connection file. Create only one in a process.
 
     Raises:
-        OptionError: the connection file cannot be written, or `keys` cannot be read.
-        UsageError: a running cluster has its connection file at the path.
-        StateError: the state store cannot be used.
-        TransportError: the address is in use.
+        OptionError: the connection file cannot be written, `keys` cannot be used, or `state` is not an address.
+        UsageError: another cluster uses the connection file's path, or the state store's file.
+        StateError: the state store cannot be used, for example because it is leased to another cluster.
         DescriptorLimitError: the limit of open files allows no worker.
     """
 
@@ -229,8 +228,8 @@ class LocalCluster:
 
         ready: called once, in this thread, when the cluster answers calls.
 
-        Raises StateError if the state store can no longer be used; UsageError if another cluster has its connection
-        file at the path by now; OptionError if the file cannot be written.
+        Raises the errors of `Node.serve`; UsageError if another cluster has meanwhile written its connection file to
+        the same path; OptionError if the file cannot be written.
         """
         write_lines(self._log, {"process": "node", "pid": os.getpid()})
         keep_fork_server_in(self._directory.path)
@@ -243,7 +242,7 @@ class LocalCluster:
             self._clean_up()
 
     def stop(self) -> None:
-        """Stop the cluster as `dpflow down` does, notifying nodes of other hosts; on a second call, at once.
+        """Stop the cluster as `dpflow down` does: first notify nodes of other hosts. On a second call, stop at once.
 
         Any thread and any signal handler may call.
         """
@@ -324,7 +323,7 @@ class LocalCluster:
 
 
 def scaled_limits(limits: ClusterLimits, text: str | None) -> ClusterLimits:
-    """Return `limits` with the bounds of autoscaling from `text` (MIN:MAX) or else from the settings, if there are any.
+    """Return `limits` with bounds of autoscaling from `text` (MIN:MAX) or, without a text, from the settings, if any.
 
     Raises OptionError if `text` is invalid, or the bounds contradict `limits`.
     """

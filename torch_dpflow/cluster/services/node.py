@@ -1,4 +1,4 @@
-"""Node: starts, supervises and ends processes of one host: its own, and all that the coordinator assigns to it."""
+"""Node of a cluster, which starts, supervises and ends the cluster's processes on one host."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from torch_dpflow.workers.fork_server import ModuleEndedError, progress_of
 from torch_dpflow.workers.import_server import StillImportingError
 from torch_dpflow.workers.platform import Handle, Imports, Platform, ProcessSpec
 
-#: How often a node checks its processes when nothing happens (seconds).
+#: Interval at which a node checks its processes when nothing happens (seconds).
 CHECK_S = HEARTBEAT_S / 2
-#: How long a call of `changes` waits for a change (seconds): the greatest age of figures.
+#: How long a call of `changes` waits for a change before it is answered without one (seconds).
 HOLD_S = HEARTBEAT_S / 2
 #: How long processes may take to end their workers on a platform (seconds).
 GRACE_S = 8.0
@@ -53,10 +53,10 @@ BURST = 1024
 
 
 class Node:
-    """Node that keeps its own processes, and processes that a coordinator desires, running. One thread drives it.
+    """Node that keeps processes running: its own, and all that the coordinator desires. One thread drives it.
 
-    A node saves no state: the coordinator sends the desired processes. A process that ends, or sends no heartbeat for
-    `LEASE_S`, is restarted at the same address.
+    A node saves no state: the coordinator sends the desired processes. A process that sends no heartbeat for the length
+    of its lease is killed. A desired process that ends is restarted, except as `Launch.needed` says.
 
     Args:
         place: sockets, keys and token of the node's processes.
@@ -64,7 +64,7 @@ class Node:
             server. Empty on a host that has joined a cluster.
         platform: starts the node's processes; the node closes it at its end.
         roles: roles of processes that the coordinator may desire.
-        worker_platform: platform that runs workers or nodes, for the provisioner; None: `platform` runs all workers.
+        worker_platform: platform on which the provisioner in `own` starts workers or nodes; None without a provisioner.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Node:
         )
 
     def serve(self, ready: Callable[[], None] | None = None) -> None:
-        """Keep the node's processes running until `stop` is called, here or by a client; then end them.
+        """Keep the node's processes running until `stop` is called on this object or by a client; then end them.
 
         ready: called once, in this thread, when the coordinator serves.
 
@@ -335,9 +335,9 @@ class Node:
         self._stopped = True
 
 
-#: How long `close` waits for the thread before it ends a start that waits, and how long after that (seconds).
+#: How long `close` waits for the thread to end, before and after it interrupts the start of a process (seconds).
 THREAD_GRACE_S, THREAD_END_S = 0.5, 2.0
-#: Interval at which the start of a process that waits for the imports of its group is tried again (seconds).
+#: Interval at which the start of a process is tried again while modules for it are being imported (seconds).
 IMPORT_POLL_S = 0.05
 
 
@@ -346,7 +346,7 @@ class LaunchThread:
 
     Args:
         platform: starts the processes. The caller closes it after this thread.
-        report: called in this thread with each specification, and the process's handle or the error of its start.
+        report: called in this thread after a start, with the specification, and the process's handle or an error.
     """
 
     def __init__(self, platform: Platform, report: Callable[[ProcessSpec, Handle | Exception], None]) -> None:
@@ -360,7 +360,7 @@ class LaunchThread:
         self._specs.put(spec)
 
     def close(self) -> None:
-        """Start no more processes, interrupt a start that waits, and wait briefly for the thread to end. Idempotent."""
+        """Start no more processes, interrupt a start in progress, and wait briefly for the thread's end. Idempotent."""
         self._closes = True
         self._specs.put(None)
         self._thread.join(THREAD_GRACE_S)

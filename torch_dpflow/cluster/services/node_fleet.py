@@ -70,13 +70,13 @@ class PlatformNodes:
         self._retry_at = float("inf")
 
     def wait(self) -> None:
-        """Wait for an outcome of the platform, at most `REPORT_S`."""
+        """Wait until the platform reports the start or end of a node, at most `REPORT_S`."""
         poller = select.poll()
         poller.register(self._platform.wakeup_fd, select.POLLIN)
         poller.poll(1000 * REPORT_S)
 
     def turn(self) -> None:
-        """Handle the platform's outcomes, report to the coordinator, and apply the fleet's instructions."""
+        """Handle the platform's reports, report to the coordinator, and start and stop nodes accordingly."""
         now = self._clock()
         # Before the coordinator's answer: a node that the end of the cluster has ended must not be replaced.
         for outcome in self._platform.take():

@@ -30,7 +30,7 @@ def max_processes() -> int:
 def max_workers() -> int:
     """Return how many workers all flows can have together, by this process's limit of open files.
 
-    A worker counts three times, because there are never more routers or more shards than workers.
+    Each worker counts as three processes: for each worker, at most one router and one shard run too.
 
     Raises DescriptorLimitError if the limit allows no worker.
     """
@@ -60,11 +60,7 @@ def fork_platform() -> ForkServerPlatform:
 
 
 def keep_fork_server_in(directory: str) -> None:
-    """Make multiprocessing put the socket of its fork server into this directory.
-
-    multiprocessing's own directory would remain if this process is killed. The last surviving process of the cluster
-    removes the cluster's directory.
-    """
+    """Make multiprocessing put the socket of its fork server into `directory`."""
     process: Any = multiprocessing.current_process()
     process._config.setdefault("tempdir", directory)
 

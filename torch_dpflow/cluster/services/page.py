@@ -1,6 +1,6 @@
 """Live page of a cluster: a process that observes the node and the coordinator, and serves the page over HTTP.
 
-The process calls node and coordinator once a second. The node reports the processes, so that the page can show that the
+The process calls both once a second. It gets the list of processes from the node, so the page can show that the
 coordinator has died.
 """
 
@@ -27,7 +27,7 @@ INTERVAL_S, ANSWER_S, RETRY_S = HEARTBEAT_S, 2 * HEARTBEAT_S, 2 * HEARTBEAT_S
 
 
 class ClusterObserver:
-    """Observer of a cluster, for the live page. If node or coordinator does not answer, its latest values remain."""
+    """Observer of a cluster, for the live page. While node or coordinator does not answer, the last values are kept."""
 
     def __init__(self, place: ClusterPlace) -> None:
         self._place = place

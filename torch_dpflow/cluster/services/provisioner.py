@@ -1,8 +1,7 @@
 """Provisioner of a cluster's workers on a platform: the only process with the platform's library and credentials.
 
-It starts, watches and ends workers for all shards. Each shard's fleet has the keys and connections of its workers, and
-decides when they start and end. So workers survive the death of the provisioner, which saves no state: see
-`cluster.control.worker_owners`.
+It starts, watches and ends workers as shards request. Each shard has the keys and connections of its own workers, so
+workers survive the death of the provisioner. The provisioner saves no state: see `cluster.control.worker_owners`.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ from torch_dpflow.remote.launchers.contract import (
 
 #: How long a call of `events` waits for an event (seconds).
 HOLD_S = 1.0
-#: Time until all shards have attached to a new provisioner, so that it can look for workers without a shard; interval
-#: at which it looks for them (seconds).
+#: When a new provisioner first looks for workers that no shard owns (seconds after its start; all shards have attached
+#: by then), and the interval at which it looks again (seconds).
 FIRST_SWEEP_S, SWEEP_S = 15.0, 60.0
 #: How long workers may take to end by themselves when the cluster ends (seconds).
 GRACE_S = 2.0
@@ -57,13 +56,13 @@ GRACE_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """Open platform of a provisioner."""
+    """Platform that a provisioner has opened."""
 
     platform: AdoptingPlatform
     launcher: Launcher
     #: Address at which shards should listen for the platform's workers.
     listen_at: str
-    #: The cluster's workers that ran on the platform when it was opened, by name.
+    #: The cluster's workers that the platform listed when it was opened, by name; empty if they cannot be listed.
     found: Mapping[str, Ref]
 
 
@@ -109,7 +108,7 @@ class Provisioner:
         server.register("release", self._on_release, body_type=Release)
 
     def poll(self) -> None:
-        """End workers of shards that have ended, and answer calls at their deadlines.
+        """End workers that no shard owns any more, and answer calls at their deadlines.
 
         Call this in the server's thread.
         """
@@ -132,7 +131,7 @@ class Provisioner:
         }
 
     def close(self) -> None:
-        """End all workers; those that run `GRACE_S` later are ended by force. Blocks. Any thread may call."""
+        """End all workers, by force if they still run after `GRACE_S` seconds. Blocks. Any thread may call."""
         if self._opened is not None:
             self._opened.platform.close(grace_s=GRACE_S)
 

@@ -52,15 +52,15 @@ from torch_dpflow.samplers import sampling_group
 from torch_dpflow.samplers.indices import IndexArray, compact
 
 _NOTHING: IndexArray = np.empty(0, np.int64)
-#: The cache capacity of the sampling group is corrected if it differs by more than this share from the reported one.
+#: The sampling group's cache capacity is corrected if it differs from what the shards report by more than this share.
 RESIZED_SHARE = 0.1
 
 
 class Router:
     """Router that serves the jobs of one flow. One thread drives it.
 
-    Jobs hold all state: after a restart of the router they join again and report what they have read of their epoch,
-    which restores the sampling group.
+    The router saves no state. After its restart, jobs join again and report what they have read in their epoch, which
+    restores the sampling group.
 
     Args:
         server: server at which the methods are registered; the caller runs it.
@@ -128,7 +128,7 @@ class Router:
         self.poll()
 
     def poll(self) -> None:
-        """Expire leases of shards and jobs, and answer calls at their deadlines. Call this in the server's thread."""
+        """Expire leases, and answer calls that wait for a complete routing table. Call this in the server's thread."""
         now = self._clock()
         for shard in self._routing.tick(now):
             text = "shard lease expired; its keys were reassigned"
@@ -148,7 +148,7 @@ class Router:
             self._waiting = [one for one in self._waiting if now < one[2]]
 
     def status(self) -> dict[str, Any]:
-        """Return figures for the coordinator and for display."""
+        """Return the router's status: values on jobs, cache, shards and waiting calls, by name."""
         jobs = sorted(self._jobs)
         return {
             "jobs": len(jobs),

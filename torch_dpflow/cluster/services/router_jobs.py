@@ -28,27 +28,27 @@ _NOTHING: IndexArray = np.empty(0, np.int64)
 
 @dataclass
 class Reader:
-    """Process that reads: a job, or a rank of a job."""
+    """Process that reads from the flow: a job, or one rank of a job."""
 
     job: str
     rank: int
-    #: Figures in the reader's last heartbeat; None before the first.
+    #: The latest counts that the reader has sent by heartbeat; None: it has sent none.
     figures: JobFigures | None = None
-    #: Whether it is between two epochs.
+    #: Whether the process is between two epochs.
     rests: bool = False
 
 
 @dataclass
 class FlowJob:
-    """Job of a flow, with all of its ranks."""
+    """Record of one job. The router keeps it while the job has readers."""
 
     order: JointOrder
     shares: RankShares
     seed: int
-    #: `set_digest` of its samples.
+    #: `set_digest` of the job's samples.
     members: bytes
     weight: float
-    #: For a job with its own sampler: the newest epoch, and its order by rank.
+    #: For a job with its own sampler: its newest epoch, and each rank's order of samples in this epoch.
     announced_epoch: int = 0
     announced: dict[int, IndexArray] = field(default_factory=dict)
     #: What the current version of the job's lookahead depends on: a new version begins when this changes.
@@ -60,12 +60,12 @@ class FlowJob:
     def check(self, join: Join, rank: JobRank, members: bytes, *, renewed: float, now: float) -> None:
         """Check that a joining rank describes the job as the other ranks do.
 
-        The other ranks may belong to an earlier run, which was killed and is now continued with a different number of
-        ranks. Such ranks renew no lease later than `reader_names.LEAVING_S` after the first request.
+        Where they differ, the other ranks may be the remains of an earlier run that was killed. They count as running
+        if one of them renews its lease more than `reader_names.LEAVING_S` seconds after the first refused request.
 
         Args:
-            join: the request. rank: which part the rank reads. members: `set_digest` of the job's samples.
-            renewed: time of the latest renewal of any other rank's lease.
+            join: the rank's request. rank: its rank and number of ranks. members: `set_digest` of its job's samples.
+            renewed: time of the latest renewal of any other rank's lease. now: the present time (seconds).
 
         Raises:
             NameBusyError: the descriptions differ, and the other ranks may have ended; the caller repeats the request.
@@ -93,15 +93,15 @@ class FlowJob:
             yield f"rank {rank.rank} of job {rank.job!r} joins with samples that differ from its other ranks'"
 
 
-#: Function that completes a call in the server's thread, and returns the answer of the call's handler.
+#: Function that completes a call in the server's thread, and returns the result that answers the call.
 Finish: TypeAlias = Callable[[], Result | Later | None]
 
 
 class Restoring:
     """Thread for calls that pass over all samples, which takes seconds in a large flow.
 
-    Such calls restore the order of a job that resumes, or add a job that reads a part of the samples. While one runs,
-    the server's thread answers heartbeats, and refuses calls that use the sampling group.
+    Such calls restore the order of a job that resumes, or add a job that reads a part of the samples. Meanwhile the
+    server's thread answers heartbeats, but refuses calls that use the sampling group.
     """
 
     def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
@@ -119,9 +119,9 @@ class Restoring:
         return handle
 
     def run(self, call: IncomingCall, work: Callable[[], Finish]) -> Later:
-        """Answer a call later: run `work` in a thread, then run the result of `work` in the server's thread.
+        """Run `work` in a new thread, and then, in the server's thread, the function that it returns. Return LATER.
 
-        The value of that second function is the answer; an error of either function is the call's error.
+        The second function's result answers the call; an error of either function fails it.
         """
         self.is_running = True
         run_apart(self._post, "dpflow-restore", work, partial(self._answer, call))
@@ -158,7 +158,7 @@ def indices_in(frames: list[memoryview]) -> IndexArray:
 
 
 def samples_in(bitmap: memoryview, size: int) -> IndexArray:
-    """Return the samples whose bits are set. A reader that has read nothing sends an empty bitmap, which has none."""
+    """Return the numbers of samples whose bits are set; none if `bitmap` is empty. Raises UsageError for a bad size."""
     bits = np.frombuffer(bitmap, np.uint8)
     if len(bits) not in (0, -(-size // 8)):
         raise UsageError(f"a bitmap of {len(bits)} bytes: {-(-size // 8)} are required")

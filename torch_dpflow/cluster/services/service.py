@@ -36,7 +36,7 @@ T = TypeVar("T")
 #: Ids of the processes that a node runs without a request by the coordinator. The provisioner (if a platform runs
 #: workers or nodes), the live page and the server of the pool are optional.
 COORDINATOR, PROVISIONER, PAGE, POOL = "coordinator", "provisioner", "page", "pool"
-#: By role, the main function of its processes.
+#: Main function of the processes of each role.
 ROLES = {
     "coordinator": "torch_dpflow.cluster.services.coordinator_process:run",
     "provisioner": "torch_dpflow.cluster.services.provisioner:run",
@@ -49,11 +49,11 @@ ROLES = {
 }
 #: Modules imported once for all processes of a node. Few clusters have a pool, whose server imports what it needs.
 PRELOAD = [target.partition(":")[0] for role, target in ROLES.items() if role != POOL]
-#: A process sends no heartbeat once an iteration of its main loop takes this long (seconds).
+#: By default, a process sends no heartbeat once an iteration of its main loop takes this long (seconds).
 STUCK_S = START_S / 2
 #: Longest time that a server waits for a message before it polls (seconds).
 POLL_S = 0.1
-#: The interval at which a server computes its status (seconds); this costs more than polling.
+#: Interval at which a server computes its status, which costs more than polling (seconds).
 STATUS_S = HEARTBEAT_S / 2
 #: FLOW:vN/router, FLOW:vN/shard-000 or FLOW:vN/shard-000/worker-0: the id of a process of a flow. Shards of a joined
 #: node are FLOW:vN/shard-NODE-000.
@@ -62,13 +62,13 @@ _ID = re.compile(r"(?P<flow>[^:]+:v\d+)/(router|(?P<shard>shard-[\w.-]+)(/worker
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlatform:
-    """Platform that runs a cluster's workers: the part of its settings that shards need.
+    """Settings of the platform that runs a cluster's workers, as far as shards need them.
 
-    Only the provisioner has the other settings and the keys.
+    Only the provisioner has the other settings and the credentials.
     """
 
     name: str
-    #: Address at which shards listen for workers: see `RemoteWorkers`.
+    #: Address at which shards listen for workers, as in `RemoteWorkers`; empty: the platform's default.
     listen_at: str = ""
     #: Maximum number of workers of all flows together.
     max_workers: int
@@ -80,7 +80,7 @@ class ClusterPlace:
 
     Args:
         directory: directory of the sockets, which only the node's user can read.
-        host: address of this host at which services listen over TCP; None: they listen at sockets of this host only.
+        host: address of this host at which services listen over TCP; None: services listen at Unix sockets.
         keys: keys for TCP; None without TCP. They are stored here because the connection file may vanish while
             processes start.
         token: secret that proves to services that the node has started a shard or worker.
@@ -107,7 +107,7 @@ class ClusterPlace:
 
     @property
     def cluster(self) -> str:
-        """First part of the names of the cluster's remote workers, 8 hexadecimal digits."""
+        """Id of the cluster, 8 hexadecimal digits; the names of its remote workers contain it."""
         return hashlib.sha256(self.token.encode()).hexdigest()[:8]
 
     def address_for(self, id: str) -> str:
@@ -133,7 +133,10 @@ class ClusterPlace:
         return TransportOptions(keys=None if self.keys is None else self.keys.client_keys())
 
     def listen(self, address: str) -> Listener:
-        """Return a listener at `address`. Raises TransportError if the address cannot be used."""
+        """Return a listener at `address`.
+
+        Raises TransportError if it cannot be bound, OptionError if it is not allowed or `keys` has no server key.
+        """
         return listen(address, options=TransportOptions(keys=None if self.keys is None else self.keys.server_keys()))
 
 
@@ -150,7 +153,7 @@ class ServiceSpec:
     #: Address of the previous process of this id; empty for the first process.
     address: str
     place: ClusterPlace
-    #: The platform that runs workers; for the provisioner only.
+    #: The platform that runs workers or nodes, for the provisioner; None for all other processes.
     platform: PlatformSpec | None = None
 
     @property
@@ -159,9 +162,9 @@ class ServiceSpec:
         return self.place.report_file(self.incarnation) if self.role == "worker" else ""
 
     def listen(self, address: str = "") -> Listener:
-        """Return a listener at the previous process's address, else at `address`, else at a default address.
+        """Return a listener at the first usable address: the previous process's, else `address`, else the default.
 
-        If another process has taken the port, the listener has a free port, which heartbeats report.
+        The default over TCP is any free port. Heartbeats report the address to the node.
         """
         for chosen in filter(None, (self.address, address)):
             try:
@@ -172,7 +175,7 @@ class ServiceSpec:
 
 
 def subjects_of(id: str) -> dict[str, str | None]:
-    """Return the fields of log lines about the process `id`: see `torch_dpflow.log`."""
+    """Return the fields (flow, shard, worker) of log lines about a flow's process `id`; empty for other processes."""
     parts = _ID.fullmatch(id)
     return {} if parts is None else parts.groupdict()
 
@@ -183,8 +186,8 @@ class HeartbeatSender:
     Args:
         address: address at which the process listens; empty if it does not listen.
         apply_settings: called in the sender's thread with changed settings, encoded.
-        status: first status: figures for display.
-        figures: returns further figures for each heartbeat; called in the sender's thread.
+        status: values by name, for the coordinator and for display; sent until the attribute `status` is replaced.
+        figures: returns further values for each heartbeat; called in the sender's thread.
         leave: called in the sender's thread before the process ends because the node does not desire it.
         stuck_s: duration of an iteration of the main loop, in seconds, after which no more heartbeats are sent.
     """
@@ -205,7 +208,7 @@ class HeartbeatSender:
         self._address = address
         self._apply_settings = apply_settings
         self._settings = service.settings
-        #: Figures for display. The main thread replaces it, as only that thread may read their sources.
+        #: Values to send, by name. Replace this dictionary to change them.
         self.status = status or {}
         self._stuck_s = stuck_s
         self._iterated_at = time.monotonic()
@@ -215,7 +218,7 @@ class HeartbeatSender:
         self._thread.start()
 
     def report(self, status: dict[str, Any]) -> None:
-        """Send this status at once. Any thread may call."""
+        """Replace the status, and make the thread send it to the node now. Any thread may call."""
         self.status = status
         self._thread.wake()
 
@@ -255,8 +258,8 @@ def serve(
 ) -> None:
     """Run the server, with heartbeats, until the process ends. All given functions except `leave` run in this thread.
 
-    status: returns figures for the coordinator and for display.
-    poll: called between messages, at least every `poll_s` seconds.
+    status: returns values by name, for the coordinator and for display.
+    poll: called between messages, about every `poll_s` seconds.
     apply_settings: called with changed settings, encoded.
     leave: called before the process ends; see `HeartbeatSender`.
     heartbeats: sender that was started before; `apply_settings` and `leave` are then ignored. None: start a sender.
@@ -282,7 +285,7 @@ def serve(
 
 
 class DesiredProcesses:
-    """Sender of the list of processes that a node should run, which is sent again only when it has changed."""
+    """Sender of the list of processes that a node should run. A list that the node has is not sent again."""
 
     def __init__(self, node: RpcClient) -> None:
         self._node = node
@@ -290,9 +293,9 @@ class DesiredProcesses:
         self._applied: Desire | None = None
 
     def send(self, desire: Desire) -> bool:
-        """Send this list to the node if it differs from the last list; return whether it was sent.
+        """Send this list, if the node is not known to have it already; return whether it was sent.
 
-        Raises DPFlowError if the node does not answer.
+        Raises DPFlowError if the node does not answer, or refuses the list.
         """
         if desire == self._applied:
             return False
@@ -312,9 +315,9 @@ def ask_in(server: RpcServer, question: Callable[[], T]) -> T:
 def run_apart(
     post: Callable[[Callable[[], None]], None], name: str, work: Callable[[], T], done: Callable[[Future[T]], None]
 ) -> None:
-    """Call `work`, which may block, in a new thread; then call `done` with the outcome in a server's thread.
+    """Call `work`, which may block, in a new thread; then pass its result or error, in a Future, to `done`.
 
-    post: method `post` of that server. name: name of the new thread.
+    post: `post` of the server in whose thread `done` is called. name: name of the new thread.
     """
 
     def run() -> None:
@@ -378,7 +381,7 @@ class ServiceClient:
 
 
 def main(service: ServiceSpec) -> None:
-    """Run the role that the specification names, until the process ends."""
+    """Run the role that `service` names, until the process ends: the main function of all processes of a node."""
     # Control-C reaches every process of the terminal. The node handles it and ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     write_lines(service.place.log, {**subjects_of(service.id), "process": service.id, "pid": os.getpid()})

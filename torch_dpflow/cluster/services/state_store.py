@@ -1,4 +1,4 @@
-"""Stores for the state of a coordinator: bytes by key, in SQLite or Redis, and a write-behind store."""
+"""Stores for the state of a coordinator: bytes by key, in SQLite or Redis, behind a copy in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch_dpflow.log import SERVICE
 _REDIS_PREFIX = "torch_dpflow:"
 #: The key that holds the owner of the store.
 _REDIS_OWNER = "torch_dpflow-owner"
-#: How long an owner's lease of a store lasts, and how often it is renewed (seconds).
+#: How long an owner's lease of a store lasts, and the interval at which it is renewed (seconds).
 LEASE_S, RENEW_S = 3 * clocks.LEASE_S, 3 * clocks.HEARTBEAT_S
 _LEASE_MS = int(LEASE_S * 1000)
 #: How often to check whether another owner's lease has expired (seconds).
@@ -34,10 +34,10 @@ _REDIS_BATCH = 500
 
 
 class StateStore(Protocol):
-    """Store of bytes by key. A value survives this process after `write` has returned; each call is atomic.
+    """Store of bytes by key. A value survives this process after `write` has returned; a write is atomic.
 
-    Any thread may call. Every call raises StateError if the store cannot be reached or is damaged. In a store without
-    leases (SQLite), `claim` and `release` do nothing, and `renew` returns True.
+    Any thread may call. Calls raise StateError if the store cannot be reached or is damaged. In a store without leases
+    (SQLite), `claim` and `release` do nothing, and `renew` returns True.
     """
 
     def items(self) -> dict[str, bytes]:
@@ -47,13 +47,13 @@ class StateStore(Protocol):
         """Set the value of `key`; None removes the key, if it exists."""
 
     def claim(self, owner: str) -> None:
-        """Lease the store to this owner for `LEASE_S`. Raises StateError if another owner renews its lease.
+        """Lease the store to this owner for `LEASE_S` seconds, after waiting for another owner's lease to expire.
 
-        Waits up to `LEASE_S` for another owner's lease to expire.
+        Raises StateError if that owner renews its lease meanwhile.
         """
 
     def renew(self, owner: str) -> bool:
-        """Renew this owner's lease for `LEASE_S`. Return whether there was a lease; an emptied store has none.
+        """Renew this owner's lease for `LEASE_S`, and return True. If there is no lease, begin one and return False.
 
         Raises StateError if another owner has the lease.
         """
@@ -68,8 +68,8 @@ class StateStore(Protocol):
 def open_store(url: str) -> StateStore:
     """Open the store at `url`: a path or sqlite:///PATH; or redis://, rediss:// or unix:// for Redis.
 
-    Raises OptionError for another kind of address, or if the package for Redis is missing; StateError if the store
-    cannot be opened.
+    Raises OptionError for another kind of address, MissingExtraError if the package for Redis is missing, StateError if
+    the store cannot be opened.
     """
     try:
         scheme = urlsplit(url).scheme
@@ -86,10 +86,10 @@ def open_store(url: str) -> StateStore:
 
 
 class SQLiteStore:
-    """Store in one SQLite file that only its user can read. A lock of the file, not a lease, excludes other clusters.
+    """Store in a SQLite file, without leases: the caller locks the file to exclude other clusters.
 
     Args:
-        path: path of the file, which is created if it does not exist.
+        path: path of the file. If it does not exist, it is created so that only this user can read it.
 
     Raises StateError if the file cannot be opened, or is not a store.
     """

@@ -1,7 +1,7 @@
-"""Workers of a shard on the cluster's platform. Only the provisioner has the platform's library and keys.
+"""Workers of a shard on the cluster's platform, which the shard requests from the provisioner.
 
-A shard names its workers before it requests them, and reports all names to each new provisioner. The death of a
-provisioner therefore costs no worker: unanswered requests are repeated, and workers live on.
+Only the provisioner has the platform's keys. When it dies, no worker is lost: a shard names its workers before it
+requests them, reports them to the next provisioner, and repeats unanswered requests.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OPEN_S, RELEASE_S = 120.0, 2.0
 class ProvisionedPlatform:
     """`RemotePlatform` of one shard: forwards all requests to the provisioner.
 
-    It is also its own `PlatformSource`. The constructor opens it.
+    It is its own `PlatformSource`, too: the constructor waits until the provisioner has opened the platform.
 
     Args:
         name: name of the cluster's platform, for messages.
@@ -214,13 +214,13 @@ class ProvisionedPlatform:
 _BURST = 64
 #: Timeout of sending the last messages to remote workers (seconds).
 LINGER_S = 1.0
-#: How long a shard waits for a free port for remote workers, longer than a shard that ends waits for its jobs; and the
-#: pause between two attempts (seconds).
+#: How long a shard waits for a free port for remote workers, and the pause between two attempts (seconds). A shard that
+#: ends may hold the port for `server.LINGER_S`.
 PORT_S, PORT_RETRY_S = 30.0, 1.0
 
 
 class ProvisionedWorkers:
-    """Workers of a shard that a platform runs, and the listener to which they connect.
+    """Workers that a platform runs for a shard, and the listener to which they connect.
 
     Call all methods in the shard's thread. Another thread fetches the content that workers load, and waits for the
     provisioner to open the platform, which takes seconds.
@@ -244,7 +244,7 @@ class ProvisionedWorkers:
             self._remote.close()
 
     def status(self) -> dict[str, Any]:
-        """Return figures for the coordinator and for display."""
+        """Return the part of the shard's status that is about remote workers: values by name."""
         if self._remote is None:
             return {"remote_workers": [], "remote_worker_s": 0.0, "away_s": 0.0}
         samples = self._shard.workers.samples_of

@@ -26,21 +26,21 @@ from torch_dpflow.cluster.shard.server import SampleShard
 from torch_dpflow.errors import DPFlowError, ErrorKind, RemoteCallError
 from torch_dpflow.log import SERVICE
 
-#: How often a shard registers with its router, which is its heartbeat, and the timeout of that call (seconds).
+#: Interval at which a shard registers with its router, as its heartbeat, and the timeout of that call (seconds).
 REGISTER_S, REGISTER_TIMEOUT_S = HEARTBEAT_S, 10.0
 #: Timeout of a request for a lookahead (seconds).
 LOOKAHEAD_S = 30.0
-#: Interval at which the shard requests the state of workers whose end it cannot detect from the node (seconds).
+#: Interval at which a shard requests from its node which workers run, if it cannot detect their ends (seconds).
 WATCH_S = HEARTBEAT_S
 #: How long a shard may take to end its remote workers (seconds).
 LEAVE_S = 8.0
-#: Objects after which the garbage collector runs in a shard. With Python's 700 it took a seventh of a shard's time:
-#: nearly all of its objects are freed by their references.
+#: Number of new objects after which the garbage collector runs in a shard. With Python's 700 it took a seventh of the
+#: time, although reference counts free nearly all objects.
 GC_OBJECTS = 50_000
 
 
 class LookaheadCalls:
-    """Thread that requests the lookaheads that a shard needs from the router, and passes the answers to the shard."""
+    """Thread that requests lookaheads for a shard from the router, and passes the answers to the shard."""
 
     # Apart from the registration: it waits for the threads of shard and router, which may be busy for a second each.
     # Meanwhile the shard must not be taken for dead.
@@ -75,7 +75,7 @@ class LookaheadCalls:
 
 
 class RouterCalls:
-    """Thread that registers a shard with its router, and passes on the keys that the router assigns."""
+    """Thread that registers a shard with its router, and informs the shard which keys the router has assigned to it."""
 
     def __init__(self, service: ServiceSpec, shard: SampleShard, router: str) -> None:
         self._service, self._shard = service, shard
@@ -94,7 +94,7 @@ class RouterCalls:
 
 
 class WorkerWatch:
-    """Thread that requests the node to kill workers, and reports to the shard which workers have ended."""
+    """Thread that calls the node for a shard: to kill workers, and to find out which workers have ended."""
 
     # A pid is valid within its host and pid namespace only. So the shard kills nothing: it names workers by their
     # number and incarnation, and only their node, which assigned these, signals processes.
@@ -115,7 +115,7 @@ class WorkerWatch:
         self._thread.wake()
 
     def watch(self, shard: SampleShard) -> None:
-        """Start the thread, which reports ends of workers to this shard if the shard cannot detect them. Call once."""
+        """Start the thread, which reports to `shard` the ends of workers that `shard` cannot detect. Call once."""
         self._shard = shard
         self._thread.start()
 

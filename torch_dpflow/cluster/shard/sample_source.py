@@ -1,4 +1,4 @@
-"""Loading of samples in a worker of a shared flow, one at a time, each seeded by its draw and key."""
+"""Loading of single samples in a worker of a shared flow. A separate random seed is set for each sample."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from torch_dpflow.workers.batches import wrapped_failure
 from torch_dpflow.workers.process_control import keep_freed_memory
 from torch_dpflow.workers.script_settings import ScriptSettings
 
-#: A worker drops samples that another worker has taken over after this many more samples. By then the other worker has
-#: announced them, so they are read from storage once.
+#: By how many samples a worker's reads may deviate from their announced order: other workers take over some tasks.
 STOLEN = 16
 
 
@@ -71,8 +70,8 @@ class SampleAssignment:
 
     dataset: TwoStageDataset
     worker_init_fn: Callable[[int], Any] | None
-    #: Whether images are sent in the layout in which they were decoded (channels last), because the job that started
-    #: the flow collates by `collate_channels_last`. Other jobs get the same batches, at more processor time.
+    #: Whether images are sent with channels last, as they were decoded, because the job that started the flow collates
+    #: by `collate_channels_last`. Other jobs get the same batches, at more processor time.
     keeps_layout: bool = False
     #: Settings of the script that started the flow.
     settings: ScriptSettings = field(default_factory=ScriptSettings)
@@ -114,8 +113,8 @@ def _assignment(
 class SampleSource:
     """Loader of samples that makes its process a DataLoader worker: one torch thread, `get_worker_info()`.
 
-    An error of the constructor, such as in unpickling or in `worker_init_fn`, becomes the result of every task. The
-    process continues, so that the job gets the user's own traceback and not a dead worker.
+    Errors of unpickling and of `worker_init_fn` are not raised: `load` returns them for each task, so that the job gets
+    the traceback of the user's code.
 
     Args:
         packed: file with a packed `SampleAssignment`.
@@ -141,7 +140,7 @@ class SampleSource:
             self._broken = wrapped_failure(worker)
 
     def announce(self, payloads: Sequence[memoryview]) -> None:
-        """Announce newly queued tasks, as packed by `pack_task`, to the dataset, if it accepts announcements."""
+        """Announce to the dataset, if it accepts this, which samples new tasks load. payloads: from `pack_task`."""
         keys = [key for key in map(key_to_load, payloads) if key is not None] if self._tells else []
         if not keys:
             return
@@ -152,9 +151,9 @@ class SampleSource:
             SERVICE.exception("the dataset rejected the announcement of the samples that come next")
 
     def load(self, payload: memoryview) -> tuple[int, Any]:
-        """Carry out a packed task; return (SAMPLE, sample) or (FAILED, placeholder or ExceptionWrapper).
+        """Run the stage of a packed task; return (SAMPLE, output) or (FAILED, placeholder or ExceptionWrapper).
 
-        An exception in loading is returned and not raised. Raises MessageError if `payload` is not a valid task.
+        An exception of the stage is not raised. Raises MessageError if `payload` is not a valid task.
         """
         if self._broken is not None:
             return FAILED, self._broken

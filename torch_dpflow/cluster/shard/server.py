@@ -40,7 +40,7 @@ from torch_dpflow.ipc.transport.link_time import LinkTime
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
 
-#: Maximum frames and bytes of one answer; a job fetches the other samples again.
+#: Maximum frames and bytes of one answer. A job fetches the samples that did not fit by another call.
 MAX_FRAMES, MAX_ANSWER_BYTES = 2048, 256 << 20
 #: How long a shard that no longer owns keys waits for its jobs to leave (seconds).
 LINGER_S = 20.0
@@ -118,7 +118,7 @@ class SampleShard:
         self.server.register("leave", self._on_leave, body_type=JobId)
 
     def poll(self) -> None:
-        """Apply leases and time limits, and serve finished loads. Call this periodically, in the server's thread."""
+        """Expire leases, apply time limits, and answer fetches. Call this periodically, in the server's thread."""
         now = self._clock()
         self._late_s += len({call.body.job.name for call in self._calls.values()}) * (now - self._counted_at)
         self._counted_at = now
@@ -147,8 +147,8 @@ class SampleShard:
     def serve_remote(self, serve: Callable[[], bool], remote: RemoteWorkers) -> None:
         """Use remote workers, which connect to another listener. Call this once, in the server's thread.
 
-        serve: handles messages of remote workers; the demultiplexer calls it before each wait, and wakes for their
-            messages too.
+        serve: handles waiting messages of remote workers, and returns whether there may be more. The server's thread
+            calls it before it waits for messages, and when remote workers have sent some.
         """
         for source in remote.listener.sources:
             self._listener.watch(source)
@@ -168,7 +168,7 @@ class SampleShard:
         """Set the keys that the shard owns, as the router has assigned them. Call this in the server's thread.
 
         Samples whose keys other shards own now are removed from pending requests, which are answered without them. Jobs
-        then request these samples from the new owners. An assignment of an older generation is ignored.
+        then request these samples from the new owners. Only an assignment of a newer generation changes the keys.
         """
         if not range_.retired:
             self._retired_at = None
@@ -196,13 +196,13 @@ class SampleShard:
         self._lookaheads.failed(requests)
 
     def take_lookahead(self, request: LookaheadRequest, answer: JobLookahead, parts: LookaheadParts | None) -> None:
-        """Pass a router's answer to the cache's policy. Call this in the server's thread."""
+        """Pass a new lookahead in the router's answer to the cache's policy. Call this in the server's thread."""
         lookahead = self._lookaheads.answered(request, answer, parts)
         if lookahead is not None:
             self._cache.hint(request.job, lookahead, weight=answer.weight)
 
     def status(self) -> dict[str, Any]:
-        """Return figures for the coordinator and for display. Call this in the server's thread."""
+        """Return the shard's status: counters and present numbers, by name. Call this in the server's thread."""
         cache = self._cache.statistics()
         self._link_s += self._link.passed_s()
         return {

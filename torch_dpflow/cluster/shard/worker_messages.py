@@ -43,7 +43,7 @@ class WorkerDemultiplexer:
         self.dropped = 0
 
     def receive(self, timeout_s: float | None) -> tuple[bytes, list[memoryview]] | None:
-        """Return the next message of a client; None on a timeout, or after handling messages of workers."""
+        """Return (identity, frames) of a client's next message; None on a timeout, or after messages of workers."""
         if self.serve_remote is not None and self.serve_remote():
             timeout_s = 0
         for _ in range(_BURST):
@@ -63,7 +63,7 @@ class DetachedPayload(msgspec.Struct, gc=False):
     kind: int
     table: PayloadTable
     frames: list[Frame]
-    #: Its size (bytes).
+    #: Size of the frames (bytes).
     nbytes: int
 
     @property
@@ -76,18 +76,17 @@ class DetachedPayload(msgspec.Struct, gc=False):
 
 
 def detach_group(kind: int, table: PayloadTable, size: int, parts: list[list[memoryview]]) -> list[DetachedPayload]:
-    """Copy the payloads in a joined frame, each of `size` bytes. Without a copy they would keep the frame alive."""
+    """Return a copy of each payload of a group. parts: one frame of `size` bytes for each payload."""
     return [DetachedPayload(kind, table, [bytes(part)], size) for (part,) in parts]
 
 
 def detach(kind: int, table: PayloadTable, frames: list[memoryview], reader: ArenaReader | None) -> DetachedPayload:
-    """Copy a payload out of shared memory into this process's memory. Frames that were sent as messages are not copied.
+    """Copy a payload out of shared memory into this process's memory. Frames that came by the socket are not copied.
 
     reader: reader of the sender's shared memory; None: the sender does not share memory.
 
-    Raises:
-        MessageError: the table does not fit the frames, or there is no shared memory to read.
-        SegmentLostError: the shared memory is gone because its writer has ended.
+    Raises MessageError if the table does not fit the frames or refers to memory that is not shared, and the errors of
+    `ArenaReader.view`.
     """
     if table.frames != len(frames):
         raise MessageError(f"a payload of {table.frames} frames came with {len(frames)}")

@@ -41,13 +41,13 @@ from torch_dpflow.workers.shard import UNREACHABLE, Shard
 #: Workers of this host hold more tasks than WINDOW, up to QUICK_WINDOW, if they run all of them within WINDOW_S
 #: seconds: a message costs as much as several quick samples.
 QUICK_WINDOW, WINDOW_S = 64, 0.06
-#: Time after which others overtake a worker that runs one sample for much longer than usual (seconds): it may be
-#: frozen, which its node notices only after `supervision.LEASE_S`.
+#: Time after which other workers take over from a worker that runs one sample for much longer than usual (seconds): it
+#: may be frozen, which its node notices only after `supervision.LEASE_S`.
 OVERTAKE_S = 1.0
 #: Time without a working worker after which waiting jobs get an error with the reason; also the interval between such
 #: errors (seconds).
 OUTAGE_S = 3.0
-#: How many tables of payloads are kept to compare later ones with.
+#: Maximum number of payload tables that are kept so that payloads with equal tables share one object.
 MAX_TABLES = 256
 #: Limits of a platform, from `worker_states.LIMITED_BY`, for which jobs wait longer than for lost workers.
 AWAITED = ("quota", "throttling")
@@ -72,7 +72,7 @@ class ShardWorkers:
             `on_message`.
         content: digest of the content, which workers fetch and load.
         workers: intended number of workers.
-        loaded: called by `flush` with the number and the result of each finished load.
+        loaded: called by `flush` with a list of (number, result) of finished loads.
         end: called with the number and incarnation of a worker that should be killed.
         task_timeout_s: as in `FlowSpec`.
         clock: returns the time (seconds). It should stand still while this process is suspended, so that workers are
@@ -108,7 +108,7 @@ class ShardWorkers:
         self._end = end
         #: Opens the platform that runs the workers, None: the node runs them; and its workers, once it is open.
         self._open: Callable[[], None] | None = None
-        #: Returns the path of the exit report of a worker of this host, given its incarnation; None: it cannot be read.
+        #: Returns the path of a local worker's exit report, given the worker's incarnation. None: there is no report.
         self.report_file: Callable[[int], str] | None = None
         self._remote: RemoteWorkers | None = None
         #: When the last worker stopped working, None while one works; and whether one ever has.
@@ -140,7 +140,11 @@ class ShardWorkers:
         self._newest: dict[int, int] = {}
 
     def use_platform(self, open_: Callable[[], None]) -> None:
-        """Make a platform run the workers. open_: begins to open it, and later calls `serve`; repeated after `fail`."""
+        """Make a platform run the workers.
+
+        open_: begins to open the platform; the caller then reports the outcome by `serve` or `fail`. Called again
+            when samples are to be loaded after a failure.
+        """
         self._open = open_
         open_()
 
@@ -178,12 +182,12 @@ class ShardWorkers:
             SERVICE.warning("%s, before it could work", how, extra={"worker": worker})
 
     def samples_of(self, number: int) -> int:
-        """Return how many samples a worker has loaded."""
+        """Return how many results a worker has delivered since it connected; 0 if it is not connected."""
         worker = self._workers.get(number)
         return 0 if worker is None else worker.samples
 
     def fail(self, error: Exception | str) -> None:
-        """Fail all loads for `RETRY_S`, as long as no worker works. A platform starts no workers during this time."""
+        """Fail loads with `error` while no worker works, for at least `RETRY_S` seconds."""
         self._failure, self._failed_until = str(error), self._clock() + RETRY_S
         SERVICE.error("no more workers: %s", error)
 
@@ -204,7 +208,7 @@ class ShardWorkers:
         self._shard.on_message(peer, frames)
 
     def flush(self) -> None:
-        """Call the function `loaded` with the loads that have finished since the last call."""
+        """Call the constructor's function `loaded` with the loads that have finished since the last `flush`, if any."""
         while self._arrived:
             arrived, self._arrived = self._arrived, []
             self._loaded(arrived)
@@ -234,7 +238,7 @@ class ShardWorkers:
         """Return the error for jobs once no worker has worked for `OUTAGE_S`; None otherwise.
 
         AwaitedWorkersError: workers start, or the platform is short of capacity; jobs wait longer (see `EpochReader`).
-        LostWorkersError: all workers were lost for another reason; jobs wait up to their `reconnect_timeout_s`.
+        LostWorkersError: remote workers were lost for another reason; jobs wait up to their `reconnect_timeout_s`.
         """
         if self._none_since is None or self._clock() - self._none_since < OUTAGE_S:
             return None
@@ -257,7 +261,7 @@ class ShardWorkers:
 
     @property
     def concurrency(self) -> int:
-        """Number of loads that may be in progress: twice the number of tasks that all workers can hold."""
+        """Maximum number of loads that should be in progress, running or queued."""
         return 2 * self._window * max(1, self.expected)
 
     @property

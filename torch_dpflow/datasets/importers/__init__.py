@@ -1,4 +1,4 @@
-"""Importers: read a source sample by sample. Each is imported only when it is used."""
+"""Importers, which read a source sample by sample. The module of each is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_dpflow.errors import OptionError
 
 __all__ = ["IMPORTERS", "Importer", "Item", "importer_class", "make_importer"]
 
-#: name → (module, class)
+#: Module and class of each importer, by its name.
 IMPORTERS = {
     "coco": ("coco", "CocoImporter"),
     "imagefolder": ("folders", "ImageFolderImporter"),
@@ -54,7 +54,7 @@ def make_importer(
         options: fsspec's options for the source.
 
     Raises:
-        OptionError: no such importer or setting, or a value of the wrong type.
+        OptionError: among others, no such importer or setting, a missing setting, or a value of the wrong type.
     """
     kind = importer_class(name)
     parameters = inspect.signature(kind.__init__).parameters

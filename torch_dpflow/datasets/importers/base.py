@@ -19,9 +19,9 @@ _LARGEST = 2**63 - 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """One sample of an importer: `path`, the place of its bytes, or `data`, the bytes themselves.
+    """One sample of an importer. Either `path` says where its bytes are, or `data` contains them.
 
-    Raises SourceError, which names the field, for values that a store cannot hold.
+    Raises SourceError, which names the field, for invalid values. `meta` is checked only when the item is stored.
     """
 
     #: Annotations: values that JSON can hold, and numpy scalars and arrays.
@@ -30,14 +30,14 @@ class Item:
     #: names a local file. Stored as text.
     path: str | os.PathLike[str] | None = None
     data: bytes | None = None
-    #: The sample's offset in the object; None: it is the whole object.
+    #: Where the sample begins in the object, bytes; None: the sample is the whole object.
     offset: int | None = None
-    #: Bytes; None: unknown.
+    #: Length of the sample, bytes; None: unknown.
     length: int | None = None
     #: "crc32:" or "sha256:" and hexadecimal digits. `data` is compared with it at once.
     checksum: str | None = None
-    #: State of the object: its ETag in quotes, the time of its last change as an HTTP date, or another of
-    #: `storage.base`. Used if there is no checksum.
+    #: State of the object: its ETag in quotes, the time of its last change as an HTTP date, or another state that
+    #: `storage.base` describes. Used if there is no checksum.
     revision: str | None = None
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ def _checksum(value: Any) -> str | None:
 
 
 class Importer(Protocol):
-    """Protocol of readers of one source's samples, in a fixed order, so that a killed import can be continued."""
+    """Interface of readers of one source's samples, in a fixed order, so that a killed import can be continued."""
 
     #: The URL of the directory that paths are relative to; None: all items have data.
     root: str | None
@@ -121,27 +121,27 @@ class Importer(Protocol):
 
     @property
     def source(self) -> Mapping[str, Any]:
-        """Description of the source, of JSON values. An unfinished import is continued only if it has an equal one."""
+        """Description of the source as JSON values. Only an import with an equal description is continued."""
 
     def extend(self, info: Mapping[str, Any]) -> None:
         """Prepare to append to a variant whose samples have this `info`. Called before `items`."""
 
     def items(self, start: int = 0) -> Iterator[Item]:
-        """Yield the samples, starting at number `start`. Memory must not grow with their number.
+        """Yield the samples, starting at number `start`. Memory should not grow with their number.
 
         Raises:
             SourceError: the source does not have the expected layout.
         """
 
     def total(self) -> int | None:
-        """Return the number of samples for a progress bar; None if it is not cheap to find."""
+        """Return the number of samples for a progress bar; None while it is not known."""
 
     def info(self) -> Mapping[str, Any]:
         """Return information for all samples, such as the names of classes. Complete after the last item."""
 
 
 class BaseImporter:
-    """Base of importers whose samples do not depend on the variant that they append to. See `Importer`."""
+    """Base of importers, see `Importer`. By default the total is unknown, `info` is empty, `extend` does nothing."""
 
     def extend(self, info: Mapping[str, Any]) -> None: ...
 

@@ -30,9 +30,9 @@ _ID_LIMIT = 2**63
 class CocoImporter(BaseImporter):
     """Importer of COCO's `instances_*.json`: one sample for each image, in the file's order.
 
-    Annotations: `image_id`, `file_name`, `width`, `height` and `annotations`, a list of COCO's own records.
-    `info` has `categories`. Ids are integers of 64 bits or texts, and keep their type and spelling: 7, "7" and "007"
-    are three images. The whole file is in memory while it is imported, some six times its size.
+    Annotations: `image_id`, `file_name`, `width`, `height`, and `annotations`, a list of COCO's records with `id`,
+    `category_id`, `bbox`, `area` and `iscrowd`. `info` has `categories`. Ids are integers of 64 bits or texts: 7, "7"
+    and "007" are three images. The import takes about six times the file's size in memory.
 
     Args:
         annotations: the file; a path or a URL.
@@ -63,7 +63,7 @@ class CocoImporter(BaseImporter):
 
     @functools.cached_property
     def source(self) -> Mapping[str, Any]:
-        """Description as in `Importer`. Its `state` changes with each write of the file."""
+        """See `Importer.source`. The value of `state` changes with the size or state of the file of annotations."""
         return {
             "importer": "coco",
             "annotations": self._url,

@@ -1,4 +1,4 @@
-"""Values in samples of MosaicML's MDS and of LitData, decoded strictly: a value that is not understood is an error.
+"""Decoding of samples of MosaicML's MDS and of LitData. A damaged value, or an unknown encoding, is a SourceError.
 
 Nothing is unpickled. Encoded images stay bytes, which `decode=` of `open_dataset` decodes.
 """
@@ -49,7 +49,7 @@ _LIT_ARRAYS = (
 )
 
 
-#: Name, encoding and size of each column of an MDS dataset; a size of None varies, and each sample contains it.
+#: Name, encoding and size in bytes of each column of an MDS dataset. The size is None if it differs between samples.
 Columns = tuple[tuple[str, str, int | None], ...]
 
 
@@ -60,7 +60,7 @@ def mds_sample(content: bytes | memoryview, columns: Columns) -> dict[str, Any]:
         content: the sample's bytes: sizes of the values whose size varies, then all values.
 
     Raises:
-        SourceError: the bytes are not of these columns.
+        SourceError: the bytes do not match the columns, or an encoding is not supported.
     """
     loose, named = _layout(columns)
     sizes = iter(_words(content, loose))
@@ -106,7 +106,7 @@ def lit_sample(content: bytes | memoryview, formats: tuple[str, ...], spec: Any)
             "dict", pairs of a name and a spec.
 
     Raises:
-        SourceError: the bytes are not of these formats.
+        SourceError: the bytes do not match the formats, or a format is not supported.
     """
     values = _cut(content, 4 * len(formats), _words(content, len(formats)))
     return _nested(spec, iter([value for _, value in _decoded(_lit_decoders(formats), values)]))

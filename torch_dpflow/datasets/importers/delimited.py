@@ -24,7 +24,9 @@ _MIN_NUMBERED = 4
 
 
 class DelimitedRows:
-    """The rows of a CSV or TSV file, quoted as in RFC 4180, in UTF-8 with or without a byte-order mark.
+    """Iterable of the rows of a CSV or TSV file, as lists of cells. `header` contains the names of the columns.
+
+    Cells are quoted as in RFC 4180. The encoding is UTF-8, with or without a byte-order mark.
 
     Args:
         file: the file, at its start.
@@ -33,8 +35,8 @@ class DelimitedRows:
         path_column: the column of paths, by which rows inside a quoted cell are detected; None: they are not detected.
 
     Raises:
-        SourceError: also while rows are read: the file is not UTF-8, has no header, or has a column name twice; a row
-            has too few or too many cells; a quote inside quotes is not doubled; or a quoted cell contains another row.
+        SourceError: the header is missing or names a column twice, or the file is not UTF-8. Also while rows are read:
+            text that is not UTF-8, too few or too many cells, wrong quotes, a quoted cell that contains a row.
     """
 
     def __init__(self, file: IO[bytes], delimiter: str, name: str, path_column: str | None = None) -> None:

@@ -116,24 +116,24 @@ class ImageFolderImporter(BaseImporter):
         return {"endings": list(self._endings), "classes": self._known}
 
     def scanned(self, numbers: Iterable[int]) -> Generator[tuple[int, Iterator[Item]]]:
-        """Yield (0, all images) if `numbers` contains 0: the whole tree counts as one object. See `ShardImporter`."""
+        """Yield (0, all images) for number 0. The whole tree counts as one object, see `ShardImporter.scanned`."""
         for number in numbers:
             yield number, self.items()
 
     @staticmethod
     def size_of(number: int) -> None:
-        """Return None: reads compare the length of each sample, which is a whole file."""
+        """Return None. Reads compare the size of each image, so they need no size of the tree, which is object 0."""
 
     @staticmethod
     def finds(files: SourceFiles) -> bool:
-        """Return whether the first subdirectory of a directory contains an image."""
+        """Return whether the first subdirectory of a directory directly contains an image."""
         if not files.folders:
             return False
         children = Files(files.given, files.options).children(files.folders[0])
         return any(child.name.lower().endswith(IMAGE_ENDINGS) for child in children)
 
     def objects(self) -> list[tuple[str | None]]:
-        """Return one identity for the tree: a digest of names, sizes and states of images; None without states."""
+        """Return [(digest,)], a digest of the images' names, sizes and states; [(None,)] if an image has no state."""
         digest = hashlib.sha256()
         has_states = True
         for folder in self._find_classes().values():
@@ -223,7 +223,7 @@ class SpeechImporter(BaseImporter):
 
     @functools.cached_property
     def source(self) -> Mapping[str, Any]:
-        """Description as in `Importer`. Its `state` changes with each write of a transcript."""
+        """See `Importer.source`. The value of `state` changes with the size or state of any transcript."""
         digest = hashlib.sha256()
         for speaker, chapter, children in self._chapters() if self._files.exists("") else ():
             for child in children:

@@ -39,14 +39,13 @@ class ListingImporter(BaseImporter):
     """Importer of a table with a column of paths or of the samples' bytes. Other columns become annotations.
 
     Null values are left out. The table may be larger than memory. A CSV or TSV file is quoted as in RFC 4180, and read
-    twice: a column has the type that all of its rows allow. Integers with leading zeros, and those above 64 bits, stay
-    text.
+    twice, because a column gets the type that all of its rows allow. A column of annotations stays text if it has an
+    integer with leading zeros, or one above 64 bits.
 
     Args:
-        listing: a path or URL that ends with .csv, .tsv or .parquet; or a directory, whose files and those of its
-            directories that end with .parquet, .parq or .pq are read in the order of their paths. Names that begin
-            with "." or "_" are ignored.
-        root: the directory that paths are relative to, or that absolute paths begin with; None: that of the listing.
+        listing: a path or URL that ends with .csv, .tsv or .parquet. Or a directory: all files below it that end with
+            .parquet, .parq or .pq are read in the order of their paths, except names that begin with "." or "_".
+        root: the directory that paths are relative to, or begin with; None: the listing's directory.
         path_column: the column of paths, or of URLs; "image.path" is a field of a column of structs.
         offset_column: the column of the samples' offsets in their objects, bytes; needs `length_column`.
         length_column: the column of the samples' sizes, bytes.
@@ -105,7 +104,7 @@ class ListingImporter(BaseImporter):
 
     @functools.cached_property
     def source(self) -> Mapping[str, Any]:
-        """Description as in `Importer`. Its `state` changes with each write of a file of the listing."""
+        """See `Importer.source`. The value of `state` changes with the size or state of any file of the listing."""
         return {
             "importer": "listing",
             "listing": self._url_of(self._name),
@@ -284,10 +283,11 @@ _Kind = Literal["small integer", "integer", "exponent", "number", "boolean", "ti
 
 
 class ColumnTypes:
-    """Types of a CSV or TSV file's columns that all rows allow: integers, numbers, booleans, times or texts.
+    """Detection of the types of a CSV or TSV file's columns: integers, numbers, booleans, times or texts.
 
-    Times keep their spelling. Missing values become None, except in columns of texts and in columns that contain only
-    words such as "NA". A column of integers is text if a cell is written like "12e4".
+    All rows of a column must allow its type. Times keep their spelling. Missing values become None, except in columns
+    of texts and in columns that contain only words such as "NA". A column of integers is text if a cell is written like
+    "12e4".
 
     Args:
         columns: number of columns.
@@ -310,7 +310,7 @@ class ColumnTypes:
         return count
 
     def converters(self) -> list[Callable[[str], Any]]:
-        """Return a converter of cells for each column. It may raise ValueError or KeyError for cells not observed."""
+        """Return a converter of cells for each column. It can raise ValueError or KeyError for unobserved cells."""
         return [_converter(frozenset(kinds)) for kinds in self._kinds]
 
 

@@ -90,7 +90,7 @@ class PackedImporter(ShardImporter):
 
     @classmethod
     def finds(cls, files: SourceFiles) -> bool:
-        """Return whether a directory has an `index.json`, and it or its first subdirectory has names of this format."""
+        """Return whether a directory has an `index.json`, and shards of this format in it or its first subdirectory."""
         if not files.is_directory or _INDEX not in files.names:
             return False
         if not any(map(cls.names.fullmatch, files.names)) and files.folders:
@@ -151,8 +151,8 @@ class PackedImporter(ShardImporter):
 class MDSImporter(PackedImporter):
     """Importer of a directory of MosaicML Streaming (MDS), read in place.
 
-    A sample is a dict of its columns' values, as MDS returns it, except that encoded images are bytes. Columns of
-    pickles raise SourceError.
+    `open_dataset` returns a sample as MDS does, a dict of its columns' values, except that encoded images are bytes.
+    Columns of pickles, among others, raise SourceError.
     """
 
     name = "mds"
@@ -183,8 +183,8 @@ class MDSImporter(PackedImporter):
 class LitDataImporter(PackedImporter):
     """Importer of a directory of LitData, read in place.
 
-    A sample is the value that LitData returns, except that encoded images are bytes. If chunks have rows in Arrow's
-    format (`has_rows`), `LitRows` reads them. Raises SourceError for
+    `open_dataset` returns a sample as LitData does, except that encoded images are bytes. If chunks have rows in
+    Arrow's format (`has_rows`), `LitRows` reads them. Raises SourceError, among others, for
 
     - pickled values,
     - encrypted chunks, and chunks for item loaders other than `PyTreeLoader`,

@@ -1,4 +1,4 @@
-"""Importers of objects that hold many samples each: they are scanned in parallel, and yield samples in order."""
+"""Base of importers of objects that hold many samples each. Objects are scanned in parallel; samples stay in order."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ForwardReader:
         self._ahead = ahead
         self._blocks: dict[int, bytes | Future[bytes]] = {}
         self._last = -1
-        #: Position from which up to `_MAX_HELD` blocks stay in memory for `held`; None: passed blocks are dropped.
+        #: Start of the bytes that stay in memory for `held`, up to `_MAX_HELD` blocks; None: passed blocks are dropped.
         self.held_from: int | None = None
 
     def at(self, start: int, length: int) -> bytes:
@@ -65,7 +65,7 @@ class ForwardReader:
         return self._cut(start, stop)
 
     def held(self, start: int, length: int) -> bytes | None:
-        """Return `length` bytes starting at `start` if all of them are in memory, else None."""
+        """Return `length` bytes starting at `start`; None if one of their blocks was not requested, or was dropped."""
         blocks = range(start // self._block, -(-(start + length) // self._block))
         return self._cut(start, start + length) if all(number in self._blocks for number in blocks) else None
 
@@ -100,11 +100,11 @@ class ForwardReader:
 
 
 class ShardImporter(BaseImporter):
-    """Base of importers of objects that hold many samples each. A subclass has `name`, `names` and `scan`.
+    """Base of importers of objects that hold many samples each. A subclass defines `name`, `names` and `scan`.
 
     Args:
-        source: a path, URL, directory, pattern such as `train-{000..146}.tar`, or a list of these, see `find_sources`;
-            or a result of that function.
+        source: a path, URL, directory, pattern such as `train-{000..146}.tar`, or a list of files and patterns, see
+            `find_sources`; or a result of that function.
         options: fsspec's options for the source.
         split: the split to read of a directory that has several, such as "train".
 
@@ -117,7 +117,7 @@ class ShardImporter(BaseImporter):
     name: ClassVar[str]
     #: names of objects of the format; others in a directory are ignored
     names: ClassVar[re.Pattern[str]]
-    #: whether samples may be copied, so that readers do not find them in the source's objects
+    #: whether samples may be copies, such as decompressed ones, that are not in the source's objects
     may_copy = False
     #: whether files of a directory may be of several splits; False if the format has an index that lists the files
     has_splits: ClassVar[bool] = True
@@ -140,12 +140,12 @@ class ShardImporter(BaseImporter):
             if folders:
                 DATASETS.warning("%s: its directories, such as %r, are not read", files.given, folders[0])
         self._split = split
-        #: Whether samples become an index of `open_dataset`, and not a dataset in a store.
+        #: Whether the samples go into an index of `open_dataset`, and not into a dataset in a store.
         self.is_in_place = False
         self.options = self.files.options
-        #: Given URLs of objects by the URLs that samples get, where the two differ
+        #: URLs to read objects at, by the URLs in the samples' metadata, where the two differ.
         self.given_urls = self.files.given_urls()
-        #: Whether bytes of samples that a scan reads go into the disk cache, where readers find them.
+        #: Whether a scan puts the samples that it reads into the disk cache, for later readers.
         self.fills_cache = False
         self.root: str | None = self.files.root
 
@@ -156,26 +156,23 @@ class ShardImporter(BaseImporter):
 
     @staticmethod
     def begins(head: bytes) -> bool:
-        """Return whether an object is of this format, given its first KiB."""
+        """Return whether an object's first KiB shows that the object is of this format. By default it does not."""
         return False
 
     @property
     def source(self) -> Mapping[str, Any]:
-        """Description as in `Importer`. Its `state` changes if the size or state of any object changes."""
+        """See `Importer.source`. The value of `state` changes with the size or state of any object."""
         chosen = {} if self._split is None else {"split": self._split}
         described = {"importer": self.name, "source": stored_url(self.files.given), **chosen, **self.settings()}
         state = sha256_of(json.dumps(self.objects()).encode())
         return {**described, "files": len(self.files.files), "state": state}
 
     def objects(self) -> list[tuple[Any, ...]]:
-        """Return the identity of each object: state (None: unknown), path, size, and values from an index file."""
+        """Return the identity of each object: state (None: unknown), path, size; for some formats also other values."""
         return [(file.state, self.files.path_of(file), file.size) for file in self.files.files]
 
     def size_of(self, number: int) -> int | None:
-        """Return the size, bytes, that object `number` of the source must have at each read; None: any size.
-
-        None for a local file, because its state changes with its size, and if samples may be copied.
-        """
+        """Return the size, bytes, that object `number` of the source must have at each read; None: not compared."""
         file = self.files.files[number]
         return None if self.may_copy or file.local_path is not None else file.size
 
@@ -192,7 +189,7 @@ class ShardImporter(BaseImporter):
         raise NotImplementedError
 
     def ranges(self, item: Item) -> list[tuple[int, int]]:
-        """Return start and length, in its object, of each range that readers read for a sample; [] if it was copied."""
+        """Return (start, length) of each range of the object that is read for a sample; [] for a copied sample."""
         return [] if item.offset is None or item.length is None else [(item.offset, item.length)]
 
     def items(self, start: int = 0) -> Iterator[Item]:
@@ -202,10 +199,10 @@ class ShardImporter(BaseImporter):
         return chain.from_iterable(items for _, items in self.scanned(range(first, len(self.files.files))))
 
     def items_at(self, path: str, offset: int | None) -> Iterator[Item] | None:
-        """Return an iterator of samples, starting with that at `offset` of the object `path`; empty if it is missing.
+        """Return an iterator of samples that starts at `offset` in the object `path`; empty if no sample is there.
 
-        To continue an import that was killed, only the object with its last sample is scanned again, and no earlier
-        object. Returns None if offsets do not identify samples: the source names the object twice, or they are copied.
+        Earlier objects are not scanned, so that an import that was killed continues fast. Returns None if an offset
+        does not identify a sample: the source names the object twice, or samples may be copied.
         """
         numbers = [number for number, file in enumerate(self.files.files) if self.files.path_of(file) == path]
         if len(numbers) > 1 or self.may_copy:
@@ -215,9 +212,9 @@ class ShardImporter(BaseImporter):
         return iter(()) if found is None else chain([found], items)
 
     def scanned(self, numbers: Iterable[int]) -> Generator[tuple[int, Iterator[Item]]]:
-        """Yield (number, samples) for these objects of `files`, in order. Threads scan the next objects meanwhile.
+        """Yield (number, samples) for the objects of `files` with these numbers, in order. Threads scan ahead.
 
-        Raises SourceError for objects with URLs that a store cannot name, and the errors of `scan`.
+        Raises SourceError for objects with URLs that a store cannot name. The samples raise the errors of `scan`.
         """
         if self.given_urls and not self.is_in_place:
             raise SourceError(

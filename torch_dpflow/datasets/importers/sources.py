@@ -1,4 +1,4 @@
-"""The objects that a path, URL, pattern, list or directory names, each with its size and state."""
+"""The objects that a source names, each with its size and its state, such as an ETag or a modification time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SourceFile(NamedTuple):
 
     url: str
     size: int
-    #: see `storage.base`; None if the storage reports none
+    #: state, see `storage.base`; None if the storage reports none
     state: str | None
 
     @property
@@ -58,12 +58,12 @@ class SourceFile(NamedTuple):
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """The objects of one source, in order, and the names of the directories next to them."""
+    """The objects of one source, in order, with the options to read them."""
 
-    #: the source in words, for errors and descriptions
+    #: URL of the directory; for other sources a text for errors and descriptions
     given: str
     files: list[SourceFile]
-    #: names of directories, if the source is one directory
+    #: names of the subdirectories, if the source is one directory
     folders: list[str]
     #: fsspec's options for all objects
     options: dict[str, Any]
@@ -71,13 +71,13 @@ class SourceFiles:
     read_options: ReadOptions | None
     #: whether the source is one directory
     is_directory: bool = False
-    #: names in the directory that are links to nothing, pipes, sockets or devices
+    #: names of broken links, pipes, sockets and devices in the directory
     broken: Sequence[str] = ()
 
     def only(self, names: re.Pattern[str]) -> SourceFiles:
         """Return the objects of a directory whose names match; all objects if the source is a list, file or pattern.
 
-        Raises SourceError if a matching name is a link to nothing, a pipe, a socket or a device.
+        Raises SourceError if a matching name is a broken link, a pipe, a socket or a device.
         """
         if not self.is_directory:
             return self
@@ -90,8 +90,8 @@ class SourceFiles:
         """Return the objects of one split of a directory; all objects if the source is a list, file or pattern.
 
         Raises:
-            OptionError: there is no such split.
-            SourceError: there are several splits, and none is chosen.
+            OptionError: there is no such split, or a split is given for a source that is not a directory.
+            SourceError: there are several splits and none is chosen, or files of the split are missing or repeated.
         """
         if not self.is_directory:
             if split is not None:
@@ -106,7 +106,7 @@ class SourceFiles:
         """Return the objects in the directory with the split's name, such as `train`; None if there is none.
 
         Raises OptionError if there are also files of this split and format next to the directory, such as
-        `train-0.parquet`, or if several directories have names of the split.
+        `train-0.parquet`, or as `folder_of_split` does.
         """
         folder = folder_of_split(self.folders, split, self.names) if self.is_directory else None
         if folder is None:
@@ -122,7 +122,7 @@ class SourceFiles:
         return replace(self, files=[*files])
 
     def given_urls(self) -> dict[str, str]:
-        """Return the URL of each object by its URL in metadata (`stored_url`), for objects where the two differ.
+        """Return the URLs to read objects at, by their URLs in metadata (`stored_url`), where the two differ.
 
         Raises SourceError if two objects have the same URL in metadata.
         """
@@ -146,7 +146,7 @@ class SourceFiles:
         return [split_name(stored_url(file.url))[1] for file in self.files]
 
     def path_of(self, file: SourceFile) -> str:
-        """Return an object's path below `root`; its URL if it is elsewhere, or the path would name another object."""
+        """Return an object's file name if joining it to `root` gives its `stored_url`; else that URL."""
         url = stored_url(file.url)
         name = split_name(url)[1]
         return name if join_url(self.root, name) == url else url
@@ -163,15 +163,15 @@ def find_sources(
     """Return the objects that a source names, each with its size and state.
 
     Args:
-        source: a path or URL of a file or a directory; with patterns: `{000..146}` and `{a,b}` are expanded, `*`, `?`
-            and `[…]` match names. Or a list of these. A local path that exists, or a `pathlib.Path`, is never a
-            pattern.
+        source: a path or URL of a file or directory, a pattern, or a list of files and patterns. In patterns,
+            `{000..146}` and `{a,b}` are expanded, and `*`, `?` and `[…]` match names. A local path that exists, or a
+            `pathlib.Path`, is never a pattern.
         options: fsspec's options for the objects.
         read_options: timeouts and retries.
 
     Raises:
-        OptionError, OptionTypeError: a pattern is malformed, or the source is not a text, path or list.
-        SourceError: an object is missing, or a pattern matches none.
+        OptionError, OptionTypeError: among others, a pattern is malformed, or the source is not a text, path or list.
+        SourceError: among others, an object is missing, or a pattern matches none.
         StorageError: the storage cannot be read.
     """
     is_one = isinstance(source, str | os.PathLike)
@@ -212,7 +212,7 @@ def find_sources(
 def expand_braces(text: str) -> list[str]:
     """Return the names to which `{000..146}` (zeros are kept) and `{a,b}` expand, in order; other braces stay.
 
-    Raises OptionError for more than `MAX_FILES` results, and for braces within braces.
+    Raises OptionError for more than `MAX_FILES` results, braces within braces, and steps below 1.
     """
     if _NESTED.search(text):
         raise OptionError(f"{text!r} has braces within braces; write out the outer ones, as a list")
@@ -281,7 +281,7 @@ def _directory(text: str, options: Mapping[str, Any], read_options: ReadOptions 
 
 
 def files_in(files: SourceFiles, folder: str) -> Iterator[tuple[str, SourceFile]]:
-    """Yield path and object of each file in `folder`, a directory in the source; nothing if it is missing."""
+    """Yield (path, object) for each file in `folder`, a subdirectory of the source; nothing if it does not exist."""
     listing = Files(files.given, files.options, files.read_options)
     for child in listing.children(folder):
         if not child.is_directory:
@@ -395,7 +395,7 @@ def _local_file(path: str) -> SourceFile:
 
 
 def state_of_objects(files: Files, paths: Sequence[str]) -> str:
-    """Return a text that changes with each write of one of these objects of a directory, or if one is missing."""
+    """Return a text that changes if one of these objects is removed or added, or its size or state changes."""
     with ObjectReader(files.options) as reader:
         found = reader.look_each([ByteRange(join_url(files.url, path)) for path in paths])
     return sha256_of(repr([None if isinstance(one, DPFlowError) else tuple(one) for one in found]).encode())

@@ -1,4 +1,4 @@
-"""Splits in one directory, found by the names of its files, so that test data is never read with training data."""
+"""Splits of a directory, by names of files and subdirectories. Also refuses tables whose log lists the valid files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MAX_NAMES = 5
 
 
 def check_no_log(files: Files, names: Collection[str], folder: str = "") -> None:
-    """Raise SourceError if a directory's entries show that a log decides which of its files belong to the table.
+    """Raise SourceError if a directory is a table whose log lists the valid files, such as a Delta or Iceberg table.
 
     Args:
         files: the directory, or one above it.
@@ -62,7 +62,7 @@ def check_no_log(files: Files, names: Collection[str], folder: str = "") -> None
 
 
 def check_no_log_above(files: Files) -> None:
-    """Raise SourceError if a directory above `files` is a table with a log: see `check_no_log`.
+    """Raise SourceError if a directory up to a few levels above `files` is a table with a log: see `check_no_log`.
 
     Directories that cannot be read are not checked.
     """
@@ -101,7 +101,7 @@ def _above(url: str) -> Iterator[tuple[str, str]]:
 
 
 def splits_among(folders: Iterable[str]) -> list[str]:
-    """Return directories named after different splits, such as "train2017" and "val2017"; [] if there are none."""
+    """Return the directories whose names have equal words except the split's, such as "train2017" and "val2017"."""
     by_rest: dict[tuple[str, ...], dict[str, str | None]] = {}
     for folder in folders:
         words = _words(folder)
@@ -120,16 +120,15 @@ def check_no_split_folders(folders: Iterable[str], where: str) -> None:
 
 
 def folder_of_split(folders: Sequence[str], split: str, files: Iterable[str] = ()) -> str | None:
-    """Return the directory with a split's name; None if there is none.
+    """Return the directory whose name fits a split's name best; None if there is none, or if only files fit best.
 
     Args:
         folders: the directories in one directory.
         split: see `files_of_split`.
-        files: the files in that directory. A file with the split's exact name takes precedence over a directory with a
-            synonym.
+        files: the files in that directory. If only a file has the split's exact name, only files fit best.
 
     Raises:
-        OptionError: the name fits several splits.
+        OptionError: several splits fit equally well, and at least one of them is a directory.
     """
     labels = dict.fromkeys([*folders, *(label for file in files if (label := split_of(file)))])
     found = _named([*labels], split)
@@ -150,7 +149,7 @@ def files_of_split(paths: Sequence[str], split: str | None, where: str) -> list[
         where: names the directory in errors.
 
     Raises:
-        OptionError: there is no such split, or it is not unique.
+        OptionError: there is no such split, or `split` fits several.
         SourceError: there are several splits and none is chosen; or a split was written twice, or lacks a file.
     """
     by_split: dict[str | None, list[str]] = {}

@@ -36,7 +36,7 @@ def field_names(schema: pyarrow.Schema) -> Iterator[str]:
 def rows_of(
     batch: pyarrow.RecordBatch, name: str, data_column: str | None = None, first: int = 0
 ) -> list[dict[str, Any]]:
-    """Return the rows of a batch as dicts. Times that Python cannot represent, as in nanoseconds, become ISO 8601 text.
+    """Return the rows of a batch as dicts. A column whose times Python cannot represent exactly gets ISO 8601 text.
 
     Args:
         batch: some rows of a table.
@@ -45,7 +45,7 @@ def rows_of(
         first: the number of the batch's first row in its table, for errors.
 
     Raises:
-        SourceError: a column has a value that Python cannot represent, or bytes.
+        SourceError: a column has a value that Python cannot represent, or one other than `data_column` has bytes.
     """
     names = batch.schema.names
     for column, title in zip(batch.columns, names):

@@ -26,8 +26,8 @@ _PIECE = 8 << 20
 class TFRecordImporter(ShardImporter):
     """Importer of uncompressed TFRecord files, read in place. A sample is a record, without annotations.
 
-    All data is read once: both checksums of each record are compared, and the sample gets a CRC-32. Arguments and
-    errors are those of `ShardImporter`.
+    All data is read once to compare both checksums of each record, which needs the package google-crc32c. Each sample
+    gets a CRC-32. Arguments and errors are those of `ShardImporter`.
     """
 
     name = "tfrecord"
@@ -43,7 +43,7 @@ class TFRecordImporter(ShardImporter):
 
     @staticmethod
     def begins(head: bytes) -> bool:
-        """Return whether the first bytes of an object are the header of a record."""
+        """Return whether the first bytes of an object are the header of a record; False without google-crc32c."""
         try:
             return len(head) >= _HEADER and _checksum(head[8:_HEADER]) == masked_crc32c(head[:8])
         except MissingExtraError:
@@ -87,7 +87,7 @@ def _extend() -> Callable[[int, bytes], int]:
 
 
 def masked_crc32c(data: bytes) -> int:
-    """Return the CRC-32C of `data`, rotated and offset as TFRecord stores it. Raises MissingExtraError."""
+    """Return the CRC-32C of `data`, masked as in TFRecord. Raises MissingExtraError without google-crc32c."""
     return _masked(_extend()(0, data))
 
 
@@ -126,8 +126,8 @@ def parse_example(record: bytes) -> dict[str, Any]:
     """Decode a `tf.train.Example`, as protobuf does: unknown fields are skipped, and repeated messages are merged.
 
     Returns:
-        By name of the feature: a list of bytes, a float32 array of shape (values,), or an int64 array of shape
-        (values,); an empty list for a feature without a kind.
+        The features by name. Each is a list of bytes, or a float32 or int64 array of shape (values,). A feature
+        without a type is an empty list.
 
     Raises:
         SourceError: the record is no `Example`, or it is a `SequenceExample`.

@@ -51,12 +51,12 @@ class TarMember(NamedTuple):
 
 
 def is_tar(head: bytes) -> bool:
-    """Return whether the first 512 bytes of an object are the header of a tar archive, or the end of an empty one."""
+    """Return whether an object's first 512 bytes are the header of a tar archive, or the end of an empty one."""
     return len(head) >= _BLOCK and (head[:_BLOCK] == _ZEROS or _has_checksum(head[:_BLOCK]))
 
 
 def compression_of(head: bytes) -> tuple[str, str] | None:
-    """Return (compression, program that decompresses it), by an object's first bytes; None if it is not compressed."""
+    """Return (compression, program that decompresses it), by an object's first bytes; None if none is recognised."""
     return next((found for magic, found in _COMPRESSED.items() if head.startswith(magic)), None)
 
 
@@ -244,13 +244,13 @@ class WebDatasetImporter(ShardImporter):
     extension, as text. `__parts__` has offset and length in the shard of every other member. `__key__` is the sample's
     key, `__main__` the extension of its main member. As in webdataset, extensions become lower case.
 
-    Members named `__…__`, or in a directory of such a name, are left out. So are, with a warning that counts them,
-    links, devices, members without an extension, and hidden members, such as the `._0001.jpg` of macOS. (webdataset
-    makes samples of hidden members below a directory.)
+    Members whose path begins with a part `__…__` are left out. Links, devices, members without an extension and hidden
+    members, such as the `._0001.jpg` of macOS, are left out with a warning that counts them. (webdataset makes samples
+    of hidden members below a directory.)
 
     Args:
-        main: the extension of the main member, such as "jpg"; None: the first one that is not text such as cls, txt and
-            json, else the first of all.
+        main: the extension of the main member, such as "jpg"; None: that of the first member whose extension is not one
+            of texts, such as cls, txt and json. If there is no such member, the first member is the main member.
         source, options, split: see `ShardImporter`, also for errors.
     """
 

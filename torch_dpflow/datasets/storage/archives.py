@@ -1,4 +1,4 @@
-"""Archives: members under the names by which they are extracted, without losing a member silently."""
+"""Corrections and checks of fsspec's archives: no member is lost silently, and names are as in extracted files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OTHER = "other"
 
 
 def prepare_archive(file_system: Any, url: str) -> None:
-    """Rename the members of a tar or zip archive as they are extracted: "./a//b" and "/a/b" become "a/b".
+    """Give members of a tar or zip archive the names of their extracted files: "./a//b" and "/a/b" become "a/b".
 
     fsspec takes names literally, so listings would lack files, and reads would find none. In archives that libarchive
     reads, such names are an error. Other file systems stay unchanged.

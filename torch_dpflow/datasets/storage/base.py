@@ -1,7 +1,7 @@
 """The contract of a storage, byte ranges, states of objects, checksums, and the limits of reads.
 
-An object's state changes whenever the object is written again, so readers notice that. A state is one line of text,
-compared for equality:
+An object's state changes when the object is written again, so that readers notice it (`is_settled` names exceptions).
+A state is one line of text, or None if the storage reports nothing that changes:
 
 ===================  ===================================================================================
 object               state
@@ -36,7 +36,7 @@ from torch_dpflow.errors import ChecksumError, OptionError, OptionTypeError, Tru
 
 ChecksumAlgorithm = Literal["crc32", "sha256"]
 CHECKSUM_PATTERN = "^(crc32:[0-9a-f]{8}|sha256:[0-9a-f]{64})$"
-#: Longest single wait, seconds: systems refuse infinity, and sockets more milliseconds than 31 bits have.
+#: Longest single wait, seconds. Systems refuse infinity, and sockets refuse more than 2**31 ms.
 MAX_WAIT_S = 1e6
 #: Text of errors for an object whose state is not the expected one: what is wrong, and what to do.
 WRITTEN_AGAIN = (
@@ -78,11 +78,11 @@ class ByteRange(msgspec.Struct, frozen=True):
     url: str
     start: int = 0
     stop: int | None = None
-    #: Bytes of the whole object; an object of a different size is an error. None: unknown.
+    #: Expected bytes of the whole object. Reads that notice a different size fail. None: unknown.
     size: int | None = None
     #: The expected state of the object; a different state is an error. None: not checked.
     state: str | None = None
-    #: Checksum of the range, if known. A disk cache stores only ranges with a checksum or a state.
+    #: Checksum of the range, if known. A disk cache stores only ranges with a checksum or a settled state.
     checksum: str | None = None
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class ByteRange(msgspec.Struct, frozen=True):
 
 
 class Storage(Protocol):
-    """Protocol of one kind of storage. `fetch` and `look` make one attempt, which the caller repeats if it fails.
+    """Interface of one kind of storage. `fetch` and `look` make one attempt, which the caller repeats if it fails.
 
     Any thread can call any method. An instance belongs to the process that made it, because sockets and locks do not
     survive a fork.
@@ -141,19 +141,19 @@ class Storage(Protocol):
         """Return exactly the bytes of `span`, before `deadline`, a time of `time.monotonic()`.
 
         Raises:
-            StorageError: the bytes cannot be read, or the storage reports a size or state that differs from that of
-                `span`. It is a subclass if the cause is known; the message names the object.
+            StorageError: the bytes cannot be read, or the storage reports a size or state that differs from the one
+                that `span` expects. For a known cause a subclass is raised. The message names the object.
         """
 
     def look(self, span: ByteRange, deadline: float) -> ObjectState:
-        """Return size and state of the object of `span`, without reading its bytes. The range of `span` is ignored.
+        """Return size and state of the object of `span`, reading at most one byte. The range of `span` is ignored.
 
         Raises:
             StorageError: for the same causes as in `fetch`.
         """
 
     def node(self, url: str) -> str:
-        """Return the name of the machine or mount that serves `url`. Requests to different nodes share no queue."""
+        """Return the name of the machine or mount that serves `url`. Different nodes serve requests independently."""
 
     def close(self) -> None:
         """Close idle connections. The storage can still be used, and then opens new connections."""
@@ -161,22 +161,23 @@ class Storage(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """Limits of every read. Raises OptionError or OptionTypeError for a value that is not allowed."""
+    """Limits, retries and cache of reads. Raises OptionError or OptionTypeError for a value that is not allowed."""
 
-    #: Seconds without a byte from the storage after which an attempt fails; within a body up to twice this time.
+    #: Seconds without a byte from S3, OSS or a web server until an attempt fails; within a body up to twice this time.
     timeout_s: float = 20.0
-    #: Maximum seconds of one read with all its attempts and pauses, and of a batch of reads without a successful read.
+    #: Maximum seconds of one remote read, with all its attempts and pauses. A batch of reads fails if none of its reads
+    #: has succeeded for this time.
     deadline_s: float = 120.0
-    #: Maximum attempts of a read that fails transiently (resets, timeouts, overload, truncation). None: no limit but
-    #: `deadline_s`.
+    #: Maximum attempts of a remote read that fails by resets, timeouts or overload. None: no limit but `deadline_s`. If
+    #: an object is changed or cut short, at most 5 attempts are made.
     attempts: int | None = None
     #: Maximum pause before the second attempt, seconds; the maximum doubles with each further attempt.
     backoff_s: float = 0.2
-    #: The value at which that doubling ends, seconds.
+    #: Upper limit of the doubled maximum pause, seconds.
     longest_backoff_s: float = 10.0
-    #: Maximum number of reads that run at the same time in one process.
+    #: Maximum number of reads of one batch that run at the same time.
     concurrency: int = 16
-    #: Ranges of one object with at most this many bytes between them are read as one.
+    #: Ranges of one object with at most this many bytes between them (4 KiB in a local file) can be read as one.
     merge_gap: int = 64 * 1024
     #: Maximum bytes of an object or range; a longer one is refused, so that no storage can fill the memory.
     longest: int = 1 << 30
@@ -217,7 +218,7 @@ def check_storage_options(options: object) -> None:
 
 
 def check_directory(name: str, value: object) -> str:
-    """Return `value`, the local directory that the option `name` gives, as an absolute path.
+    """Return the local directory `value` as an absolute path. `name` names its option in errors.
 
     Raises OptionError, OptionTypeError: `value` is not a local path.
     """
@@ -253,16 +254,13 @@ class ObjectState(NamedTuple):
 
 
 def state_of_file(found: os.stat_result) -> str:
-    """Return the state of a local file whose `os.stat` is `found`: mtime and ctime, ns, and inode.
-
-    The inode is 0 for files on FUSE, where it may change.
-    """
+    """Return the state of a local file whose `os.stat` is `found`: mtime and ctime, ns, and inode (0 on FUSE)."""
     inode = found.st_ino if _has_lasting_inodes(found.st_dev) else 0
     return f"{found.st_mtime_ns} {found.st_ctime_ns} {inode}"
 
 
 def is_state_of_file(state: str, found: os.stat_result) -> bool:
-    """Return whether `state` is that of a local file whose `os.stat` is `found`. The inode 0 fits every file."""
+    """Return whether `state` is that of a local file whose `os.stat` is `found`. Its inode 0 fits every file."""
     written, changed, inode = _numbers(state)
     return written == found.st_mtime_ns and changed == found.st_ctime_ns and inode in (found.st_ino, 0)
 
@@ -362,16 +360,16 @@ def is_local(state: str) -> bool:
 def is_tag(state: str) -> bool:
     """Return whether `state` is a strong ETag.
 
-    A strong ETag identifies the content of the URL, together with the size, whichever server answers.
+    A strong ETag and the object's size together identify the content at a URL, whichever server answers.
     """
     return _parts(state)[0][:1] == '"'
 
 
 def is_settled(state: str) -> bool:
-    """Return whether every later write to the object changes its `state`.
+    """Return whether every later write to the object is sure to change its `state`.
 
-    True for a strong ETag, and for a modification time that is a minute old: two writes within a second have the same
-    time.
+    True for a strong ETag, and for an HTTP date more than a minute ago. A date has whole seconds, so a second write in
+    the same second would not change it.
     """
     tag, date = _parts(state)
     return tag[:1] == '"' or (bool(date) and time.time() - parsedate_to_datetime(date).timestamp() > _SETTLED_S)

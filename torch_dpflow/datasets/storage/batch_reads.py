@@ -1,8 +1,7 @@
 """Planning and running the reads of a batch: merge neighbouring ranges and overlap requests.
 
-The patent on prefetch caches keeps a list of reads for each storage node and requests several samples of a node at
-once. Here one request reads from one object, and requests alternate between the nodes' lists, so that all nodes work
-at once and none gets a burst.
+A request reads from one object. Requests alternate between storage nodes, so that all nodes work at once and none gets
+a burst.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from torch_dpflow.datasets.storage.base import ByteRange
 
 T = TypeVar("T")
 
-#: Maximum bytes of a merged range, as a lost connection must not cost much.
+#: Maximum bytes of ranges that are merged without overlapping. All are read again after a lost connection.
 MAX_MERGED = 8 << 20
-#: The same for local files, where a read takes some microseconds, as does the copy that cuts 64 KiB out of another.
-#: With it a pack's samples of 100 kB in random batches of 64 take 30 µs each instead of 40.
+#: Maximum bytes of a merged range of a local file. To cut samples out of a larger range takes longer than to read each:
+#: with this limit, samples of 100 kB in random batches of 64 take 30 µs each instead of 40.
 MAX_MERGED_LOCALLY = 64 << 10
-#: The same where samples are views and not copies of the bytes read: so many fit a processor's cache.
+#: The same limit if samples are views of the bytes read, and not copies. This many bytes fit a processor's cache.
 MAX_VIEWED_LOCALLY = 256 << 10
-#: Bytes between ranges of a local file that are read too, to save a read.
+#: Ranges of a local file with at most this many bytes between them are read as one.
 LOCAL_MERGE_GAP = 4 << 10
-#: Seconds of a read above which it is worth a thread, as it waits for a device; others end before a thread starts.
+#: Mean duration of local reads, seconds, above which they run in threads. Shorter reads end before a thread starts.
 WORTH_A_THREAD_S = 0.0002
 #: Weight of the last batch in the mean time of a read.
 _LATEST_WEIGHT = 0.3
@@ -38,7 +37,7 @@ _MAX_COUNTED_S = 0.0005
 
 @dataclass(frozen=True)
 class Read:
-    """One request to a storage, and the positions of the wanted ranges that it covers."""
+    """One request to a storage, and the positions in the batch of the ranges that it covers."""
 
     span: ByteRange
     positions: list[int] = field(default_factory=list)
@@ -58,13 +57,14 @@ def plan_reads(
     merge_gap: int,
     max_merged: int = MAX_MERGED,
 ) -> list[Read]:
-    """Return the requests that cover all of `wanted`, in the order in which to start them. Pure.
+    """Return the requests that cover all of `wanted`, in the order in which to start them.
 
     Ranges of one object that are at most `merge_gap` bytes apart are merged into a request of up to `max_merged` bytes.
-    Overlapping ranges are merged at any length. Only ranges with equal sizes and states, and with a stop, are merged.
+    Overlapping ranges are merged at any length. Ranges that expect different sizes or states of the object
+    (`ByteRange.size`, `state`) are not merged, and ranges without a stop only if they are equal.
 
     Args:
-        wanted: ranges by position.
+        wanted: ranges by their position in the batch.
         node: returns the node of a URL, see `Storage.node`. Requests alternate between nodes.
     """
     by_object: dict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -108,7 +108,7 @@ def _joined(one: ByteRange, other: ByteRange, merge_gap: int, max_merged: int) -
 
 
 class Overlap:
-    """Thread pool for the reads of one process. It starts threads once reads are slow enough. Thread-safe.
+    """Thread pool for the reads of one process. Fast local reads run in the caller's thread. Thread-safe.
 
     Several callers share the threads. Each caller also runs tasks itself, so a batch proceeds even if all threads are
     busy.
@@ -128,9 +128,9 @@ class Overlap:
     def run(self, task: Callable[[T], None], items: Sequence[T], *, is_remote: bool) -> None:
         """Call `task` with each item, and return when all calls have ended. They start in order, and may overlap.
 
-        A task should raise nothing: only one error is raised here, and calls that have not started may be dropped.
+        `task` should not raise: only one of several errors is raised here, and some items may then get no call.
 
-        is_remote: whether tasks wait for a network, so that they always use threads.
+        is_remote: whether tasks wait for a network. If so, several tasks use threads, however short they are.
         """
         waiting = deque(items)  # popping from it is atomic
         if not is_remote and len(waiting) > 1:
@@ -171,7 +171,7 @@ class Overlap:
         return self._pool
 
     def close(self) -> None:
-        """End the threads, and wait for their running reads, which end at their deadlines at the latest."""
+        """End the threads, and wait for their running tasks. A later `run` starts new threads."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=True, cancel_futures=True)

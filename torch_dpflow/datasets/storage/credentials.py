@@ -35,10 +35,10 @@ class Credentials:
 
 
 class CredentialSource:
-    """Source of credentials, looked up at the start, and again when the storage refuses them. Thread-safe.
+    """Source of credentials, which are looked up again when the storage refuses them. Thread-safe.
 
     Args:
-        find: returns credentials, or None, without waiting; called again whenever a key is refused.
+        find: returns credentials, or None if there are none. It must not wait. Called again when a key is refused.
         has_chain: whether botocore, if installed, looks for credentials when `find` returns None: roles of instances
             and containers, SSO, web identities. botocore renews these credentials before they expire.
     """
@@ -62,10 +62,7 @@ class CredentialSource:
         return self._from_chain()
 
     def renew(self, used: Credentials | None) -> Credentials | None:
-        """Return credentials that differ from `used`, which the storage refused; None if no others are found.
-
-        If requests of many threads are refused at once, one thread looks credentials up for all of them.
-        """
+        """Return credentials that differ from `used`, which the storage refused; None if no others are found."""
         with self._lock:
             if (self._found or self._from_chain()) == used:
                 self._found = self._find()
@@ -97,7 +94,7 @@ class CredentialSource:
 
 
 def find_s3_credentials(options: Mapping[str, Any]) -> Credentials | None:
-    """Return the first credentials of `options` (`key`, `secret`, `token`), AWS_* variables, AWS's files; else None."""
+    """Return the first credentials in `options` (`key`, `secret`, `token`), AWS_* variables, AWS's files; else None."""
     return (
         _from(options, "key", "secret", "token")
         or _from(os.environ, "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
@@ -106,7 +103,7 @@ def find_s3_credentials(options: Mapping[str, Any]) -> Credentials | None:
 
 
 def find_oss_credentials(options: Mapping[str, Any]) -> Credentials | None:
-    """Return the first credentials of `options`, OSS_* or ALIBABA_CLOUD_* variables, ossutil's file; else None."""
+    """Return the first credentials in `options`, OSS_* or ALIBABA_CLOUD_* variables or ossutil's file; else None."""
     alibaba = [f"ALIBABA_CLOUD_{name}" for name in ("ACCESS_KEY_ID", "ACCESS_KEY_SECRET", "SECURITY_TOKEN")]
     return (
         _from(options, "key", "secret", "token")
@@ -158,7 +155,7 @@ def _aws_file(variable: str, name: str) -> dict[str, dict[str, Any]]:
 
 
 def ossutil_settings() -> Mapping[str, str]:
-    """Return the settings of ossutil's configuration file by lower-case name; empty without a readable file."""
+    """Return the settings in `[Credentials]` of ossutil's file, by lower-case name; empty if it cannot be read."""
     parser = configparser.RawConfigParser(strict=False)
     try:
         parser.read(os.path.expanduser("~/.ossutilconfig"), encoding="utf-8")
@@ -194,7 +191,7 @@ _left_out: set[str] = set()
 
 @contextmanager
 def refuse_keys() -> Iterator[None]:
-    """Refuse to pickle objects with storage keys while the body runs: other users may read the pickle."""
+    """In the body of `with`, pickling storage options with keys raises UsageError: others may read the pickle."""
     before = _key_policy.set("refuse")
     try:
         yield
@@ -204,7 +201,7 @@ def refuse_keys() -> Iterator[None]:
 
 @contextmanager
 def leave_out_keys() -> Iterator[None]:
-    """Leave storage keys out of pickles inside the body. The process that unpickles them must have separate keys."""
+    """In the body of `with`, leave storage keys out of pickles. The process that unpickles them needs separate keys."""
     before = _key_policy.set("leave out")
     try:
         yield
@@ -215,7 +212,7 @@ def leave_out_keys() -> Iterator[None]:
 def options_to_pickle(options: Mapping[str, Any]) -> Any:
     """Return an object to pickle in place of storage options. It unpickles to a mapping of these options.
 
-    Inside `leave_out_keys` the mapping has no keys. Raises UsageError inside `refuse_keys` if the options contain keys.
+    Inside `leave_out_keys` the mapping lacks all secrets. Inside `refuse_keys`, raises UsageError if there are secrets.
     """
     policy = _key_policy.get()
     if policy == "keep":

@@ -1,13 +1,13 @@
-"""DiskCache: samples of remote storages on a local disk, shared by all processes of a host and kept between runs.
+"""DiskCache: remote samples and blocks of tables on a local disk, for all processes of a user, kept between runs.
 
-An entry is a file, found by the SHA-256 of its key. It is written next to its place and renamed, so a reader
-sees all of it or nothing, and a killed writer leaves only a temporary file. Its footer has its length, key and CRC-32.
-A failure of the cache never fails a read: the sample is read from the storage.
+An entry is a file, named by the SHA-256 of its key. It appears whole or not at all; a killed writer leaves only a
+temporary file. A footer contains the length and CRC-32 of the data, and the SHA-256 of the key. A failure of the cache
+never fails a read: the sample is read from the storage.
 
-**What stays.** An entry that is in use is never replaced. An epoch reads each sample once, so its hits are at most the
-entries at its start: with capacity for half of the samples, every epoch hits half. Replacing loses from that: the least
-recently used gives 16%, random replacement 28% (CoorDL's MinIO cache is built on the same fact). Entries that no
-process has read for `IDLE_S` are removed to make space, such as those of a dataset that is no longer read.
+**What stays.** A full cache replaces no entry that is in use. Each epoch reads each sample once, so a cache with
+capacity for half of the samples serves half of the reads. It would serve 16% if it replaced the entry used least
+recently, and 28% with random replacement (CoorDL's MinIO cache is built on the same fact). Entries that no process has
+read for `IDLE_S` are removed to make space.
 
 **Why not a library.** diskcache 5.6 returns wrong bytes after a flipped bit, and raises an error on a full disk or a
 damaged index. It takes 3.5 times the processor time for a write of 100 kB. fsspec's caches keep whole objects, without
@@ -35,7 +35,7 @@ from typing import Literal, overload
 
 from torch_dpflow.log import DATASETS
 
-#: Seconds after which an entry that was not read may be removed. Above the length of an epoch of large datasets.
+#: Seconds after which an entry that was not read may be removed. Longer than an epoch of a large dataset.
 IDLE_S = 3 * 86400.0
 #: An entry's time of last use is updated if it is older, seconds, so that most hits write nothing.
 _TOUCH_S = 3600.0
@@ -65,7 +65,7 @@ _LAYOUT = "dpflow-samples-1"
 class CacheUsage:
     """Usage of a disk cache: entries, bytes and idle time."""
 
-    #: The user's directory.
+    #: The directory that the user gave.
     directory: str
     entries: int
     #: Bytes on the disk, in whole blocks.

@@ -127,7 +127,8 @@ def is_transient(error: StorageError) -> bool:
 def max_attempts(error: StorageError) -> float:
     """Return the maximum attempts of a read that failed with `error`: infinity if transient, 1 for most other errors.
 
-    A wrong length may come from a cut response, or from one server of many, so such a read is tried a few times.
+    TruncatedObjectError and ChecksumError (a wrong length, or an object that differs from the expected one) get 5: the
+    response may have been cut, or one of several servers may have another copy of the object.
     """
     if is_transient(error):
         return math.inf
@@ -190,12 +191,12 @@ def with_retries(
 ) -> T:
     """Call `attempt` until it succeeds, as often as `max_attempts` and `options.attempts` allow; return its result.
 
-    It is called with the earlier of `deadline` and `options.deadline_s` from now, a time of `clock`, at which attempts
-    end. Pauses have exponential back-off and full jitter; the last ones are shortened. Without `is_remote` there is one
-    attempt, with `deadline`.
+    Attempts end at `deadline`, or `options.deadline_s` seconds after the call if that is earlier. `attempt` gets this
+    time of `clock` as its argument. Pauses have exponential back-off and full jitter, and are shorter near the end. If
+    `is_remote` is false, there is one attempt, with `deadline`.
 
-    Raises the last attempt's StorageError, whose message after retries has the number of attempts. If it is a timeout,
-    as at the deadline, the message also contains the latest error that is no timeout.
+    Raises the last attempt's StorageError. If its cause allows retries, its message has the number of attempts; after a
+    timeout, also the latest error that is not a timeout.
     """
     if not is_remote:
         return attempt(deadline)

@@ -71,9 +71,8 @@ _COMPRESSIONS = {
 class FsspecStorage:
     """Storage that is read through fsspec's file system of `address`, with `options`.
 
-    The size and state of an object are requested after its bytes were read. If the object was replaced in between, they
-    belong to the new object, and differ from the expected size and state, which is an error. If they were requested
-    first, the replacement would not be noticed.
+    If a `ByteRange` to be fetched has an expected `state`, `fetch` reads the bytes and then requests the object's size
+    and state. If these differ from the expected ones, because the object was replaced, it raises an error.
     """
 
     is_remote = True
@@ -143,7 +142,7 @@ def open_file_system(address: str, options: Mapping[str, Any], seconds: float) -
     Raises:
         OptionError: there is no such storage, or the storage has no such option.
         MissingExtraError: the storage's package is not installed.
-        StorageError: the storage could not be reached within `seconds`.
+        StorageError: the storage could not be reached within `seconds`, or an archive cannot be read.
     """
     url, login = split_login(address if "://" in address else f"{address}://")
     scheme = url.partition("://")[0]
@@ -185,7 +184,7 @@ def _connected(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def path_of(file_system: Any, url: str) -> str:
-    """Return the path by which `file_system` finds the object at `url`. Its characters are taken literally."""
+    """Return the path by which `file_system` finds the object at `url`. Characters such as "?" are taken literally."""
     check_url(url)
     inner, _ = split_chain(url) if "::" in url else (url, "")
     scheme, _, rest = inner.partition("://")
@@ -195,7 +194,7 @@ def path_of(file_system: Any, url: str) -> str:
 
 
 def needs_host(kind: type) -> bool:
-    """Return whether a file system class connects to a host with disks: a file's directory must be made before it."""
+    """Return whether a file system class connects to a host with disks, where a file's directory must be made first."""
     parameter = inspect.signature(kind.__init__).parameters.get("host")  # type: ignore[misc]
     return parameter is not None and parameter.default is parameter.empty
 
@@ -220,7 +219,7 @@ def _options_of_chain(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def servers_of(options: Mapping[str, Any]) -> list[str]:
-    """Return the servers that options name. Objects of different servers may have the same URL."""
+    """Return the servers that options name, such as endpoints. Different servers can have objects with the same URL."""
     nested = [value for value in options.values() if isinstance(value, Mapping)]
     return [str(of[name]) for of in (options, *nested) for name in _SERVERS if of.get(name)]
 
@@ -240,7 +239,7 @@ def fsspec_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Convert options, whose names are the same for every vendor, to options of fsspec's package for `scheme`.
 
     Raises:
-        OptionError: S3 or OSS has no such option.
+        OptionError, OptionTypeError: the storage has no such option, or does not allow its value.
         ImportError: the package is not installed.
     """
     if scheme in ("http", "https"):
@@ -330,7 +329,7 @@ _LOCK = "_dpflow_lock"
 
 
 def is_thread_safe(file_system: Any) -> bool:
-    """Return whether several threads can call a file system of fsspec at once, such as an asynchronous one."""
+    """Return whether several threads can call a file system of fsspec at once. All asynchronous ones allow this."""
     if isinstance(file_system, DirFileSystem):
         return is_thread_safe(file_system.fs)
     module = type(file_system).__module__
@@ -356,7 +355,7 @@ def _locks(file_system: Any) -> list[threading.Lock]:
 
 
 def exclusive(file_system: Any) -> AbstractContextManager[Any]:
-    """Return a context manager that serializes calls of a file system, unless it is thread-safe.
+    """Return a context manager that admits one thread at a time to a file system that is not thread-safe.
 
     Do not use `call_with_deadline` inside, which takes the same locks.
     """
@@ -376,7 +375,7 @@ def _held(locks: Sequence[threading.Lock], seconds: float) -> Iterator[None]:
 
 
 def call_with_deadline(file_system: Any, seconds: float, call: Callable[[], T]) -> T:
-    """Return the result of `call`, which uses `file_system`, within `seconds`: vendors' libraries may wait for hours.
+    """Return the result of `call`, which uses `file_system`, within `seconds`.
 
     Calls are serialized if the file system is not thread-safe. Calls of a local file system have no time limit. For the
     file system in memory, only the wait for other calls is limited.

@@ -1,4 +1,4 @@
-"""Objects of S3, OSS and web servers over persistent connections, by one GET each.
+"""Objects of S3, OSS and web servers, read by GET requests over persistent connections.
 
 The HTTP client is our own because of processor time: a signed GET of 100 kB takes 51 µs in one thread. boto3, oss2 and
 s3fs take 8 to 17 times as long (a session, cookies and hooks for each request), obstore 115 to 123 µs. obstore 0.12.1
@@ -92,7 +92,7 @@ class ErrorResponse:
 
     @property
     def meaning(self) -> int:
-        """The HTTP status that describes the error: by the error's code in the body if known, else the response's."""
+        """The HTTP status that fits the error code in the body; the response's status for other or missing codes."""
         return _STATUS_OF_CODE.get(self.element("Code"), self.status)
 
     def error(self, span: ByteRange) -> StorageError:
@@ -124,9 +124,9 @@ def _seconds(retry_after: str) -> float:
 
 
 class Service(Protocol):
-    """Protocol of S3, OSS or web servers: where an object is, and which requests read it."""
+    """Interface to S3, OSS or web servers for `HttpStorage`: an object's server, requests that read it, TLS context."""
 
-    #: Whether an encoded body is an error. In object stores Content-Encoding is only metadata of the object.
+    #: Whether compressed bodies, and web pages instead of images, are errors. False if users set the headers.
     checks_encoding: bool
 
     def origin(self, url: str) -> Origin:
@@ -139,9 +139,9 @@ class Service(Protocol):
         """
 
     def follow(self, url: str, request: GetRequest, refusal: ErrorResponse) -> GetRequest | None:
-        """Return the request to send after `request` was answered by `refusal`; None if no other can succeed.
+        """Return the next request to send after the response `refusal` to `request`; None if none can succeed.
 
-        It goes to another server, after a redirect or for another region, or has other credentials.
+        The next request follows a redirect, goes to the server of another region, or has other credentials.
         """
 
     def tls(self) -> ssl.SSLContext:

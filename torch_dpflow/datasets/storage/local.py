@@ -25,8 +25,8 @@ _MAX_REFUSALS = 100
 class LocalStorage:
     """Storage of local files, read with `pread`.
 
-    A file is opened for each read, because it may be replaced; this takes 4 µs. Its state is taken from the open file
-    after the bytes, so they are those of this state even if the file is written in place meanwhile.
+    A file is opened for each read (4 µs), because it may be replaced. If a `ByteRange` expects a state, it is compared
+    with the file's state after the bytes were read, so that a write meanwhile is an error.
 
     `deadline` is ignored, because a mount that hangs in the kernel cannot be interrupted.
     """
@@ -133,11 +133,11 @@ def beside_name(path: str) -> str:
 
 @contextmanager
 def written(path: str, *, replaces: bool = True, is_durable: bool = False) -> Iterator[IO[bytes]]:
-    """Open a new file to write. It appears under `path` at the end of the body, whole; if the body fails, never.
+    """Open a new file for writing. It appears as `path` after the body of `with`; if that fails, the file is removed.
 
     Args:
         replaces: whether to replace a file that exists; else raise FileExistsError.
-        is_durable: whether the file's bytes and name must be on the disk at the end.
+        is_durable: whether to wait until the file's bytes and name are on the disk.
     """
     beside = beside_name(path)
     try:
@@ -168,11 +168,10 @@ def written(path: str, *, replaces: bool = True, is_durable: bool = False) -> It
 def opened_new(path: str) -> IO[bytes]:
     """Create a file and its directory, and open the file for writing.
 
-    Another process may remove the directory while it is empty (`remove_empty`); it is then made again. Retries are
-    limited by time, not by count, because their number depends on the speed of the disk.
+    If another process removes the directory while it is empty (`Files.remove_empty`), the directory is made again.
 
     Raises:
-        StorageError: the directory was removed again and again for `_REMOVED_TIMEOUT_S`.
+        StorageError: the directory was removed again and again for 30 s.
         NotADirectoryError: a file is in the place of a directory.
         FileNotFoundError: a directory that exists refuses new entries, like the ones in /proc.
     """

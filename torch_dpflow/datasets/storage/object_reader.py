@@ -1,4 +1,4 @@
-"""ObjectReader: bytes of any object, by URL."""
+"""ObjectReader, which reads the bytes of any object by its URL."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ class ObjectReader:
         """Return the bytes `start` to `stop` (excluded; None: the end) of one object.
 
         Raises:
-            StorageError: a subclass for the cause; the message names the object. Transient failures have been retried.
+            StorageError: the object cannot be read, also after retries if the failure is transient.
+            UsageError: the URL, the range or an option is not allowed, or a package is missing.
         """
         return self.read_many([ByteRange(url, start, stop)])[0]
 
@@ -98,18 +99,17 @@ class ObjectReader:
     def read_each(self, spans: Sequence[ByteRange], *, views: bool = False) -> Any:
         """Return the bytes of every range, or its error, in the order of `spans`. The reads overlap.
 
-        If no read of the batch succeeds for `ReadOptions.deadline_s`, the reads that have not begun fail too.
+        On remote storage, reads that have not begun fail if no read of the batch succeeds for `ReadOptions.deadline_s`.
 
         Args:
-            views: whether ranges of local files may be views of the memory of one read, for callers that copy the
-                bytes.
+            views: allow memoryviews in place of bytes for ranges of local files, for callers that copy the bytes.
         """
         return _ReadBatch(self._opened.get(), spans, self.options).read(views)
 
     def look_each(self, spans: Sequence[ByteRange]) -> list[ObjectState | DPFlowError]:
         """Return size and state of the object of each range, or the error of its request. The requests overlap.
 
-        A size or state that differs from that of the range is an error.
+        A size or state that differs from the one that its range expects is an error.
         """
         opened = self._opened.get()
         results: list[ObjectState | DPFlowError] = [ObjectState(None, None)] * len(spans)
@@ -127,18 +127,19 @@ class ObjectReader:
         return results
 
     def node_of(self, url: str) -> str:
-        """Return the server of an object, see `Storage.node`. Objects of several endpoints may have the same URL."""
+        """Return the server of an object, see `Storage.node`. Different endpoints are different servers."""
         return self._opened.get().place(url).node
 
     @property
     def has_cache(self) -> bool:
-        """Whether there is a disk cache, which keeps samples of remote storages."""
+        """Whether there is a disk cache, which keeps ranges of remote objects."""
         return self._opened.get().cache is not None
 
     def keep(self, span: ByteRange, data: bytes) -> None:
-        """Put `data`, the bytes of a range that were read as a part of a larger range, into the disk cache.
+        """Put `data`, the bytes of the range `span`, into the disk cache.
 
-        Does nothing without a cache, for a wrong checksum, and for a range with neither checksum nor settled state.
+        Does nothing for local files or without a cache, if the checksum is wrong, or if `span` has neither a checksum
+        nor a state for which `is_settled` is true.
         """
         opened = self._opened.get()
         key = opened.place(span.url).cache_key(span)
@@ -338,7 +339,7 @@ def _warn_without_state(storage: str) -> None:
 
 
 def warn_without_state(url: str) -> None:
-    """Log a warning, once for each storage, that the storage of `url` reports no state of its objects."""
+    """Log a warning that the storage of `url` reports no state of its objects. It is logged once for each storage."""
     _warn_without_state("/".join(printable_url(url).split("/", 3)[:3]))
 
 
@@ -346,7 +347,7 @@ def open_storage(address: str, storage_options: Mapping[str, Any], options: Read
     """Return the storage that reads `address`: a URL, or a result of `file_system_of` such as "s3".
 
     Raises:
-        OptionError, MissingExtraError: there is no such storage, or its package is not installed.
+        UsageError: there is no such storage, it does not allow an option, or its package is not installed.
         StorageError: the storage cannot be reached.
     """
     scheme = address.partition("://")[0]
@@ -363,7 +364,7 @@ def open_storage(address: str, storage_options: Mapping[str, Any], options: Read
 def service_of(address: str, storage_options: Mapping[str, Any]) -> Service | None:
     """Return the service of `address`, a result of `file_system_of`; None if `HttpStorage` does not read it.
 
-    Raises OptionError, OptionTypeError for options that the service does not allow.
+    Raises UsageError, among others for options that the service does not allow.
     """
     scheme, _, bucket = address.partition("://")
     if scheme in ("s3", "s3a") and storage_options.keys() <= S3_OPTIONS and not needs_vendor(bucket):

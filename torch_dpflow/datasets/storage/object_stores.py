@@ -64,7 +64,7 @@ _OTHER_SERVERS = (
     ("", "use_accelerate_endpoint"),
 )
 _COMMON_OPTIONS = frozenset({"key", "secret", "token", "anon", "endpoint", "endpoint_url", "region", "verify"})
-#: Options with which these services read. With any other option, the vendor's client must read.
+#: Options that `S3Service` and `OSSService` support. With any other option, the vendor's client reads instead.
 S3_OPTIONS = _COMMON_OPTIONS | {"addressing_style", "use_ssl"}
 OSS_OPTIONS = _COMMON_OPTIONS | {"cname"}
 #: Statuses of S3's responses for a bucket in another region.
@@ -129,7 +129,7 @@ def is_address(host: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def split_url(url: str) -> tuple[str, str]:
-    """Return bucket and key of a URL such as `oss://bucket/a/key`. Raises OptionError if either is missing or wrong."""
+    """Return bucket and key of a URL such as `oss://bucket/a/key`. Raises OptionError if one is missing."""
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.lstrip("/").partition("/")  # ossfs puts a slash before the bucket
     if not bucket or not key:
@@ -239,9 +239,9 @@ class _ObjectStore(ABC):
 class S3Service(_ObjectStore):
     """Service of S3 and compatible servers. options: some of `S3_OPTIONS`.
 
-    By default the bucket is in the host's name at AWS itself (if the name allows that), and with an `endpoint` in the
-    path, which every server supports. `addressing_style` "virtual" or "path" changes this. Raises OptionError for
-    settings that are malformed or contradict each other, also in the environment and AWS's shared configuration.
+    At AWS itself, the bucket is part of the host's name, if the bucket's name allows that. With an `endpoint` it is in
+    the path, which every server supports. `addressing_style` "virtual" or "path" changes this. Raises UsageError, among
+    others for settings that contradict each other, also in the environment and AWS's shared configuration.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -296,8 +296,8 @@ class S3Service(_ObjectStore):
 class OSSService(_ObjectStore):
     """Service of Alibaba Cloud OSS. options: some of `OSS_OPTIONS`. Raises OptionError without a valid endpoint.
 
-    Requests are signed with version 4 if the region is known (`region`, OSS_REGION, ossutil's file), else with version
-    1. With `cname` the endpoint is a domain that is bound to the bucket.
+    Requests are signed, unless `anon`: with version 4 if the region is known (`region`, OSS_REGION, ossutil's file),
+    else with version 1. With `cname` the endpoint is a domain that is bound to the bucket.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:

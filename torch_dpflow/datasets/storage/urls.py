@@ -1,4 +1,4 @@
-"""Joining and splitting fsspec's URLs, and removing passwords from them. Pure."""
+"""Joining and splitting fsspec's URLs, and removing passwords from them."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class ChainedUrl(NamedTuple):
 
 
 def check_url(url: str) -> None:
-    """Raise OptionError for a control character in a URL that is parsed, or for whitespace in a host or bucket.
+    """Raise OptionError for control characters in a URL, or whitespace in its host or bucket.
 
-    Parsers drop tabs and line breaks, or end there, and so would read another object. Keys of S3 and OSS, names in
-    archives and paths are taken literally, and may contain such characters.
+    URL parsers drop tabs and line breaks, or stop there, so that a different object would be read. Keys of S3 and OSS,
+    names in archives and local paths are not parsed, and can contain control characters.
     """
     if url.isprintable() and " " not in url:
         return
@@ -75,7 +75,7 @@ def stored_url(url: str) -> str:
 
 
 def split_chain(url: str) -> ChainedUrl:
-    """Split the URL of an object inside another object. Raises OptionError for a URL of fsspec's caches."""
+    """Split a URL, which may name an object inside another object. Raises OptionError for a URL of fsspec's caches."""
     if _CACHE.match(url):
         raise OptionError(
             f"{without_login(url)}: fsspec's caches are not supported; give the URL that follows the '::'"
@@ -85,7 +85,7 @@ def split_chain(url: str) -> ChainedUrl:
 
 
 def file_system_of(url: str) -> str:
-    """Return the identity of a URL's file system: its scheme, outside `ONE_FILE_SYSTEM` also host, bucket or archive.
+    """Return the identity of a URL's file system: the scheme; outside `ONE_FILE_SYSTEM` also host, bucket or archive.
 
     Raises OptionError for a URL of fsspec's caches.
     """
@@ -107,7 +107,7 @@ def join_url(base: str, path: str) -> str:
 
 
 def split_name(url: str) -> tuple[str, str]:
-    """Return the directory and the last part of a URL or path; "." if there is no directory."""
+    """Return the directory and the last part of a URL or path; "." stands for a directory that is not named."""
     inner, outer = split_chain(url)
     folder, _, name = inner.rstrip("/").rpartition("/")
     if outer and folder.endswith(":/"):

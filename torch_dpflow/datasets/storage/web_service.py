@@ -25,7 +25,7 @@ class WebService:
     """Service of web servers, for `http://` and `https://`.
 
     A URL is sent as given, including its query. Characters that are not allowed are escaped, including "#", which some
-    names contain. Redirects are followed, to another server without the headers of `options`.
+    names contain. Redirects are followed. Redirected requests to a different server lack the headers of `options`.
 
     Args:
         options: `headers` for every request, `username` and `password`, and `verify`, see `tls_context`.
@@ -112,7 +112,7 @@ def tls_context(options: Mapping[str, Any], bundle: str | None = None) -> ssl.SS
     `verify` is as in botocore and requests: False checks nothing; a path names a file or a directory of certificates;
     True means the system's certificates, which are also the default.
 
-    Raises OptionError: the path has no certificates.
+    Raises OptionError: no certificates can be loaded from the path.
     """
     verify: Any = options.get("verify")
     if verify is False:

@@ -6,8 +6,8 @@ already.
 
 A segment is reused only when neither side still uses it. The reader's use is recorded in a byte of the segment, which a
 weakref callback of the `ArenaReader` clears when the last object over the memory is gone. The writer's use is a weakref
-to the array that all tensors and views over the memory keep alive. References of a forked child count for neither, so a
-segment that was in use during a fork is freed and not reused.
+to the array that all tensors and views over the memory keep alive. References in a forked child are not known here, so
+a segment that was in use during a fork is freed and not reused.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NONE: deque[Segment] = deque()
 
 
 class Block:
-    """Memory lent by an arena, which reuses it once nothing here or in the reader refers to `memory`."""
+    """Memory lent by an arena, which reuses it when neither writer nor reader has references to `memory` any more."""
 
     __slots__ = ("memory", "segment")
 
@@ -98,8 +98,8 @@ class Arena:
     def allocate(self, nbytes: int) -> Block | None:
         """Lend an uninitialized block of `nbytes`.
 
-        Returns None if the budget or the system's memory is exhausted, or if the arena is closed, was inherited by a
-        forked child, or is on a system without memfds.
+        Returns None if `nbytes` is 0, if a limit (such as the budget or the system's memory) does not allow the block,
+        or if the arena is closed, was inherited by a forked child, or is on a system without memfds.
         """
         if nbytes <= 0 or not self._usable or os.getpid() != self._pid:
             return None
@@ -117,10 +117,10 @@ class Arena:
     def publish(self, block: Block, *, is_open: bool = False) -> BlockRef:
         """Return a reference by which the reader opens `block`. Call this once for each loan.
 
-        is_open: whether other processes may write into the block (`arena_reader.SharedBlocks`) until its reader calls
+        is_open: let other processes write into the block (by `arena_reader.SharedBlocks`) until its reader calls
             `end_writing`.
 
-        Raises OptionError if the block was published before: one byte records its release.
+        Raises OptionError if the block was published before.
         """
         segment = block.segment
         if segment.published:
@@ -149,7 +149,7 @@ class Arena:
         return ProbeRef(token, self.publish(block))
 
     def close(self) -> None:
-        """Retire all segments. Blocks in use stay valid until nothing refers to them."""
+        """Free all segments, and lend nothing any more. Blocks in use stay valid until nothing refers to them."""
         with self._lock:
             self._usable = False
             for segment in list(self._by_address.values()):
@@ -255,8 +255,8 @@ _WORD = struct.Struct("<Q")
 class RunningTask:
     """Record of the task that a worker runs or ran last, in a word of shared memory that outlives the worker.
 
-    A worker's last message may be old when it dies: results that wait to be sent, or are in libzmq's thread, are lost
-    with it. This word identifies the task that ran when the worker died, so that no other task is suspected.
+    The last message of a dead worker does not identify its task: results that it had not sent yet are lost with it.
+    This word identifies the task that ran when the worker died, so that no other task is suspected of ending it.
 
     Args:
         arena: lends the word, in a block that is never released; None: nothing is recorded.
@@ -266,14 +266,11 @@ class RunningTask:
         block = None if arena is None else arena.allocate(_WORD.size)
         self._memory = None if block is None else block.memory.data
         self.note(None)
-        #: For the reader; None if the arena lends nothing.
+        #: Reference for `RunningTaskReader.open`; None if nothing is recorded.
         self.ref: BlockRef | None = None if arena is None or block is None else arena.publish(block)
 
     def note(self, task: int | None) -> None:
-        """Record the task that the worker now runs; None: it runs no task.
-
-        Only this task is suspected if the worker dies.
-        """
+        """Record the task that the worker now runs; None: it runs no task."""
         if self._memory is not None:
             _WORD.pack_into(self._memory, 0, 0 if task is None else task + 1)
 
@@ -295,6 +292,6 @@ class RunningTaskReader:
             return None
 
     def tasks(self) -> tuple[int, ...]:
-        """Return the task that the worker recorded last, as a tuple of one or no task."""
+        """Return a tuple with the recorded task, which the worker runs or ran last; empty if none is recorded."""
         (word,) = _WORD.unpack_from(self._memory)
         return (word - 1,) if word else ()

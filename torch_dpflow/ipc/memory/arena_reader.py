@@ -22,7 +22,7 @@ _MAX_MAPPED = 1024
 
 
 class ArenaReader:
-    """Reader's side of one writer's arena: maps its segments, and marks them as free.
+    """Reader's side of one writer's arena: maps its segments, and marks unused segments as free.
 
     Not thread-safe. Views may be dropped in any thread, at any time, even after the writer has died or while the
     interpreter exits. A forked child's views keep their contents even if the parent drops the same views; dropping a
@@ -41,12 +41,12 @@ class ArenaReader:
         _READERS.add(self)
 
     def view(self, ref: BlockRef) -> Memory:
-        """Return the block as a writable uint8 array of `ref.nbytes`. A reference can be opened once.
+        """Return the block as a writable uint8 array of `ref.nbytes`. A reference can be opened only once.
 
         The writer may reuse the memory when nothing refers to the array.
 
         Raises:
-            SegmentLostError: the writer is dead and the segment was never mapped.
+            SegmentLostError: the segment is not mapped and cannot be opened, for example because the writer has ended.
             MessageError: the reference does not match the writer's segment, or was opened before.
             DescriptorLimitError: this process has too many files open to map the segment.
         """
@@ -69,7 +69,7 @@ class ArenaReader:
     def end_writing(self, ref: BlockRef) -> bool:
         """Stop other processes from writing into an open block. The caller must have a view of the block.
 
-        Returns False, and changes nothing, if a process is writing now or the arena's writer is dead.
+        Returns False, and changes nothing, if this is not possible, such as while another process is writing.
         """
         segment = self._segments.get(ref.segment)
         if segment is None:
@@ -134,13 +134,10 @@ class ArenaReader:
 
 
 class SharedBlocks(ArenaReader):
-    """Mapping of a sibling worker's open blocks, for writing. Only the arena's reader releases the blocks."""
+    """Access to another worker's open blocks (see `Arena.publish`), for writing. Only the arena's reader frees them."""
 
     def view(self, ref: BlockRef) -> Memory:
-        """Return the block as a writable uint8 array.
-
-        Write to it only within `writing`. Raises MessageError, SegmentLostError or DescriptorLimitError.
-        """
+        """Return the block as an array, to be written only within `writing`. Raises the errors of the base class."""
         return self._take(ref).payload(ref.nbytes)
 
     def release(self, ref: BlockRef) -> None:
@@ -148,7 +145,10 @@ class SharedBlocks(ArenaReader):
 
     @contextmanager
     def writing(self, ref: BlockRef) -> Iterator[bool]:
-        """Keep the block open during the `with` block. Yields False if the reader has ended writing, or it is lost."""
+        """Keep a block open for writing during the `with` body. Yields False if the block cannot be written any more.
+
+        Raises the errors of `view`.
+        """
         segment = self._take(ref)
         with segments.locked(self._pid, ref.fd, segment, alone=False) as is_locked:
             yield is_locked and segment.is_open_for(ref.generation)
@@ -210,7 +210,7 @@ def _release(hold: Any, getpid: Callable[[], int] = os.getpid, held: set[_Hold] 
 
 
 class ArenaPeers:
-    """Watcher of the writers' processes, which notices their ends by pidfds. Not thread-safe."""
+    """Watcher of writers' processes, which detects their ends by pidfds. Not thread-safe."""
 
     def __init__(self) -> None:
         self._poller = select.poll()
@@ -218,11 +218,13 @@ class ArenaPeers:
         self._descriptors: dict[int, int] = {}
 
     def watch(self, number: int, pid: int) -> bool:
-        """Watch a process; return False if the kernel or a sandbox has no pidfds. Raises DescriptorLimitError.
+        """Watch a process; return False if it has ended, or the system has no pidfds.
 
         number: the caller's number for the process.
         pid: as the process has reported it. It is valid only on the process's own host, so call this after its arena
             was read here.
+
+        Raises DescriptorLimitError: this process has too many files open.
         """
         try:
             descriptor = self._descriptors[number] = os.pidfd_open(pid)
@@ -234,7 +236,7 @@ class ArenaPeers:
         return True
 
     def ended(self) -> list[int]:
-        """Return the numbers of the watched processes that have ended; each is returned until `forget`."""
+        """Return the numbers of the watched processes that have ended, at every call until `forget`."""
         ended = {descriptor for descriptor, _ in self._poller.poll(0)}
         return [number for number, descriptor in self._descriptors.items() if descriptor in ended] if ended else []
 

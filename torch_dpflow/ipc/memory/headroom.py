@@ -85,8 +85,8 @@ class Headroom:
     """Memory that is available to this process, on the machine and in the control groups that limit the process.
 
     Args:
-        memberships: the file that lists the process's groups.
-        mount: where the groups' files are.
+        memberships: file that lists the control groups of the process.
+        mount: directory that contains the files of all control groups.
     """
 
     def __init__(self, *, memberships: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> None:
@@ -103,7 +103,7 @@ class Headroom:
         return bool(self._groups)
 
     def total(self) -> int:
-        """Return the memory limit of this process, bytes: the minimum of the machine and its control groups."""
+        """Return the memory limit of this process, bytes: the machine's memory, or a lower limit of a control group."""
         limits = (_number(folder / files.limit, self._machine) for folder, files in self._groups)
         return min([self._machine, *limits])
 
@@ -114,7 +114,7 @@ class Headroom:
 
 
 def check_memory(name: str, size: int) -> None:
-    """Raise OptionError if `size` exceeds the memory limit of this process, bytes; do nothing if no limit is known.
+    """Raise OptionError if `size` bytes exceed the memory limit of this process; do nothing if no limit is known.
 
     name: name of the option, for the error.
     """

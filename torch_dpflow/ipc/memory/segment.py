@@ -1,6 +1,6 @@
 """One shared-memory segment: 64 bytes of header, then a payload, mapped by a writer and a reader.
 
-The header's first byte is the segment's state, which needs no message:
+The header's first byte is the segment's state, so that no messages are needed:
 
 - the writer sets PUBLISHED before it sends the reader a reference;
 - the reader sets FREE when nothing refers to the payload, or INHERITED if the reader has forked meanwhile, because the
@@ -45,10 +45,9 @@ Memory: TypeAlias = npt.NDArray[np.uint8]
 
 
 def from_array(array: npt.NDArray[Any]) -> torch.Tensor:
-    """Return a tensor over an array's memory; arrays made of the tensor stay valid when the tensor is shared.
+    """Return a tensor over an array's memory. The tensor's storage keeps the array alive.
 
-    `share_memory_`, which queues call, moves a storage and drops its former memory. Arrays made of its tensors keep
-    only the storage alive, so this storage keeps the former memory.
+    So arrays made from the tensor stay valid when torch's queues move the storage (`share_memory_`).
     """
     tensor = torch.from_numpy(array)
     _keep(tensor, array)
@@ -56,7 +55,7 @@ def from_array(array: npt.NDArray[Any]) -> torch.Tensor:
 
 
 def storage_over(memory: Memory) -> torch.UntypedStorage:
-    """Return a storage over `memory`, which it keeps alive, even if the storage is shared."""
+    """Return a storage over `memory`. The storage keeps `memory` alive, even if it is moved to shared memory."""
     return _keep(torch.from_numpy(memory), memory)
 
 
@@ -87,7 +86,7 @@ def tensor_over(
     stride: Sequence[int] | None = None,
     offset: int = 0,
 ) -> torch.Tensor:
-    """Return a tensor over `storage` that is no view of another tensor; contiguous if `stride` is None."""
+    """Return a tensor over `storage`, contiguous if `stride` is None. offset: its first element in `storage`."""
     # Twice as fast as `torch.empty`.
     empty: Any = _empty(dtype).new_empty(0)
     if stride is None:
@@ -109,25 +108,25 @@ def address_of(array: npt.NDArray[Any]) -> int:
 
 
 def is_aligned(memory: memoryview, alignment: int) -> bool:
-    """Return whether writable memory begins at a multiple of `alignment`."""
+    """Return whether writable memory is empty, or begins at a multiple of `alignment`."""
     # Three times as fast as with numpy.
     return not memory.nbytes or ctypes.addressof(ctypes.c_char.from_buffer(memory)) % alignment == 0
 
 
 def aligned_copy(memory: memoryview) -> Memory:
-    """Return a writable copy that begins at a multiple of ALIGNMENT."""
+    """Return a writable copy that begins at a multiple of 64 bytes."""
     copy: Memory = torch.empty(len(memory), dtype=torch.uint8, device="cpu").numpy()
     copy.data[:] = memory
     return copy
 
 
 class Forks:
-    """Counter of this process's forks, by which loans are stamped.
+    """Counter of this process's forks, which detects whether a loan of memory was in use during a fork.
 
-    A child may read memory for as long as it lives, and no reference here counts it. So memory that is lent while a
-    process forks is never lent again; its pages are freed with the last mapping.
+    A forked child may read such memory for as long as it lives, unnoticed by this process. So the memory is never lent
+    again; its pages are freed with the last mapping.
 
-    The methods take no lock and read no global, because a release runs in any thread, and while the interpreter exits.
+    The methods take no lock and read no global: they are called in any thread, and while the interpreter exits.
     """
 
     def __init__(self) -> None:
@@ -156,10 +155,10 @@ FORKS = Forks()
 
 #: Bytes before the payload: one cache line, so that the payload is aligned for every vector instruction.
 HEADER_BYTES = 64
-#: The part of the header that holds the loan for which other processes may write; 0: none may. It does not overlap
-#: `_HEADER`.
+#: Bytes of the header with the generation of the loan in which other processes may write; 0 if they may not. `_HEADER`
+#: does not contain these bytes.
 OPEN_LOAN = slice(48, 56)
-#: States, in the header's first byte. A retired segment is mapped by the reader only, and no longer used.
+#: States, in the header's first byte; see the module's docstring.
 FREE, PUBLISHED, RETIRED, INHERITED = 0, 1, 2, 3
 
 TOKEN_BYTES = 16
@@ -274,7 +273,7 @@ def create_memfd(number: int, capacity: int, token: bytes) -> Segment:
 
 
 def open_memfd(pid: int, fd: int, number: int, capacity: int, token: bytes | None) -> tuple[Segment, bytes]:
-    """Map another process's memfd; return it with the token of its arena.
+    """Map another process's memfd; return (segment, token of its arena).
 
     pid, fd, number, capacity: as the other process reports them.
     token: the token that the segment must have; None: any.
@@ -301,7 +300,7 @@ def open_memfd(pid: int, fd: int, number: int, capacity: int, token: bytes | Non
 
 @contextlib.contextmanager
 def locked(pid: int, fd: int, segment: Segment, *, alone: bool) -> Iterator[bool]:
-    """Lock the file of another process's segment during the `with` block; yield whether it is locked.
+    """Try to lock another process's segment file for the `with` block, without waiting; yield whether that succeeded.
 
     pid, fd: the process that created the segment, and its descriptor.
     alone: take an exclusive lock; otherwise a shared lock.

@@ -1,4 +1,4 @@
-"""Digests of a flow's content, part by part, and differences between two contents."""
+"""Comparison of a job's content (pickled dataset and code) with its flow's, by digests of the parts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-#: Maximum parts of a description, beyond which small parts are joined; maximum characters of a part's name and text.
+#: Maximum parts of a content, beyond which small parts are joined; maximum characters of a part's path and text.
 MAX_PARTS, MAX_PATH, MAX_SHOWN = 512, 300, 80
-#: Maximum patterns of parts that do not count.
+#: Maximum number of patterns of parts to ignore.
 MAX_IGNORED = 64
 #: Maximum differences that a message names.
 _MAX_NAMED = 6
-#: The script's module, as parts are named.
+#: Name of the script's module in the paths of parts.
 SCRIPT_PART = "__main__"
-#: The text of a random generator, whose state changes with each number that is drawn.
+#: `PartDigest.text` of a random generator, whose state changes with each number that is drawn.
 RANDOM_STATE = "state of a generator"
 
 
@@ -25,11 +25,11 @@ class PartDigest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     #: Digest of the part with everything inside it; 16 hexadecimal digits.
     digest: Annotated[str, msgspec.Meta(max_length=64)]
-    #: Digest of the part without the inner parts that have entries; empty if no inner part has an entry.
+    #: Digest of the part without the inner parts that have a separate `PartDigest`; empty if no inner part has one.
     own: Annotated[str, msgspec.Meta(max_length=64)] = ""
     #: For messages: the value, if it is short, or its kind.
     text: Annotated[str, msgspec.Meta(max_length=MAX_SHOWN)] = ""
-    #: Whether another description may lack this part, because it is derived from other parts when it is first read.
+    #: Whether another content may lack this part, because it is derived from other parts when it is first read.
     optional: bool = False
 
 
@@ -43,9 +43,9 @@ def differences(
 ) -> dict[str, str]:
     """Return the differing parts by path, each with a description such as "0.1 here, 0.01 in the flow".
 
-    Pure. Parts inside a listed part are not listed, and neither are parts that one side has joined to their container.
+    Left out are parts inside a listed part, and parts that one side has joined to the part that contains them.
 
-    here, there: digests of this job's content, and of the flow's content.
+    here, there: digests of this job's content, and of the flow's content, by path of the part.
     ignore: patterns of the paths of parts to leave out; see `is_ignored`.
     """
     found: dict[str, str] = {}
@@ -92,12 +92,12 @@ def describe_differences(found: Mapping[str, str], script: str) -> str:
 
 
 def ignoring(found: Iterable[str], script: str) -> str:
-    """Return the `JobOptions` argument that ignores these parts, as source code."""
+    """Return source code for an error: `JobOptions(ignore=[...])` with these parts. script: the user's script."""
     return f"JobOptions(ignore={[shown(path, script) for path in [*found][:MAX_IGNORED]]})"
 
 
 def shown(path: str, script: str) -> str:
-    """Return the path of a part for display: with the script's name in place of its module's name."""
+    """Return the path of a part for display, with the name `script` in place of a leading "__main__"."""
     return f"{script}{path[len(SCRIPT_PART) :]}" if path.startswith(f"{SCRIPT_PART}.") else path
 
 

@@ -1,6 +1,6 @@
-"""Parts of calls: types of fields with limits, the base class of bodies, and errors from which a client recovers.
+"""Parts of calls: types of fields with limits, the base class of bodies, and errors after which a call is repeated.
 
-A client recovers from these errors by refreshing its view or by waiting; they are never shown to users.
+Clients handle these errors: they wait, join again or refresh their routing table, and repeat the call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_NAME, MAX_TEXT = 200, 32 * 1024
 MAX_SAMPLES = 1 << 14
 #: Maximum ranks of one job.
 MAX_RANKS = 1024
-#: Prefix of the names that are generated for jobs without one.
+#: Prefix of the names that are generated for jobs without a name.
 UNNAMED = "unnamed-"
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -29,7 +29,7 @@ SampleKeys: TypeAlias = Annotated[list[Count], msgspec.Meta(max_length=MAX_SAMPL
 
 
 class Body(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Base class of arguments and results of calls: a msgpack array of fields. Unknown fields are an error."""
+    """Base class of headers, arguments and results: a msgpack array of fields. Unknown fields are an error."""
 
 
 class WorkerRefusedError(WorkerError):
@@ -37,7 +37,7 @@ class WorkerRefusedError(WorkerError):
 
 
 class RecoverableError(UsageError):
-    """Base class of errors after which the caller refreshes its view, or waits, and repeats the call."""
+    """Base class of errors that the caller handles as each class describes, in most cases by repeating the call."""
 
     kind: ClassVar[ErrorKind]
 
@@ -73,7 +73,7 @@ class OutOfStepError(RecoverableError, kind=ErrorKind.OUT_OF_STEP):
 
 
 class OverloadedError(RecoverableError, kind=ErrorKind.OVERLOADED):
-    """The job requests more samples than a service tracks. The job has to fetch earlier requests first."""
+    """The service cannot take the call now: a limit is reached, or it is starting. The caller has to retry."""
 
 
 class NameBusyError(RecoverableError, kind=ErrorKind.NAME_BUSY):
@@ -88,8 +88,8 @@ class AwaitedRanksError(RecoverableError, kind=ErrorKind.RANKS_AWAITED):
 
 
 class AwaitedWorkersError(RecoverableError, kind=ErrorKind.WORKERS_AWAITED):
-    """No worker of the flow runs yet. The job has to wait."""
+    """No worker of the shard can load now, and workers are expected. The job has to wait."""
 
 
 class LostWorkersError(RecoverableError, kind=ErrorKind.LOST):
-    """All workers of the flow are lost, and none has been replaced. The job waits until its timeout."""
+    """All workers of the shard are lost, and none is replaced yet. The job waits up to its `reconnect_timeout_s`."""

@@ -1,9 +1,9 @@
 """Headers of all messages between processes: one typed struct for each kind, encoded with msgpack.
 
 A message is one header frame followed by payload frames, which this module does not parse. A `PayloadTable` in the
-header locates an encoded object in these frames and in shared memory. Headers are validated when they are decoded:
-types, ranges, lengths, no unknown fields. No allocation trusts a length that a peer claims: msgspec grows lists as it
-reads, and a header frame has at most `MAX_HEADER_BYTES`.
+header locates an encoded object in these frames and in shared memory. Headers are validated when they are decoded. No
+allocation trusts a length that a peer claims: msgspec grows lists as it reads, and a header frame has at most
+`MAX_HEADER_BYTES`.
 
 The version is checked once per connection (`Handshake`, `Welcome`), not in every message.
 """
@@ -32,12 +32,12 @@ from torch_dpflow.ipc.messages.remote_worker import (
 
 # --- payload ------------------------------------------------------------------------------------------------
 
-#: A cache line, and the widest vector: allocated memory begins at a multiple of it, bytes.
+#: Alignment of memory that is allocated for payloads, bytes: a cache line, and the widest vector.
 ALIGNMENT = 64
-#: The alignment that a received frame has at best, by libzmq's header. It is enough for every dtype but numpy's long
-#: double, whose frames are copied; to copy the others would cost more than unaligned vectors do.
+#: The alignment that libzmq usually gives to received frames, bytes. It is enough for all dtypes except numpy's long
+#: double, whose frames are copied to other memory.
 WORD = 8
-#: Larger data goes through shared memory where possible, bytes. Measured: below it the socket is as fast.
+#: Data of at least this size goes through shared memory where possible, bytes. For less, the socket is as fast.
 SHARED_BYTES = 1 << 15
 
 #: One part of a message.
@@ -60,14 +60,14 @@ class BlockRef(msgspec.Struct, array_like=True, frozen=True):
     capacity: int
     #: Bytes of the segment that hold data.
     nbytes: int
-    #: Counts the loans of the segment; a reference can be opened once.
+    #: Counts the loans of the segment; a reference can be opened only once.
     generation: int
     #: How many segments the writer has retired so far; when this grows, the reader unmaps the retired ones.
     retired: int
 
 
 class ProbeRef(msgspec.Struct, array_like=True, frozen=True):
-    """A published block that holds a token, by which a reader proves that it can read the arena."""
+    """Published block that contains a token: a reader that finds this token there can read the arena."""
 
     token: bytes
     block: BlockRef
@@ -85,11 +85,11 @@ class BufferSpan(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class PayloadTable(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Locations of a payload's head and buffers in its frames and blocks."""
 
-    #: How many frames of a message the payload takes.
+    #: Number of frames that the payload takes in a message.
     frames: int
     blocks: tuple[BlockRef, ...]
     head: BufferSpan
-    #: One for each use of a buffer in the head, in order; equal spans are the same memory.
+    #: Spans of the buffers, in the order in which the head uses them; equal spans are the same memory.
     buffers: tuple[BufferSpan, ...]
     #: The alignment that the items in the buffers need, bytes.
     alignment: int = WORD
@@ -102,25 +102,25 @@ class PayloadTable(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class PayloadGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Payloads with the same outcome and table, as a part of other headers; see `payload_groups`."""
+    """Payloads with the same outcome, and the same table except for its block. Part of other headers."""
 
-    #: The task, or the ticket, of each payload.
+    #: Number of the task, or the ticket, to which each payload belongs.
     numbers: Annotated[list[Count], msgspec.Meta(min_length=1, max_length=1 << 16)]
-    #: The outcome of each; the message that contains the group defines the values.
+    #: Outcome of each payload; the message that contains the group defines the values.
     kind: Annotated[int, msgspec.Meta(ge=0, le=4)]
     payload: PayloadTable
     #: Bytes of each payload's only frame, if these are joined to one frame; 0: each payload has separate frames.
     joined: Count = 0
-    #: If frames are joined and the table has a block: the blocks of the other payloads; the table's is the first one's.
+    #: If the frames are joined, and the table has a block (the first payload's): the blocks of the other payloads.
     blocks: Annotated[list[BlockRef], msgspec.Meta(max_length=1 << 16)] = []
 
     @property
     def frames_each(self) -> int:
-        """Number of frames of each payload, unless the payloads are joined."""
+        """Number of frames of each payload, if the payloads are not joined."""
         return self.payload.frames
 
 
-#: Raised by every change that an older release would misread.
+#: Version of the protocol that these headers form, increased by every change that an older release would misread.
 PROTOCOL_VERSION = 7
 #: Longest header frame, bytes. Bulk data travels in payload frames.
 MAX_HEADER_BYTES = 8 * 1024 * 1024
@@ -148,7 +148,7 @@ class PayloadOffer(msgspec.Struct, array_like=True, forbid_unknown_fields=True, 
     Part of other headers.
     """
 
-    #: The sender's process.
+    #: Process id of the sender.
     pid: Count
     #: Whether to compress frames for the sender, because the peers are on different hosts.
     compress: bool = False
@@ -157,30 +157,30 @@ class PayloadOffer(msgspec.Struct, array_like=True, forbid_unknown_fields=True, 
 
 
 class Handshake(Body, tag=1):
-    """Client to server, first on every connection and again after `NoSession`.
+    """Client to server: open a session. Sent first, and again after `NoSession` or if no `Welcome` arrives.
 
     In all releases the first field of this and of `Welcome` is the version: `version_of` reads it.
     """
 
     version: Count
-    #: How the server's payload may travel.
+    #: How the server can send payload to the client.
     offer: PayloadOffer
 
 
 class Welcome(Body, tag=2):
-    """Server to client: the answer to `Handshake`. In a client of another version all open calls then fail."""
+    """Server to client: the answer to `Handshake`. If the versions differ, the client fails all its open calls."""
 
     version: Count
-    #: How the client's payload may travel.
+    #: How the client can send payload to the server.
     offer: PayloadOffer
 
 
 class NoSession(Body, tag=3):
-    """Server to client: the session no longer exists. Send `Handshake`, then inquire about the open calls."""
+    """Server to client: the client has no session. Send `Handshake`, then inquire about the open calls."""
 
 
 class Reading(Body, tag=6):
-    """In both directions: the sender can read the receiver's shared memory, so large frames may be sent there."""
+    """In both directions: the sender can read the receiver's shared memory, so the receiver can put frames there."""
 
 
 # --- calls --------------------------------------------------------------------------------------------------
@@ -232,8 +232,9 @@ class Missing(Body, tag=14):
 
 # --- between a worker and its shard -------------------------------------------------------------------------
 
-#: The outcome of a task: a batch, or rows of one, written where they belong; an exception; the end of the worker's
-#: stream; a batch whose first rows are loaded, in an open block; rows that cannot be written into such a block.
+#: Outcomes of a task. BATCH: a batch, or rows that were written into an open block. FAILURE: an exception. END: the
+#: worker's stream has ended. OPENED: a batch of which the first rows are loaded, in an open block. UNFIT: rows that
+#: cannot be written into an open block.
 BATCH, FAILURE, END, OPENED, UNFIT = range(5)
 #: Maximum numbers of tasks and of results in one message.
 MAX_TASKS = 1 << 16
@@ -242,7 +243,7 @@ MAX_TASKS = 1 << 16
 class WorkerHandshake(Body, tag=30):
     """Worker to shard, as first message: the worker has started.
 
-    Releases only append fields after `version`: `version_of` reads it.
+    Later releases only append fields, so that `version_of` can read the version.
     """
 
     worker: Count
@@ -259,20 +260,20 @@ class WorkerHandshake(Body, tag=30):
 
 
 class WorkerWelcome(Body, tag=31):
-    """Shard to worker: the answer to `WorkerHandshake`. One frame follows: the epoch, as the requester describes it."""
+    """Shard to worker: the answer to `WorkerHandshake`. One frame follows: the epoch, or a flow's `GREETING`."""
 
     #: Whether the shard can read the worker's shared memory.
     shared_memory: bool
 
 
 class WorkerRefused(Body, tag=38):
-    """Shard to worker: exit, because this is no longer a worker of the shard, or the releases differ."""
+    """Shard to worker: exit, because the shard does not accept this worker, or ends it."""
 
     reason: Text  # empty: the shard ends, which needs no log line
 
 
 class WorkerReady(Body, tag=36):
-    """Worker to shard: the epoch of `WorkerWelcome` has begun; the worker can load tasks.
+    """Worker to shard: the start is complete, and the worker can load tasks.
 
     This is a separate message, so that no task is suspected if a worker dies during its start, such as in
     `worker_init_fn`.
@@ -294,7 +295,7 @@ class Window(Body, tag=33):
     """Shard to worker: append these tasks to the local queue. One frame follows for each task, or one for all."""
 
     tasks: Annotated[list[Count], msgspec.Meta(max_length=MAX_TASKS)]
-    #: Tasks that other workers take over: drop each that has not begun.
+    #: Tasks that other workers take over: drop those tasks that have not begun.
     revoked: Annotated[list[Count], msgspec.Meta(max_length=MAX_TASKS)]
     #: Bytes of each task in the one frame that follows; 0: each has a separate frame.
     joined: Count = 0
@@ -323,9 +324,9 @@ class Exchange(Body, tag=34):
     finished: Annotated[list[Finished], msgspec.Meta(max_length=MAX_TASKS)]
     #: The task that begins now; None if none is left.
     started: Count | None
-    #: From another host: for each frame its size before compression, bytes, or 0; None: no frame is compressed.
+    #: Size of each frame before compression, bytes, 0 if it is not compressed; None: no frame is compressed.
     sizes: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)] | None = None
-    #: How long loading has taken, by stage, since the last message; None for nothing.
+    #: How long loading has taken, by stage, since the last message; None: nothing was loaded.
     times: StageTimes | None = None
 
 
@@ -384,12 +385,12 @@ def encode(header: Header) -> bytes:
 
 
 def decode(frame: bytes | bytearray | memoryview) -> Header:
-    """Decode the header in an untrusted frame. Raises MessageError unless the header is valid."""
+    """Decode the header in an untrusted frame. Raises MessageError if the header is not valid."""
     return _decode(_decoder, frame)
 
 
 def version_of(frame: bytes | bytearray | memoryview) -> int:
-    """Return the protocol version in a handshake of any release; for other frames return this release's version."""
+    """Return the protocol version in a handshake or welcome of any release; for other frames, this release's."""
     try:
         fields = _decode(_fields, frame)
         version = fields[_VERSION_AT[fields[0]]]

@@ -1,7 +1,7 @@
-"""Payloads that travel as a group: one entry of the header for all of them, and one frame.
+"""Grouping of small payloads, which then share one entry of the header and one frame.
 
-A frame costs several microseconds each at sender and receiver, and an entry of a header costs two. This is more than
-all other work on a small sample. So small payloads with the same table are joined.
+A separate frame costs several microseconds at the sender and at the receiver, and an entry of the header costs two:
+more than all other work on a small sample.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def group_payloads(
     """Group payloads, given as (number, outcome, table, frames); return the groups, and the frames to send with them.
 
     Small payloads of the same outcome and size are joined into one frame if they have the same table object, or tables
-    that differ only in their block. All others stay in order, so that large frames of samples are adjacent; neighbours
-    with the same table object and outcome form a group.
+    that differ only in their block. All other payloads keep their order; neighbours among them with the same table
+    object and outcome form a group too.
 
     kind: class of the groups.
     """
@@ -63,9 +63,10 @@ def group_payloads(
 
 
 def split_payloads(groups: Sequence[Group], frames: Sequence[memoryview]) -> list[tuple[Group, list[list[memoryview]]]]:
-    """Return (group, frames of each of its payloads) for each group. Parts of a joined frame share its memory.
+    """Return (group, frames of each of its payloads) for each group.
 
-    Raises MessageError if the frames do not fit the groups.
+    Parts of a joined frame are views of it. If the payloads have blocks, each is returned in a group of one instead,
+    with a copy of its part. Raises MessageError if the frames do not fit the groups.
     """
     split: list[tuple[Group, list[list[memoryview]]]] = []
     begin = 0
@@ -100,7 +101,7 @@ def _with_own_blocks(group: Group, parts: list[list[memoryview]]) -> list[tuple[
 
 
 def split_frame(frames: Sequence[memoryview], size: int, count: int) -> list[memoryview]:
-    """Split the only frame into `count` parts of `size` bytes. Raises MessageError for other frames or sizes."""
+    """Split the single frame in `frames` into `count` parts of `size` bytes. Raises MessageError if it does not fit."""
     nbytes = sum(frame.nbytes for frame in frames)
     if len(frames) != 1 or nbytes != size * count:
         raise MessageError(f"{count} parts of {size} bytes are announced, and {len(frames)} frames have {nbytes}")
@@ -109,7 +110,7 @@ def split_frame(frames: Sequence[memoryview], size: int, count: int) -> list[mem
 
 
 def join_tasks(window: Window, tasks: Sequence[Frame]) -> list[Frame]:
-    """Return the frames that follow `window`: one for each task; or one, with `joined` set, for equal, small tasks."""
+    """Return the frames to send after `window`. Small tasks of equal size share one; then `window.joined` is set."""
     sizes = {len(task) for task in tasks}
     if len(tasks) > 1 and len(sizes) == 1 and 0 < (size := sizes.pop()) <= JOINED_BYTES:
         window.joined = size

@@ -13,7 +13,7 @@ from torch_dpflow.ipc.messages.fields import Body, Count, Name, Seconds, Text
 
 #: A worker rejects a spec of any other version.
 LAUNCH_SPEC_VERSION = 2
-#: Maximum bytes of a launch spec, and maximum addresses in it. All platforms allow that.
+#: Maximum bytes of a launch spec, which all platforms allow, and maximum number of addresses in it.
 MAX_LAUNCH_SPEC_BYTES, MAX_ADDRESSES = 8192, 16
 
 #: A CURVE key, Z85 text.
@@ -21,15 +21,15 @@ Key = Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
 
 
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Launch spec of one remote worker: its role, and where it connects. JSON, because environments carry it.
+    """Launch spec of one remote worker: its role, and where it connects. JSON, to fit into an environment variable.
 
-    All times are durations from the worker's own start: no two clocks are compared. The spec contains no credentials
-    except its key. The key admits only this worker, and expires if the worker does not connect in time.
+    All times are durations by the worker's own clock. The spec contains no credentials except a key pair, which admits
+    only this worker, and expires if the worker does not connect in time.
     """
 
     version: Literal[2] = 2
     name: Name
-    #: A worker that loads batches, or one that loads the single samples of a flow.
+    #: "worker" loads batches; "sample-worker" loads single samples for a flow.
     role: Literal["worker", "sample-worker"]
     number: Count
     incarnation: Count
@@ -68,7 +68,7 @@ def checked_launch_spec(name: str, data: bytes) -> bytes:
 
 
 def decode_launch_spec(data: bytes) -> LaunchSpec:
-    """Decode a launch spec. Raises MessageError, whose text quotes nothing of the spec."""
+    """Decode a launch spec. Raises MessageError if it is invalid; the error's text does not contain its secrets."""
     try:
         if len(data) > MAX_LAUNCH_SPEC_BYTES:
             raise MessageError(f"a launch spec of {len(data)} bytes; at most {MAX_LAUNCH_SPEC_BYTES} are allowed")
@@ -100,7 +100,7 @@ class RemoteWorkerView(Body):
     age_s: Seconds
     #: Host and process of the worker; empty before it has connected.
     where: Text
-    #: How many samples the shard has received from it.
+    #: For a flow: number of results that the shard has received from it; 0 if it is not working.
     samples: Count = 0
 
 
@@ -121,7 +121,7 @@ class RemoteHandshake(Body, tag=40):
     """
 
     version: Count
-    #: By the name of an installed distribution; also "python".
+    #: Versions of installed distributions, by their names, and of "python".
     versions: Annotated[dict[_Short, _Short], msgspec.Meta(max_length=MAX_NAMES)]
     #: Host and process of the worker, for display.
     where: _Short = ""
@@ -155,9 +155,9 @@ class Piece(Body, tag=43):
 class WorkerHeartbeat(Body, tag=44):
     """Heartbeat of a remote worker to its shard, and the shard's answer to it."""
 
-    #: Messages that the worker has sent on the other connection so far; 0 in the answer.
+    #: Number of messages that the worker has sent so far on its connection for tasks; 0 in the answer.
     sent: Count
-    #: Messages received on that connection; None while the main thread is busy, because it may not have read all.
+    #: Number of messages that it has received there; None while its main thread is busy and may not have read all.
     received: Count | None = None
     #: The round-trip time of an earlier heartbeat, and how long in total the worker was idle because of its network.
     round_trip_s: Seconds = 0.0
@@ -169,9 +169,9 @@ class WorkerHeartbeat(Body, tag=44):
 class WorkerGoodbye(Body, tag=45):
     """Remote worker to shard, as last message: the worker ends now."""
 
-    #: The reason, as a traceback; empty if the shard requested the end.
+    #: The error that ended the worker, as a traceback; empty without such an error.
     report: Text
-    #: Messages that the worker has sent on the other connection.
+    #: Number of messages that the worker has sent on its connection for tasks.
     sent: Count
     #: Missing modules without which the worker cannot load the content.
     missing: Annotated[list[_Short], msgspec.Meta(max_length=MAX_NAMES)] = []

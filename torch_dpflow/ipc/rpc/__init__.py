@@ -1,7 +1,7 @@
-"""Calls between processes: ids, deadlines, repetition.
+"""Remote calls between processes, with deadlines and repetition.
 
-A client calls a method and waits for its answer. Bodies are small and typed (msgpack); bulk data travels in frames that
-are neither copied nor parsed. A call is repeated until it is answered or its deadline passes. A server stores nothing
+A client calls a method and waits for its answer. Bodies are small and typed (msgpack); bulk data travels in frames,
+which are not parsed. The client repeats a call until it is answered or its deadline passes. A server stores nothing
 about answered calls, so a call whose answer is lost runs twice: each method must change nothing the second time
 (`tests/cluster/services/test_repeated_calls.py` makes every call of every service twice).
 """

@@ -31,7 +31,7 @@ def kind_of(error: BaseException) -> ErrorKind:
 
 
 def describe(error: BaseException) -> tuple[ErrorKind, str]:
-    """Return (kind, text) of an error; the text has at most `MAX_TEXT` characters.
+    """Return (kind, text) of an error, to be sent to a client; the text has at most `MAX_TEXT` characters.
 
     The text of an unexpected error is the end of its traceback.
     """
@@ -49,7 +49,7 @@ class Result(NamedTuple):
 
 
 class Later(enum.Enum):
-    """Marker that a handler returns if it calls `IncomingCall.answer` or `fail` later."""
+    """Marker that a handler returns if `IncomingCall.answer` or `fail` is called later."""
 
     LATER = enum.auto()
 
@@ -60,7 +60,7 @@ Outcome: TypeAlias = "Result | Exception"
 
 
 class IncomingCall:
-    """Call of a client. The frames are writable and belong to the handler."""
+    """Call that a server has received from a client. The frames are writable and belong to the handler."""
 
     __slots__ = ("_finish", "body", "client", "frames", "method", "timeout_s")
 
@@ -94,13 +94,13 @@ class IncomingCall:
         self._finish(error)
 
 
-#: Serves one method, in the server's thread: it must not block, and returns LATER if it needs long. An exception is
-#: sent to the client, as RemoteCallError.
+#: Function that serves calls of one method, in the server's thread. It must not block: if the answer takes long, it
+#: returns LATER. If it raises an exception, the client gets a RemoteCallError.
 Handler: TypeAlias = Callable[[IncomingCall], "Result | Later | None"]
 
 
-#: Sends a message to a client; returns False if the client is gone or its queue is full. Callers may ignore False: a
-#: client inquires about calls without an answer.
+#: Function that sends a message to a client, and returns False if the client is gone or its queue is full. The caller
+#: may ignore False: a client inquires about calls that were not answered.
 Send: TypeAlias = Callable[[bytes, Sequence[Frame]], bool]
 
 
@@ -109,7 +109,7 @@ class ServerStats:
     """Counters of a server."""
 
     messages: int = 0
-    #: Messages without a valid header, that no client sends, or whose payload did not fit their header.
+    #: Dropped messages: with too many frames, an invalid header, or a header that no client sends, among others.
     malformed: int = 0
     #: Messages of peers without a session: no handshake yet, or the session was dropped.
     without_session: int = 0
@@ -136,7 +136,7 @@ class Session:
     def begin(self, header: messages.Request, most: int) -> None:
         """Record that a call runs.
 
-        Raises OverloadedError if more than `most` calls run for which the client still waits.
+        Raises OverloadedError if the client then has more than `most` calls whose deadlines have not passed.
         """
         self.running[header.call] = self.received_at + header.timeout_s
         if len(self.running) > most:
@@ -216,7 +216,7 @@ class _Method:
 
 
 class CallService:
-    """Execution of calls, in the server's thread.
+    """Executor of clients' calls: runs the methods' handlers, in the server's thread.
 
     Args:
         max_open: maximum number of one client's calls that run at once.
@@ -234,7 +234,7 @@ class CallService:
         self._methods[name] = _Method(handler, msgpack_decoder(body_type))
 
     def on_request(self, session: Session, header: messages.Request, frames: list[memoryview]) -> None:
-        """Run the handler of a call, and answer the call. A repetition of a call that still runs is ignored."""
+        """Run the handler of a call; answer unless it returned LATER. A repetition of a running call is ignored."""
         if header.call in session.running:
             self._stats.repeats += 1
             session.carrier.unpack(frames, header.packing)  # opening shared memory is what releases it to the client

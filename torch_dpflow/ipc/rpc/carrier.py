@@ -3,7 +3,7 @@
 Each side has one `Carrier` per peer. On one host, large frames are copied into an arena and only a reference crosses
 the socket, once the peer has proved that it can read the arena. Between hosts, frames are compressed by snappy if a
 trial shows that they shrink: text, labels, masks and small integers do; JPEGs, noise and float images do not. All other
-frames are sent without a copy.
+frames are sent unchanged.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def pays(frame: Frame) -> bool:
 
 
 def compress(frames: Sequence[Frame]) -> tuple[list[Frame], list[int]]:
-    """Compress frames if that pays; return the frames, and each one's original size in bytes, 0 if uncompressed.
+    """Compress the frames for which it pays. Return (frames to send, original size of each frame in bytes).
 
-    The list of sizes is empty if no frame was compressed.
+    The size is 0 for a frame that was not compressed; the list of sizes is empty if none was.
     """
     packed: list[Frame] = []
     sizes: list[int] = []
@@ -73,9 +73,9 @@ def compress(frames: Sequence[Frame]) -> tuple[list[Frame], list[int]]:
 def decompress(frame: memoryview, size: int, *, limit: int) -> memoryview:
     """Return the content of a compressed frame, in writable memory.
 
-    Raises:
-        MessageError: the frame is not snappy data, or its claimed length differs from `size`, exceeds `limit`, or is
-            impossible. The length is checked before memory is allocated.
+    size, limit: length that the content must have, and maximum length, bytes; checked before memory is allocated.
+
+    Raises MessageError if the frame is not snappy data, or the length that it claims is wrong or impossible.
     """
     claim = _claimed_size(frame)
     if claim != size or claim > limit or claim > _MAX_EXPANSION * frame.nbytes:
@@ -134,7 +134,7 @@ class Carrier:
     def accept(self, offer: PayloadOffer) -> bool:
         """Apply the peer's offer; return whether this side can read the peer's shared memory.
 
-        A repeated offer changes nothing, because the peer may have shared memory since the first offer.
+        If this side could read it already, a repeated offer is not checked again: its probe can be opened only once.
 
         Raises MessageError if the offer is malformed.
         """
@@ -147,7 +147,7 @@ class Carrier:
         return self._reader is not None
 
     def pack(self, frames: Sequence[Frame]) -> tuple[Sequence[Frame], Packing | None]:
-        """Return (frames to send, how the peer restores the original frames, or None if they are sent unchanged)."""
+        """Return (frames to send, packing for the peer's `unpack`); the packing is None if the frames are unchanged."""
         if self.shares:
             return self._share(frames)
         if self.compresses:
@@ -156,11 +156,11 @@ class Carrier:
         return frames, None
 
     def unpack(self, frames: list[memoryview], packing: Packing | None) -> list[memoryview]:
-        """Return the frames that the peer packed.
+        """Return the frames as they were before the peer packed them.
 
         Raises:
             MessageError: the frames do not match the packing.
-            SegmentLostError: the peer died and its shared memory with it.
+            SegmentLostError: the peer's shared memory cannot be opened, in most cases because the peer has ended.
             DescriptorLimitError: this process has too many files open to map the peer's memory.
         """
         if packing is None:

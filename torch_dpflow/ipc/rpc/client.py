@@ -31,9 +31,9 @@ class ClientOptions:
 
     #: How long a call waits for its answer by default, seconds.
     timeout_s: float = 60.0
-    #: An inquiry about a call is sent once it is open this long, and again at this interval, seconds.
+    #: After this time without an answer, and again at this interval, the client inquires about the call, seconds.
     inquire_s: float = 0.5
-    #: Maximum shared memory lent to a server on this host, bytes; 0 sends everything through the socket.
+    #: Maximum shared memory lent to a server at an ipc address, bytes; 0 sends everything through the socket.
     shared_bytes: int = 1 << 28
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class PendingCall:
     def wait(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` seconds; return whether `result` would now return or raise without waiting.
 
-        Raises PeerLostError if the client was closed.
+        Raises PeerLostError if the client was closed, or its connection accepts no more messages.
         """
         if self._call.is_over:
             return True
@@ -59,13 +59,13 @@ class PendingCall:
             return self._client._is_over_within(self._call, timeout_s)
 
     def result(self) -> Answer:
-        """Wait for the answer until the call's deadline.
+        """Wait for the answer, until the call's deadline, and return it.
 
         Raises:
             RemoteCallError: the server answered with an error.
             DeadlineError: the server did not answer in time.
-            PeerLostError: the client was closed.
-            MessageError: the answer is not of the type `reply_type`, or the server has another protocol version.
+            PeerLostError: the client was closed, or its connection accepts no more messages.
+            MessageError: the answer is malformed or not of `reply_type`, or the server has another protocol version.
             DescriptorLimitError: this process has too many files open to map the answer's shared memory.
         """
         if self._call.is_over:
@@ -75,7 +75,7 @@ class PendingCall:
 
 
 class RpcClient:
-    """Client of one server. Thread-safe; unusable after a fork.
+    """Client of one server. Thread-safe; unusable in a forked child.
 
     A call is repeated until it is answered or its deadline passes, across reconnects and restarts of the server, which
     may execute it more than once. The frames of a call must not change before it is answered.
@@ -142,7 +142,7 @@ class RpcClient:
         reply_type: the type that the answer's body must have.
         timeout_s: how long the call may take, seconds; None: the client's default.
 
-        Raises MessageError if the call exceeds a limit, PeerLostError if the connection accepts no more messages.
+        Raises MessageError if the call exceeds a limit, PeerLostError if the client was closed or its queue is full.
         """
         with self._usable:
             call = self._begin(method, body, frames, reply_type, timeout_s)

@@ -1,8 +1,8 @@
 """State machine of an RPC client: no socket, no lock, no clock.
 
-Messages go in through `on_message`; messages to send come out in `outbox`, in order. The server may restart or drop
-the client's session at any time. It then answers `NoSession`; the client repeats its handshake and inquires about every
-open call, and the answers name the calls to send again.
+`on_message` takes the server's messages; `outbox` has the messages to send, in order. The server may restart, or drop
+the client's session, at any time. It then answers `NoSession`. The client repeats its handshake and inquires about all
+open calls; the server answers which of them the client must send again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Call:
     began: float
     deadline: float
     decoder: msgspec.msgpack.Decoder[Any]
-    #: Whether an inquiry about the call was sent since the call was sent last.
+    #: Whether the client has inquired about the call since it last sent the call.
     is_inquired: bool = False
     answer: Answer | None = None
     error: DPFlowError | None = None
@@ -72,14 +72,14 @@ class ClientStats:
     """Counters of a client."""
 
     calls: int = 0
-    #: Calls sent again because the server did not run them.
+    #: Calls sent again because they, or their answers, were lost.
     repeats: int = 0
-    #: Messages without a valid header, or whose payload did not fit it.
+    #: Dropped messages: the header was invalid, or their shared memory could not be opened.
     malformed: int = 0
 
 
 class ClientSession:
-    """Calls of one client. Not thread-safe; times are seconds of the caller's clock.
+    """Open calls of one client, and its session. Not thread-safe; times are seconds of the caller's clock.
 
     Args:
         address: the server's address, for error messages.

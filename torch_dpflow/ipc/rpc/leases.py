@@ -1,9 +1,8 @@
-"""Leases of peers, renewed by heartbeats, and their generations. Pure: no socket, thread or clock inside.
+"""Leases, by which a service detects that peers are lost. Pure: no socket, thread or clock inside.
 
-A peer is a member while it renews its lease in time. Each time the peer starts, or rejoins after a loss, it has a
-higher generation. A generation is a member at most once: after its loss it stays lost even if the peer is alive,
-because its work has been given to other peers. Its messages are then `STALE`, and the peer rejoins under a new
-generation.
+A peer is a member while it renews its lease in time, by heartbeats; otherwise it is lost. Each time a peer starts, or
+rejoins after a loss, it has a higher generation. A lost generation stays lost while it is remembered, even if the peer
+is alive, because other peers have its work. Its messages are `STALE`; the peer has to rejoin under a new generation.
 """
 
 from __future__ import annotations
@@ -17,17 +16,16 @@ from typing import Generic, TypeVar
 from torch_dpflow._core.checks import check_seconds
 
 K = TypeVar("K", bound=Hashable)
-#: Maximum lost peers whose generations are remembered, and for how long, seconds. A forgotten peer may rejoin under its
-#: old generation.
+#: Maximum number of former members whose generations are remembered, and for how long, seconds. After that, a peer can
+#: rejoin under its old generation.
 MAX_REMEMBERED, REMEMBER_S = 1 << 14, 3600.0
 
 
 class Expiry(Generic[K]):
-    """Set of names that expire unless they are renewed. Not thread-safe; every call is amortised O(1).
+    """Set of names that expire if they are not renewed in time. Not thread-safe; every call is amortised O(1).
 
-    A name stays in the set until a call of `expire` or `drop`, even after its lease has run out. So a service that was
-    delayed can first handle the messages that arrived meanwhile, and loses no living peer. If the clock runs backwards,
-    time stands still.
+    Names are removed only by `expire` and `drop`. A service that was delayed can therefore first handle the messages
+    that arrived meanwhile, and loses no living peer. If the clock runs backwards, time stands still.
 
     lease_s: seconds of silence after which a name expires.
     """
@@ -73,18 +71,19 @@ class Expiry(Generic[K]):
 
 
 class Renewal(enum.Enum):
-    """Effect of a message from a peer's generation."""
+    """Effect of a peer's message on the peer's lease."""
 
     RENEWED = enum.auto()
-    #: The generation is now a member; `REPLACED`: in place of an earlier generation, whose work goes to other peers.
+    #: The generation is now a member; the peer had no lease.
     GRANTED = enum.auto()
+    #: The generation is now a member in place of an earlier one of this peer, whose work goes to other peers.
     REPLACED = enum.auto()
-    #: No effect: the generation is lost, or a newer one has replaced it.
+    #: No effect: the generation is lost or has left, or a newer one has replaced it.
     STALE = enum.auto()
 
 
 class Leases:
-    """Leases of all peers of one service. Not thread-safe; every call is amortised O(1). lease_s: as in `Expiry`."""
+    """Leases of all peers of one service. Not thread-safe. lease_s: as in `Expiry`."""
 
     def __init__(self, *, lease_s: float) -> None:
         self._members: Expiry[str] = Expiry(lease_s)
@@ -109,7 +108,7 @@ class Leases:
         return self._newest.get(peer, 0)
 
     def renew(self, peer: str, generation: int, now: float) -> Renewal:
-        """Record a message from this generation of a peer: renew or begin its lease, except if the message is stale."""
+        """Renew or begin the lease of a peer that has sent a message under `generation`; return the effect."""
         is_member, newest = peer in self._members, self._newest.get(peer)
         if newest is not None and (generation < newest or (generation == newest and not is_member)):
             return Renewal.STALE
@@ -121,7 +120,7 @@ class Leases:
         return Renewal.RENEWED if generation == newest else Renewal.REPLACED
 
     def leave(self, peer: str, generation: int, now: float) -> bool:
-        """End a peer's generations up to this one, if none is newer; return whether one of them was a member."""
+        """End the lease of a peer; return whether it had one. False, without effect, if a newer generation is known."""
         if generation < self._newest.get(peer, generation):
             return False
         was_member = self._members.drop(peer)

@@ -28,7 +28,7 @@ class ServerOptions:
     max_clients: int = 4096
     #: Maximum calls of one client that run at once.
     max_open_calls: int = 1024
-    #: Maximum shared memory lent to each client on this host, bytes; 0 sends everything through the socket.
+    #: Maximum shared memory lent to each client at an ipc address, bytes; 0 sends everything through the socket.
     shared_bytes: int = 1 << 28
     #: A client's session is dropped after this time without messages, seconds.
     idle_s: float = 120.0
@@ -45,8 +45,8 @@ class RpcServer:
     The thread that calls `step` or `serve` is the server's: handlers run in it and must not block. Any thread may call
     `post` and `stop`.
 
-    A client's messages can harm that client only. Malformed messages are counted and dropped, or answered with an error
-    if their call is known. Calls beyond the limits are rejected.
+    Malformed messages are counted and dropped, or answered with an error if their call is known. Calls beyond the
+    limits are rejected.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RpcServer:
     def step(self, timeout_s: float | None) -> bool:
         """Run posted actions, drop idle sessions, and handle one message; return whether a message arrived.
 
-        timeout_s: how long to wait for the message, seconds; None: until sessions must be checked again.
+        timeout_s: how long to wait for the message at most, seconds; None: until sessions must be checked again.
         """
         self._thread = threading.get_ident()
         self._run_posted()
@@ -113,7 +113,7 @@ class RpcServer:
             self.step(None)
 
     def post(self, action: Callable[[], None]) -> None:
-        """Call `action` in the server's thread: at once if this is that thread, else soon. Any thread may call."""
+        """Call `action` in the server's thread: at once if that thread calls this, else soon. Any thread may call."""
         if threading.get_ident() == self._thread:
             action()
         else:

@@ -1,9 +1,9 @@
-"""Encoding and decoding of payloads without copies. A payload is one sample or batch.
+"""Encoding of samples and batches as payloads, and decoding, without copies of large tensors and arrays.
 
 A payload is a pickle head (protocol 5) and out-of-band buffers: the memory of tensors, of arrays and of big bytes
 objects. A large buffer is in a block of shared memory if there is an arena, else in a separate frame. Small buffers are
-coalesced, each 64-byte aligned: behind the head in the first frame, or together in one block. All big bytes objects are
-in one block too. The table locates each buffer. Services forward (table, frames) without decoding them.
+together in the first frame, behind the head, or in one block, each 64-byte aligned. With an arena, big bytes objects
+share one block. A table locates the head and each buffer. Services forward (table, frames) without decoding them.
 
 Only workers and jobs decode payloads, and only from authenticated peers: a pickle can run code.
 """
@@ -45,9 +45,9 @@ from torch_dpflow.ipc.serialization.pickling import MemoryRange, PayloadPickler,
 #: A buffer of at least this size has a separate block or frame, bytes. Measured: coalescing a smaller one costs no more
 #: than a block, and less than a frame.
 LARGE_BYTES = 1 << 16
-#: `contiguous` applies to tensors of at least this size, bytes; smaller ones are collated quickly in any layout.
+#: `encode(contiguous=True)` changes tensors of at least this size, bytes; smaller ones are collated fast in any layout.
 ORDERED_BYTES = 1 << 15
-#: Maximum buffers of a payload with separate frames: a message has a limit.
+#: Maximum number of buffers of a payload that have separate frames: the frames of a message are limited.
 MAX_LARGE_FRAMES = 1000
 
 
@@ -70,7 +70,7 @@ def encode(
 ) -> tuple[PayloadTable, list[Frame]]:
     """Encode `obj`. The frames refer to the memory of `obj`, which must not change until they are sent.
 
-    With `arena`, large buffers are copied into its blocks as long as it lends any. A buffer that is already in an
+    With `arena`, large buffers are copied into its blocks as long as it lends any. A large buffer that is already in an
     unpublished block is not copied.
 
     Args:
@@ -92,14 +92,14 @@ def decode(table: PayloadTable, frames: Sequence[Frame], *, reader: ArenaReader 
     """Decode a payload. The object's tensors and arrays are writable.
 
     A writable, aligned frame becomes the memory of the object; the caller must not use it afterwards. A block of shared
-    memory can be opened once, so a payload with blocks can be decoded once.
+    memory can be opened only once, so a payload with blocks can be decoded only once.
 
     Args:
         reader: reader of the arena that the payload was encoded with, if any.
 
     Raises:
         MessageError: the table does not fit the frames, or the head cannot be unpickled.
-        SegmentLostError: the worker has died, and its shared memory is gone.
+        SegmentLostError: the encoding process's shared memory cannot be opened, such as after its death.
         DescriptorLimitError: this process has too many files open to map the shared memory.
     """
     try:
@@ -115,9 +115,9 @@ def decode(table: PayloadTable, frames: Sequence[Frame], *, reader: ArenaReader 
 def decode_heads(
     payloads: Sequence[tuple[PayloadTable, Sequence[Frame]]],
 ) -> list[tuple[bytes, memoryview]] | None:
-    """Return (pickled head, buffer) of each payload, if each has exactly one buffer, in a frame; else None.
+    """Return (pickled head, buffer) of each payload; None if any payload needs `decode`, such as one with two buffers.
 
-    As in `decode`, a frame can become an object's memory.
+    The buffers are views of the frames, which the caller must not use for anything else.
     """
     found: list[tuple[bytes, memoryview]] = []
     known, beside = None, None

@@ -1,8 +1,7 @@
 """Encoding without pickle of common samples: a tensor, a list of one tensor, or a tuple of a tensor and numbers.
 
-A worker encodes a sample just after the sample's own code has filled the processor's caches. So the time depends on the
-amount of code, and not on its speed in a loop: `PayloadPickler` takes 27 µs in a loop, and 180 µs in a worker that
-decodes images.
+A worker encodes a sample just after the code that loads samples has filled the processor's caches. So the time depends
+on the amount of code that runs: `PayloadPickler` takes 27 µs in a loop, and 180 µs in a worker that decodes images.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ _ROW_BYTES = 16
 def encode_sample(
     sample: Any, *, arena: Arena | None = None, keep_layout: bool = False, name: str = "batch"
 ) -> tuple[PayloadTable, list[Frame]]:
-    """Encode a sample for `decode`, like `codec.encode` with `contiguous`. Raises the errors of `codec.encode`.
+    """Encode a sample for `decode`. For the result and errors see `codec.encode`.
 
-    keep_layout: do not make images contiguous, because they are collated already, or will be in this layout.
+    keep_layout: keep the memory layout of tensors; otherwise big ones are encoded as with `contiguous=True` there.
     name: name of `sample` in the error.
     """
     if not _QUICK:
@@ -56,11 +55,11 @@ def encode_sample(
 
 
 def numbers_beside(heads: Sequence[bytes], tensor: torch.Tensor, *, alone: bool) -> list[tuple[Any, ...]] | None:
-    """Return the numbers of each sample, which is a tensor followed by numbers; None if a sample is anything else.
+    """Return the numbers in each sample that follow its tensor, such as a label; None if a sample has another form.
 
     heads: the pickled head of each encoded sample.
-    tensor: a tensor with the dtype, shape and layout of every sample's tensor.
-    alone: whether the samples are tensors, and not tuples that begin with a tensor.
+    tensor: a tensor with the dtype, shape and layout that every sample's tensor must have.
+    alone: whether the samples are tensors without numbers; otherwise they are tuples (tensor, number, ...).
     """
     value = _instructions(tensor.dtype, tensor.shape, _is_in_pixels(tensor))
     if alone:

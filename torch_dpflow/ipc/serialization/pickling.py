@@ -1,10 +1,10 @@
-"""Pickling of tensors, storages and arrays with their memory outside of the pickle, and errors that name the culprit.
+"""Pickling of tensors, storages and arrays with their memory outside of the pickle; errors name the part at fault.
 
 A tensor is pickled as its storage, dtype, shape, strides and offset; two tensors of one storage share it again after
 decoding, through pickle's memo. A storage or an array is pickled as a stand-in for a buffer, and its memory is added to
 `sources`. Other layouts and subclasses are pickled by torch, down to their storages. The reductions that torch
 registers with multiprocessing's ForkingPickler are not used, so no descriptors are passed. The memory of a big bytes
-object leaves the pickle too; decoding copies it, as bytes own their memory.
+object leaves the pickle too; decoding copies it, because bytes own their memory.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 class MemoryRange(NamedTuple):
     """Range of memory that a payload refers to."""
 
-    #: The address; or a bytes object's id, which is as unique and cheaper to get.
+    #: The address; for a bytes object its id, which is as unique and cheaper to get.
     key: int
     nbytes: int
-    #: Keeps the memory alive. Only a bytes object in the pickle has an owner of that type.
+    #: Object that keeps the memory alive. Its type is bytes only if the memory is that of a pickled bytes object.
     owner: Any
     #: The alignment that the decoded memory needs, bytes.
     alignment: int = WORD
@@ -128,7 +128,7 @@ def _bytes_header(size: int) -> bytes:
 class PayloadPickler(pickle.Pickler):
     """Pickler into `chunks`. The memory of tensors, arrays and big bytes goes to `sources`, in the order of pickling.
 
-    laid_out: called with each dense tensor; returns a tensor of the same values to be pickled in its place.
+    laid_out: called with each tensor that `is_plain`; returns a tensor of the same values to be pickled in its place.
     """
 
     def __init__(self, *, laid_out: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
@@ -218,7 +218,7 @@ def rebuild_array(memory: memoryview, dtype: Any, shape: tuple[int, ...], order:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether storage, dtype, shape, strides and offset describe a torch.Tensor completely."""
+    """Return whether storage, dtype, shape, strides and offset describe a tensor of the CPU completely."""
     return not (
         tensor.layout is not torch.strided
         or not tensor.is_cpu
@@ -286,7 +286,7 @@ _MAX_DEPTH = 50
 
 
 def explain(obj: Any, error: Exception, *, name: str) -> NotPicklableError:
-    """Return the error for an object that cannot be pickled: the part, its path beginning with `name`, and advice."""
+    """Return the error for an object that cannot be pickled. It names the part at fault, as a path from `name`."""
     path, culprit, reason = _find_culprit(obj, error, name, lambda part: PayloadPickler().dump(part))
     return _error_of(path, culprit, reason, _advice(culprit))
 
@@ -294,11 +294,12 @@ def explain(obj: Any, error: Exception, *, name: str) -> NotPicklableError:
 def explain_loading(
     loads: Mapping[str, Any], error: Exception, *, dump: Callable[[Any], object], workers: str
 ) -> NotPicklableError:
-    """Return the error for objects that cannot be sent to workers: the part, its path and advice, as in `explain`.
+    """Return the error for objects that cannot be sent to workers. It names the part at fault, as in `explain`.
 
     loads: the objects, by their names in the error.
-    error: the error of `dump` for all of them together; `dump` is also called for each of them and its parts.
-    workers: whose workers these are, such as "a platform".
+    error: the error of `dump` for all objects together.
+    dump: pickles an object; also called for single objects and for their parts.
+    workers: owner of the workers in the error's text, such as "a platform".
     """
     for name, obj in loads.items():
         failure = _failure_of(obj, dump)
@@ -346,7 +347,7 @@ def _failure_of(obj: Any, dump: Callable[[Any], object]) -> Exception | None:
 
 
 def children_of(obj: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (suffix, part) for each part of an object; a suffix is such as `.field` or `[0]`."""
+    """Yield (suffix of the path, part) for items and attributes, such as ("[0]", value) or (".field", value)."""
     if isinstance(obj, dict):
         yield from ((f"[{key!r}]", value) for key, value in obj.items())
     elif isinstance(obj, tuple) and isinstance(fields := working(obj, "_fields"), tuple):

@@ -16,7 +16,7 @@ _DEFAULT = TransportOptions()
 
 
 def listen(address: str, *, options: TransportOptions = _DEFAULT) -> Listener:
-    """Listen at `address`. With tcp port 0 a free port is chosen; see the listener's `address`.
+    """Listen at `address`. With tcp port 0, a free port is chosen; the listener's `address` contains it.
 
     Raises OptionError if the address is not allowed, TransportError if it cannot be bound.
     """
@@ -29,7 +29,7 @@ def listen(address: str, *, options: TransportOptions = _DEFAULT) -> Listener:
 def connect(address: str, *, identity: bytes | None = None, options: TransportOptions = _DEFAULT) -> Connection:
     """Connect to the listener at `address`. The listener may start later.
 
-    identity: identifies this connection at the listener, 1 to 255 bytes, unique among its peers. None: random.
+    identity: identity of this connection, 1 to 255 bytes, unique among the listener's peers. None: random.
 
     Raises OptionError for an `address` or `identity` that is not allowed.
     """

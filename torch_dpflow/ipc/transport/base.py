@@ -1,4 +1,4 @@
-"""Contract of a transport: many connections send multipart messages to one listener, which answers. Types of keys.
+"""Contract of a transport, in which many connections exchange messages with one listener; types of its keys.
 
 A listener is a ROUTER: it distinguishes peers by an identity of bytes and can answer any of them. A connection is a
 DEALER: it has one listener and reconnects automatically. A message is a list of binary frames that arrives whole or not
@@ -6,12 +6,12 @@ at all. Messages of one connection keep their order. A message may be lost when 
 is up to the caller.
 
 Listener and connection belong to one thread; any thread may call `wake`. After a fork they belong to the parent: in the
-child every call but `close` raises StateError, and `close` does not affect the parent.
+child `send` and `receive` raise StateError, and `close` does not affect the parent.
 
 A cluster has a server key pair, by which clients recognise its services, and a single client key pair, which its
-services accept. Both key pairs are in a connection file that only its owner may read: its content allows running code
-on the cluster's workers. A remote worker has a separate key instead, which a listener with `WorkerKeys` accepts while
-the worker is expected or connected.
+services accept. Connection files contain these keys; only their owners may read them, because the keys allow running
+code on the cluster's workers. A remote worker has a separate key pair instead, which a listener with `WorkerKeys`
+accepts while the worker is expected or connected.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch_dpflow._core.checks import check_fields, check_int, check_seconds
 from torch_dpflow.errors import MessageError, OptionError
 from torch_dpflow.ipc.messages.headers import Frame
 
-#: Timeout of the attempt to connect of `is_refused`, seconds.
+#: Timeout of `is_refused`, seconds.
 PROBE_S = 1.0
 #: Length of a key in Z85 text, bytes.
 KEY_BYTES = 40
@@ -52,10 +52,10 @@ class ServerKeys:
 
 
 class WorkerKeys:
-    """A listener's own key pair, and the accepted keys of workers, each for one user. Thread-safe.
+    """A listener's own key pair, and the keys that it accepts: one for each worker, called *user*. Thread-safe.
 
-    The identity of a user's connection must begin with the user's name and "/". Other messages are dropped, even on
-    connections that were accepted before.
+    The identity of a connection must begin with the name of its key's user and "/"; messages of other connections are
+    dropped. After `drop`, all messages of the user are dropped.
 
     Args:
         public, secret: Z85 text, 40 bytes.
@@ -85,7 +85,7 @@ class WorkerKeys:
                 self._admitted[self._keys[user]] = user, None
 
     def drop(self, user: str) -> None:
-        """Reject this user's key."""
+        """Reject this user's key from now on, and messages on the user's open connections."""
         with self._lock:
             self._admitted.pop(self._keys.pop(user, b""), None)
 
@@ -96,13 +96,13 @@ class WorkerKeys:
             return None if until is not None and self._clock() >= until else user
 
     def admits(self, user: str, identity: bytes) -> bool:
-        """Return whether messages with this identity belong to the user that opened the connection."""
+        """Return whether to accept a message with this identity on a connection that `user` has opened."""
         return user in self._keys and identity.startswith(f"{user}/".encode())
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientKeys:
-    """The cluster's client key pair and the server's public key. Keys are Z85 text, 40 bytes."""
+    """A connection's own key pair and the listener's public key. Keys are Z85 text, 40 bytes."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -124,9 +124,9 @@ MAX_IDENTITY_BYTES = 255
 
 @dataclass(frozen=True, kw_only=True)
 class TransportOptions:
-    """Limits and timeouts of one listener or connection. Raises OptionError or OptionTypeError."""
+    """Limits and timeouts of one listener or connection. Raises OptionError or OptionTypeError for invalid values."""
 
-    #: Maximum bytes of a received frame. A peer that sends a longer one is disconnected.
+    #: Maximum bytes of a frame, in either direction. A peer that sends a longer one is disconnected.
     max_frame_bytes: int = 1 << 31
     #: Maximum frames in one message, in either direction. A received message with more is dropped and counted.
     max_frames: int = 4096
@@ -155,7 +155,7 @@ class Listener(Protocol):
 
     #: Address at which connections reach this listener: the given address, with the real port in place of tcp port 0.
     address: str
-    #: Messages that were dropped because they exceeded `max_frames`.
+    #: Number of received messages that were dropped, such as those with more than `max_frames`.
     dropped: int
 
     @property
@@ -191,11 +191,11 @@ class Listener(Protocol):
 class Connection(Protocol):
     """Connecting side of a transport; it reconnects automatically while it is open."""
 
-    #: Names this connection to the listener, across reconnects.
+    #: Identity by which the listener recognises this connection, also after it has reconnected.
     identity: bytes
 
     def receive(self, timeout_s: float | None) -> list[memoryview] | None:
-        """Return the next message's frames; None on a timeout or after `wake`. As `Listener.receive` otherwise."""
+        """Return the next message's frames; None on a timeout or after `wake`. See `Listener.receive`."""
 
     def send(self, frames: Sequence[Frame]) -> None:
         """Queue a message, whether or not the listener exists yet.
@@ -208,17 +208,17 @@ class Connection(Protocol):
         """Make `receive` return None, like `Listener.wake`."""
 
     def close(self, *, linger_s: float = 0.0) -> None:
-        """Close, after at most `linger_s` seconds for unsent messages; later messages are lost. Idempotent."""
+        """Close. Messages that are not sent within `linger_s` seconds are lost. Idempotent."""
 
 
 def check_identity(identity: bytes) -> None:
-    """Raise OptionError unless this is a valid identity: 1 to 255 bytes, the first of which is not zero."""
+    """Raise OptionError if `identity` does not have 1 to 255 bytes, or its first byte is zero."""
     if not 1 <= len(identity) <= MAX_IDENTITY_BYTES or identity[0] == 0:
         raise OptionError(f"identity={identity!r}: must be 1 to {MAX_IDENTITY_BYTES} bytes, the first of them not zero")
 
 
 def check_frames(frames: Sequence[Frame], options: TransportOptions) -> None:
-    """Raise MessageError unless `frames` is a message within the limits."""
+    """Raise MessageError if `frames` are not 1 to `max_frames` contiguous frames of at most `max_frame_bytes`."""
     if not 1 <= len(frames) <= options.max_frames:
         raise MessageError(
             f"a message of {len(frames)} frames: max_frames allows 1 to {options.max_frames}; join small ones"
@@ -234,7 +234,7 @@ def check_frames(frames: Sequence[Frame], options: TransportOptions) -> None:
 
 
 def is_refused(address: str) -> bool:
-    """Return whether the kernel refuses a connection, because nothing listens at `address`. Other failures: False.
+    """Return whether a connection to `address` fails because nothing listens there.
 
     Raises PermissionError if this user may not connect.
     """

@@ -35,8 +35,8 @@ class LinkTime:
     def passed_s(self) -> float:
         """Return for how long data waited or was in transit since the last call, summed over connections, seconds.
 
-        Counts only connections with data in transit at this moment. Returns 0 if the kernel does not report the
-        figures. Do not call this for every message: it reads all descriptors of the process.
+        Connections that have almost no data to send or in transit at this moment are not counted. The time is 0 if the
+        kernel does not report it. Do not call this for every message: it reads all descriptors of the process.
         """
         before, now = self._seen, self._look() if self._port else {}
         self._seen = {inode: way_s for inode, (way_s, _) in now.items()}

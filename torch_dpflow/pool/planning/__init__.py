@@ -1,1 +1,1 @@
-"""Decisions of the pool: pure functions and state machines."""
+"""Decisions of the pool, without input or output: placement and layout of datasets, reading ahead, request windows."""

@@ -1,10 +1,10 @@
 """Allocation of pool memory: which datasets are cached, and which server holds which stripe. Pure state machine.
 
-Memory for a dataset is reserved before any of it is read, so no server runs full halfway. Each stripe has one owner,
-which reads it from storage. A stripe that fits nowhere stays in storage. An explicit dataset, which a user preloaded,
-stays until it is unloaded. Any other dataset is implicit: it is dropped once no process has read it for `idle_s`, or as
-soon as another dataset needs its memory, the longest idle first. The stripes of a lost server go to others with free
-memory, which read them again. All other stripes stay where they are. A server that joins gets only stripes without an
+Memory for a dataset is reserved before any of it is read, so a server does not run full during a load. Each stripe has
+one owner, which reads it from storage. A stripe that fits nowhere stays in storage. An explicit dataset, which a user
+preloaded, stays until it is unloaded. Any other dataset is implicit: while no process reads it, it is dropped after
+`idle_s`, or when another dataset needs its memory, the longest idle first. The stripes of a lost server go to others
+that have copies or free memory. All other stripes stay where they are. A server that joins gets only stripes without an
 owner: memory that readers have mapped cannot move, so rebalancing would mean reading from storage again. If no server
 holds a stripe, readers use storage.
 
@@ -32,20 +32,20 @@ from torch_dpflow.pool.planning.layout import UNPLACED, place
 
 @dataclass(eq=False)
 class AllocatedDataset:
-    """Cached dataset, for which memory is reserved: who owns, holds and reads it."""
+    """Cached dataset with reserved memory: the servers that own and hold its stripes, and the number of its readers."""
 
     #: Bytes of each stripe.
     sizes: npt.NDArray[np.int64]
     is_explicit: bool
     #: Name of each stripe's owner; None if it fits nowhere.
     owners: list[str | None]
-    #: Stripes in each server's memory: those that it owns, and copies.
+    #: Stripes in each server's memory: those it owns, and copies of stripes that other servers own.
     held: dict[str, set[int]] = field(default_factory=dict)
     #: Number of reading processes at each server.
     readers: dict[str, int] = field(default_factory=dict)
-    #: Since when no process reads it, seconds.
+    #: When a process last stopped reading the dataset, or the dataset was added, seconds.
     idle_since: float = 0.0
-    #: Until when servers may return with their stripes before others get them; None once that time is over.
+    #: Time until which stripes wait for servers that may still have them, before others get them; None afterwards.
     returns_until: float | None = None
     #: The only server that may hold it; None for any.
     only: str | None = None
@@ -83,7 +83,7 @@ class AllocatedDataset:
 
 
 class Fill(msgspec.Struct, frozen=True):
-    """Instruction to a server: read stripes from storage."""
+    """Instruction to a server: hold these stripes of a dataset."""
 
     server: str
     identity: bytes
@@ -101,12 +101,12 @@ AllocatorInstruction: TypeAlias = Fill | Drop
 
 
 class StripeAllocator:
-    """State machine that decides which server holds which stripes. One thread owns it.
+    """State machine that decides which server holds which stripes. Not thread-safe.
 
     Methods that change the allocation return the instructions to send to the servers. Times are in seconds.
 
     Args:
-        lease_s: seconds without a message, after which a server is lost.
+        lease_s: seconds without a call of `renew`, after which a server is lost.
         idle_s: how long an implicit dataset stays after the last process has stopped reading it, seconds.
     """
 
@@ -129,12 +129,12 @@ class StripeAllocator:
         now: float,
         held: Mapping[bytes, Sequence[int]] | None = None,
     ) -> list[AllocatorInstruction]:
-        """Add a server, or renew its lease. Ignored for a generation of the server that was lost before.
+        """Add a server, or renew its lease. Ignored for a generation of the server that is older or was lost.
 
-        generation: number of the server's connection; with a higher one, the stripes of the earlier one are lost.
-        held: stripes of each dataset that are already in the server's memory. The server becomes the owner of stripes
-            without an owner, and keeps the other stripes as copies. If most stripes of a dataset would be copies, the
-            server drops the dataset: a part of a segment cannot be freed.
+        generation: number of the server's connection. A higher number removes the server, and adds it again.
+        held: stripes of each dataset in the memory of a server that is added. The server becomes the owner of stripes
+            without an owner, and keeps the other stripes as copies. It must drop a dataset that is unknown, does not
+            fit, or of which more than half of the held bytes would be copies.
         """
         if self._leases.renew(server, generation, now) is Renewal.REPLACED:
             self._lose([server], now)
@@ -152,13 +152,13 @@ class StripeAllocator:
         return {name: (self._capacity[name], room) for name, room in sorted(self._room.items())}
 
     def leave(self, server: str, generation: int, now: float) -> list[AllocatorInstruction]:
-        """Remove a server that ends or has ended."""
+        """Remove a server that ends or has ended. Ignored for an older generation of it."""
         if self._leases.leave(server, generation, now):
             self._lose([server], now)
         return self._place_all()
 
     def expire(self, now: float) -> list[AllocatorInstruction]:
-        """Advance time: remove silent servers and idle datasets."""
+        """Remove servers whose leases have expired, and implicit datasets that were idle for `idle_s`."""
         out: list[AllocatorInstruction] = []
         for identity, one in list(self._datasets.items()):
             if self._may_go(identity) and now - one.idle_since >= self._idle_s:
@@ -183,13 +183,13 @@ class StripeAllocator:
     ) -> list[AllocatorInstruction]:
         """Reserve memory for a dataset, and instruct servers to read it.
 
-        For a dataset that is cached in part already, `whole` also places its stripes without an owner.
+        If the dataset is already cached in part, `whole` reserves memory for its other stripes too.
 
         Args:
             explicit: whether the dataset stays until it is unloaded.
             whole: whether to refuse a dataset that does not fit completely; otherwise a part is held.
             only: the one server that may hold it; None for any.
-            base: the dataset whose memory it shares, which then stays as long as this one. Shared stripes take 0 bytes.
+            base: dataset whose memory this one shares, and which then only `unload` drops. Shared stripes take 0 bytes.
 
         Raises PoolFullError if `whole` is True and the dataset does not fit; nothing has changed then.
         """
@@ -206,7 +206,7 @@ class StripeAllocator:
         return out + self._place(identity)
 
     def rooms(self, base: bytes = b"") -> list[int]:
-        """Return the bytes that each server has for one more dataset: free, or of droppable datasets except `base`."""
+        """Return the bytes of each server that would be free if all idle implicit datasets but `base` were dropped."""
         may_go = (one for one in self._datasets if one != base and self._may_go(one))
         return [*self._room_without(may_go).values()]
 
@@ -219,7 +219,7 @@ class StripeAllocator:
         *,
         explicit: bool,
     ) -> list[AllocatorInstruction]:
-        """Add a dataset that servers have reported to a new leader. held: stripes of each server, as for `renew`."""
+        """Add a dataset that servers have reported to a new leader. held: the reported stripes of each server."""
         sizes = np.asarray(stripe_bytes, dtype=np.int64)
         until = now + self._lease_s
         self._datasets[identity] = AllocatedDataset(
@@ -238,7 +238,7 @@ class StripeAllocator:
             known.idle_since = now
 
     def unload(self, identity: bytes) -> list[AllocatorInstruction]:
-        """Drop a dataset, even if it is read. Raises UsageError if it is not cached."""
+        """Drop a dataset, even while processes read it. Raises UsageError if it is not cached."""
         self.dataset(identity)
         return [*self._drop(identity), *self._place_all()]
 

@@ -1,4 +1,4 @@
-"""Free bytes of one block of memory. Pure: the owner has the bytes. Unlike in the patent, stored bytes never move."""
+"""Allocation of places in one block of memory. Pure: it counts offsets, and allocated bytes never move."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch_dpflow._core.checks import check_int
 
 
 class FreeSpace:
-    """Allocator of places in `capacity` bytes, each in the first gap that is large enough. One thread owns it.
+    """Allocator of places in `capacity` bytes, each in the first gap that is large enough. Not thread-safe.
 
     Raises OptionError for a capacity below 1.
     """
@@ -34,7 +34,7 @@ class FreeSpace:
         return None
 
     def free(self, offset: int, size: int) -> None:
-        """Free the bytes at an offset that `take` has returned."""
+        """Free `size` bytes at the offset that `take(size)` has returned."""
         if not size:
             return
         place = bisect(self._gaps, (offset, size))

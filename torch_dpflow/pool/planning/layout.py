@@ -5,15 +5,14 @@ have one shape and type. Consecutive records lie together in a stripe, which one
 stripe follows from the layout alone, so records can be loaded or requested in any order.
 
 Stripes are placed by weighted rendezvous hashing with capacities. Each server has a score for each stripe, which
-depends on its name, the dataset's identity and its weight only; the highest score with capacity left wins. So all
-processes with the same list of servers agree without communication. A server added to n others takes 1/(n+1) of the
-stripes, and nothing else moves; only the stripes of a lost server move. The patent's `mod N` moves nearly all stripes,
-as do ranges of equal length, and a hash ring needs many points per server.
+depends only on the server's name and weight, the dataset's identity and the stripe's number. The server with the
+highest score and enough free bytes gets the stripe. If all n+1 servers have equal weights and enough memory, placing a
+dataset with one server less moves only that server's stripes, 1/(n+1) of all. Placement by `mod N` or by equal ranges
+would move nearly all stripes, and a hash ring needs many points per server.
 
 If a dataset does not fit, a hash of each record's number decides once which records stay in memory. So every batch of
-every order finds the same share of its records there, and nothing is ever replaced. For a random order, a share c that
-stays in memory serves c of the reads; least-recently-used replacement serves c + (1-c) ln(1-c), which is 0.15 N less at
-c = 0.5.
+every order finds about the same share of its records there, and none is replaced. For random orders, a share c that
+stays in memory serves a share c of reads. Least-recently-used replacement serves c + (1-c) ln(1-c), 0.15 if c = 0.5.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from torch_dpflow.errors import OptionError, OptionTypeError
 #: Records of any length begin at multiples of this many bytes, a cache line.
 ALIGNMENT = 64
 ARRAY_STRIPE_BYTES = 64 << 20
-#: Maximum bytes of a block of rows, unless a row is larger; and of blocks of an array: 4 TiB.
+#: Maximum bytes of a block of several rows; maximum number of blocks of an array (4 TiB).
 ARRAY_BLOCK_BYTES, _MAX_BLOCKS = 256 << 10, 1 << 24
 _IDENTITY_BYTES = 16
 
 
 def identity(kind: str, facts: dict[str, Any]) -> bytes:
-    """Return the identity of a dataset: equal only for equal facts, on any host.
+    """Return the identity of a dataset, 16 bytes: a digest that is the same on any host for the same arguments.
 
     kind: kind of dataset.
     facts: everything that determines the dataset's bytes, in types that msgspec encodes.
@@ -49,7 +48,7 @@ def identity(kind: str, facts: dict[str, Any]) -> bytes:
 
 
 class RecordLayout:
-    """Assignment of records to stripes: consecutive records lie in one stripe.
+    """Assignment of records to stripes: `per_stripe` consecutive records to each, and the remaining ones to the last.
 
     Args:
         records: number of records, at least one.
@@ -77,7 +76,7 @@ class SampleLayout(RecordLayout):
 
     lengths: bytes of each record.
 
-    Raises OptionError if `lengths` is empty, or is not a list of integers of at least 0.
+    Raises OptionError if `lengths` is empty, or is not a list of non-negative integers.
     """
 
     def __init__(self, identity: bytes, lengths: npt.ArrayLike, per_stripe: int) -> None:
@@ -106,18 +105,18 @@ class SampleLayout(RecordLayout):
 class ArrayLayout(RecordLayout):
     """Layout of the rows of an array. Each row is a record, and each stripe has whole rows.
 
-    A server stores blocks of rows, as records of one length (`blocks`): an index entry per row would take more memory
-    than small rows do. Blocks fill whole cache lines, so rows lie at multiples of their size throughout.
+    A server stores blocks of rows as its records (`blocks`), because an index entry per row would take more memory than
+    small rows do. Blocks of small rows fill whole cache lines, so that there is no gap between blocks.
 
     Args:
         records: number of rows.
-        dtype: dtype of the elements, as numpy prints it; neither objects nor structured.
+        dtype: numpy's dtype string of the elements; object and structured dtypes are refused.
         shape: shape of one row; empty for a scalar.
         stripe_bytes, block_bytes: maximum bytes of a stripe, and of a block of more than one row.
 
     Raises:
-        OptionTypeError: the dtype is of objects, or has fields.
-        OptionError: records have no bytes, are too many, or one is larger than a stripe.
+        OptionTypeError: the dtype is unknown, is of objects, or has fields.
+        OptionError: a row has no bytes or is larger than a stripe; or there are no rows, or too many.
     """
 
     def __init__(
@@ -174,17 +173,17 @@ def place(
 ) -> npt.NDArray[np.int32]:
     """Return the owner of each stripe: an index in `sorted(servers)`, or `UNPLACED`.
 
-    Stripes are spread in proportion to the weights, up to chance: about 1 / sqrt(stripes of one server). A stripe that
-    does not fit on one server goes to the next in its order. If not all fit, chance decides which are left out, so that
-    every part of the dataset has its share in memory.
+    Each server gets stripes in proportion to its weight, with a relative deviation of about 1 / sqrt(its stripes). A
+    stripe that does not fit on its best server goes to the next best. If not all stripes fit, the
+    stripes without a place are spread over the whole dataset.
 
     Args:
         stripe_bytes: bytes of each stripe.
         servers: weight of each server, by name: the server's bytes.
         room: free bytes of each server; its weight by default.
-        stripes: numbers of the stripes, for a part of a dataset; from 0 by default.
+        stripes: number of each stripe in its dataset; 0, 1, 2, ... by default.
 
-    Raises OptionError if a server has no weight.
+    Raises OptionError if a weight is below 1.
     """
     names = sorted(servers)
     for name in names:
@@ -229,7 +228,7 @@ def _scores(
 
 
 def mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Apply SplitMix64's finaliser (Steele, Lea and Flood 2014): a bijection whose results look independent."""
+    """Apply SplitMix64 (Steele, Lea and Flood 2014): a bijection of 64-bit numbers whose results look independent."""
     numbers = numbers * np.uint64(0x9E3779B97F4A7C15)
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -243,13 +242,13 @@ ALL = 1 << 63
 
 
 def resident(identity: bytes, records: int, cut: int) -> Flags:
-    """Return for each record whether it stays in memory: whether a hash of dataset and number is below `cut`."""
+    """Return a flag for each record: whether it stays in memory, because a hash of its number is below `cut`."""
     stays: Flags = _record_scores(identity, records) < np.uint64(cut)
     return stays
 
 
 def cut_that_fits(records: SampleLayout, room: int, largest: int) -> int:
-    """Return the highest `cut` of `resident` with which the records fit into `room` bytes; `ALL` if all fit.
+    """Return the highest `cut` with which the `resident` records fit into `room` bytes; `ALL` if all records fit.
 
     largest: maximum bytes of a stripe, which has to fit on one server.
     """
@@ -273,7 +272,7 @@ def _cut(sizes: npt.NDArray[np.int64], scores: npt.NDArray[np.uint64], room: int
 
 
 def resident_layout(records: SampleLayout, cut: int) -> SampleLayout:
-    """Return the layout in which records that do not stay in memory, by `resident`, take 0 bytes."""
+    """Return a layout of the same records, in which records that `resident` excludes from memory take 0 bytes."""
     if cut == ALL:
         return records
     lengths = np.where(resident(records.identity, records.records, cut), records.lengths, 0)

@@ -1,14 +1,12 @@
-"""Reading ahead of a known order, several samples per request. Pure state machine.
+"""Reading ahead in a known order, with several samples per storage request. Pure state machine.
 
 `cluster.cache.SampleCache` decides what is held, which readers need it and what fits. Its jobs are the readers, and its
 tickets are positions in their epochs. So a sample that several readers need soon is fetched once, and dropped when all
-have received it. A sample that a reader waits for can always be fetched. This module decides when the next samples are
-requested.
+have received it. This module decides when the next samples are requested.
 
 The window of a reader is the present position and the next ones, as many as fit. A position of the window that was not
 requested is requested at once, together with the next k-1. Positions beyond the window may only use the capacity that
-the window leaves. The patent's way ([0009]) fetches a sample when it is read, with the next k-1 of the order, so every
-k-th read waits for storage.
+the window leaves.
 
 Theorem. Let R > 1 samples of one size fit, and let a reader consume each position before it reads the next. Then for
 any order each position is requested before the reader waits for the one R-1 places earlier; so every read hits if a
@@ -17,7 +15,8 @@ number of those in the window that were not requested. At first W = 0 and G <= R
 to W; one beyond it is requested only while W + G < R; with the next read one position leaves W and at
 most one enters G. So W + G <= R always, and while G > 0 there is capacity for one, which is requested at once.
 
-So a small capacity costs requests, not hits: a request has as many samples, up to k, as a reader consumes at once.
+So a small capacity does not lower the hit rate, but needs more requests: a request can have only as many samples as the
+reader has just freed room for, at most k.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ _SIDES: tuple[Any, Any] = ("left", "right")
 class KnownOrder:
     """Announced order of one reader's epoch. A position is *taken* once it is requested from storage, or skipped.
 
-    Each position is taken once. This object also holds the state that `ReadAhead` keeps for the reader. Takes 8 bytes
+    No position is taken twice. This object also holds the state that `ReadAhead` keeps for the reader. Takes 8 bytes
     per position.
 
-    order: keys in reading order; not copied if it is an array of int32.
+    order: keys (record numbers) in reading order; not copied if it is an array of int32.
     """
 
     def __init__(self, order: npt.ArrayLike) -> None:
@@ -56,7 +55,7 @@ class KnownOrder:
         #: Position of the first key that is kept, and of the first one that may be read.
         self._first = self.passed = 0
         self._taken: set[int] = set()
-        #: The position after the last one that was read. Position 0 counts as read from the beginning.
+        #: Position after the highest one that was read. Position 0 counts as read from the beginning.
         self.next = 1
         #: Number of positions requested and not consumed.
         self.out = 0
@@ -71,7 +70,7 @@ class KnownOrder:
         return len(self._order)
 
     def positions(self, key: int) -> list[int]:
-        """Return the positions at which a kept key is read."""
+        """Return the positions of a key, without those whose keys `extend` has forgotten."""
         first, end = (int(np.searchsorted(self._order, key, side, sorter=self._by_key)) for side in _SIDES)
         return [self._first + one for one in self._by_key[first:end].tolist()]
 
@@ -82,12 +81,12 @@ class KnownOrder:
         self._first = self.passed
 
     def pass_over(self, before: int) -> None:
-        """Take all positions before `before`: the reader will not read them any more."""
+        """Mark all positions before `before` as taken, so that they are not requested."""
         self.passed = max(self.passed, min(before, len(self)))
         self.take([one for one in range(self._nearest, self.passed) if not self.is_taken(one)])
 
     def key(self, position: int) -> int:
-        """Return the key at a position that was not taken."""
+        """Return the key at a position that `extend` has not forgotten."""
         return int(self._order[position - self._first])
 
     def is_taken(self, position: int) -> bool:
@@ -117,7 +116,7 @@ _UNBOUNDED = 1 << 30
 
 
 class StorageRequest(msgspec.Struct, frozen=True):
-    """Instruction: read these samples in one request, then call `arrived` with the number of each load."""
+    """Instruction: read these samples in one request, then call `ReadAhead.arrived` with an Arrival for each load."""
 
     loads: list[Load]
 
@@ -126,17 +125,17 @@ ReadAheadInstruction: TypeAlias = StorageRequest | Serve | Cancel
 
 
 class ReadAhead:
-    """State machine that decides which samples to fetch ahead, for announced orders. One thread owns it.
+    """State machine that decides which samples to fetch ahead, for announced orders. Not thread-safe.
 
     Methods that change its state return instructions: requests to make, samples to serve, loads to cancel.
 
     Args:
-        capacity_bytes: limit of samples that are held or in transit, shared equally by the readers; a reader that waits
-            may exceed it by one sample.
+        capacity_bytes: maximum bytes of samples held or in transit, shared equally by the readers. A reader that waits
+            may exceed its share by one sample.
         k: maximum samples per request.
         sample_bytes: mean size of a sample.
 
-    Raises OptionError if a number is too small.
+    Raises OptionError if a number is below 1.
     """
 
     def __init__(self, *, capacity_bytes: int, k: int, sample_bytes: int) -> None:
@@ -153,12 +152,12 @@ class ReadAhead:
 
     @property
     def room(self) -> int:
-        """Number of samples that fit into each reader's share of the capacity."""
+        """Number of samples of mean size that fit into each reader's share of the capacity."""
         return self._cache.capacity // self._sample_bytes // max(1, len(self._readers))
 
     @staticmethod
     def requester(request: RequestId) -> tuple[str, int]:
-        """Return the reader and the position that a `Serve` instruction is for."""
+        """Return the reader and the position that a `Serve` instruction is for, from its field `request`."""
         assert isinstance(request, tuple)
         return request[0], request[1]
 
@@ -179,12 +178,12 @@ class ReadAhead:
         return self._fill(reader)
 
     def read(self, reader: str, position: int) -> list[ReadAheadInstruction]:
-        """Record that a reader waits for a position. A `Serve` instruction for it follows; see `requester`.
+        """Record that a reader waits for a position. A `Serve` instruction for it follows later, if not now.
 
-        The instruction has the sample. It has none if there is no capacity until the reader consumes other samples.
-        A position that was served and not consumed can be read again. Positions can be read in any order.
+        It contains the sample, or none if there is no capacity until readers consume other samples. A position that
+        was served and not consumed can be read again. Positions can be read in any order.
 
-        Raises UsageError if the reader has announced nothing, or the position is consumed or out of range.
+        Raises UsageError if the reader has announced nothing, or the position is consumed, skipped or out of range.
         """
         order = self._reader(reader)
         if not 0 <= position < len(order):
@@ -205,7 +204,7 @@ class ReadAhead:
         return [*self._run(self._cache.release(reader, known)), *self._fill(reader)]
 
     def pass_over(self, reader: str, before: int) -> list[ReadAheadInstruction]:
-        """Record that `reader` no longer needs any position before `before`, read or not."""
+        """Record that `reader` no longer needs any position before `before`, whether it was read or not."""
         order, passed = self._reader(reader), list[int]()
         order.pass_over(before)
         while order.asked and order.asked[0] < before:

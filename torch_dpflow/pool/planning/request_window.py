@@ -1,12 +1,10 @@
 """Limit of the bytes that a reader has requested and not received. Pure; times are arguments, in seconds.
 
 If many servers answer at once, their answers meet in the buffer of one switch port. What does not fit is lost, and a
-connection that loses its last packets waits for its retransmission timer: incast. So the reader bounds what is
-outstanding, by Algorithm 1 of the DataServer paper: rate times latency, requested in stages.
-
-The algorithm counts records, and is given the line's rate and latency. `MeasuredWindow` counts bytes and measures
-both. As printed the algorithm does not run: the loop's index never advances, the limit is rounded down to 0, and a
-stage more than the limit may be outstanding. Between processes of one host nothing is lost, so `FixedWindow` is enough.
+connection that loses its last packets waits for its retransmission timer (incast). So the reader limits the bytes that
+are outstanding (requested and not received) by Algorithm 1 of the DataServer paper: rate times latency, requested in
+stages. The algorithm counts records, and is given the network's rate and latency; `MeasuredWindow` counts bytes and
+measures both. Between processes of one host nothing is lost, so `FixedWindow` is enough.
 """
 
 from __future__ import annotations
@@ -19,15 +17,15 @@ from torch_dpflow._core.checks import check_int
 
 #: Bounds of the window, bytes.
 MIN_WINDOW, MAX_WINDOW = 32 << 10, 8 << 20
-#: A rate is measured over this many windows' bytes, as records arrive in bursts, and this many records.
+#: Minimum size of a rate's measurement, because records arrive in bursts: bytes, in windows, and number of records.
 MEASURED, MEASURED_RECORDS = 8, 64
 #: How long a measured rate or latency counts, seconds.
 MEMORY_S = 10.0
-#: Factor beyond rate times latency: with more links than records outstanding, the rate grows with the window.
+#: Factor by which the window exceeds rate times latency, because a larger window can raise the rate.
 SURPLUS = 1.5
-#: Stages in which a window is requested.
+#: Number of stages in which a window is requested.
 STAGES = 4
-#: Maximum bytes of a stage: while one of several connections waits for it, its link is idle.
+#: Maximum bytes of a stage, because the link of a connection that waits for a stage is idle.
 STAGE = 64 << 10
 
 
@@ -39,7 +37,7 @@ class RequestedBytes(NamedTuple):
 
 
 class FixedWindow:
-    """Limit of the records that may be outstanding: up to `size` bytes, but at least one record."""
+    """Limit of outstanding records, requested and not received: up to `size` bytes, but at least one record."""
 
     def __init__(self, size: int) -> None:
         self._size = check_int("size", size, minimum=1)
@@ -48,8 +46,7 @@ class FixedWindow:
     def grant(self, lengths: Sequence[int], now: float) -> int:
         """Return the number of records to request now; at least one if no record is outstanding.
 
-        Call `requested` for each granted record. Call `grant` after each arrival, with no lengths once no record is
-        left.
+        Call `requested` for each granted record. Call `grant` after each arrival, without lengths if none are left.
 
         lengths: lengths of the next records, bytes.
         """
@@ -65,7 +62,7 @@ class FixedWindow:
         self.cancelled(token)
 
     def cancelled(self, token: RequestedBytes) -> None:
-        """Record that a requested record will not arrive, or only after another request."""
+        """Record that a requested record will not arrive, or must be requested again."""
         self.bytes_out -= token.length
         self.records_out -= 1
 
@@ -85,12 +82,11 @@ class FixedWindow:
 
 
 class MeasuredWindow(FixedWindow):
-    """Limit by Algorithm 1 of the DataServer paper, from measured rate and latency. It grants at least one record.
+    """Limit by Algorithm 1 of the DataServer paper, from measured rate and latency. At least one record is allowed.
 
-    The rate is the highest one while the window limits requests. The latency is the shortest latency of records of
-    about the same length, because it grows with the queue that a window causes. Both measurements are used for
-    `MEMORY_S`. Each batch begins with nothing outstanding, so its first records show what the latency is without a
-    queue.
+    The rate is the highest that was measured while the window limited requests. The latency is the shortest of records
+    of about the same length, because queues lengthen it. Each measurement is used for `MEMORY_S`. Each batch begins
+    with nothing outstanding, so its first records show the latency without a queue.
     """
 
     def __init__(self) -> None:
@@ -158,9 +154,9 @@ class ConnectionQueues:
     so that all finish together.
 
     Args:
-        connections: connection of each record, any names.
+        connections: name of each record's connection.
         sizes: size of each record, bytes.
-        together: minimum bytes to request over one connection before the next, if that many may be requested.
+        together: bytes to request over one connection before changing to the next, as far as `take` allows.
     """
 
     def __init__(self, connections: Sequence[str], sizes: Sequence[int], together: int = 0) -> None:
@@ -180,7 +176,7 @@ class ConnectionQueues:
         return [*self._waiting]
 
     def sizes(self, count: int) -> list[int]:
-        """Return the sizes of up to `count` records that are left, in any order."""
+        """Return up to `count` sizes, one for each record left to request, but possibly those of other records."""
         return self._order[self._at : self._at + count]
 
     def take(self, room: int) -> list[int]:

@@ -1,1 +1,1 @@
-"""Reading one cached dataset in one process: which server has each stripe, and where it is mapped."""
+"""Reading of one cached dataset in one process: lookup of its servers, their mapped memory, and other hosts."""

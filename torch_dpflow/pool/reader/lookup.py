@@ -1,4 +1,4 @@
-"""Lookup of the servers that hold a dataset, at the configured server or another one that it has reported."""
+"""Lookup of the servers that hold a dataset, by requests to the configured server, or to others of its pool."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WARNED: set[str] = set()
 
 
 def check_directory(address: PoolAddress) -> None:
-    """Warn if the directory of a server's socket exists and cannot be used. Raises nothing."""
+    """Log a warning if the directory of a server's socket exists and cannot be used. Raises nothing."""
     if address.directory is None:
         return
     with suppress(OSError):  # no server has run here yet
@@ -39,9 +39,10 @@ def check_directory(address: PoolAddress) -> None:
 
 
 def log_fallback(what: str, error: DPFlowError) -> None:
-    """Log that storage is read instead of a server; as a warning, once, if the user must change something.
+    """Log the text `what`, which says that storage is read instead of a server, and the error.
 
-    The user must change a wrong setting, or replace a server of another release. A missing or silent server may return.
+    An error that only the user can correct (a wrong setting, or a server of a different release) is logged as a warning
+    the first time. Any other error is logged as info, because the server may return.
     """
     must_change = isinstance(error, UsageError) or isinstance(error.__cause__, MessageError)
     if must_change and str(error) not in _WARNED:
@@ -71,7 +72,7 @@ class PoolLookup:
         self._connection: PoolConnection | None = None
         #: Whether the last server that was contacted timed out.
         self.is_silent = False
-        #: Whether all servers have reserved memory for it.
+        #: Whether all servers have reserved memory for the dataset.
         self.is_placed = False
         #: Owner of each stripe in the last table: an index in its servers, or -1.
         self.owners: list[int] = []
@@ -88,7 +89,7 @@ class PoolLookup:
     def table(self) -> StripeTable | None:
         """Request that the pool caches the dataset; return the owners of its stripes, None if not known yet.
 
-        Raises PeerLostError if no server answers, or the error that keeps the dataset from being cached.
+        Raises PeerLostError if no server answers, MessageError for an invalid table, and the error of a refusal.
         """
         for address in [self._address, *self._others]:
             if self.connection is None:
@@ -105,7 +106,10 @@ class PoolLookup:
         raise lost
 
     def address_of(self, server: ServerInfo, answered_by: str) -> PoolAddress | None:
-        """Return how this process reaches a server; None if it cannot."""
+        """Return the address at which this process reaches a server; None if it cannot reach the server.
+
+        answered_by: name of the server that was contacted last.
+        """
         if server.is_near:
             return PoolAddress(directory=Path(server.directory))
         if server.name == answered_by and self.contacted.directory is None:
@@ -114,22 +118,22 @@ class PoolLookup:
         return self._address.at(server.listen) if server.listen and has_keys else None
 
     def connect(self, directory: Path) -> PoolConnection:
-        """Return a connection to a server on this host; the open one if possible. Raises PeerLostError."""
+        """Return a connection to a server on this host, if possible the open one. Raises errors of `PoolConnection`."""
         if (connection := self.connection) is not None and self.contacted.directory == directory:
             return connection
         return PoolConnection(directory, silence_s=self._silence_s)
 
     def is_unloaded(self) -> bool:
-        """Return whether the pool does not hold the dataset. Raises PeerLostError if the configured server is lost."""
+        """Return whether the pool does not hold the dataset. Raises PeerLostError if the server does not answer."""
         if (connection := self.connection) is None:
             connection = self._connection = PoolConnection(self._address, silence_s=self._silence_s)
             self.contacted = self._address
         return all(one.identity != self._identity for one in connection.contents().datasets)
 
     def report_reads(self, hits: int, misses: int, pause_s: float = _COUNTS_INTERVAL_S) -> None:
-        """Report the total numbers of samples read from memory and from storage to the server, for display.
+        """Report to the server, for display, the total numbers of samples that were in memory, and that were not.
 
-        pause_s: seconds between two reports; calls in between do nothing.
+        pause_s: minimum seconds between two reports; calls before then do nothing.
         """
         now = time.monotonic()
         if now < self._reported_at + pause_s or (connection := self.connection) is None:
@@ -139,7 +143,7 @@ class PoolLookup:
             self._reported, self._reported_at = (hits, misses), now
 
     def close(self) -> None:
-        """Close the connection, which ends this reader at the server."""
+        """Close the connection. The server then no longer counts this process as a reader."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()

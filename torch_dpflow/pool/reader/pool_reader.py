@@ -33,9 +33,9 @@ _ANNOUNCING_S = 2.0
 
 
 class PoolReader:
-    """Reader of one dataset's samples from memory, for one process. Thread-safe; never waits for a lost server.
+    """Reader of one dataset's samples from the pool's memory, for one process. Thread-safe.
 
-    Mapped segments stay readable when their server dies, so its samples still come from memory.
+    Mapped segments stay readable when their server dies, so their samples still come from memory.
 
     silence_s: seconds without an answer or an expected sample, after which reading continues without the server.
     """
@@ -60,17 +60,17 @@ class PoolReader:
         self._is_stale = False
         #: Whether it was unloaded by a command: this process does not load it, but reads what others load.
         self._is_unloaded = False
-        #: Why no server was found at the last lookup; None: one was.
+        #: Error because of which the pool could not be used; None once a lookup has found a server again.
         self.failure: DPFlowError | None = None
         #: When the pool may be looked up again.
         self._ask_at, self._backoff = 0.0, pauses()
-        #: Samples read from memory, and all others.
+        #: Numbers of samples that were in the pool's memory, and of all other requested samples.
         self.hits = self.misses = 0
 
     def announce(self, plan: str, keys: Order, spread: int, extends: bool) -> None:
-        """Announce the order in which records will be read to the server that reads ahead, if there is one.
+        """Announce the order of reads to the server that reads ahead for this process, if there is one.
 
-        keys: returns the numbers of the records, in order; called at most once.
+        keys: function that returns the record numbers in reading order; called at most once.
         spread, extends: as in `lookahead.announce_order`.
         """
         with self._lock, self._from_storage():
@@ -91,10 +91,10 @@ class PoolReader:
     ) -> list[Any]:
         """Return a copy of each record that is in memory or was read ahead; None for records to read from storage.
 
-        copy: False returns read-only memoryviews: of mapped memory, and of receive buffers, which are reused once no
-            view is left.
-        lengths: length of each record, None if unknown. A record of a different length is refused from other hosts.
-        plan: name of the access plan that this process or its parent announced.
+        copy: if False, records can be read-only memoryviews, of mapped memory, or of receive buffers that are reused
+            once no view is left.
+        lengths: bytes of each record; None if unknown. A record that another host sends must have this length.
+        plan: name of the access plan that this process or its parent announced; None if none.
         """
         with self._lock:
             self._check_retired()
@@ -115,9 +115,9 @@ class PoolReader:
         return found
 
     def places(self, records: npt.NDArray[np.int64]) -> dict[PoolSegment, npt.NDArray[np.int64]]:
-        """Return the mapped segments that have some of these records, each with the offsets of all of `records`.
+        """Return the mapped segments for the stripes of these records, each with an offset for every record.
 
-        A record that is not in the segment has the offset -1.
+        The offset is in bytes, or -1 if the record is not in this segment or not loaded.
         """
         found: dict[PoolSegment, npt.NDArray[np.int64]] = {}
         with self._lock:
@@ -134,7 +134,7 @@ class PoolReader:
         return found
 
     def fetch(self, wanted: Sequence[WantedRecord]) -> list[bool]:
-        """Receive records that `places` has found on other hosts into their buffers; return whether each arrived."""
+        """Receive records from other hosts into their buffers; return whether each arrived. First call `places`."""
         found: list[Content | None] = [None] * len(wanted)
         with self._lock:
             if self._data_reader is not None and self._table is not None:
@@ -149,7 +149,7 @@ class PoolReader:
             self._lookup.report_reads(self.hits, self.misses)
 
     def close(self) -> None:
-        """Close all connections, and release the mapped memory. All further records come from storage."""
+        """Close all connections, and release the mapped memory. `read` then returns None for all records."""
         with self._lock:
             self._is_closed = True
             self._lookup.report_reads(self.hits, self.misses, 0.0)

@@ -1,6 +1,6 @@
-"""Reading of one server's records: cached records from its mapped segments, and records that it reads ahead.
+"""Reading of one server's records: cached records from its mapped segments, and records that it has read ahead.
 
-Records ahead come from mapped memory, or over a data connection from another host.
+Records read ahead come from mapped memory, or over a data connection from another host.
 """
 
 from __future__ import annotations
@@ -47,20 +47,19 @@ _ANSWER_S = 1.0
 
 
 def pauses() -> Backoff:
-    """Return the pauses between attempts to connect. Not random: each attempt at a hung server costs `silence_s`."""
+    """Return the pauses between attempts to connect to a server: 0.5 to 30 seconds, not random."""
     return Backoff(0.5, 30.0, draw=lambda: 1.0)
 
 
 class LocalServer:
     """Reader of one dataset's records from a server on this host. One thread at a time.
 
-    Mapped segments stay readable after the server is gone.
+    Mapped segments stay readable after the server has ended.
 
     Args:
-        connect: returns the connection to the server in a directory; a `PoolLookup` may use the same connection.
-        silence_s: seconds without an answer, after which the connection is closed.
-        ready: completely loaded stripes and their segments, including stripes of other and earlier servers; this object
-            adds stripes of its server.
+        connect: returns a connection to the server whose socket is in the given directory; a `PoolLookup` may share it.
+        silence_s: timeout of these connections, seconds. The server is requested to answer within half of it.
+        ready: segment of each completely loaded stripe, also of other servers. This object adds its server's stripes.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class LocalServer:
         ][:MAX_RECORDS]
 
     def lacks(self, record: int) -> bool:
-        """Return whether to look for a record at other servers: this server reported `ELSEWHERE`, or is gone."""
+        """Return whether to look for a record elsewhere: this server reported `ELSEWHERE`, or cannot be reached now."""
         if record // self._per_stripe in self._ready:
             return False
         state = self._states.get(record, PENDING)
@@ -155,7 +154,7 @@ class LocalServer:
         return self._try(request)
 
     def receive(self, records: Sequence[int]) -> bool:
-        """Receive the answer to `send` for the same records; return whether the state of any is now final."""
+        """Receive the answer to `send` for the same records; return whether it has a state other than `PENDING`."""
         came = dict[int, int]()
 
         def take() -> None:
@@ -234,18 +233,19 @@ class LocalServer:
             raise
 
 
-#: Record, offset and length.
+#: Number of a record, and its offset and length in a server's read-ahead memory, bytes.
 AheadRecord: TypeAlias = tuple[int, int, int]
 
 
-#: Receives records from another host's memory for reading ahead, by its number; returns those that arrived.
+#: Function of (number of another host's read-ahead memory, records in it); returns the records that arrived.
 Receive: TypeAlias = Callable[[int, Sequence[AheadRecord]], dict[int, bytes]]
 
 
 def receive_ahead(data_reader: DataReader, server: str, number: int, there: Sequence[AheadRecord]) -> dict[int, bytes]:
-    """Receive records that a server of another host has read ahead; return those that arrived, by record.
+    """Receive records that a server of another host has read ahead; return the bytes of those that arrived, by number.
 
-    number: number of the server's memory for reading ahead, in which the records are `there`.
+    server: its address, tcp://HOST:PORT. number: the number of its read-ahead memory.
+    there: the records to receive, each with its offset and length in that memory.
     """
     filled = [one for one in there if one[2]]
     name, servers = memory_name(number), [server] * len(filled)
@@ -275,11 +275,9 @@ class AheadReader:
         spread: int,
         extends: bool,
     ) -> None:
-        """Announce the order in which records are read. Raises the errors of `PoolConnection.request`.
+        """Announce the order in which records are read. Logs a refusal; raises PeerLostError if the server is lost.
 
-        Does not wait for the server if `extends`, because a training loop draws the order meanwhile.
-
-        extends: whether to append to the existing plan named `plan`.
+        extends: whether to append to the existing plan named `plan`, without waiting for the server.
         """
         numbers = keys.astype("<i4")
         for first in range(0, max(len(numbers), not extends), MAX_ANNOUNCED):
@@ -304,11 +302,11 @@ class AheadReader:
     def read(
         self, connection: PoolConnection, plan: str, records: Sequence[int], far: Receive | None
     ) -> dict[int, bytes]:
-        """Return the requested records that the server has read ahead or reads now, by record.
+        """Return, by number, the content of the requested records that the server has read ahead or reads now.
 
         far: receives records from the server's memory; None if the server is on this host.
 
-        Raises the errors of `PoolConnection.request`.
+        Raises PeerLostError or MessageError, among others. A refused request ends the reading without an error.
         """
         found: dict[int, bytes] = {}
         copied: dict[int, bytes] = {}

@@ -1,4 +1,4 @@
-"""Pool server: what it caches, how it fills its memory, and which server leads."""
+"""Pool server: holds datasets in memory, reads them from storage, and leads its pool or follows a leader."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch_dpflow.errors import PoolFullError
 
 
 def start_thread(run: Callable[[], None], name: str) -> None:
-    """Start a daemon thread. Raises PoolFullError if this process may have no more threads."""
+    """Start a daemon thread. Raises PoolFullError if this process cannot start more threads."""
     try:
         threading.Thread(target=run, name=name, daemon=True).start()
     except RuntimeError as error:

@@ -1,9 +1,9 @@
-"""Reading ahead in a server: records without a place in memory are read in the order that readers announce.
+"""Reading ahead in a server: reads records that are not cached, in the order that readers announce.
 
 A record that was read for one reader is served to all readers that need it soon; then its place is freed. Readers map
 the memory and copy from it, and the server writes to freed places again. So a place is kept while a reader may copy
-from it. A copy is valid only once the server has confirmed that the place was still the reader's (`confirm`). A reader
-whose connection ends before this answer discards its copy.
+from it. The reader reports each copy (`confirm`), and may use it only if the server answers that the place was still
+reserved. If the connection ends before this answer, the reader discards its copy.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Keys = npt.NDArray[np.int32]
 
 
 class AheadPlace:
-    """Place of a sample in the memory for reading ahead: offset and length. Freed with the last reference to this."""
+    """Offset and length of a sample in read-ahead memory, bytes. Freed with the last reference to this object."""
 
     __slots__ = ("_free", "length", "offset")
 
@@ -59,23 +59,24 @@ class AccessPlan:
     """Order in which one reader will read records that are not cached, and the records already read ahead for it."""
 
     name: str
-    #: Connection that announced it.
+    #: Name of the connection that announced the plan.
     owner: str
+    #: As in `AnnounceAccessPlan`.
     spread: int
     order: KnownOrder
-    #: Whether more of the plan may follow.
+    #: Whether further parts of the plan may follow.
     grows: bool
     #: Records read ahead whose copies are not confirmed yet, by position: the place, or the error of reading.
     served: dict[int, AheadPlace | DPFlowError] = field(default_factory=dict)
-    #: Positions for whose records there is no memory until the reader confirms others.
+    #: Positions whose records find no memory until readers confirm copies of other records.
     refused: set[int] = field(default_factory=set)
 
 
-#: Maximum unread records of a plan that is extended; earlier ones are skipped.
+#: Maximum unread records of a plan that is extended. If there are more, the first of them are skipped.
 MAX_UPCOMING = 1 << 16
 #: Maximum access plans of a dataset; they share its memory.
 MAX_PLANS = 4096
-#: Samples per storage request, and threads that make requests.
+#: Maximum samples per storage request, and number of threads that make requests.
 REQUEST_SAMPLES, FETCHERS = 16, 4
 #: Share of the memory to plan with, as gaps between samples may be too small for others.
 _PLANNED = 0.85
@@ -89,10 +90,10 @@ class AheadReading:
     """Memory and threads that read ahead records of one dataset, in the order of readers' access plans. Thread-safe.
 
     Args:
-        may_read: for each record of the dataset, whether it may be read ahead: whether it is not cached.
+        may_read: for each record of the dataset, whether it may be read ahead, because it is not cached.
         lengths: bytes of each record.
         reader: reads the dataset's samples; its owner closes it.
-        memory_bytes: memory to read samples into.
+        memory_bytes: size of the memory that samples are read into.
         number: number of this memory, unique in this server.
 
     Raises PoolFullError if the memory is not available.
@@ -129,7 +130,7 @@ class AheadReading:
         self._is_closed = False
 
     def announce(self, connection: str, part: AnnounceAccessPlan) -> None:
-        """Accept a part of a plan; reading begins after the last part. Raises UsageError for an invalid part."""
+        """Accept part of a plan; reading begins after the last part. Raises UsageError if invalid or above a limit."""
         keys = np.frombuffer(part.records, dtype="<i4").astype(np.int32)
         if len(keys) and not 0 <= keys.min() <= keys.max() < len(self._may_read):
             raise UsageError(f"an access plan with records that the dataset of {len(self._may_read)} does not have")
@@ -145,11 +146,11 @@ class AheadReading:
                     self._begin(AccessPlan(part.plan, connection, spread, KnownOrder(keys), grows))
 
     def want(self, connection: str, name: str, records: Sequence[int], wait_s: float) -> AheadPlaces:
-        """Return where records of the access plan `name` lie in memory, so that the reader can copy them.
+        """Return the places in memory of records of the access plan `name`, so that the reader can copy the records.
 
-        Waits until all are read, at most `wait_s` seconds. Returns earlier if there is no memory for some of them: the
-        reader must confirm copies first. In place of its length, a record has `ON_ITS_WAY` if it is not read yet, and
-        `IN_STORAGE_ONLY` if it is not in the plan, was skipped, or cannot be read.
+        Waits until all are read, at most `wait_s` seconds. Returns earlier if some find no memory until the reader
+        confirms copies. In place of a record's length there is `ON_ITS_WAY` if the record is not read yet, or
+        `IN_STORAGE_ONLY` if it is not (or no longer) in the plan, or cannot be read.
         """
         deadline = time.monotonic() + wait_s
         with self._changed:
@@ -189,7 +190,7 @@ class AheadReading:
         return AheadPlaces(self.number, [one for one, _ in places], [one for _, one in places])
 
     def look(self, offset: int, watch: object) -> memoryview | int:
-        """Return a view of the sample at `offset` for a data connection, or `IN_STORAGE`. Readers `confirm` copies."""
+        """Return a view of the sample at `offset` for a data connection, or `IN_STORAGE` if no sample begins there."""
         with self._changed:
             length = self._stored_at.get(offset)
             if length is None or self._is_closed:
@@ -197,7 +198,7 @@ class AheadReading:
             return memoryview(self._memory)[offset : offset + length]
 
     def confirm(self, connection: str, records: Sequence[int]) -> None:
-        """Accept a connection's copies as valid, and free their places. Raises UsageError for places not lent to it."""
+        """Accept a connection's copies of records as valid. Raises UsageError if `want` did not return their places."""
         with self._changed:
             lent = self._lent.get(connection, {})
             if missing := [one for one in records if one not in lent]:

@@ -28,10 +28,10 @@ from torch_dpflow.pool.transport.data_frames import (
     take_request,
 )
 
-#: Bytes that a connection sends per turn.
+#: Bytes that a connection may send before the next connection's turn.
 TURN_BYTES = 1 << 20
-#: Maximum unanswered records of a connection before nothing more is read from it; and maximum LATER answers without
-#: a READY.
+#: Unanswered records of a connection at which no further requests are read from it; and maximum number of its records
+#: that were answered LATER and not yet READY.
 MAX_REQUESTED = 4 * MAX_RECORDS
 #: Bytes per receive call.
 _READ_BYTES = 64 << 10

@@ -63,21 +63,21 @@ from torch_dpflow.pool.transport.address import (
 from torch_dpflow.pool.transport.authentication import check_keys
 from torch_dpflow.pool.transport.control_connection import REQUESTS, Channel
 
-#: Maximum default memory for reading ahead.
+#: Upper limit of the default memory for reading ahead, bytes.
 MAX_AHEAD_BYTES = 1 << 30
 #: How often `serve` looks for a signal, seconds.
 _LOOK_S = 1.0
 
 
 class DataServer:
-    """Pool server: caches datasets for processes of this user on this host, and of its cluster on other hosts.
+    """Pool server: caches datasets for processes of this user on this host and, with `listen`, on other hosts.
 
     Creating it reserves the address; `serve` answers clients.
 
     Args:
         memory_bytes: maximum memory for samples, bytes.
-        address: directory of the server's socket; "auto" as for clients.
-        idle_s: how long a dataset that was not preloaded stays when no process reads it, seconds. Used by leaders only.
+        address: directory of the server's socket; "auto": the directory in `DPFLOW_POOL`, or this user's default.
+        idle_s: seconds after which a leader drops a dataset that was not preloaded and that no process reads.
         ahead_bytes: additional memory for reading ahead; None: an eighth of `memory_bytes`, at most `MAX_AHEAD_BYTES`.
         listen: address for other hosts, from `find_address("tcp://HOST:PORT", FILE)`; None: this host only.
         join: address of the leader of a pool to join; None to lead a new pool.
@@ -345,7 +345,7 @@ _POLL_S, _RETRY_S = 0.5, 2.0
 
 
 def run_service(service: ServiceSpec) -> None:
-    """Run a pool server in a process that a node has started. The service's arguments: memory bytes, as msgpack."""
+    """Run a pool server in a process that a node has started. `service.arguments`: its memory in bytes, MessagePack."""
     memory_bytes = msgpack_decoder(int).decode(service.arguments)
     heartbeats = HeartbeatSender(service, str(find_directory()))
     serving = threading.Thread(target=_opened(memory_bytes, heartbeats).serve, name="dpflow-pool", daemon=True)

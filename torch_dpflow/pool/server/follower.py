@@ -115,9 +115,10 @@ class PoolFollower:
     def preload(self, request: PreloadDataset) -> CachedDataset:
         """Forward a request to cache a dataset to the leader; return the dataset's state.
 
-        If the leader does not answer, an implicit request (`is_explicit` is False) returns the state of the part here.
+        If the leader does not answer, an implicit request (`is_explicit` is False) returns the state of this server's
+        part.
 
-        Raises PeerLostError if the leader does not answer and the request is explicit, or no part is held here.
+        Raises PeerLostError if the leader does not answer and no state is returned; and the error of a refusal.
         """
         try:
             return (self._commands if request.is_explicit else self._reading).get(request, CachedDataset)
@@ -127,7 +128,9 @@ class PoolFollower:
             return held
 
     def table(self, identity: bytes) -> StripeTable:
-        """Return the leader's table of a dataset's stripes; its last table, or the stripes here, if it does not answer.
+        """Return the leader's table of a dataset's stripes.
+
+        If the leader does not answer, return its last answer, or else a table of the stripes on this server.
 
         Raises UsageError if the dataset is not placed.
         """

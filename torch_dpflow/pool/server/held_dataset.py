@@ -1,4 +1,4 @@
-"""One dataset in a server: its samples in memory, and the threads that read each of them once from storage."""
+"""One dataset in a server: its samples in memory, and the threads that read them from storage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torch_dpflow.pool.transport.segments import PoolSegment, check_pushed, crea
 _AT_ONCE = 64
 #: Minimum memory for reading ahead, bytes: some samples.
 _MIN_AHEAD_BYTES = 64 << 10
-#: Pauses before reading again from storage that did not answer, seconds.
+#: First and longest pause before reading again from storage that did not answer, seconds.
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 _NUMBERS = count(1)
 
@@ -37,7 +37,7 @@ class HeldDataset:
     """One dataset on a server: the memory segments of its stripes here, and the threads that fill them. Thread-safe.
 
     A record that a reader waits for is read before all others. If a record cannot be read, its readers read it from
-    storage; it is read again here later if the storage did not answer.
+    storage; this object reads it again later if the storage did not answer.
 
     Args:
         source: description of the dataset.
@@ -46,7 +46,7 @@ class HeldDataset:
     """
 
     def __init__(self, source: AnySource, opened: OpenedSource, cut: int = ALL) -> None:
-        #: Number that no other dataset of this process has or had, not even the same dataset held before.
+        #: Number that is never used twice in this process, not even if the same dataset is dropped and held again.
         self.number = next(_NUMBERS)
         self.url, records, known, self._reader, self.parts = opened
         self.source, self.records = source, records
@@ -56,7 +56,7 @@ class HeldDataset:
         self._places = resident_layout(records, cut)
         self._has_place, self._may_read_ahead, self._stays = known & stays, known & ~stays, stays
         self.segments: list[PoolSegment] = []
-        #: First error of a sample, or of reserving memory.
+        #: First error of a sample or of reserving memory; empty if none.
         self.error = ""
         self._changed = threading.Condition()
         #: State of each record.
@@ -77,7 +77,7 @@ class HeldDataset:
         self._making = 0
         self._loaded = self._failed = 0
         self._is_closed = False
-        #: Older versions whose first stripes are shared, and how many.
+        #: Number of first stripes that are shared with each older version, by its identity.
         self.shares: dict[bytes, int] = {}
         self._demand: threading.Thread | None = None
 
@@ -87,11 +87,11 @@ class HeldDataset:
         return self._loaded, self._failed
 
     def placed_in(self, stripes: Iterable[int]) -> int:
-        """Return the number of records of these stripes that have a place in memory."""
+        """Return the number of records of these stripes that `layout.resident` keeps in memory, also if they failed."""
         return sum(int(self._stays[own.start : own.stop].sum()) for own in map(self.records.records_of, stripes))
 
     def read_ahead(self, memory_bytes: int, number: int) -> AheadReading:
-        """Return an `AheadReading` of records without a place. Raises PoolFullError if there is no memory for it."""
+        """Return a new `AheadReading` of records without a place. Raises PoolFullError if the memory is too small."""
         if memory_bytes < _MIN_AHEAD_BYTES or self._reader is None:
             raise PoolFullError(
                 f"{memory_bytes:,} bytes are left for reading ahead; give the server more (--ahead-memory)"
@@ -100,25 +100,23 @@ class HeldDataset:
 
     @property
     def is_placed(self) -> bool:
-        """Whether memory is reserved, or could not be reserved, for all stripes that `fill` was called with."""
+        """Whether `fill` has reserved memory, or has failed to, for all stripes that it was called with."""
         return not self._making
 
     @property
     def stripes(self) -> list[int]:
-        """Stripes that have memory here, or are about to."""
+        """Stripes whose memory is reserved here, or is being reserved."""
         with self._changed:
             return sorted(self._stripes)
 
     @property
     def leading(self) -> int:
-        """Number of completely loaded stripes before the first that is not."""
+        """Number of completely loaded stripes before the first incomplete stripe."""
         with self._changed:
             return next(one for one in count() if one not in self._segment_of or self._left[one])
 
     def share(self, older: HeldDataset, stripes: int) -> None:
-        """Use the memory of an older version's first stripes. It is freed once both versions are dropped.
-
-        stripes: how many are shared.
+        """Use the memory of an older version's first `stripes` stripes. It is freed once both versions are dropped.
 
         Raises UsageError if these stripes are not all in memory.
         """
@@ -142,7 +140,7 @@ class HeldDataset:
 
         A stripe that is already loaded stays unchanged.
 
-        Raises UsageError if no memory is reserved here for the stripe, or the pushed memory has the wrong size.
+        Raises UsageError if the stripe cannot be pushed here, or `fds` is not one descriptor of its sealed memory.
         """
         if self._reader is not None or stripe not in self._segment_of or len(fds) != 1:
             raise UsageError(f"stripe {stripe} of {self.source.ref} cannot be pushed: it has no place here")
@@ -166,7 +164,7 @@ class HeldDataset:
             return RecordStates(bytes(self._states[own.start : own.stop]), ready, self.number)
 
     def fill(self, stripes: Sequence[int]) -> None:
-        """Reserve memory for the stripes that have none, and read them in a thread."""
+        """Reserve memory for the stripes that have none, in a thread that then reads them, unless clients push them."""
         with self._changed:
             # A second segment would replace the one that was filled, and be taken for filled.
             stripes = [one for one in stripes if one not in self._stripes]
@@ -200,7 +198,7 @@ class HeldDataset:
         A pending record is then read before others.
 
         watch: called with a pending record; returns a callback, or None. The callback is called with True once the
-            record is in memory, or with False once it has failed.
+            record is in memory, or with False once it has failed or the dataset is dropped.
 
         Raises UsageError if there is no such record.
         """
@@ -222,7 +220,7 @@ class HeldDataset:
         return found if isinstance(found, memoryview) else IN_STORAGE
 
     def close(self, why: int | None = None) -> None:
-        """Drop the dataset, and report the reason to readers. Without one, readers keep using their mapped segments."""
+        """Drop the dataset. why: reason for readers, `UNLOADED` or `IDLE`; None: they keep using mapped segments."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

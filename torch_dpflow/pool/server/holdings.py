@@ -36,7 +36,7 @@ from torch_dpflow.pool.transport.data_frames import memory_name
 class AheadMemory:
     """Memory for reading ahead, shared by the datasets whose access plans are announced. Thread-safe.
 
-    memory_bytes: total for all datasets. A dataset gets half of what is free when its first plan is announced.
+    memory_bytes: total for all datasets. A dataset gets half of the free memory when its first plan is announced.
     """
 
     def __init__(self, memory_bytes: int) -> None:
@@ -48,7 +48,7 @@ class AheadMemory:
     def announce(self, held: HeldDataset, connection: str, part: AnnounceAccessPlan) -> None:
         """Accept a part of a reader's plan for a dataset. connection: name of the reader's connection.
 
-        Raises PoolFullError if there is no memory for the dataset, UsageError for an invalid part.
+        Raises PoolFullError if there is no memory for the dataset, UsageError for an invalid part or too many plans.
         """
         with self._lock:
             reading = self._readings.get(part.identity)
@@ -59,9 +59,9 @@ class AheadMemory:
             reading.announce(connection, part)
 
     def of(self, identity: bytes, records: Sequence[int] = ()) -> AheadReading:
-        """Return the `AheadReading` of a dataset, for a request for these records.
+        """Return the `AheadReading` of a dataset. records: requested records, of which only the number is checked.
 
-        Raises UsageError if the dataset has none, or too many records are requested.
+        Raises UsageError if the dataset has no `AheadReading`, or there are more than `MAX_RECORDS` records.
         """
         if len(records) > MAX_RECORDS:
             raise UsageError(f"{len(records)} records: at most {MAX_RECORDS} are allowed")
@@ -72,7 +72,7 @@ class AheadMemory:
                 raise UsageError(f"no access plan of dataset {identity.hex()} is announced; announce one") from None
 
     def named(self, name: bytes) -> AheadReading | None:
-        """Return the `AheadReading` whose memory has this name; None if it is gone. Never blocks."""
+        """Return the `AheadReading` whose memory has this `memory_name`; None if there is none. Takes no lock."""
         return next((one for one in [*self._readings.values()] if memory_name(one.number) == name), None)
 
     def leave(self, connection: str) -> None:
@@ -83,7 +83,7 @@ class AheadMemory:
             self.drop([identity for identity, reading in self._readings.items() if reading.is_idle])
 
     def drop(self, identities: Iterable[bytes]) -> None:
-        """Free the memory of datasets."""
+        """Drop the plans of datasets, and free their memory for reading ahead."""
         with self._lock:
             for identity in identities:
                 if (reading := self._readings.pop(identity, None)) is not None:
@@ -96,7 +96,7 @@ class AheadMemory:
             self.drop([*self._readings])
 
 
-#: How long an answer waits for records on their way at most, seconds.
+#: Longest wait of an answer for records that are being read, seconds.
 ANSWER_S = 1.0
 #: Maximum datasets of a pool.
 MAX_DATASETS = 4096
@@ -118,7 +118,7 @@ class _Holding:
 class Holdings:
     """Datasets that a server holds, by identity, and their readers. Thread-safe.
 
-    ahead_bytes: memory for reading ahead the records that do not stay in memory.
+    ahead_bytes: memory for reading ahead records that are not cached, of all datasets together.
     """
 
     def __init__(self, ahead_bytes: int) -> None:
@@ -133,7 +133,7 @@ class Holdings:
     # -- for the leader or follower --------------------------------------------------------------------------
 
     def add(self, identity: bytes, held: HeldDataset, is_explicit: bool) -> None:
-        """Add a dataset, whose stripes `apply` will add."""
+        """Add a dataset without stripes; `apply` adds its stripes."""
         with self._lock:
             self._datasets[identity] = _Holding(is_explicit, held)
 
@@ -179,13 +179,13 @@ class Holdings:
     # -- for readers -----------------------------------------------------------------------------------------
 
     def get(self, identity: bytes) -> HeldDataset:
-        """Return a dataset. Raises UsageError if this server does not hold it."""
+        """Return a dataset. Raises UsageError if this server does not hold it, or still reads its metadata."""
         if (held := self._held(identity)) is None:
             raise UsageError(f"dataset {identity.hex()} is not in the pool (any more); preload it")
         return held
 
     def on_data_connection(self, name: bytes) -> HeldDataset | AheadReading | None:
-        """Return the dataset, or the `AheadReading`, that a request on a data connection names; None if it was dropped.
+        """Return the dataset, or the `AheadReading`, that a request on a data connection names; None if not held here.
 
         name: identity of the dataset, or the `memory_name` of the memory for reading ahead.
         """
@@ -197,14 +197,14 @@ class Holdings:
             return [one.held for one in self._datasets.values() if one.held is not None]
 
     def read(self, identity: bytes, reader: str) -> None:
-        """Record that a reader has begun to read a dataset. Raises UsageError if too many are read."""
+        """Record that a reader has begun to read a dataset. Raises UsageError if `MAX_DATASETS` others are read."""
         with self._lock:
             if identity not in self._readers and len(self._readers) >= MAX_DATASETS:
                 raise UsageError(f"{MAX_DATASETS} datasets are read here; close one")
             self._readers.setdefault(identity, set()).add(reader)
 
     def open(self, identity: bytes, first: int) -> tuple[DatasetOpened, list[int]]:
-        """Return the answer, and descriptors of up to `MAX_SEGMENTS` segments from `first`; the caller closes these.
+        """Return the answer to OpenDataset, and descriptors of at most `MAX_SEGMENTS` segments; the caller closes them.
 
         Raises OSError if no descriptor is free.
         """
@@ -220,7 +220,7 @@ class Holdings:
         return DatasetOpened(len(fds), len(held.segments), held.shares, held.number), fds
 
     def want(self, identity: bytes, records: Sequence[int], wait_s: float) -> RecordStates:
-        """Read records before others; return their states. Raises UsageError if a record does not exist."""
+        """Read records before others; return their states. Raises UsageError for too many or unknown records."""
         if (held := self._held(identity)) is None:
             return RecordStates(bytes([ELSEWHERE]) * len(records), [])
         if len(records) > MAX_RECORDS or not all(0 <= one < held.records.records for one in records):

@@ -1,7 +1,7 @@
 """Leader of a pool: decides what each server holds.
 
-If the leader dies, reads continue. Followers report their stripes to a new leader at the same address. The new leader
-reassigns no stripe before all followers had time to report.
+If the leader dies, followers still serve reads. They report their stripes to a new leader at the same address, which
+gives them `LEASE_S` to do so before it assigns these stripes to other servers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from torch_dpflow.pool.server.leader_state import (
 from torch_dpflow.pool.sources import open_source
 from torch_dpflow.pool.transport.segments import IDLE, UNLOADED
 
-#: A server is lost after this much silence, seconds; how long a heartbeat's answer waits for instructions at most.
+#: Silence after which a server is lost; longest wait of a heartbeat's answer; interval of checks. Seconds.
 LEASE_S = 5.0
 _HEARTBEAT_S, _TICK_S = 1.0, 0.5
 
@@ -83,9 +83,9 @@ class PoolLeader:
     # -- for clients -----------------------------------------------------------------------------------------
 
     def preload(self, request: PreloadDataset) -> CachedDataset:
-        """Begin to cache a dataset, and return its state at once; a repeated request returns the progress since.
+        """Begin to cache a dataset, and return its state at once; repeat the request to get the progress.
 
-        Raises PoolFullError, or the error because of which the dataset was not cached.
+        Raises PoolFullError or UsageError if it is refused, or the error because of which it could not be cached.
         """
         with self._changed:
             known = self._datasets.get(request.identity)
@@ -138,7 +138,7 @@ class PoolLeader:
                 self._allocator.read_by(identity, self._server.name, readers, self._clock())
 
     def count(self, reads: CountReads) -> None:
-        """Count samples that a reader has read."""
+        """Add a reader's numbers of samples read from memory and from storage to the dataset's counts."""
         with self._changed:
             known = self._datasets.get(reads.identity)
             if known is not None:
@@ -160,7 +160,10 @@ class PoolLeader:
     # -- for followers ---------------------------------------------------------------------------------------
 
     def join(self, server: ServerInfo, reports: Iterable[DatasetPart]) -> int:
-        """Add a follower with what it holds; return its generation. Raises UsageError if there are too many."""
+        """Add a follower and the dataset parts that it reports; return the generation of its membership.
+
+        Raises UsageError for too many servers or a rejected pushed array, PoolFullError for too many datasets.
+        """
         with self._changed:
             generation, held = next(self._generations), dict[bytes, list[int]]()
             self._followers.add(server, generation)
@@ -181,9 +184,9 @@ class PoolLeader:
             return generation
 
     def heartbeat(self, name: str, generation: int, heartbeat: FollowerHeartbeat) -> Instructions:
-        """Renew a follower's lease; return its instructions as soon as there are any, or none after `wait_s`.
+        """Renew a follower's lease; return its instructions once there are any, or none after `wait_s`, at most 1 s.
 
-        Raises PeerLostError if the follower was removed meanwhile, and must join again.
+        Raises PeerLostError if the follower was removed, and must join again.
         """
         until = time.monotonic() + min(heartbeat.wait_s, _HEARTBEAT_S)
         with self._changed:
@@ -211,7 +214,7 @@ class PoolLeader:
                 self._changed.wait_for(lambda: self._is_closed, _TICK_S)
 
     def close(self) -> None:
-        """Step down as leader."""
+        """End `run`, and give no more instructions."""
         with self._changed:
             self._is_closed = True
             self._datasets.clear()

@@ -55,7 +55,7 @@ class FollowerRecord:
         self.states.pop(instruction.identity, None)
 
     def take(self, heartbeat: FollowerHeartbeat) -> Iterator[DatasetState]:
-        """Record and yield the states in a heartbeat, except of datasets with instructions not sent yet."""
+        """Record and yield the states in a heartbeat, except for datasets with instructions that were not sent yet."""
         waiting = {one.identity for one in self.instructions}
         for state in heartbeat.states:
             if state.identity not in waiting:
@@ -76,7 +76,7 @@ class Followers(dict[str, FollowerRecord]):
         self.had_some = self._file.exists()
 
     def add(self, info: ServerInfo, generation: int) -> None:
-        """Add a follower. Raises UsageError if there are too many."""
+        """Add a follower. Raises UsageError if the pool has `MAX_SERVERS` servers."""
         if len(self) >= MAX_SERVERS - 1 and info.name not in self:
             raise UsageError(f"the pool has {MAX_SERVERS} servers; have it join another one")
         self[info.name] = FollowerRecord(info, generation)
@@ -84,14 +84,14 @@ class Followers(dict[str, FollowerRecord]):
         SERVICE.info("server %s has joined the pool", info.name)
 
     def living(self, name: str, generation: int) -> FollowerRecord:
-        """Return the follower that joined as this generation. Raises PeerLostError if it was removed or replaced."""
+        """Return the follower with this name and generation. Raises PeerLostError if it was removed or replaced."""
         follower = self.get(name)
         if follower is None or follower.generation != generation:
             raise PeerLostError(f"server {name} was removed from the pool after its lease expired; it may join again")
         return follower
 
     def forget(self, lives: Callable[[str, int], bool]) -> None:
-        """Remove followers whose leases have expired. lives: returns whether a name and generation has a lease."""
+        """Remove followers without a lease. lives: returns whether a server's name and generation have a lease."""
         for name, follower in list(self.items()):
             if not lives(name, follower.generation):
                 SERVICE.warning("server %s of the pool is lost", name)
@@ -120,11 +120,11 @@ _REFUSAL_S = 2.0
 
 @dataclass(eq=False)
 class KnownDataset:
-    """Leader's record of a dataset that a client has requested or a returning follower has reported."""
+    """Leader's record of a dataset that a client has requested, or that a follower reported when it joined."""
 
     request: PreloadDataset
     is_explicit: bool
-    #: Whether a client requires that all of it is cached, or nothing.
+    #: Whether a client refuses a partly cached dataset.
     whole: bool
     #: None while its metadata is read.
     held: HeldDataset | None = None
@@ -132,10 +132,10 @@ class KnownDataset:
     cut: int = ALL
     #: Stripes that returning followers reported before its metadata was read, by follower.
     returned: dict[str, list[int]] = field(default_factory=dict)
-    #: Why the dataset could not be cached, to answer the next request; and since when.
+    #: Why the dataset could not be cached, to answer the next request; and when that was found, seconds.
     refusal: PoolRefusal | None = None
     refused_at: float = 0.0
-    #: Samples read from memory, and from storage.
+    #: Numbers of samples that readers got from memory, and from storage.
     hits: int = 0
     misses: int = 0
     #: Whether it was unloaded, and stays for a further version that shares its memory.
@@ -149,12 +149,12 @@ class KnownDataset:
 
     @property
     def pushed(self) -> ArraySource | None:
-        """Source of a dataset that clients push; else None."""
+        """Description of the array if clients push it; None for any other dataset."""
         source = self.request.source
         return source if isinstance(source, ArraySource) and source.is_pushed else None
 
     def take_back(self, server: str, report: DatasetPart) -> bool:
-        """Accept stripes that a returning follower holds; return False if it must drop them: their `cut` differs."""
+        """Accept the stripes that a server reports; return False if it must drop them, because their `cut` differs."""
         cut = self.held.cut if self.held is not None else self.cut if self.returned else report.cut
         if report.cut == cut and self.held is None:
             self.cut = cut
@@ -176,7 +176,7 @@ class KnownDataset:
     def progress(
         self, held: HeldDataset, allocated: AllocatedDataset, states: Mapping[str, DatasetState]
     ) -> CachedDataset:
-        """Return the dataset's state, with how much of it all its servers together have placed and loaded.
+        """Return the dataset's state with its progress on all servers together.
 
         states: last reported state of each server that has applied all instructions. A state also counts copies, which
             are subtracted here.
@@ -218,7 +218,7 @@ class KnownDataset:
 
 
 def check_pushed_dataset(request: PreloadDataset, others: Iterable[KnownDataset]) -> None:
-    """Raise UsageError if the request reads a pushed array that is not in the pool, or another array has its name."""
+    """Raise UsageError if a request for an unknown pushed array is not a push, or another array has its name."""
     source = request.source
     if not isinstance(source, ArraySource) or not source.is_pushed:
         return
@@ -232,7 +232,7 @@ def check_pushed_dataset(request: PreloadDataset, others: Iterable[KnownDataset]
 
 
 def cut_in(records: SampleLayout, rooms: list[int]) -> int:
-    """Return the highest `cut` of `layout.resident` with which the records fit into servers with these free bytes."""
+    """Return the highest `cut` of `layout.resident` whose kept records fit into servers with these free bytes."""
     room = sum(rooms) - _index_bytes(records.stripes, records.records)
     return cut_that_fits(records, room, max(rooms) - _index_bytes(1, len(records.records_of(0))))
 
@@ -249,7 +249,7 @@ def _index_bytes(stripes: int, records: int) -> int:
 
 
 class SharedStripes(NamedTuple):
-    """First stripes of a version that a later version shares."""
+    """The first `stripes` stripes of an older version, whose memory a later version shares."""
 
     older: HeldDataset
     stripes: int
@@ -265,11 +265,11 @@ def find_base(
 ) -> SharedStripes | None:
     """Return the stripes that a dataset shares with an older version; None if it shares none.
 
-    A pushed array shares the stripes that it names. A stored dataset shares equal stripes only in a pool of one server,
-    because otherwise each version's stripes have separate owners. If a part of it is enough for the client, its other
-    stripes must fit as well.
+    A pushed array shares the stripes that its source names. A stored dataset shares equal stripes only in a pool of one
+    server, because otherwise each version's stripes have separate owners. If the client accepts a partly cached
+    dataset, the dataset shares stripes only if all its other stripes fit.
 
-    Raises UsageError if a pushed array's older version is not here, or the array does not continue it.
+    Raises UsageError if a pushed array's older version is not held here, or the array is no later version of it.
     """
     if known.pushed is not None:
         return _pushed_base(known.request, holdings)

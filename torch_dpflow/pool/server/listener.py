@@ -23,8 +23,8 @@ from torch_dpflow.pool.transport.address import PoolAddress
 from torch_dpflow.pool.transport.authentication import Handshake, accept_stream, authenticator_for
 from torch_dpflow.pool.transport.data_frames import DATA_CONNECTION
 
-#: Unauthenticated connections: their maximum number, the time each may take, and the age at which the oldest is closed
-#: if there are that many, seconds. Meanwhile others wait in the kernel.
+#: Unauthenticated connections: maximum number; time limit of each, seconds; and the age, seconds, from which the oldest
+#: is closed for a new one if the maximum is reached. Until then new connections wait in the kernel.
 MAX_UNAUTHENTICATED, HANDSHAKE_TIMEOUT_S, MIN_HANDSHAKE_S = 1024, 2.0, 0.25
 #: Share of the process's descriptors that these may take: one in this many.
 _DESCRIPTOR_SHARE = 4

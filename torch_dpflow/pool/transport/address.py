@@ -36,7 +36,7 @@ class PoolAddress:
     port: int = 0
     #: Path of the connection file with the cluster's keys.
     connection: str | None = None
-    #: Whether to send plain bytes after both sides have proved by HMAC that they hold the keys.
+    #: Whether bytes are sent unencrypted, once both sides have proved by HMAC that they have the keys.
     trust_network: bool = False
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class PoolAddress:
         return replace(self, directory=None, host=host, port=port)
 
     def keys(self) -> ConnectionFile:
-        """Return the cluster's keys. Raises OptionError if the file is missing or holds none."""
+        """Return the keys in the file `connection`. Raises OptionError if there is no such file, or it is not valid."""
         if self.connection is None:
             raise OptionError(
                 f"{self} is reached over a network, so both sides have to authenticate; give the file that "
@@ -58,7 +58,7 @@ class PoolAddress:
         return read_key_file(self.connection)
 
 
-#: What users pass: a directory, tcp://HOST:PORT, or "auto".
+#: Address as users pass it: a directory, tcp://HOST:PORT, or "auto".
 AddressLike: TypeAlias = str | os.PathLike[str] | PoolAddress
 
 
@@ -68,14 +68,14 @@ def find_address(
     *,
     trust_network: bool = False,
 ) -> PoolAddress:
-    """Return a pool's address as a `PoolAddress`, from what a user gives.
+    """Convert an address as users give it to a `PoolAddress`.
 
     Args:
         address: a directory or tcp://HOST:PORT; "auto": the value of `DPFLOW_POOL`, or else this user's default
             directory. A `PoolAddress` is returned unchanged.
         connection: path of the connection file; None: the value of `DPFLOW_POOL_CONNECTION`, if set.
 
-    Raises OptionTypeError or OptionError if the address is neither a directory nor tcp://HOST:PORT.
+    Raises OptionTypeError or OptionError if an argument is not allowed.
     """
     if isinstance(address, PoolAddress):
         return address
@@ -126,7 +126,7 @@ def socket_path(directory: Path) -> str:
 
 
 def check_private(directory: Path) -> None:
-    """Raise OptionError if the directory belongs to another user or is open to others, OSError if it does not exist."""
+    """Raise OptionError if this is no directory, or is another user's or open to others; OSError if it is missing."""
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise OptionError(

@@ -1,7 +1,7 @@
-"""Authentication of pool connections, before any other byte is exchanged.
+"""Authentication of pool connections over TCP, before any other byte is exchanged.
 
 By default both sides present certificates of the cluster over TLS 1.3. If the operator declares the network trusted,
-bytes are sent in plain, and both sides prove by HMAC that they hold the cluster's key. The client proves it first, on a
+bytes are not encrypted, and both sides prove by HMAC that they hold the cluster's key. The client proves it first, on a
 nonce drawn by the server, so an unauthenticated peer learns nothing:
 
     client: hello, nonce -> server: nonce -> client: proof -> server: proof
@@ -37,10 +37,10 @@ T = TypeVar("T")
 
 
 class TLSStream:
-    """Client side of a TLS connection, with the methods of a socket that clients call. Owns the socket, `plain`.
+    """Client side of a TLS connection, with the methods of a socket that clients call. `close` closes the socket.
 
-    It reads from the socket in large pieces: `ssl.SSLSocket` makes two system calls per 16 KiB and competes for the GIL
-    as often. Raises OSError (including ssl.SSLError) if the handshake fails.
+    Reads large pieces, because `ssl.SSLSocket` makes two system calls and waits for the GIL per 16 KiB. The constructor
+    does the handshake, and raises OSError (including ssl.SSLError) if it fails.
     """
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, server_name: str) -> None:
@@ -109,9 +109,9 @@ class TLSStream:
             self.plain.sendall(self._outgoing.read())
 
 
-#: Carries control messages and records.
+#: Connection that carries control messages or records.
 Stream: TypeAlias = socket.socket | TLSStream
-#: Handshake over a non-blocking socket: each step continues with the bytes received so far; returns the result.
+#: Handshake over a non-blocking socket: a generator to resume whenever the socket is readable; it returns the result.
 Handshake: TypeAlias = Generator[None, None, T]
 _NONCE_BYTES = 32
 #: TCP keepalive: an unreachable client is dropped after 30 s, and with it its access plans and lent memory.
@@ -126,7 +126,7 @@ class _RefusedError(PeerLostError, OptionError):
 
 
 class TLSAuthenticator:
-    """Authenticator by TLS 1.3, with certificates on both sides. Methods raise OSError and DPFlowError."""
+    """Authenticator by TLS 1.3, of a server if `serves`, else of a client. Methods raise OSError and DPFlowError."""
 
     def __init__(self, keys: ConnectionFile, *, serves: bool) -> None:
         if keys.certificates is None:
@@ -220,12 +220,12 @@ class HMACAuthenticator:
         return hmac.digest(self._key, who + begun + drawn, "sha256")
 
 
-#: Admits peers that hold one cluster's keys.
+#: Authenticator of peers: admits those that hold the keys of one cluster.
 StreamAuthenticator: TypeAlias = TLSAuthenticator | HMACAuthenticator
 
 
 def authenticator_for(address: PoolAddress, *, serves: bool) -> StreamAuthenticator:
-    """Return the authenticator for an address. Raises OptionError if there are no keys. serves: for a server."""
+    """Return the authenticator of a server at this address, or of a client. Raises OptionError without keys."""
     keys = address.keys()
     return HMACAuthenticator(keys) if address.trust_network else TLSAuthenticator(keys, serves=serves)
 
@@ -240,9 +240,9 @@ def connect_stream(address: PoolAddress, authenticator: StreamAuthenticator, pur
     """Connect to a server, authenticate both sides, and return the connection.
 
     purpose: `CONTROL` or `DATA_CONNECTION`.
-    silence_s: timeout of the handshake as a whole, and of each later wait for the server, seconds.
+    silence_s: timeout of each wait for the server, in the handshake and later, seconds.
 
-    Raises PeerLostError if no server answers in time. The error is also an OptionError if keys or protocol differ.
+    Raises PeerLostError if it fails. The error is also an OptionError if the keys differ, or only one side uses TLS.
     """
     try:
         plain = socket.create_connection((address.host, address.port), silence_s)
@@ -268,7 +268,7 @@ def connect_stream(address: PoolAddress, authenticator: StreamAuthenticator, pur
 def accept_stream(
     connection: socket.socket, authenticator: StreamAuthenticator
 ) -> Handshake[tuple[socket.socket, int]]:
-    """Authenticate a client; return its connection and purpose. Raises OSError, DPFlowError."""
+    """Authenticate a client; return its connection, and `CONTROL` or `DATA_CONNECTION`. Raises OSError, DPFlowError."""
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

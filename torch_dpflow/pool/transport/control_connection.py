@@ -69,7 +69,7 @@ class Channel:
 
     @property
     def passes_memory(self) -> bool:
-        """Whether descriptors of memory can be sent and received: whether this is a Unix socket."""
+        """Whether descriptors of memory can be sent and received, because this is a Unix socket."""
         return self._here is not None
 
     def send(
@@ -78,7 +78,7 @@ class Channel:
         fds: list[int] | None = None,
         max_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
-        """Send one message. Raises OSError if the peer is gone, OptionError if the message is too long."""
+        """Send one message. Raises OSError if the peer is lost, UsageError for too long a message or `fds` over TCP."""
         packet = msgspec.msgpack.encode(message)
         if len(packet) > max_bytes:
             raise OptionError(f"a message of {len(packet)} bytes; at most {max_bytes} are allowed: shorten options")
@@ -94,7 +94,7 @@ class Channel:
     ) -> tuple[T, list[int]]:
         """Receive one message and at most `max_fds` descriptors.
 
-        Raises PeerLostError at the end of the connection, MessageError for an invalid or too long message.
+        Raises PeerLostError or OSError if the connection is lost, MessageError for an invalid or too long message.
         """
         head, fds = b"", list[int]()
         try:
@@ -118,7 +118,7 @@ class Channel:
             raise
 
     def send_nowait(self, message: PoolRequest | CountReads) -> bool:
-        """Send without blocking; return whether the message was sent."""
+        """Send if the socket has buffer space; return whether the message was sent."""
         if not self.is_open:  # the next request reports it
             return False
         # On a socket with a timeout, Python waits for buffer space in spite of MSG_DONTWAIT.
@@ -134,7 +134,7 @@ class Channel:
 
     @property
     def is_open(self) -> bool:
-        """Whether the channel can be used: `close` was not called."""
+        """Whether `close` has not been called yet."""
         return self._socket.fileno() >= 0
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ AnswerT = TypeVar("AnswerT", bound=PoolAnswer)
 
 
 class PoolConnection:
-    """Control connection to a pool server. Thread-safe: one call at a time.
+    """Control connection to a pool server. Thread-safe, except for `send` and `receive`: one request at a time.
 
     silence_s: how long an answer may take, seconds.
 
@@ -172,7 +172,7 @@ class PoolConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the connection is open. It is closed if an answer does not arrive in time."""
+        """Whether the connection is open. It is also closed if the server is lost or does not answer in time."""
         return self._channel.is_open
 
     @property
@@ -187,7 +187,7 @@ class PoolConnection:
 
         Raises:
             PeerLostError: the server is lost or does not answer; the connection is then closed.
-            DPFlowError: the server refuses the request; the error has the class that the server names.
+            DPFlowError: the server refuses the request (it names the error's class), or the request cannot be sent.
         """
         with self._lock:
             self.send(request, fds)
@@ -200,7 +200,7 @@ class PoolConnection:
         return answer
 
     def send(self, request: PoolRequest, fds: list[int] | None = None) -> None:
-        """Send a request; `receive` must follow before any other request. Raises PeerLostError."""
+        """Send a request; call `receive` before any other request. Raises the errors of `request`."""
         if self._is_pending:  # after Control-C, the old answer would be taken for the answer to this request
             self._channel.close()
         self._is_pending = True
@@ -221,12 +221,12 @@ class PoolConnection:
         return answer, fds
 
     def send_nowait(self, message: CountReads | AnnounceAccessPlan) -> bool:
-        """Send a message that has no answer, without blocking; return whether it was sent."""
+        """Send a message that has no answer, if the socket has buffer space; return whether it was sent."""
         with self._lock:
             return self._channel.send_nowait(message)
 
     def contents(self) -> CachedDatasetList:
-        """Return all cached datasets, and the free memory."""
+        """Return all cached datasets, and the pool's free and total memory."""
         return self.get(ListDatasets(), CachedDatasetList)
 
     def servers(self) -> list[ServerInfo]:
@@ -241,9 +241,9 @@ class PoolConnection:
         whole: bool,
         progress: Callable[[CachedDataset], None] = lambda info: None,
     ) -> CachedDataset:
-        """Cache a dataset until it is unloaded; return its state once every sample was read or has failed.
+        """Cache a dataset until it is unloaded; return its state once every sample that fits was read or has failed.
 
-        Raises PoolFullError if the whole dataset does not fit, and the errors of `request`.
+        Raises PoolFullError if `whole` is True and the dataset does not fit, and the errors of `request`.
         """
         request = PreloadDataset(source=source, identity=identity, is_explicit=True, whole=whole)
         while True:
@@ -258,7 +258,7 @@ class PoolConnection:
         return self.get(UnloadDataset(identity), CachedDatasetList)
 
     def close(self) -> None:
-        """Close the connection, which ends this reader at the server."""
+        """Close the connection. The server then no longer counts this process as a reader."""
         self._channel.close()
 
     def _lost(self, error: Exception) -> PeerLostError:

@@ -1,4 +1,4 @@
-"""Reader side of one data connection."""
+"""Reader side of a data connection, over which a server sends records to another host."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _CHECKED = 4
 
 
 class ReceiveMemory:
-    """Reusable receive buffers. One thread at a time may call `lend`; any thread may drop a lent buffer.
+    """Reusable receive buffers, because page faults of fresh memory take longer than receiving into it.
 
-    Fresh memory costs a page fault per 4 KiB, which takes longer than receiving into it.
+    Only one thread at a time may call `lend`; any thread may drop a lent buffer.
 
-    max_bytes: maximum bytes of all blocks that are reused. Blocks beyond this limit are not reused. Once `max_bytes`
-    more were lent, all blocks are dropped, because record sizes may have changed.
+    max_bytes: maximum bytes of reused buffers. Further buffers are not reused. Once these add up to more than
+    `max_bytes`, the reused ones are dropped, because record sizes may have changed.
     """
 
     def __init__(self, max_bytes: int = _MAX_REUSED_BYTES) -> None:
@@ -54,7 +54,7 @@ class ReceiveMemory:
         self._bytes = self._beyond = 0
 
     def lend(self, size: int) -> memoryview:
-        """Return uninitialised memory of `size` >= 1 bytes; it is reused once no view of it is left."""
+        """Return uninitialised memory of `size` >= 1 bytes; it can be reused once no view of it is left."""
         capacity = _capacity(size)
         blocks = self._blocks.get(capacity, _NONE)
         for _ in range(min(_CHECKED, len(blocks))):
@@ -103,7 +103,7 @@ _MAX_UNVERIFIED_BYTES = 64 << 20
 
 
 class WantedRecord(NamedTuple):
-    """Record, or part of a record, that a reader wants."""
+    """Record, or part of a record, to request."""
 
     record: int
     #: Bytes of the record or part; None if only the server knows.
@@ -115,10 +115,10 @@ class WantedRecord(NamedTuple):
 
 
 class RequestedRecord(NamedTuple):
-    """Record that was requested and not answered."""
+    """Record that was requested, and whose content has not arrived."""
 
     wanted: WantedRecord
-    #: The caller's index, and the window's token.
+    #: Index of the record in the caller's batch, and the request window's token: None after LATER.
     place: int
     token: RequestedBytes | None
 
@@ -126,8 +126,8 @@ class RequestedRecord(NamedTuple):
 class DataConnection:
     """Connection that requests records of datasets and receives them in request order.
 
-    silence_s: seconds without an expected byte, after which the server counts as lost.
-    memory: buffers for records that are not copied.
+    silence_s: seconds without an expected byte, after which `take` raises OSError.
+    memory: buffers to receive into.
 
     Raises PeerLostError if there is no server, or it fails to prove that it belongs to the cluster.
     """
@@ -141,7 +141,7 @@ class DataConnection:
     ) -> None:
         self._socket = connect_stream(address, authenticator, DATA_CONNECTION, silence_s)
         self._memory = memory
-        #: Requested records without an answer.
+        #: Dataset and record of each unanswered request, the oldest first.
         self.requested: deque[tuple[bytes, RequestedRecord]] = deque()
         #: Time of the last byte, or of the first outstanding request; `time.monotonic`.
         self.received_at = 0.0
@@ -171,22 +171,22 @@ class DataConnection:
         return isinstance(self._socket, TLSStream) and self._socket.has_bytes
 
     def request(self, identity: bytes, records: Sequence[RequestedRecord]) -> None:
-        """Request records. Raises OSError."""
+        """Request records of one dataset. Raises OSError if the connection has failed."""
         self.requested.extend((identity, one) for one in records)
         self._socket.sendall(RecordRequest(identity, [_part(one.wanted) for one in records]).pack())
 
     def take(self, *, copy: bool) -> list[tuple[RequestedRecord, bytes | memoryview | int]]:
-        """Receive the next answer; return its records, each with the content or a code in place of it.
+        """Receive the next answer; return (record, content) for each of its records.
 
-        The codes are LATER, ABSENT and GONE; in a READY answer 0 (now in memory) and ABSENT.
+        A content can be a code: LATER, ABSENT or GONE; in a READY answer 0 (now in memory) or ABSENT.
 
-        copy: False returns large records as read-only views of the receive buffers. Records with a `buffer` are always
+        copy: if False, large records are read-only views of the receive buffers. Records with a `buffer` are always
         views.
 
         Raises:
-            PeerLostError: the connection has ended, or nothing arrives.
+            PeerLostError: the connection has ended.
             MessageError: the answer does not match the requests.
-            OSError: the connection has failed.
+            OSError: the connection has failed, or nothing has arrived for `silence_s`.
         """
         kind, count, identity = read_header(self._bytes(ANSWER_BYTES))
         records, lengths = read_table(self._bytes(count * ENTRY_BYTES))

@@ -4,10 +4,10 @@
     request   header | number of each record, and the part of it
     answer    header | number and length of each record | the records' bytes, one after the other
 
-A request names records of one dataset, or parts of records. The server answers each record once, in request order, with
-as many records per answer as fit in its turn. A record that is not in memory yet is answered LATER; a READY answer
-names it again once it is there or has failed, and the reader may then request it again. An answer carries the dataset's
-identity and each record's number and length, so a reader can verify it before it receives any bytes.
+A request names records of one dataset, or parts of records. The server answers each record once, in request order, and
+several records per answer. A record that is not in memory yet is answered LATER; a READY answer names it again once it
+is in memory or has failed, and the reader may then request it again. An answer carries the dataset's identity and each
+record's number and length, so a reader can verify it before it receives any bytes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch_dpflow.errors import MessageError
 from torch_dpflow.pool.messages import MAX_RECORDS
 
 CONTROL, DATA_CONNECTION = 1, 2
-#: In place of a record's length: sent later; only in storage; the server has dropped the dataset.
+#: In place of a record's length: not in memory yet; only in storage; the server does not hold the dataset.
 LATER, ABSENT, GONE = -1, -2, -3
-#: Kinds of answers.
+#: Kinds of answers: to a request; later, about records that were answered LATER.
 DATA, READY = 1, 2
 #: Part of a record: the record's number, the first byte, and the number of bytes or `WHOLE`.
 RecordPart: TypeAlias = tuple[int, int, int]
@@ -43,17 +43,17 @@ ENTRY_BYTES = 16
 
 
 def memory_name(memory: int) -> bytes:
-    """Return the name of memory for reading ahead. Requests use it as an identity, and offsets as record numbers."""
+    """Return the identity that requests use for read-ahead memory number `memory`; record numbers are offsets in it."""
     return memory.to_bytes(16, "big")
 
 
 def hello(purpose: int) -> bytes:
-    """Return the first bytes that each side sends, for a connection of this purpose."""
+    """Return the first bytes that each side sends. purpose: `CONTROL` or `DATA_CONNECTION`."""
     return _HELLO.pack(_MAGIC, _VERSION, purpose)
 
 
 def purpose_of(content: bytes) -> int:
-    """Return the purpose of the connection from the peer's hello. Raises MessageError unless it has this version."""
+    """Return the purpose of the connection from the peer's hello. Raises MessageError if it is invalid."""
     magic, version, purpose = _HELLO.unpack(content)
     if magic != _MAGIC or purpose not in (CONTROL, DATA_CONNECTION):
         raise MessageError("the other side is no server or client of a pool")
@@ -66,7 +66,7 @@ def purpose_of(content: bytes) -> int:
 
 
 class RecordRequest(NamedTuple):
-    """A reader's request for records, or parts of records, of one dataset. The request window limits their number."""
+    """A reader's request for records, or parts of records, of one dataset."""
 
     identity: bytes
     parts: Sequence[RecordPart]
@@ -78,7 +78,7 @@ class RecordRequest(NamedTuple):
 
 
 def take_request(content: bytearray) -> RecordRequest | None:
-    """Remove and return the next request in the received bytes; None if it is incomplete. Raises MessageError."""
+    """Remove and return the next request in the received bytes; None if incomplete. Raises MessageError if invalid."""
     if len(content) < _REQUEST.size:
         return None
     magic, count, identity = _REQUEST.unpack_from(content)
@@ -96,7 +96,7 @@ def take_request(content: bytearray) -> RecordRequest | None:
 
 
 def pack_answer(kind: int, identity: bytes, entries: Sequence[tuple[int, int]]) -> bytes:
-    """Return header and table of an answer.
+    """Return the bytes of an answer that precede the records: header and table.
 
     entries: number and length of each record, or `LATER`, `ABSENT`, `GONE` in place of the length.
     """

@@ -1,6 +1,6 @@
 """Reading of batches over data connections, one to each server.
 
-A server sends what was requested at once, so a reader requests no more than it can receive.
+A server sends requested records at once, so a reader limits the bytes that it has requested and not received.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
 
 
 class DataReader:
-    """Reader of records from the servers of one pool. One thread at a time. A failed server costs speed only.
+    """Reader of records from the servers of one pool. One thread at a time.
+
+    A failed server causes no error: None is returned for its records.
 
     Args:
         pool: address of any server of the pool; all its servers have the same keys.
@@ -61,7 +63,7 @@ class DataReader:
         #: Failed servers: when to retry, and the backoff.
         self._failed: dict[str, tuple[float, Backoff]] = {}
         self._poll = select.poll()
-        #: Datasets that a server has dropped.
+        #: Identities of requested datasets that a server does not hold; callers remove them.
         self.gone: set[bytes] = set()
 
     def read(
@@ -70,9 +72,8 @@ class DataReader:
         """Return records of one dataset, or parts of records; None for each record that must be read from storage.
 
         owners: the server of each record, tcp://HOST:PORT.
-        copy: False returns large records as read-only memoryviews, whose memory is reused once no view is left. A
-            record with a `buffer` is returned as a view of it; if None is returned, the buffer may have been partly
-            written.
+        copy: if False, large records are read-only memoryviews, whose memory is reused once no view is left. A record
+            with a `buffer` is always a view of the buffer; if None is returned, the buffer may be partly written.
         """
         connections = [self._connection(owner) for owner in {*owners}]
         is_on_host = all(connection is not None and connection.is_on_host for connection in connections)

@@ -3,9 +3,9 @@
     header | stripes: number, first record in the index | index: offset and length of each record | records
 
 A segment is a memfd. Its pages are reserved when it is made, so no later access can fail. It is sealed: it cannot
-shrink, and only the server writes to it. It always belongs to one dataset. When the dataset is dropped, the server
-closes the segment, and its pages exist until the last reader has closed it. So no reader can see another dataset's
-bytes.
+shrink, and only the server writes to it. It is shared only by versions of a dataset that have the same stripes, and
+never used again for other samples: once the last version is dropped, the server closes the segment, and its pages exist
+until the last reader has unmapped it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch_dpflow.ipc.memory.headroom import Headroom
 from torch_dpflow.pool.planning.layout import ALIGNMENT, SampleLayout
 
 _MAGIC = b"dpregion"
-#: Replace the first byte once the dataset was dropped: by a command, or because it was idle.
+#: Values of a segment's first byte once its dataset was dropped: by a command, or for any other reason.
 UNLOADED, IDLE = 0, 1
 #: Magic, identity of the dataset, stripes, records.
 _HEADER = struct.Struct("<8s16sQQ")
@@ -41,7 +41,7 @@ _RESERVE_SHARE = 0.05
 
 
 class PoolSegment:
-    """Mapped segment: memory with stripes of one dataset. In its server, `fd` is its descriptor; in a reader, -1."""
+    """Mapped segment: memory with stripes of one dataset. `fd` is its descriptor in the server, and -1 in readers."""
 
     def __init__(self, fd: int, memory: mmap.mmap, owners: list[int] | None = None) -> None:
         self.fd = fd
@@ -51,12 +51,12 @@ class PoolSegment:
         _, self.identity, stripes, records = _HEADER.unpack_from(memory)
         self._view = view = memoryview(memory)
         table, index = _HEADER.size, _HEADER.size + 16 * stripes
-        #: For each stripe, where its records begin in the index.
+        #: Position of each stripe's first record in the index, by stripe.
         self.stripes = dict(zip(*[iter(view[table:index].cast("q").tolist())] * 2))
         self._index = view[index : index + 16 * records].cast("q")
 
     def place(self, stripe: int, number: int) -> tuple[int, int]:
-        """Return offset and length of record `number` of a stripe; the length may be `UNKNOWN`."""
+        """Return offset and length, bytes, of record `number` (from 0) of a stripe; the length can be `UNKNOWN`."""
         at = 2 * (self.stripes[stripe] + number)
         return self._index[at], self._index[at + 1]
 
@@ -66,7 +66,7 @@ class PoolSegment:
         return np.where(places[:, 1] == UNKNOWN, -1, places[:, 0])
 
     def read(self, stripe: int, number: int, *, copy: bool) -> bytes | memoryview | None:
-        """Return a record that is in memory, as a copy or a view; None if its length is unknown."""
+        """Return a record, which must be in memory, as a copy or a view; None if its length is unknown."""
         index, at = self._index, 2 * (self.stripes[stripe] + number)
         offset, length = index[at], index[at + 1]
         if length == UNKNOWN:
@@ -90,7 +90,7 @@ class PoolSegment:
 
     @property
     def retired(self) -> int | None:
-        """Why the segment's dataset was dropped: `UNLOADED` or `IDLE`; None if it was not dropped."""
+        """Why the server has dropped the segment's dataset: `UNLOADED` or `IDLE`; None if it has reported no drop."""
         state = self.memory[0]
         return None if state == _MAGIC[0] else state
 
@@ -101,12 +101,12 @@ class PoolSegment:
         return other
 
     def retire(self, why: int) -> None:
-        """Report to readers that the dataset was dropped, unless another one shares the memory. Server only."""
+        """Report to readers why the dataset is dropped. No effect if another dataset shares the memory. Server only."""
         if self._owners[0] == 1:
             self.memory[0] = why
 
     def close(self) -> None:
-        """Close the descriptor; the memory is freed with the last user of this object."""
+        """Close the descriptor; the memory is freed once no process maps it any more."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             self._owners[0] -= 1
@@ -114,7 +114,7 @@ class PoolSegment:
 
 
 def create_segment(records: SampleLayout, stripes: Sequence[int], known: np.ndarray) -> PoolSegment:
-    """Reserve memory for stripes, and write the index of their records; return it as a segment.
+    """Return a new segment with memory for stripes, and with the index of their records.
 
     records: layout in which records without a place take 0 bytes.
     known: whether each record has a place and a known length.
@@ -153,14 +153,14 @@ def sealed_memory(size: int, purpose: str) -> tuple[int, mmap.mmap]:
 
 
 def map_sealed(fd: int) -> mmap.mmap:
-    """Map memory from a server; the caller closes the descriptor. Raises MessageError, OSError or ValueError."""
+    """Map memory from a server read-only; the caller closes `fd`. Raises MessageError, OSError or ValueError."""
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise MessageError("memory of the pool is not sealed, so it cannot be mapped safely")
     return mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
 
 
 def check_pushed(fd: int, size: int) -> None:
-    """Raise UsageError unless this is sealed memory of this size, which cannot change while it is read."""
+    """Raise UsageError if the descriptor is not of `size` bytes of memory that is sealed against all changes."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:  # a file or a pipe

@@ -17,27 +17,27 @@ from torch_dpflow.remote.shipping.compatibility import missing_text, unfit, vers
 
 @dataclass(frozen=True)
 class WorkerKind:
-    """Kind of a fleet's workers: they load batches or samples."""
+    """Kind of the workers of a fleet: whether they load batches or single samples, and how many tasks each holds."""
 
-    #: As in `LaunchSpec`.
+    #: The `role` in the `LaunchSpec` of each worker.
     role: Literal["worker", "sample-worker"]
-    #: How many tasks one worker holds: the minimum, and the maximum, which long round trips need.
+    #: Minimum and maximum number of tasks that one worker holds; a longer round trip raises the number.
     min_window: int
     max_window: int
     log: logging.Logger
 
 
-#: One batch is loaded and one waits.
+#: Workers that load batches: at the minimum, one batch is loaded and one waits.
 BATCH_WORKERS = WorkerKind("worker", 2, 8, LOADER)
-#: The minimum is that of workers on the shard's host; the shard requests at most twice this number.
+#: Workers that load single samples.
 SAMPLE_WORKERS = WorkerKind("sample-worker", 16, 32, SERVICE)
 
 
 class RemoteContent:
-    """Content that is sent to each worker.
+    """Content that a shard sends to each remote worker, in pieces: what to load, and the user's modules.
 
     Args:
-        data: the pickled load spec or sample assignment.
+        data: the pickled `LoadSpec`, if workers load batches, or `SampleAssignment`, if they load samples.
         code: archive of the user's modules that `data` needs, see `code_bundle`; empty: no modules.
     """
 
@@ -49,16 +49,16 @@ class RemoteContent:
         self._warned: set[str] = set()
 
     def piece(self, digest: str, offset: int) -> memoryview:
-        """Return the piece of the content `digest` at this offset. Raises MessageError if there is no such piece."""
+        """Return the piece at byte `offset` of the content with this digest. Raises MessageError if there is none."""
         data = self._contents.get(digest)
         if data is None or not 0 <= offset < data.nbytes or offset % PIECE_BYTES:
             raise MessageError("it requests a piece of an unknown content")
         return data[offset : offset + PIECE_BYTES]
 
     def unfit(self, versions: Mapping[str, str]) -> str:
-        """Return why a worker with these versions cannot load the content, and what to do; empty if it can.
+        """Return why a worker with these `versions_here` cannot load the content, and what to do; empty if it can.
 
-        Differences that may only change samples are logged once.
+        If it can, version differences that may change samples are logged, each once.
         """
         reason = unfit(versions, self._versions)
         for text in () if reason else warnings_of(versions, self._versions):
@@ -68,41 +68,41 @@ class RemoteContent:
         return reason
 
     def missing(self, modules: Sequence[str]) -> str:
-        """Return why a worker without these modules cannot load the content, and what to do."""
+        """Return the error text, with advice, for a worker that reports these modules as missing."""
         return missing_text(name for name in modules if name.replace(".", "").isidentifier())
 
 
-#: After how long to log how many workers have connected, if not all have, in seconds.
+#: Time from the request for workers until missing workers are logged, in seconds.
 COMPLAIN_S = 20.0
 
 
 @dataclass
 class Shortage:
-    """Log of missing workers and the platform's reason. Times are in seconds."""
+    """Deadlines by which workers must connect, and the log of missing workers. Times are in seconds."""
 
-    #: The platform's name, how many workers there should be, and how many must have connected after `start_s`.
+    #: The platform's name, the target number of workers, and how many must be connected `start_s` after `begin`.
     platform: str
     workers: int
     least: int
     start_s: float
-    #: Where workers connect, and where to log.
+    #: The address to which workers connect, and the log to write to.
     address: str
     log: logging.Logger
-    #: What limits the number of workers, with details, for display; empty: unknown.
+    #: What limits the number of workers, with details, for display; empty if no limit is known.
     reason: str = ""
-    #: When to log that not all have connected, and when too few are an error.
+    #: When to log how many workers are missing, and when too few connected workers are an error.
     complains_at: float = math.inf
     fails_at: float = math.inf
 
     def begin(self, now: float) -> None:
-        """Start the deadlines by which workers must connect: the workers were requested at `now`."""
+        """Start the deadlines of workers that are requested at `now`."""
         self.complains_at, self.fails_at = now + COMPLAIN_S, now + self.start_s
 
     def end(self) -> None:
         self.complains_at = self.fails_at = math.inf
 
     def limit(self, by: str, text: str, working: int) -> None:
-        """Record and log why only `working` workers run. by: the limit in one word; empty: none. text: its details."""
+        """Set `reason`, and log it if `by` is not empty. by: what limits the number; empty: nothing. text: details."""
         self.reason = f"limited by {by}: {text}" if by else ""
         if by:
             self.log.warning(
@@ -110,9 +110,9 @@ class Shortage:
             )
 
     def check(self, working: int, called: int, importing: str, now: float) -> str:
-        """Log once how many workers are missing; return an error text if too few have connected in time, else "".
+        """Log missing workers if that is due. If too few have connected in time, return an error text, once; else "".
 
-        working, called: number of workers that load, and that have connected. importing: see `RemoteWorkers`.
+        working: number of workers that load. called: number of connected workers. importing: see `RemoteWorkers`.
         """
         if working == self.workers:
             self.complains_at = self.fails_at = math.inf

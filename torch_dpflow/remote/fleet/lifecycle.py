@@ -3,19 +3,20 @@
 ::
 
     StartWorker ──> REQUESTED ──Accepted──> STARTING ──arrived, fit──> ON_DECK ──ready, number free──> WORKING
-                     │ Refused: gone                                                                     │
+                     │ Refused: removed                                                                  │
                      │ Answerless: STARTING, and the platform may not have it                            │
                      └ no handshake in time ──> LEAVING        target lowered, warned, lifetime ──> DRAINING
-    unfit, goodbye ──> LEAVING ──Ended: gone; else in time──> STOPPING ──Ended, or in time: gone
+    unfit, goodbye ──> LEAVING ──not Ended in time──> STOPPING; after Ended, or a timeout in STOPPING: removed
     silent, condemned ──> STOPPING
 
-A fleet's target is the number of its places, each for one worker. A place keeps its number, and each new worker at a
-place has a higher incarnation. Before a worker's lifetime ends, a successor is started for its place. The successor
-waits on deck until the worker is drained, and then takes over its number, with its part of an iterable dataset. At
-most a tenth of the target, or one worker, is replaced at a time.
+A fleet has `target` places, numbered from 0, each for one worker. Each new worker at a place has a higher incarnation.
+Before a worker's lifetime ends, a successor is started for its place. The successor waits on deck until the worker has
+finished its tasks, and then takes over its number, with its part of an iterable dataset. For this, at most a tenth of
+the target, or one worker, is started in addition.
 
-A connected worker lives while its lease is renewed; all other states have a time limit. Outcomes of the platform arrive
-by `handle`. Events of unknown workers are answered if a process waits for the answer, and otherwise ignored.
+A connected worker is ended when its lease expires, because it was silent for `LEASE_S`. Every state has a time limit
+too, except WORKING, and ON_DECK once the worker is ready. A worker is condemned when it must be ended, for example
+because a message was lost. The handshake of an unknown worker is rejected.
 """
 
 from __future__ import annotations
@@ -43,32 +44,31 @@ from torch_dpflow.remote.fleet.worker_states import (
 from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Refused, Warned
 from torch_dpflow.workers.platform import FALSE_STARTS, Limits
 
-#: How long a worker may take by default to finish its tasks, and to leave by itself, in seconds.
+#: Default of `drain_s`, and time limit for a worker to leave by itself, in seconds.
 DRAIN_S, LEAVE_S = 30.0, 5.0
-#: Silence of a connected worker after which the platform is queried, and after which its tasks are given to others, in
-#: seconds.
+#: Silence of a connected worker after which the platform is queried, and after which the worker is ended, in seconds.
 SUSPECT_S, LEASE_S = clocks.LEASE_S / 2, 2 * clocks.LEASE_S
-#: How long the platform may take to end a worker by force, in seconds; twice its grace if that is longer.
+#: How long the platform may take to end a worker by force, in seconds; twice `Limits.grace_s` if that is longer.
 STOP_S = 10.0
 #: How long a connected worker may need until it is ready, after its latest request for content, in seconds. It
 #: unpickles the dataset and imports the modules that this needs.
 READY_S = 600.0
-#: Fractions of a lifetime after which a successor is started, drawn for each worker so that not all end together, and
-#: after which a worker is drained even without one.
+#: Range of the fraction of a lifetime after which a successor is started, drawn for each worker so that not all end
+#: together; fraction after which a worker is drained even without a successor.
 ROTATE, LAST = (0.80, 0.95), 0.97
-#: How much earlier rotation may begin, because workers are replaced one after the other; fraction of a lifetime.
+#: Maximum fraction of a lifetime by which successors are started earlier, so that few workers are replaced at once.
 MAX_LEAD = 0.6
-#: The fleet fails after this many workers in a row that never connected while none ever has, or that are unfit for one
-#: reason. This does not depend on the target: after each failure the pause before the next start grows.
+#: The fleet fails if this many workers did not connect or were unusable before any was usable, or if this many were
+#: unusable for the same reason. At most `MAX_REASONS` reasons are counted.
 MAX_FALSE_STARTS = 1 + FALSE_STARTS
 MAX_REASONS = 64
 
 
 class Fleet:
-    """Fleet of remote workers, whose number follows a target. Not thread-safe; an event is O(1), a tick O(workers).
+    """State machine for starts and ends of remote workers, whose number follows a target. Not thread-safe.
 
-    The fleet fails, and starts no more workers, if the platform rejects a start for good or, while no worker is
-    connected, keeps refusing starts. It also fails if workers prove unusable again and again.
+    The fleet fails, and starts no more workers until `retry`, if the platform rejects a start for good, if it keeps
+    refusing starts while no worker is connected, or if workers repeatedly do not connect or are unusable.
 
     Args:
         prefix: prefix of the workers' names, see `remote.launchers.contract.prefix_of`.
@@ -97,7 +97,7 @@ class Fleet:
         self._has_arrived = self._has_been_ready = False
         self._unfit: Counter[str] = Counter()
         self._out: list[FleetInstruction] = []
-        #: How long all workers that have ended have run together, in seconds.
+        #: Total running time of the workers that have ended, in seconds.
         self._gone_s = 0.0
         #: Why there are fewer workers than the target; empty if nothing limits them.
         self.limited_by = ""
@@ -105,7 +105,7 @@ class Fleet:
         self.failure = ""
 
     def retry(self) -> None:
-        """Start workers again after a failure."""
+        """Allow starts again after a failure."""
         self.failure = ""
         self._has_arrived = False
         self._unfit.clear()
@@ -158,7 +158,7 @@ class Fleet:
             self._out.append(RejectWorker(name, unfit or "it is to leave"))
 
     def unfit(self, name: str, reason: str, now: float) -> None:
-        """Handle a connected worker that turns out to be unusable. reason: why; it is sent to the worker."""
+        """Reject a connected worker that turns out to be unusable. reason: text that is sent to the worker."""
         worker = self._workers.get(name)
         if worker is not None and worker.state is WorkerState.ON_DECK:
             self._note_unfit(worker, reason, now)
@@ -188,7 +188,7 @@ class Fleet:
                 self._leave(worker, now)
 
     def tick(self, now: float) -> list[FleetInstruction]:
-        """Return instructions, in order. Call it after events, and at least once a second."""
+        """Return the instructions to carry out, in order. Call this after events, and at least once a second."""
         self._end_silent(now)
         self._expire(now)
         self._vacate(now)
@@ -200,33 +200,33 @@ class Fleet:
 
     @property
     def workers(self) -> list[FleetWorker]:
-        """All workers that have not ended, in the order of their starts."""
+        """All workers that were requested and not removed, in the order of their starts."""
         return [*self._workers.values()]
 
     @property
     def connected(self) -> list[FleetWorker]:
-        """All workers that have connected and are not lost."""
+        """All workers that have connected and whose messages are still accepted."""
         return [one for one in self._workers.values() if one.nonce and not one.is_lost]
 
     def get(self, name: str) -> FleetWorker | None:
-        """Return a worker by its name; None if it is unknown or lost."""
+        """Return the worker of this name; None if it is unknown, or its messages are no longer accepted."""
         worker = self._workers.get(name)
         return None if worker is None or worker.is_lost else worker
 
     def by_user(self, user: str) -> FleetWorker | None:
-        """Return a worker by the user of its key, "NUMBER/INCARNATION"; None if it is unknown or lost."""
+        """Return the worker whose key has the user name "NUMBER/INCARNATION"; None as in `get`."""
         return self.get(self._prefix + user.replace("/", "-"))
 
     def worker_s(self, now: float) -> float:
         """Return the total running time of all workers so far, in seconds.
 
-        It is counted as functions are billed: from a worker's connection until its last message, or as the platform
-        reports once the worker has ended.
+        A worker's time is counted from its handshake until its goodbye or latest message. Once it has ended, the time
+        that the platform reports, if any, counts instead.
         """
         return self._gone_s + sum(one.ran_s(now) for one in self.workers)
 
     def end(self, now: float) -> None:
-        """End the fleet; the running time of remaining workers stops counting."""
+        """Remove all workers, so that their running time stops counting. Issues no instructions to end them."""
         for worker in self.workers:
             self._remove(worker, now)
 

@@ -1,6 +1,6 @@
 """Remote workers of one shard: their start, connections and content, and the log of missing workers.
 
-All code here runs in the shard's thread. `lifecycle.Fleet` decides about starts and ends.
+`lifecycle.Fleet` decides which workers start and end; the shard's thread carries that out here.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from torch_dpflow.remote.launchers.contract import Ended, PlatformSource, Remote
 from torch_dpflow.workers.platform import Handle
 from torch_dpflow.workers.shard import Shard, other_release
 
-#: Minimum interval between queries about all workers after connections have ended, in seconds.
+#: Minimum interval between queries of the platform about all workers, which ended connections cause, in seconds.
 ASK_S = 2.0
-#: How often to check leases and time limits if nothing happens, in seconds.
+#: Maximum interval between checks of leases and time limits, in seconds.
 LOOK_S = 0.25
-#: How long workers may take to end after the loader's end, before they are killed, in seconds.
+#: How long `close` waits for workers to end before it kills them, in seconds.
 TERMINATE_S = 2.0
 
 
 class Shell(Protocol):
-    """Owner of the shard to which the workers belong."""
+    """Owner of the shard to which the workers belong; its methods are called in the shard's thread."""
 
     def lose(self, worker: int, how: str, *, had_tasks: bool, may_blame: bool) -> None:
         """Handle a worker that has ended or does not answer.
@@ -80,12 +80,12 @@ class RemoteWorkers:
         workers: target number of workers.
         listen_at: address to which workers connect, `tcp://HOST:PORT`, or `tcp://HOST:FIRST-LAST` for the first free
             port; empty: the platform chooses the address.
-        least: number of workers that must be connected before the first one loads; 0: do not wait.
+        least: number of workers that must be ready to load before the first one gets tasks; 0: do not wait.
         kind: whether a task is a batch or a sample.
-        cluster: first part of the workers' names, 8 hexadecimal digits; empty: random digits.
+        cluster: 8 hexadecimal digits for the workers' names, as in `prefix_of`; empty: random digits.
 
     Raises:
-        OptionError: workers cannot reach `listen_at`, or a setting of the platform is invalid.
+        OptionError: `listen_at` or a setting of the platform is invalid.
         TransportError: `listen_at` is in use, or is not an address of this host.
         PlatformError, MissingExtraError: see `PlatformSpec.open`.
     """
@@ -122,9 +122,9 @@ class RemoteWorkers:
         # Not `random`'s own generator, which is the user's.
         draw = SystemRandom().random
         self._fleet = Fleet(prefix, self._platform.limits, draw=draw)
-        #: The worker processes of this host, as in `WorkerProcesses`: none.
+        #: None: in contrast to `WorkerProcesses`, no worker is treated as a process of this host.
         self.local = None
-        #: The shard, which gets their messages, and its owner.
+        #: The shard, which gets the workers' messages, and its owner. To be set before `start_all`.
         self.shard: Shard
         self.shell: Shell
         self._look_at = self._ask_at = 0.0
@@ -144,7 +144,7 @@ class RemoteWorkers:
 
     @property
     def importing(self) -> str:
-        """End of a message: what a worker imports before it can load; empty if no worker imports."""
+        """Text to append to a log message: what a starting worker imports; empty if none does."""
         return next((f"; {one.name} starts: {one.importing}" for one in self._fleet.workers if one.importing), "")
 
     def resize(self, workers: int) -> None:
@@ -165,16 +165,16 @@ class RemoteWorkers:
 
     @property
     def limited_by(self) -> str:
-        """What limits the number of workers, in one word, such as "quota": see `Fleet`."""
+        """What limits the number of workers, such as "quota" or "unfit workers"; empty if no limit is known."""
         return self._fleet.limited_by
 
     @property
     def shortage(self) -> str:
-        """Sentence on why fewer workers run than are requested; empty if nothing limits them."""
+        """What limits the number of workers, with details, for display; empty if no limit is known."""
         return self._shortage.reason
 
     def views(self) -> list[RemoteWorkerView]:
-        """Return the states of all workers that were requested and have not ended."""
+        """Return the states of all workers of the fleet, including requested ones that do not run yet."""
         now, workers = self._clock(), self._fleet.workers
         return [RemoteWorkerView(one.name, one.number, one.state.value, now - one.begun, one.where) for one in workers]
 
@@ -189,14 +189,13 @@ class RemoteWorkers:
 
     @property
     def sender(self) -> RemoteWorkers:
-        """The object that sends the shard's messages, and counts them."""
+        """This object, whose `send` the shard calls for all messages to workers."""
         return self
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
-        """Send a message like `Listener.send`, but return True for every worker that works, even if it is gone.
+        """Send a message as `Listener.send` does, but return True for every admitted worker.
 
-        If the message is refused, either the worker has ended and the platform reports this, or the fleet ends it after
-        `SUSPECT_S`.
+        If the message could not be sent, the worker has ended, or the fleet ends it `SUSPECT_S` seconds later.
         """
         worker, is_sent = self._fleet.by_user(split_identity(peer)[0]), self.listener.send(peer, frames)
         if worker is None or not worker.is_working:
@@ -208,7 +207,7 @@ class RemoteWorkers:
         return True
 
     def kill(self, number: int, why: str) -> None:
-        """End the process of the worker with this number; another worker gets its place."""
+        """End the worker with this number, for the reason `why`; another worker is started in its place."""
         for worker in self._fleet.workers:
             if worker.is_working and worker.number == number:
                 worker.condemn(why)
@@ -220,7 +219,7 @@ class RemoteWorkers:
         return sum(worker.is_working for worker in self._fleet.workers)
 
     def dismiss(self, *, all_: bool = False) -> None:
-        """Prepare the end of the shard: make workers without tasks, or all workers, leave, and start no more."""
+        """Start no more workers; make connected workers leave: those that were not admitted, or all if `all_`."""
         self._leaving = True
         for worker in self._fleet.connected:
             if all_ or not worker.is_working:

@@ -23,9 +23,9 @@ _PORTS = re.compile(r"tcp://\S+:(\*|\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 
 
 def check_ports(name: str, listen: str) -> None:
-    """Raise OptionError unless `listen` is tcp://HOST:PORT or tcp://HOST:FIRST-LAST of this host, with a free port.
+    """Raise OptionError if `listen` is not tcp://HOST:PORT or tcp://HOST:FIRST-LAST of this host, with a free port.
 
-    name: name of the option, for the message.
+    name: name of the option, for messages.
     """
     found = _PORTS.fullmatch(listen)
     if found is None or any(int(port) > MAX_PORT for port in found.groups() if port and port != "*"):
@@ -64,16 +64,13 @@ def addresses_of(listen: str) -> list[str]:
 
 
 def ports_in(listen: str) -> int | None:
-    """Return the number of ports in this address; None: any free port."""
+    """Return the number of ports in an address, more than 1 for a range; None if any free port may be used."""
     ports = _split(listen)[1]
     return None if ports in ("", "0", "*") else len(addresses_of(listen))
 
 
 def to_bind(listen: str) -> str:
-    """Return the address to listen at, with names resolved, because libzmq accepts no names.
-
-    Raises OptionError if a name cannot be resolved.
-    """
+    """Return the address with its host name resolved, as libzmq requires. Raises OptionError if that fails."""
     host, port = _split(listen)
     if _is_literal(host) or host == "*":
         return listen
@@ -86,7 +83,7 @@ def to_bind(listen: str) -> str:
 
 
 def to_tell(listen: str, bound: str) -> list[str]:
-    """Return the addresses to give to workers, loopback among them if the listener is on all interfaces.
+    """Return the addresses to give to workers; if the listener is on all interfaces, 127.0.0.1 is one of them.
 
     listen: the configured address; bound: the actual address.
     """
@@ -118,16 +115,16 @@ def _is_literal(host: str) -> bool:
     return False
 
 
-#: A worker ends after this time without an answer, in seconds.
+#: Time without a message from its shard after which a worker ends, in seconds.
 SILENCE_S = 30.0
 
 
 class PortsInUseError(TransportError):
-    """Error: no free port in the configured range."""
+    """Error: no configured port is free."""
 
 
 class WorkerListener:
-    """Listener with one key for each worker; creates launch specs with its address and a key.
+    """Listener to which remote workers connect, each with a different key. It creates the workers' launch specs.
 
     Args:
         listen_at: `tcp://HOST:PORT`, or `tcp://HOST:FIRST-LAST` for the first port that is free.
@@ -142,7 +139,7 @@ class WorkerListener:
         public, secret = draw_key_pair()
         self._keys = WorkerKeys(public=public, secret=secret)
         self.listener = _listen(listen_at, TransportOptions(keys=self._keys))
-        #: Where workers reach it.
+        #: Addresses at which workers reach this listener.
         self.addresses = to_tell(listen_at, self.listener.address)
 
     def launch_spec(self, worker: FleetWorker, *, kind: WorkerKind, within_s: float, lifetime_s: float | None) -> bytes:
@@ -168,11 +165,11 @@ class WorkerListener:
         )
 
     def keep(self, worker: FleetWorker) -> None:
-        """Accept a connected worker's key until `drop`."""
+        """Accept this worker's key until `drop`, because it has connected."""
         self._keys.keep(worker.user)
 
     def drop(self, worker: FleetWorker) -> None:
-        """Reject this worker's key."""
+        """Reject this worker's key and its messages from now on."""
         self._keys.drop(worker.user)
 
 

@@ -1,4 +1,4 @@
-"""States of a fleet's workers, the instructions that a fleet issues, and the limits of its starts. Pure."""
+"""States of a fleet's workers, the instructions that a fleet issues, and the limits of its starts."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ from torch_dpflow.workers.platform import Limits
 class WorkerState(enum.Enum):
     """State of a remote worker; see `lifecycle`."""
 
-    #: The platform has not answered.
+    #: Its start is requested; the platform has not answered.
     REQUESTED = "requested"
     STARTING = "starting"
-    #: Connected, getting ready, without tasks yet.
+    #: Connected, getting ready or waiting for its number; without tasks.
     ON_DECK = "on deck"
     WORKING = "working"
-    #: Gets no more tasks.
+    #: Finishing its tasks; it gets no more.
     DRAINING = "draining"
-    #: Ending by itself, or reported to have ended; the platform is queried.
+    #: Rejected, leaving by itself, or not connected in time; the platform is queried.
     LEAVING = "leaving"
     #: Being ended by force.
     STOPPING = "stopping"
 
     @property
     def holds_place(self) -> bool:
-        """Whether the worker has the number of its place, or will get it."""
+        """Whether the worker holds its place in the fleet, because it works there or is getting ready to."""
         return self in (WorkerState.REQUESTED, WorkerState.STARTING, WorkerState.ON_DECK, WorkerState.WORKING)
 
     @property
     def is_expected(self) -> bool:
-        """Whether the worker's start was requested and it has not connected."""
+        """Whether the worker was requested and its handshake is awaited."""
         return self in (WorkerState.REQUESTED, WorkerState.STARTING)
 
 
-#: A worker's two connections, by the ends of their identities: see `ipc.messages.headers`.
+#: Last part of the identity of a worker's control connection, and of its connection for tasks; see `split_identity`.
 LINE, WORK = b"line", b"work"
-#: A window grows for a round trip above this fraction of a task's usual time.
+#: The number of tasks that a worker holds grows if its round trip takes more than this fraction of a task's time.
 NEGLIGIBLE = 0.05
-#: A message that a broken connection may have cost counts as lost after this time without any, in seconds.
+#: Time without a result after which a message counts as lost if a connection has broken, in seconds.
 LOST_S = 10.0
 #: Weight of the latest task in the usual time of one.
 _WEIGHT = 0.2
@@ -66,17 +66,17 @@ _WEIGHT = 0.2
 
 @dataclass(slots=True, eq=False)
 class FleetWorker:
-    """Worker that has not ended, and its connections. Times are in seconds, on the clock of the fleet's caller."""
+    """Record of one worker in a fleet, and of its connections. Times are in seconds, by the `now` of calls."""
 
     name: str
     number: int
     incarnation: int
     begun: float
-    #: When its state times out; infinite while its lease watches it.
+    #: When its state times out; infinite if only its lease limits it.
     due: float
-    #: When the platform ends it.
+    #: When the platform ends it; infinite: never.
     ends: float = math.inf
-    #: When a successor is started, and when it is drained even without a successor.
+    #: When a successor is started, and when this worker is drained even without a successor.
     rotates: float = math.inf
     drains: float = math.inf
     state: WorkerState = WorkerState.REQUESTED
@@ -87,27 +87,27 @@ class FleetWorker:
     #: When it connected, and when it left, as far as is known.
     since: float | None = None
     until: float | None = None
-    #: Its connections: place as in `RemoteHandshake`; nonce drawn by its process, so that two with one launch spec are
-    #: distinguished; when its latest message arrived, and when the platform was last queried about it.
+    #: Host and process, as in `RemoteHandshake`; random bytes of its process, which distinguish two processes with one
+    #: launch spec; when its latest message arrived, and when the platform was last queried because it was silent.
     where: str = ""
     nonce: bytes = b""
     last_seen: float = 0.0
     suspected_at: float = -1.0
-    #: Its `WorkerHandshake`, until it is admitted; whether it has tasks; whether its messages are refused.
+    #: Its `WorkerHandshake`, until it is admitted; whether it is admitted; whether its messages are refused.
     handshake: list[memoryview] | None = None
     is_working: bool = False
     is_lost: bool = False
-    #: Whether it was requested to leave, so that its end is not a failure; and its last message.
+    #: Whether it was drained, so that its end is not a failure; and its last message.
     is_sent_away: bool = False
     goodbye: WorkerGoodbye | None = None
     #: Why it must be ended, or empty; and whether its task may be the reason.
     condemned: str = ""
     may_blame: bool = False
-    #: Messages received and sent on its work connection; when one to it was first refused, None: none was.
+    #: Number of messages received and sent on its connection for tasks; when sending one first failed, if ever.
     received: int = 0
     sent: int = 0
     refused_at: float | None = None
-    #: Since when a side has received less than the other has sent, and how many connections had ended before that.
+    #: Since when one side has received fewer messages than the other has sent; connections that had ended before.
     short_since: float | None = None
     losses: int = 0
     #: How long it has been idle while its results were under way, as it reports.
@@ -130,7 +130,7 @@ class FleetWorker:
         return b"/".join((self.user.encode(), self.nonce, kind))
 
     def ran_s(self, now: float) -> float:
-        """Return the seconds that the worker has run: from its connection until it left, or until its last message."""
+        """Return how long the worker has run, in seconds: from its handshake until its goodbye or latest message."""
         if self.since is None:
             return 0.0
         until = self.until if self.until is not None else self.last_seen if self.nonce else now
@@ -142,7 +142,7 @@ class FleetWorker:
             self.condemned, self.may_blame = why, may_blame
 
     def note_work(self, now: float) -> None:
-        """Record a result of this worker."""
+        """Record that a message of this worker has arrived on its connection for tasks."""
         self.received += 1
         if self.worked:
             passed_s = now - self.worked
@@ -150,15 +150,15 @@ class FleetWorker:
         self.last_seen = self.worked = now
 
     def note_away(self, away_s: float) -> float:
-        """Record the worker's total seconds of waiting for its link; return the increase, or 0 if it does not work."""
+        """Record the total time for which the network kept the worker idle; return its increase, 0 if not admitted."""
         more_s, self.away_s = away_s - self.away_s, away_s
         return max(0.0, more_s) if self.is_working else 0.0
 
     def has_lost_message(self, heartbeat: WorkerHeartbeat, losses: int, now: float) -> bool:
-        """Return whether a message to or from the worker is lost.
+        """Return whether a message to or from the worker counts as lost.
 
-        losses: number of connections that have ended at this listener. If none has ended, a late message may still be
-            in transit over a slow link.
+        heartbeat: the worker's, with its counts of messages. losses: number of connections that have ended at the
+            listener so far. If none has ended since the counts last agreed, a message is only late.
         """
         received = heartbeat.received
         if heartbeat.sent <= self.received and (received is None or received >= self.sent):
@@ -170,7 +170,7 @@ class FleetWorker:
         return losses != self.losses and now - max(self.short_since, self.worked) >= LOST_S
 
     def fitting_window(self, round_trip_s: float, least: int, most: int) -> int:
-        """Return how many tasks the worker should hold, `least` to `most`, to stay busy for this round-trip time."""
+        """Return how many tasks the worker should hold to stay busy for this round-trip time, `least` to `most`."""
         if not self.usual_s:
             return self.window
         more = math.ceil(min(round_trip_s / self.usual_s, most) - NEGLIGIBLE)
@@ -180,7 +180,7 @@ class FleetWorker:
 
 
 def split_identity(peer: bytes) -> tuple[str, bytes, bytes]:
-    """Split a connection's identity into (user, nonce of the process, kind: `LINE` or `WORK`)."""
+    """Split an identity into (user, nonce, `LINE` or `WORK`). Raises MessageError if it is not that of a worker."""
     parts = peer.split(b"/")
     if len(parts) != 4 or parts[3] not in (LINE, WORK) or not parts[2]:
         raise MessageError("no connection of a worker has such an identity")
@@ -188,7 +188,7 @@ def split_identity(peer: bytes) -> tuple[str, bytes, bytes]:
 
 
 class StartWorker(msgspec.Struct, frozen=True):
-    """Instruction: start this worker, whose name is new. It exits after `lifetime_s` seconds; None: never."""
+    """Instruction: start this worker. lifetime_s: seconds after which it has to exit by itself; None: never."""
 
     name: str
     number: int
@@ -197,7 +197,7 @@ class StartWorker(msgspec.Struct, frozen=True):
 
 
 class AdmitWorker(msgspec.Struct, frozen=True):
-    """Instruction: assign tasks to this worker, because its number is free."""
+    """Instruction: admit this worker, which is ready and whose number is free, so that it gets tasks."""
 
     name: str
 
@@ -229,14 +229,14 @@ class StopWorker(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Instruction: show this limit of the fleet, in one word and with details; empty: nothing limits it."""
+    """Instruction: report what limits the fleet, such as "quota", and details; both are empty if nothing does."""
 
     limited_by: str
     text: str
 
 
 class Fail(msgspec.Struct, frozen=True):
-    """Instruction: report to the jobs why the fleet no longer starts workers."""
+    """Instruction: report why the fleet no longer starts workers."""
 
     text: str
 
@@ -249,20 +249,20 @@ FleetInstruction: TypeAlias = (
 #: First and longest pause after a failure, in seconds, and the longest while the platform does not answer. Trying costs
 #: little then, and workers should start soon after the platform is back.
 FIRST_PAUSE_S, MAX_PAUSE_S, AWAY_PAUSE_S = 0.5, 30.0, 5.0
-#: After how long to retry with credentials that were refused, the first time and later, in seconds: they are looked up
-#: again, and the service that checks them may not have answered.
+#: Minimum pause before a retry after the platform has refused the credentials, the first time and later, in seconds. A
+#: retry looks the credentials up again.
 RENEW_S, DENIED_S = 1.0, 30.0
 #: How often credentials that have not expired are refused in a row before the fleet fails.
 MAX_DENIALS = 2
-#: How long a fleet without workers waits while starts are refused for a reason that may pass: if the platform has
-#: accepted a start before, or only throttles; and if it never has. Refusals that are further apart than the third
-#: number do not count as one series. All are in seconds.
+#: How long a fleet without workers retries starts that are refused for a reason that may pass, in seconds: the first
+#: if the platform has accepted a start before or only throttles, else the second. A refusal `APART_S` seconds after
+#: the last one begins a new series.
 REFUSED_TIMEOUT_S, UNTRIED_S, APART_S = 300.0, 60.0, 150.0
-#: How often a ceiling that the platform has shown rises by one, in seconds.
+#: Interval at which the assumed capacity of a full platform rises by one worker, in seconds.
 RAISE_S = 60.0
-#: How many starts the timeout is learned from, and how many times their 95th percentile it is.
+#: The timeout of a start, within its limits, is `TIMES` times the 95th percentile of the latest `STARTS` starts' times.
 STARTS, TIMES = 32, 3.0
-#: Why there are fewer workers than there should be, by the error of a start.
+#: What limits the number of workers, in one word, by the error of a refused start.
 LIMITED_BY: dict[type[PlatformError], str] = {
     QuotaError: "quota",
     ThrottledError: "throttling",
@@ -273,9 +273,7 @@ LIMITED_BY: dict[type[PlatformError], str] = {
 
 
 class StartLimits:
-    """Limits of one fleet's starts. Not thread-safe.
-
-    After a refused start, one start is tried at a time.
+    """Rules for when, and how many, workers one fleet may start. Not thread-safe.
 
     Args:
         limits: the limits of the platform.
@@ -301,7 +299,7 @@ class StartLimits:
 
     @property
     def false_starts(self) -> int:
-        """Number of workers in a row that have ended before they connected, or were unusable."""
+        """Number of workers that did not connect or were unusable since the latest usable one, or `retry`."""
         return self._false_starts.failures
 
     @property
@@ -312,11 +310,11 @@ class StartLimits:
 
     @property
     def usual_s(self) -> float:
-        """Seconds from start to handshake that nearly all workers need at most; 0 while none has connected."""
+        """95th percentile of the latest workers' times from start to handshake, in seconds; 0 if none has connected."""
         return sorted(self._delays)[math.ceil(0.95 * len(self._delays)) - 1] if self._delays else 0.0
 
     def ceiling(self, now: float) -> float:
-        """Return the known maximum number of workers."""
+        """Return the known maximum number of workers; infinite if none is known."""
         return min(self._most, self._ceiling + max(0.0, now - self._shown_at) // RAISE_S)
 
     def may_start(self, now: float, *, requested: bool) -> bool:
@@ -337,7 +335,7 @@ class StartLimits:
             self._note_capacity(begun)
 
     def note_refused(self, error: PlatformError, others: int, now: float) -> str:
-        """Record a refused start while `others` workers run; return the limit of the fleet, in one word."""
+        """Record a refused start; return the limiting factor, as in `LIMITED_BY`. others: number of other workers."""
         if now - self._refused_at >= APART_S:
             self._refused_since, self._denials = now, 0
         self._refusal, self._refused_at = error, now
@@ -360,9 +358,9 @@ class StartLimits:
         return next((by for kind, by in LIMITED_BY.items() if isinstance(error, kind)), "platform")
 
     def gives_up(self, now: float) -> bool:
-        """Return whether a fleet without workers should fail, given the latest refusal.
+        """Return whether a fleet without connected workers should fail because of the refusals so far.
 
-        A fleet waits for capacity without a limit, because other users release it.
+        It never fails for lack of capacity, which other users may release.
         """
         match self._refusal:
             case None | QuotaError():
@@ -374,26 +372,26 @@ class StartLimits:
                 return now - self._refused_since >= (REFUSED_TIMEOUT_S if tried else UNTRIED_S)
 
     def note_arrived(self, begun: float, now: float) -> None:
-        """Record that a worker has connected. begun: the time at which its start was requested."""
+        """Record that a usable worker has connected. begun: the time at which its start was requested."""
         self._delays.append(now - begun)
         self._false_starts.reset()
         self._note_capacity(begun)
 
     def note_false_start(self, now: float) -> None:
-        """Record that a worker ended before it connected, or was unusable."""
+        """Record a worker that did not connect or was unusable; the next start has to wait."""
         self._pause(now, self._false_starts.pause_s())
 
     def retry(self) -> None:
-        """Forget earlier failures, so that starts are tried at once."""
+        """Forget earlier failures and their pauses."""
         self._forget_refusals()
         self._false_starts.reset()
         self._resume_at = -math.inf
 
     def lower(self, ceiling: int, now: float, *, accepts: bool = False) -> None:
-        """Record the platform's capacity for workers; the assumed capacity rises by one every `RAISE_S` seconds.
+        """Assume capacity for only `ceiling` workers, at least one, and for one more every `RAISE_S` seconds.
 
-        accepts: whether the platform accepts more starts, whose workers do not connect. Then only a worker that
-            connects shows that there is capacity again.
+        accepts: whether the platform accepts further starts although their workers do not connect. Then only a later
+            worker that connects, and not a later accepted start, lifts the limit.
         """
         self._ceiling, self._shown_at = min(max(1, ceiling), self._most), now
         self._accepts_too_many = accepts

@@ -1,7 +1,7 @@
 """Common part of the clients for Alibaba Cloud: credentials, calls without retries, and their errors.
 
 Errors are subclasses of `PlatformError`, chosen by the answer's status and code. Their texts quote nothing of the
-request. The vendor's modules are imported late.
+request. The vendor's modules are imported by the first call.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _KEYS = ("ALIBABA_CLOUD_ACCESS_KEY_ID", "ALIBABA_CLOUD_ACCESS_KEY_SECRET", "ALIB
 
 
 class MissingError(RejectedError):
-    """Error: there is no such function, task or group."""
+    """Error: there is no such function, task or container group."""
 
 
 class ConflictError(RejectedError):
@@ -47,7 +47,7 @@ class ConflictError(RejectedError):
 
 
 class AlibabaClient(ABC):
-    """Base class of clients for one service of the vendor. Any thread may call; no call is retried.
+    """Base class of clients for one service of Alibaba Cloud. Thread-safe. No call is retried.
 
     Args:
         region: such as "cn-hangzhou".
@@ -67,13 +67,14 @@ class AlibabaClient(ABC):
         """The vendor's package, with the modules `client` and `models`; the first access imports it."""
 
     def missing(self, code: str) -> str:
-        """Return advice for the error that an object does not exist; empty: none. code: the platform's error code."""
+        """Return advice to append to a MissingError's text; empty if there is none. code: the platform's error code."""
         return ""
 
     def call(self, what: str, call: str, *arguments: Any, answer_s: float = ANSWER_S) -> Any:
-        """Call the method `call` of the vendor's client with `arguments`, and return its answer. Raises PlatformError.
+        """Call a method of the vendor's client with `arguments`, and return its answer. Raises PlatformError.
 
-        what: beginning of error texts, such as "NAME cannot be started". answer_s: timeout of the answer, in seconds.
+        what: beginning of error texts, such as "NAME cannot be started".
+        call: name of the method, without "_with_options". answer_s: timeout of the answer, in seconds.
         """
         from darabonba.runtime import RuntimeOptions
 

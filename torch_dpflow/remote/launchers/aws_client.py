@@ -1,4 +1,4 @@
-"""Clients of AWS, and translation of their errors. No other module imports boto3."""
+"""Client of AWS Lambda, and translation of boto3's errors. No other module imports boto3."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.remote.launchers.contract import require, seconds_of
 
-#: What needs boto3, and the extra that installs it.
+#: Arguments of `require`: what needs boto3, and the extra that installs it.
 REQUIRED = ("platform='lambda' needs boto3", "aws")
 #: How long to wait for a connection, in seconds.
 CONNECT_S = 10.0
@@ -69,13 +69,13 @@ class AwsClient:
 
     Args:
         region: AWS region; empty: the region in AWS's own settings.
-        read_timeout_s: how long a call may take, in seconds.
-        connections: maximum number of calls at once.
+        read_timeout_s: how long to wait for the answer to a call, in seconds.
+        connections: maximum number of connections to keep open for later calls.
 
     Raises:
         MissingExtraError: boto3 is not installed.
-        OptionError: no region is set.
-        DeniedError: AWS's own settings name a profile that does not exist.
+        OptionError: no region is set, or AWS's own settings name a remote service without https.
+        PlatformError: AWS's own settings cannot be used, for example because they name a missing profile.
     """
 
     def __init__(self, region: str, *, read_timeout_s: float, connections: int) -> None:
@@ -96,7 +96,7 @@ class AwsClient:
         self._client: Any = None
         with self.calling("AWS's settings cannot be used"):
             meta = self._current().meta
-            #: Where its calls go, and whether that is an emulator of this host.
+            #: Where calls go: the region, and whether to an emulator on this host.
             url = urlsplit(meta.endpoint_url)
             self.region, self.is_near = str(meta.region_name), is_loopback(meta.endpoint_url)
         if url.scheme != "https" and not self.is_near:  # launch specs have keys
@@ -104,7 +104,7 @@ class AwsClient:
 
     @contextmanager
     def calling(self, what: str) -> Iterator[Any]:
-        """Yield boto3's client, and translate its errors. what: beginning of their texts."""
+        """Yield boto3's client; translate errors that boto3 raises in the body. what: as in `aws_error`."""
         try:
             yield self._current()
         except (PlatformError, OptionError):
@@ -132,7 +132,7 @@ class AwsClient:
 
 
 def aws_error(what: str, error: Exception) -> PlatformError | OptionError:
-    """Translate an error of boto3; AnswerLostError if the call may have taken effect. what: beginning of its text."""
+    """Translate an error of boto3. AnswerLostError: the call may have been executed. what: beginning of the text."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "ClientError" in kinds:
         return _of_answer(what, error)

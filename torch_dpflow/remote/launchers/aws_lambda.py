@@ -1,8 +1,8 @@
 """Workers as invocations of a function of AWS Lambda.
 
-An invocation is answered when its worker has ended, so one call is held open for each worker. Lambda has no ids of
-invocations, so workers cannot be listed, or ended by force. A worker ends when its shard rejects it or is silent, or
-when its lifetime ends. The shard rejects a launch spec that arrives twice.
+An invocation is answered when its worker has ended, so one call is held open for each worker. Lambda has no call to
+list or stop invocations, so workers cannot be listed, or ended by force. A worker ends when its shard rejects it or is
+silent, or when its lifetime ends. Lambda may run an invocation twice; the shard rejects the second worker.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 MAX_INVOCATION_S, ANSWER_S, MARGIN_S = 900.0, 10.0, 30.0
 #: Maximum calls that one process holds, each with a thread and a connection.
 MAX_HELD = 256
-#: How long a start waits for its rejection, in seconds: a rejection is answered at once, an accepted start not at all.
+#: How long a start waits for a rejection, in seconds. Lambda rejects at once, but answers only when the worker ends.
 REFUSED_S = 1.0
 #: Bytes of a unit of Lambda's memory, and minimum and maximum units.
 _MIB, _MIN_MIB, _MAX_MIB = 2**20, 128, 10_240
@@ -47,8 +47,8 @@ _PLACE = "its invocation"
 class Lambda(FunctionSettings):
     """`platform="lambda"`: workers as invocations of a function of AWS Lambda, which `dpflow deploy lambda` creates.
 
-    Credentials are those of AWS's own chain: variables, `~/.aws`, SSO, roles. Functions have to reach this host, so
-    both are in one VPC.
+    Credentials are those of AWS's own chain: variables, `~/.aws`, SSO, roles. The function must be able to reach
+    this host, so both must be in one VPC.
 
     Args:
         function: name or ARN of the function; an alias or version can follow after a colon.
@@ -56,7 +56,7 @@ class Lambda(FunctionSettings):
         lifetime: time after which a worker is replaced, such as "14m", or a number of seconds.
         max_workers: maximum number of concurrent workers; required, because each is billed.
         memory: memory of the deployed function, such as "2GiB"; Lambda adds one processor for each 1.77 GB.
-        role: ARN of the deployed function's role, which must allow a function in a VPC.
+        role: ARN of the deployed function's role, whose permissions must be sufficient for a function in a VPC.
         vpc: VPC of the deployed function: `subnets` and `security_groups`, lists of ids.
         price_per_hour: price of one worker for an hour, for reports.
 
@@ -109,8 +109,8 @@ class LambdaLauncher:
 
     Raises:
         MissingExtraError: boto3 is not installed.
-        OptionError: no region is set.
-        DeniedError: AWS's own settings name a profile that does not exist.
+        OptionError: no region is set, or AWS's own settings name a remote service without https.
+        PlatformError: AWS's own settings cannot be used, for example because they name a missing profile.
     """
 
     def __init__(self, settings: Lambda) -> None:
@@ -126,7 +126,7 @@ class LambdaLauncher:
         )
         self._client = _client(settings)
         self._lock = threading.Lock()
-        #: Open calls of workers that are not abandoned; all open calls; how other workers have ended.
+        #: Open calls of workers that were not stopped; all open calls; how workers have ended, until `look` reports it.
         self._held: dict[str, _HeldCall] = {}
         self._open: set[_HeldCall] = set()
         self._ends: dict[str, End] = {}

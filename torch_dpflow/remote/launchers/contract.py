@@ -1,16 +1,14 @@
 """The contract of launchers, which start remote workers through a platform's control plane.
 
 A worker has a name, which is never reused, and a launch spec: bytes that contain what it does and where it connects.
-The worker opens all connections. The processes to which it connects decide whether it lives; reports of the platform
-only shorten the waiting and explain ends.
+The worker opens all connections. The process to which it connects decides by heartbeats whether the worker lives. The
+platform's reports only shorten the wait, and explain how a worker ended.
 
 A platform's module implements `Launcher`, with blocking calls and no state machine; `ThreadedPlatform` makes a
 `RemotePlatform` of it. `tests/contracts/launchers.py` has the contract suite.
 
-`RemotePlatform` resembles `workers.platform.Platform`, and shares `Limits`, `End`, `wakeup_fd` and `close` with it.
-Only starts differ. A process of this host is started with a function and inherits memory, in the calling thread, which
-gets the error. A remote worker is started by bytes. Its start takes seconds, and may be rejected, or succeed without an
-answer. Its outcome is therefore an event.
+`RemotePlatform` is for remote workers what `workers.platform.Platform` is for processes of this host. The start of a
+remote worker takes seconds, and can be rejected, or succeed without an answer. Its outcome is therefore an event.
 """
 
 from __future__ import annotations
@@ -27,13 +25,13 @@ from torch_dpflow.errors import MissingExtraError, OptionError, PlatformError
 from torch_dpflow.ipc.messages.fields import Body
 from torch_dpflow.workers.platform import End, Limits
 
-#: The platform's id of a worker. Text, so that a process that takes over from its starter can use it.
+#: A platform's id of a worker. It is text, so that another process can take over the worker.
 Ref: TypeAlias = str
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A result of a platform's check, for display."""
+    """Result of one check of a platform: whether it is good, and a text for display."""
 
     good: bool
     text: str
@@ -50,28 +48,28 @@ class Fate:
 
 
 class Launcher(Protocol):
-    """A platform's control plane. Any thread may call; several do at once.
+    """Client of a platform's control plane: starts, ends and lists workers. Thread-safe.
 
-    Every call has a timeout. Errors are subclasses of `PlatformError`, and quote nothing of a launch spec. After a
-    DeniedError, credentials are looked up again.
+    Every call has a timeout. Errors are subclasses of `PlatformError`, and contain no part of a launch spec. The call
+    after a DeniedError looks the credentials up again.
     """
 
     limits: Limits
 
     def check(self) -> Sequence[Finding]:
-        """Check credentials, quota, image and the connection to the control plane, without any effect."""
+        """Check the platform, such as its credentials, quota and image, and return the findings; change nothing."""
 
     def start(self, name: str, launch_spec: bytes, *, deadline_s: float) -> Ref:
-        """Start one worker. The launcher and its library must not retry.
+        """Start one worker, and return its ref. The launcher and its library must not retry.
 
-        If the platform detects that the name was started before, return the worker of the first start.
+        If the platform detects that the name was started before, return the ref from the first start.
 
         deadline_s: time limit in seconds. Raises AnswerLostError if the worker may have been started, another
             PlatformError if it was not.
         """
 
     def look(self, workers: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
-        """Return the states of these workers, without workers that the platform does not have.
+        """Return the states of these workers by name. Workers that the platform does not have are left out.
 
         workers: the ref of each worker by its name; if a ref is None, the name identifies the worker.
         """
@@ -80,14 +78,14 @@ class Launcher(Protocol):
         """End a worker by force, identified by `ref`, or by its name if that is None. An ended worker is no error."""
 
     def list(self, prefix: str) -> Mapping[str, Ref]:
-        """Return the refs, by name, of all workers whose names begin with `prefix`, whichever process started them."""
+        """Return the refs, by name, of live workers whose names begin with `prefix`; none if they cannot be listed."""
 
     def close(self) -> None:
         """Release connections and threads; ends no worker. Idempotent."""
 
 
 class Accepted(Body, tag="accepted"):
-    """Outcome: the platform starts this worker."""
+    """Outcome: the platform has accepted the start of this worker."""
 
     name: str
     ref: Ref
@@ -126,29 +124,29 @@ Outcome: TypeAlias = Accepted | Refused | Answerless | Warned | Ended
 
 
 class RemotePlatform(Protocol):
-    """Platform that starts and ends remote workers. Only `close` waits; any thread may call."""
+    """Platform that starts and ends remote workers. Thread-safe; only `close` blocks."""
 
     limits: Limits
-    #: Readable while `take` has something to return.
+    #: Descriptor that is readable while `take` has something to return.
     wakeup_fd: int
 
     def start(self, name: str, launch_spec: bytes) -> None:
-        """Request the start of this worker. Raises OptionError if the name is taken or the launch spec too long."""
+        """Request the start of this worker. Raises OptionError, for example if the launch spec is too long."""
 
     def stop(self, name: str, why: str = "") -> None:
         """Request the end of this worker by force, even if its start is not finished.
 
-        No outcome follows for a worker that another process started.
+        No outcome follows for a worker that this object has neither started nor adopted.
         """
 
     def suspect(self, name: str) -> None:
-        """Query the platform soon about this worker, which has not connected, is silent, or has sent a goodbye."""
+        """Query the platform soon about this worker, because it may have ended; its `Ended` then follows sooner."""
 
     def take(self) -> Sequence[Outcome]:
-        """Return the outcomes since the last call, in order. A name's last outcome is `Refused` or `Ended`."""
+        """Return the outcomes since the last call, in order. `Refused` or `Ended` is the last one of a worker."""
 
     def close(self, *, grace_s: float = 0.0) -> None:
-        """End all workers that this object has started, after `grace_s` seconds in which they can exit. Idempotent."""
+        """End all workers that this object has started or adopted, by force after `grace_s` seconds. Idempotent."""
 
 
 class AdoptingPlatform(RemotePlatform, Protocol):
@@ -174,11 +172,11 @@ class PlatformSource(Protocol):
     def listen_at(self) -> str:
         """Return the default address at which to listen for the platform's workers: `tcp://HOST:0`.
 
-        It is called while the platform is open.
+        Raises OptionError if there is no default. Can raise the errors of `open` too.
         """
 
     def check_listen(self, address: str) -> None:
-        """Raise OptionError for an address that the workers cannot reach, such as 127.0.0.1 from another host."""
+        """Raise OptionError for an address that workers certainly cannot reach, such as 127.0.0.1 of another host."""
 
 
 class PlatformSpec(PlatformSource, Protocol):
@@ -189,16 +187,16 @@ class PlatformSpec(PlatformSource, Protocol):
 
     @property
     def sends_code(self) -> bool:
-        """Whether workers need the user's own modules sent to them; False if the platform sends them."""
+        """Whether the user's own modules must be sent to workers; False if the platform provides them."""
 
     def check_installed(self) -> None:
         """Raise MissingExtraError if the platform's library is not installed. Imports nothing."""
 
     def check_workers(self, workers: int) -> None:
-        """Raise OptionError if a limit of the settings, such as `max_workers`, allows fewer workers."""
+        """Raise OptionError if the settings allow fewer workers, or lack a setting that workers require."""
 
     def launcher(self) -> Launcher:
-        """Return the platform's launcher, for commands. Raises the errors of `open`."""
+        """Return the platform's launcher. Raises the errors of `open`."""
 
     def open(self, *, outlived: bool = False) -> AdoptingPlatform:
         """Connect to the platform. Its workers run `torch_dpflow.remote.worker.run` with their launch spec.
@@ -213,14 +211,14 @@ class PlatformSpec(PlatformSource, Protocol):
 
 
 class NodePlatform(PlatformSpec, Protocol):
-    """Settings of a platform that can also run nodes of a cluster: each runs shards of flows with their workers."""
+    """Settings of a platform that can also run nodes of a cluster, which run shards of flows with their workers."""
 
     @property
     def workers_each(self) -> int:
         """Number of workers for which a node has processors."""
 
     def check_nodes(self) -> str:
-        """Return the address of this host by which nodes can reach it.
+        """Check that the platform can run nodes; return the IP address at which they reach this host.
 
         Raises:
             MissingExtraError: the platform's library is not installed.
@@ -242,24 +240,24 @@ _NAME = re.compile(r"dpf-([0-9a-f]{8})-[0-9a-f]{10}-(?:0|[1-9][0-9]{0,5})-(?:0|[
 
 
 def cluster_of(name: str) -> str | None:
-    """Return the 8 digits of the cluster in a worker's name; None if this is no worker's name."""
+    """Return the 8 hexadecimal digits of the cluster in a worker's name; None if this is no worker's name."""
     match = _NAME.fullmatch(name)
     return None if match is None else match[1]
 
 
 def prefix_of(cluster: str, group: str = "") -> str:
-    """Return the common prefix of the names of a cluster's workers, or of those of its fleet `group`."""
+    """Return the prefix of workers' names, of a cluster or one of its fleets. group: the fleet's digits, or empty."""
     return f"dpf-{cluster}-{group}-" if group else f"dpf-{cluster}-"
 
 
 def require(library: str, needs: str, extra: str) -> None:
-    """Raise MissingExtraError, which begins with `needs`, unless a library is installed. Does not import it."""
+    """Raise MissingExtraError if `library` is not installed. Imports nothing. needs: beginning of the error's text."""
     if importlib.util.find_spec(library) is None:
         raise MissingExtraError(f"{needs}; install it with: pip install 'torch_dpflow[{extra}]'")
 
 
 def check_tcp(address: str, *, loopback: bool = True, advice: str = "") -> None:
-    """Raise OptionError for an address that workers cannot reach: not tcp, or loopback with loopback=False."""
+    """Raise OptionError if an address is not tcp, or is loopback without `loopback`. advice: text for the latter."""
     if not address.startswith("tcp://"):
         raise OptionError(f"listen={address!r}: workers connect over tcp, as at tcp://10.0.0.5:7700")
     if not loopback and is_loopback(address):
@@ -267,7 +265,7 @@ def check_tcp(address: str, *, loopback: bool = True, advice: str = "") -> None:
 
 
 def seconds_of(text: Any) -> float:
-    """Return the value of a Retry-After header, at most an hour; 0 if it is not a number."""
+    """Return the seconds in a Retry-After header, 0 to 3600; 0 if it is not a number, but a date for example."""
     try:
         return min(max(0.0, float(text)), 3600.0)
     except (TypeError, ValueError):
@@ -278,16 +276,14 @@ def line_of(text: object) -> str:
     return " ".join(str(text).split())[:600]
 
 
-#: The time over which a rate is an average, in seconds.
+#: Period over which the rate of calls is averaged, in seconds.
 PERIOD_S = 10.0
 
 
 class RateLimit:
-    """Rate limit: at most a fixed number of calls in any `PERIOD_S`, possibly all at once, as control planes count.
+    """Rate limit: at most `per_s * PERIOD_S` calls in any period of `PERIOD_S` seconds, possibly all at once.
 
-    Time is an argument. A token bucket of that size and rate would let twice the number through.
-
-    per_s: average number of calls per second, above 0. The period is longer if it would allow less than one call.
+    per_s: average number of calls per second, above 0. Below one call per `PERIOD_S`, the period is `1 / per_s`.
     """
 
     def __init__(self, per_s: float) -> None:

@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 def existing(read: Callable[[], _T], *, dry_run: bool) -> tuple[_T | None, list[str]]:
-    """Return (result of `read`, empty list); in a dry run without credentials (None, list with a line for display)."""
+    """Return (result of `read`, []), or (None, [line with the reason]) if `read` raises DeniedError in a dry run."""
     try:
         return read(), []
     except DeniedError as error:
@@ -23,10 +23,10 @@ def existing(read: Callable[[], _T], *, dry_run: bool) -> tuple[_T | None, list[
 def changes(
     place: str, there: Mapping[str, Any] | None, wanted: Mapping[str, Any], unknown: Sequence[str], *, dry_run: bool
 ) -> Iterator[str]:
-    """Yield the necessary changes as lines of text.
+    """Yield lines of text on how a function changes, or would change in a dry run. Changes nothing.
 
     place: name of the function. there: its present settings; None if it does not exist. wanted: its new settings.
-    unknown: lines from `existing`.
+    unknown: lines from `existing`, which are yielded first.
     """
     yield from unknown
     done = "created, or changed where it differs" if unknown else "created" if there is None else "changed"
@@ -37,7 +37,7 @@ def changes(
 def removal(
     place: str, read: Callable[[], object | None], delete: Callable[[], None], *, dry_run: bool
 ) -> Iterator[str]:
-    """Remove a function by `delete` if `read` does not return None; yield each step as a line of text."""
+    """Call `delete`, except in a dry run, if the result of `read` is not None; yield each step as a line of text."""
     there, unknown = existing(read, dry_run=dry_run)
     yield from unknown
     if there is None and not unknown:

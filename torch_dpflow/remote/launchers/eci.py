@@ -1,4 +1,4 @@
-"""Container groups of Elastic Container Instance that join a cluster as nodes: created, listed, removed."""
+"""Creation, listing and removal of container groups that join a cluster as nodes (Elastic Container Instance)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ PAGE = 20
 
 @dataclass(frozen=True)
 class ContainerGroup:
-    """Container group that exists, or has ended within the last hour."""
+    """Container group, as the platform lists it: live, or ended a short time ago."""
 
     id: str
     name: str
     #: The platform's name of its state, such as "Running".
     status: str
-    #: Its address in its network; empty: it has none yet.
+    #: Its IP address in the VPC; empty: it has none yet.
     address: str
     tags: Mapping[str, str]
 
@@ -59,9 +59,9 @@ class ContainerGroups(AlibabaClient):
         return alibabacloud_eci20180808
 
     def create(self, request: Mapping[str, Any]) -> str:
-        """Create a group from a request in the vendor's JSON; return its id.
+        """Create a group from a request in the vendor's JSON; return the group's id.
 
-        A request with the ClientToken of an earlier one returns the same group.
+        For a request with the ClientToken of an earlier request, the platform returns the earlier group.
         """
         given = self.package.models.CreateContainerGroupRequest().from_map({"RegionId": self.region, **request})
         what = f"{request['ContainerGroupName']} cannot be created"
@@ -69,7 +69,7 @@ class ContainerGroups(AlibabaClient):
         return id
 
     def tagged(self, key: str, value: str) -> Iterator[ContainerGroup]:
-        """Yield the groups with this tag; none if the account has no permission to list groups."""
+        """Yield the groups with this tag. The platform may return none if the permission to list groups is missing."""
         models, token = self.package.models, None
         while True:
             request = models.DescribeContainerGroupsRequest(
@@ -85,7 +85,7 @@ class ContainerGroups(AlibabaClient):
                 return
 
     def delete(self, id: str) -> None:
-        """End a group: signal it, and kill it after its grace period. Raises MissingError if it does not exist."""
+        """Request the end of a group, by force after its grace period. Raises MissingError if it does not exist."""
         request = self.package.models.DeleteContainerGroupRequest(region_id=self.region, container_group_id=id)
         self.call(f"{id} cannot be removed", "delete_container_group", request)
 
@@ -122,10 +122,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class NodeGroups:
-    """Description of container groups that are alike, each of which is a node of a cluster.
+    """Description of identical container groups, each of which runs one node of a cluster.
 
     Args:
-        cluster: name of the nodes' cluster, from `cluster_of`.
+        cluster: name of the nodes' cluster, from `cluster_of` of this module.
         address: the cluster's TCP address. count: number of groups.
         keys: content of the cluster's connection file, with the keys of services. They are never printed.
         image: image of the groups' container, in a registry that the region reaches.
@@ -133,7 +133,7 @@ class NodeGroups:
         cpu, memory_gib: size of each group, in processors and GiB, for all its workers and the samples of its shards.
         spot: whether the platform may end the groups at any time, for a lower price.
 
-    Raises OptionError if a value is invalid.
+    Raises OptionError or OptionTypeError if a value is invalid.
     """
 
     cluster: str
@@ -158,7 +158,7 @@ class NodeGroups:
             raise OptionError(f"the connection file has {len(self.keys)} bytes; a group takes {_MAX_KEY_BYTES}")
 
     def request(self, name: str, number: str) -> dict[str, Any]:
-        """Return the request for the group of node `number`, in the vendor's JSON. name: also its ClientToken."""
+        """Return the request for `create` of the group of node `number`. name: name and ClientToken of the group."""
         tags = {CLUSTER: self.cluster, NUMBER: number}
         # The user id has no home in the image: it would be /.
         environment = {"HOME": "/tmp", "USER": "dpflow"}
@@ -196,18 +196,17 @@ class NodeGroups:
 
 
 def cluster_of(server_public: str) -> str:
-    """Return the name of a cluster's groups, by its public key: 8 hexadecimal digits."""
+    """Return a cluster's name in its groups' tags: 8 hexadecimal digits. server_public: the server's public key."""
     return hashlib.sha256(server_public.encode()).hexdigest()[:8]
 
 
 def deploy(groups: ContainerGroups, wanted: NodeGroups, *, dry_run: bool = False) -> Iterator[str]:
     """Create missing groups and remove surplus groups; yield each step as a line of text.
 
-    Running groups are not changed. A dry run without credentials assumes that no group exists.
+    Groups that stay are not changed; ended groups are replaced. A dry run without credentials assumes that no group
+    exists.
 
-    Raises:
-        PlatformError: the platform rejects a call, or does not answer. Groups that were created before stay; another
-            call continues.
+    Raises PlatformError if the platform rejects a call, or does not answer. Repeat the call to continue.
     """
     found, unknown = existing(partial(_there, groups, wanted.cluster), dry_run=dry_run)
     yield from unknown
@@ -232,7 +231,7 @@ def deploy(groups: ContainerGroups, wanted: NodeGroups, *, dry_run: bool = False
 
 
 def remove(groups: ContainerGroups, cluster: str, *, dry_run: bool = False) -> Iterator[str]:
-    """Remove all groups of a cluster; yield each step as a line of text. Raises PlatformError."""
+    """Remove all groups of a cluster, or none in a dry run; yield each step as a line of text. Raises PlatformError."""
     there, unknown = existing(partial(_there, groups, cluster), dry_run=dry_run)
     if there is None:
         yield from unknown
@@ -244,7 +243,7 @@ def remove(groups: ContainerGroups, cluster: str, *, dry_run: bool = False) -> I
 
 
 def listed(groups: ContainerGroups, cluster: str) -> Iterator[str]:
-    """Yield a line of text for each group of a cluster. Raises PlatformError."""
+    """Yield a line of text for each group of a cluster, or one if there are none. Raises PlatformError."""
     there = _there(groups, cluster)
     yield from map(_line, there)
     if not there:

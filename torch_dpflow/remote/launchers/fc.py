@@ -33,22 +33,21 @@ from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
 #: How long an invocation may wait for an instance, in seconds.
 QUEUE_S = 300
-#: The vendor's client, what needs it, and the extra that installs it.
+#: Arguments of `require`: the vendor's client, what needs it, and the extra that installs it.
 REQUIRED = ("alibabacloud_fc20230330", "platform='fc' needs the vendor's client", "fc")
 #: Maximum tasks on one page of a list.
 PAGE = 100
 
 
 class FunctionControl(AlibabaClient):
-    """Client of one function. Thread-safe.
+    """Client of one function in Function Compute. Thread-safe.
 
     Args:
         region: such as "cn-hangzhou".
         endpoint: address of the control plane, `http(s)://HOST[:PORT]`; empty: the region's default.
         function: the name of the function.
 
-    Raises:
-        MissingExtraError: the vendor's client is not installed.
+    Raises MissingExtraError: the vendor's client is not installed.
     """
 
     def __init__(self, region: str, endpoint: str, function: str) -> None:
@@ -72,7 +71,7 @@ class FunctionControl(AlibabaClient):
     # --- invocations ---
 
     def invoke(self, task: str, payload: bytes, *, deadline_s: float) -> None:
-        """Invoke the function asynchronously, as a task of this id. Raises ConflictError if the task exists."""
+        """Invoke the function asynchronously; `task` is the task's id. Raises ConflictError if the task exists."""
         request = self.package.models.InvokeFunctionRequest(body=payload)
         headers = self.package.models.InvokeFunctionHeaders(x_fc_invocation_type="Async", x_fc_async_task_id=task)
         self._call(f"{task} cannot be started", "invoke_function", request, headers, answer_s=deadline_s)
@@ -84,7 +83,7 @@ class FunctionControl(AlibabaClient):
         ).body
 
     def tasks(self, prefix: str, status: str | None = None) -> Iterator[Any]:
-        """Yield the tasks whose ids begin with `prefix`, as the vendor's `AsyncTask`. status: their state, if given."""
+        """Yield the tasks whose ids have this prefix, as the vendor's `AsyncTask`. status: their state; None: any."""
         token = None
         while True:
             request = self.package.models.ListAsyncTasksRequest(
@@ -97,7 +96,7 @@ class FunctionControl(AlibabaClient):
                 return
 
     def stop_task(self, task: str) -> None:
-        """End a task by force. Raises MissingError if it does not exist, and ConflictError if it has ended."""
+        """End a task by force. Raises PlatformError, such as MissingError if the task does not exist."""
         self._call(f"{task} cannot be stopped", "stop_async_task", task, self.package.models.StopAsyncTaskRequest(), {})
 
     # --- the function ---
@@ -107,12 +106,12 @@ class FunctionControl(AlibabaClient):
         return self._call(self._about("looked at"), "get_function", self.package.models.GetFunctionRequest(), {}).body
 
     def async_config(self) -> Any:
-        """Return the function's settings of asynchronous invocations. Raises MissingError if it has none."""
+        """Return the function's settings for asynchronous invocations. Raises MissingError if it has none."""
         request = self.package.models.GetAsyncInvokeConfigRequest()
         return self._call(self._about("looked at"), "get_async_invoke_config", request, {}).body
 
     def put(self, settings: Mapping[str, Any], asynchronous: Mapping[str, Any], *, is_new: bool) -> None:
-        """Create or change the function and its settings of asynchronous calls. The mappings are the vendor's JSON."""
+        """Create (`is_new`) or change the function and its settings for asynchronous calls, in the vendor's JSON."""
         models = self.package.models
         if is_new:
             given = models.CreateFunctionInput().from_map({"functionName": self.function, **settings})
@@ -144,7 +143,7 @@ class FunctionControl(AlibabaClient):
 
 #: How long a worker may take from its start to its handshake, minimum and maximum, in seconds.
 START_S = (30.0, 300.0)
-#: How often to check all workers, in seconds: each check of one is a call.
+#: Interval between checks of all workers, in seconds. Each check of a worker is a call.
 SWEEP_S = 30.0
 #: For this number of workers and more, one list is requested instead of the state of each.
 MANY = 8
@@ -164,8 +163,9 @@ class FunctionCompute(FunctionSettings):
         max_workers: maximum number of concurrent workers of this loader or cluster; required.
         region: the function's region.
         function: the name of the function.
-        cpu, memory: CPUs and memory of each worker. Memory: "2GiB" or a number of bytes, 1 to 4 GiB for each CPU.
-        lifetime: time after which a worker is replaced, such as "1h", or a number of seconds; less than a day.
+        cpu, memory: CPUs and memory of each worker. Memory: such as "2GiB", or a number of bytes. The platform requires
+            1 to 4 GiB for each CPU.
+        lifetime: time after which a worker is replaced, such as "1h", or a number of seconds, at most 86,340.
         role: role whose permissions the workers have, such as "acs:ram::123:role/dpflow-data"; empty: none.
         vpc: VPC of the workers: `id`, `vswitches`, `security_group`; empty: no VPC.
         endpoint: address of the control plane, `https://HOST`; empty: the default of the region.
@@ -298,7 +298,7 @@ class FunctionComputeLauncher:
         return {task.task_id: task.task_id for state in _LIVE for task in self._control.tasks(prefix, state)}
 
     def close(self) -> None:
-        """Do nothing: connections belong to the vendor's client, which the whole process shares."""
+        """Do nothing: the vendor's client manages its connections itself."""
 
     def _look_at(self, name: str) -> Fate | None:
         try:

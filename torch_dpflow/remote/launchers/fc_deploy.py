@@ -1,4 +1,4 @@
-"""`dpflow deploy fc`: creates, updates and removes the function whose instances are workers."""
+"""`dpflow deploy fc`: creates, updates and removes the function whose invocations are workers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch_dpflow.remote.launchers.processes import MODULE
 COMMAND, PORT = ("python", "-m", "torch_dpflow.remote.worker.fc"), 9000
 #: How long an instance may take to import torch, in seconds, and the size of its temporary disk, in MiB: the minimum.
 INITIALIZE_S, DISK_MIB = 300, 512
-#: The platform retries nothing: the shard starts another worker.
+#: Settings of asynchronous invocations: without retries, because the shard starts another worker.
 ASYNCHRONOUS = {"asyncTask": True, "maxAsyncEventAgeInSeconds": QUEUE_S, "maxAsyncRetryAttempts": 0}
 
 
 def function_of(settings: FunctionCompute, image: str, module: str = MODULE) -> dict[str, Any]:
-    """Return the function's settings in the vendor's JSON. module: the module whose `run(launch_spec)` workers run."""
+    """Return the settings to deploy, in the vendor's JSON. module: the module whose `run(launch_spec)` workers run."""
     vpc = settings.vpc
     return {
         "description": "a worker of torch_dpflow",
@@ -61,9 +61,7 @@ def deploy(settings: FunctionCompute, image: str, *, module: str = MODULE, dry_r
         module: as in `function_of`.
         dry_run: change nothing, and yield the steps that would be taken; without credentials nothing is compared.
 
-    Raises:
-        OptionError: `image` is empty.
-        PlatformError: the platform rejects a call.
+    Raises OptionError if `image` is empty, PlatformError if the platform rejects a call, among others.
     """
     if not image:
         raise OptionError("no image: give --image REGISTRY/NAME:TAG, which `dpflow image` describes")
@@ -77,7 +75,7 @@ def deploy(settings: FunctionCompute, image: str, *, module: str = MODULE, dry_r
 
 
 def remove(settings: FunctionCompute, *, dry_run: bool = False) -> Iterator[str]:
-    """Remove the function; yield each step as a line of text. Raises PlatformError."""
+    """Remove the function; yield each step as a line of text. dry_run: as in `deploy`. Raises PlatformError."""
     control = settings.control()
     return removal(_place(settings), partial(_there, control), control.delete, dry_run=dry_run)
 

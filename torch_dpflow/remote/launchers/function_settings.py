@@ -1,4 +1,4 @@
-"""Settings that are common to platforms whose workers are invocations of a cloud function, and the answer to one."""
+"""Settings shared by platforms whose workers are invocations of a cloud function, and the answer to an invocation."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _LISTEN = (
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionSettings(ABC):
-    """Base class of the settings of a platform that calls a function for each worker, and bills it."""
+    """Base class of the settings of platforms that invoke a cloud function for each worker."""
 
     name: ClassVar[str]
     sends_code: ClassVar[bool] = True
-    #: How long an invocation may run, and how much earlier a worker must have ended, in seconds.
+    #: How long the platform lets an invocation run, and how much earlier its worker must end, in seconds.
     max_run_s: ClassVar[float]
     margin_s: ClassVar[float]
-    #: Maximum calls that one process can hold; None: it holds none.
+    #: Maximum invocations whose calls one process holds open; None: calls return before the worker ends.
     max_held: ClassVar[int | None] = None
 
     function: str = "dpflow-worker"
@@ -68,7 +68,7 @@ class FunctionSettings(ABC):
 
     @property
     def timeout_s(self) -> int:
-        """Time limit of the function, in seconds; longer than `lifetime`, after which workers exit."""
+        """Time limit of the deployed function, in seconds: `lifetime`, after which workers exit, and a margin."""
         return int(self.lifetime_s + self.margin_s)
 
     @abstractmethod
@@ -119,7 +119,7 @@ class WorkerAnswer(msgspec.Struct):
 
 
 def answer_in(text: bytes | str) -> WorkerAnswer | None:
-    """Decode an answer to an invocation; None if no worker of this package has sent it."""
+    """Decode an answer to an invocation; None if it is not that of a worker of this package."""
     with suppress(msgspec.DecodeError, RecursionError):
         data = text.encode() if isinstance(text, str) else text
         check_json(data)

@@ -36,7 +36,7 @@ from torch_dpflow.remote.launchers.processes import MODULE
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, Limits
 
-#: How much later than a worker's own lifetime its pod ends, with the time that the pod takes to start, in seconds.
+#: How much longer than its worker's lifetime a pod may exist, including its start, in seconds.
 MARGIN_S = 900.0
 #: Grace of a pod that is ended by force, in seconds: with 0 Kubernetes does not wait for its end.
 FORCED_S = 1
@@ -57,12 +57,12 @@ class Kubernetes:
         requests: resources of each pod, such as {"cpu": "1", "memory": "2Gi"}; also its limits, except for "cpu".
         node_selector: labels of the nodes on which the pods may run.
         service_account: account of the pods; empty: the namespace's default account, without a mounted token.
-        user: user id of the pods' processes; root is not needed.
+        user: user id of the pods' processes, above 0: root is not allowed.
         lifetime: time after which a worker is replaced, such as "12h", or a number of seconds.
         max_workers: maximum number of concurrent workers; 0: no limit.
         context: context of the kubeconfig; empty: the current one.
-        pod, container: additions to the spec of a pod and of its container, as Kubernetes writes it: tolerations and
-            volumes, volumeMounts and envFrom. Lists are appended to the existing ones.
+        pod, container: additions to the spec of a pod, such as tolerations, and to that of its container, such as
+            envFrom, as Kubernetes writes them. Lists are appended to the existing ones.
         price_per_hour: price of one worker for an hour, for reports.
 
     Raises:
@@ -157,7 +157,7 @@ class KubernetesLauncher:
 
     Raises:
         MissingExtraError: the client is not installed.
-        OptionError: no cluster is configured.
+        OptionError: no cluster is configured, or one on another host without https.
     """
 
     def __init__(self, settings: Kubernetes, *, module: str = MODULE) -> None:
@@ -221,7 +221,7 @@ class KubernetesLauncher:
         self._pods.delete(name, grace_s=FORCED_S)
 
     def list(self, prefix: str) -> Mapping[str, Ref]:
-        """Return the workers with this prefix; remove leftover pods of killed processes: no other process does."""
+        """Return the refs of live workers. Also removes pods that killed processes have left behind."""
         found = {pod["metadata"]["name"]: pod for pod in self._pods.list(SELECTOR)}
         with suppress(PlatformError):
             for name in [name for name, pod in found.items() if is_left(pod, time.time())]:

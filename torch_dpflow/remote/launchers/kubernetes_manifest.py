@@ -28,7 +28,7 @@ from torch_dpflow.remote.launchers.kubernetes_specs import (
     safe_pod,
 )
 
-#: The label that lets pods of jobs in; its value is the cluster's name.
+#: Label that pods of jobs need to connect to the cluster; its value is the cluster's name.
 JOBS = "dpflow-cluster"
 #: Where the coordinator, and pods with the secret for jobs, find their files.
 SETTINGS, KEYS, STATE = "/etc/dpflow", "/var/run/dpflow", "/var/lib/dpflow"
@@ -37,7 +37,7 @@ _TOML, _KEYS, CONNECTION, _URL = "dpflow.toml", "keys.json", "connection.json", 
 #: Memory of the coordinator's processes in addition to samples, in bytes: torch's code, once, and buffers.
 _OWN_BYTES = 2 << 30
 _GRACE_S = 60
-#: Where metrics are, and the live page, which only a connection from within the pod reaches.
+#: Ports of the metrics, and of the live page, which can be reached only from within the pod.
 METRICS_PORT, PAGE_PORT = 9400, 8265
 #: Lower ports are reserved for root on most networks.
 _MIN_PORT = 1024
@@ -67,7 +67,7 @@ class ClusterManifest:
         metrics_to: the namespace whose pods read metrics; empty: metrics are off.
         page: whether to serve the live page, on a port inside the pod.
 
-    Raises OptionError: a value is not allowed.
+    Raises OptionError or OptionTypeError if a value is not allowed.
     """
 
     workers: Kubernetes
@@ -143,7 +143,7 @@ class ClusterManifest:
     def objects(self, *, public: str = "") -> Iterator[dict[str, Any]]:
         """Yield all Kubernetes objects except secrets.
 
-        public: the public part of the cluster's keys, if known: the coordinator's pod is replaced when it changes.
+        public: public part of the cluster's keys; when it changes, pods with the keys are replaced. Empty: unknown.
         """
         yield self._object("v1", "ServiceAccount", automountServiceAccountToken=False)
         if not self.nodes.count:

@@ -1,4 +1,4 @@
-"""Pods that join a cluster on Kubernetes as nodes: a Deployment."""
+"""Deployment of pods that join a cluster on Kubernetes as nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NodePods:
         count: number of pods; 0: no nodes, and each worker is a pod.
         cpu, memory: resources that each pod requests, as quantities, for all its workers and the samples of its shards.
 
-    Raises OptionError: a value is not possible.
+    Raises OptionError or OptionTypeError if a value is invalid.
     """
 
     count: int = 0
@@ -52,11 +52,11 @@ class NodePods:
         account: str,
         digest: str,
     ) -> dict[str, Any]:
-        """Return the spec of a Deployment, whose pods have unique names: a new pod need not wait for an old one's end.
+        """Return the spec of the pods' Deployment.
 
         Args:
-            settings: image, user, and additions to the pods and their containers.
-            labels: labels of the pods. account: their service account.
+            settings: settings of the pods, such as the image. labels: labels of the pods.
+            account: the pods' service account.
             keys: (name of the secret with the cluster's keys and address, folder where it is mounted, name of its
                 file).
             digest: text that changes with the keys, so that the pods are replaced.

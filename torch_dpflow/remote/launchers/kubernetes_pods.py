@@ -25,7 +25,7 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.remote.launchers.contract import require, seconds_of
 
-#: The vendor's client, what needs it, and the extra that installs it.
+#: Arguments of `require`: the client, what needs it, and the extra that installs it.
 REQUIRED = ("kubernetes", "platform='kubernetes' needs its client", "kubernetes")
 #: Timeouts of a call to connect and to be answered, in seconds. A start makes two calls, and a third if an answer is
 #: lost, which together stay below `threaded_platform.DEADLINE_S`.
@@ -61,13 +61,13 @@ class Pods:
     Credentials are looked up again after a rejection.
 
     Args:
-        namespace: name of the namespace; empty: the namespace in the kubeconfig, or of this pod.
+        namespace: name of the namespace; empty: that in the kubeconfig, or this pod's, or "default" without either.
         context: context in the kubeconfig; empty: the current context, or this pod's service account if there is no
-            file.
+            kubeconfig.
 
     Raises:
         MissingExtraError: the client is not installed.
-        OptionError: no cluster is configured.
+        OptionError: no cluster is configured, or one on another host without https.
     """
 
     def __init__(self, namespace: str, context: str) -> None:
@@ -80,7 +80,7 @@ class Pods:
         self.namespace, self.host = client.namespace, client.host
 
     def create(self, body: Mapping[str, Any], *, is_trial: bool = False) -> str:
-        """Create a pod, unless a pod of this name exists, and return its uid. is_trial: only check the request."""
+        """Create a pod; return its uid, or that of an existing pod of its name. is_trial: only check the request."""
         name = body["metadata"]["name"]
         options = {"dry_run": "All"} if is_trial else {}
         with self._calling(f"{name} cannot be started") as client:

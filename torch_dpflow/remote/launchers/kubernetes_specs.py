@@ -1,4 +1,4 @@
-"""Parts that all our pods have, checks of users' additions, and the meaning of a pod's status."""
+"""Parts that the specs of all our pods share, checks of users' additions, and translation of a pod's status."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.remote.launchers.contract import Fate
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End
 
-#: The labels of all workers, also as a selector, and the label with the name of a fleet.
+#: The labels of all workers, also as a selector, and the name of the label with the fleet's name.
 LABELS = {"app.kubernetes.io/name": "dpflow-worker", "app.kubernetes.io/managed-by": "torch_dpflow"}
 SELECTOR = ",".join(f"{key}={value}" for key, value in LABELS.items())
 FLEET = "app.kubernetes.io/instance"
-#: What a process that starts workers must be allowed to do in their namespace, as rules of a Role.
+#: Permissions that a process needs to start workers in a namespace, as rules of a Role.
 RULES: Sequence[Mapping[str, Any]] = (
     {"apiGroups": [""], "resources": ["pods"], "verbs": ["create", "delete", "get", "list"]},
     {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]},
 )
-#: Grace of a pod that others end, and how often to check all workers, which is one call; in seconds.
+#: Time that a pod has to exit if Kubernetes or a user ends it; interval between checks of all workers; in seconds.
 GRACE_S, SWEEP_S = 30.0, 5.0
-#: Reasons of a waiting container that will not start by waiting.
+#: Reasons for which a container waits and that usually do not pass by themselves; its worker counts as ended.
 STUCK = (
     "ErrImagePull",
     "ImagePullBackOff",
@@ -47,7 +47,7 @@ SAFE_CONTAINER: Mapping[str, Any] = {
 }
 
 
-#: The user id has no home in the image: it would be /.
+#: Environment of our containers: their user has no home in the image.
 HOME = ({"name": "HOME", "value": "/tmp"}, {"name": "USER", "value": "dpflow"})
 
 
@@ -57,7 +57,7 @@ def field_env(name: str, path: str) -> dict[str, Any]:
 
 
 def check_quantity(name: str, text: str, *, zero: bool = False) -> None:
-    """Raise OptionError unless `text` is a quantity in Kubernetes' format. zero: whether 0 (no bound) is allowed."""
+    """Raise OptionError if `text` is no quantity in Kubernetes' format. zero: whether 0 (no bound) is allowed."""
     if not _QUANTITY.fullmatch(text) or not (zero or re.search(r"[1-9]", text)):
         raise OptionError(f"{name}={text!r:.80}: give a quantity{'' if zero else ' above 0'}, as '500m' or '2Gi'")
 
@@ -65,7 +65,7 @@ def check_quantity(name: str, text: str, *, zero: bool = False) -> None:
 def check_label(
     name: str, text: str, *, longest: int = 63, dots: bool = False, begins_with_letter: bool = False
 ) -> None:
-    """Raise OptionError unless `text` can name a Kubernetes object. dots: whether it may contain dots."""
+    """Raise OptionError if `text` cannot name a Kubernetes object. dots: whether it may contain dots."""
     parts = text.split(".") if dots else [text]
     good = len(text) <= longest and all(map(_LABEL.fullmatch, parts))
     if not good or (begins_with_letter and not text[0].isalpha()):
@@ -76,9 +76,9 @@ def check_label(
 
 
 def safe_pod(user: int) -> dict[str, Any]:
-    """Return the fields that the restricted pod security standard requires. user: id of the pod's user and group.
+    """Return a pod's security context for Kubernetes' restricted standard. user: id of the pod's user and group.
 
-    Secrets belong to root and are readable by the group.
+    The group can read the pod's secrets, which belong to root.
     """
     return {
         "runAsNonRoot": True,
@@ -94,7 +94,7 @@ def labels_of(name: str) -> dict[str, str]:
 
 
 def merged(ours: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a spec with additions: tables are merged, lists are appended, other values are replaced."""
+    """Return `ours` with the additions `given`: mappings are merged, lists are joined, other values are replaced."""
     both = {**ours}
     for key, value in given.items():
         there = both.get(key)
@@ -130,7 +130,7 @@ def fate_of(pod: Mapping[str, Any]) -> Fate:
 
 
 def is_left(pod: Mapping[str, Any], now: float) -> bool:
-    """Return whether a pod is a leftover of a killed process: it has ended, or waited too long, without being removed.
+    """Return whether a pod counts as left behind by a killed process: it ended a while ago, or waits too long to start.
 
     now: seconds since 1970. If the cluster's clock differs, a pod stays longer, or its last output is lost.
     """

@@ -1,4 +1,4 @@
-"""`dpflow deploy lambda`: creates, updates and removes the function whose instances are workers."""
+"""`dpflow deploy lambda`: creates, updates and removes the function whose invocations are workers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch_dpflow.remote.launchers.deployment import changes, existing, removal
 
 #: What the image runs: AWS's runtime client, with our handler.
 ENTRY_POINT, HANDLER = ("python", "-m", "awslambdaric"), "torch_dpflow.remote.worker.aws_lambda.handler"
-#: Timeout of a change to the function, and how often to poll, in seconds.
+#: Timeout of a change to the function, and interval at which its state is read, in seconds.
 DONE_S, ASK_S = 300.0, 1.0
-#: How long one call may take, in seconds.
+#: How long to wait for the answer to one call, in seconds.
 CALL_S = 60.0
 
 
 def function_of(settings: Lambda, handler: str = HANDLER) -> dict[str, Any]:
-    """Return the function's configuration, as arguments of AWS's client."""
+    """Return the configuration to deploy, as arguments of AWS's client. handler: as in `deploy`."""
     vpc = settings.vpc
     return {
         "Role": settings.role,
@@ -43,9 +43,8 @@ def deploy(settings: Lambda, image: str, *, dry_run: bool = False, handler: str 
         dry_run: change nothing, and yield the steps that would be taken; without credentials nothing is compared.
         handler: the function's entry point, which runs launch specs; tests replace it.
 
-    Raises:
-        OptionError: the image or the role is missing.
-        PlatformError: Lambda rejects a call.
+    Raises OptionError if the image or the role is missing, or the existing function is no container image;
+    PlatformError if Lambda rejects a call or the function is not ready in time; among others.
     """
     if not image:
         raise OptionError("no image: give --image ACCOUNT.dkr.ecr.REGION.amazonaws.com/NAME:TAG, of the same region")
@@ -78,7 +77,7 @@ def deploy(settings: Lambda, image: str, *, dry_run: bool = False, handler: str 
 
 
 def remove(settings: Lambda, *, dry_run: bool = False) -> Iterator[str]:
-    """Remove the function; yield each step as a line of text. Raises PlatformError."""
+    """Remove the function; yield each step as a line of text. dry_run, errors: as in `deploy`."""
     client = _client(settings)
 
     def delete() -> None:

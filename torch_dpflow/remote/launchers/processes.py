@@ -23,10 +23,10 @@ from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Fate, Findi
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
-#: Environment variables of a worker: its launch spec, unless that is on standard input, and its name.
+#: Environment variables of a worker: its launch spec, if that is not on standard input, and its name.
 LAUNCH_SPEC_VARIABLE, NAME_VARIABLE = "DPFLOW_LAUNCH_SPEC", "DPFLOW_WORKER_NAME"
 
-#: How long a killed process may take to end, in seconds.
+#: How long to wait for the end of a killed process, or for a new process to get its environment, in seconds.
 END_S = 5.0
 #: Errors of a start that will not succeed later either.
 _LASTING = (FileNotFoundError, PermissionError, NotADirectoryError)
@@ -43,8 +43,8 @@ class _Child:
 def take_launch_spec(file: str = "") -> bytes:
     """Return this process's launch spec, from `file` if given, else from the environment, else from standard input.
 
-    In the environment it is erased, and standard input is emptied if it is a file. `file` is not changed. Raises
-    OSError if `file` cannot be read.
+    The launch spec contains a key. It is therefore erased from the environment, and from standard input if that is a
+    file; `file` is not changed. Raises OSError if `file` cannot be read.
     """
     if file:
         return Path(file).read_bytes()
@@ -67,10 +67,10 @@ def _erase(name: str) -> None:
 
 
 class SubprocessLauncher:
-    """Launcher of workers as `python -m module`, which reads its launch spec by `take_launch_spec`.
+    """Launcher of workers as processes of this host: `python -m module`, which calls `take_launch_spec`.
 
-    A worker leads a session, and the processes that it starts are killed with it. Other launchers find it by its
-    environment, which only this user may read.
+    `stop` also kills the other processes in the worker's process group. Other launchers of this user find a worker by
+    its name in its environment.
 
     Args:
         module: the module that workers run. python: the interpreter.
@@ -230,8 +230,8 @@ def _tail(file: IO[bytes]) -> str:
 
 
 MODULE = "torch_dpflow.remote.worker"
-#: How often to check all workers if that costs next to nothing, in seconds. The end of a worker that has not connected
-#: is not noticed earlier.
+#: Interval between checks of all workers, for platforms where a check is cheap, in seconds. The end of a worker that
+#: is not suspected is noticed only then.
 LOOK_S = 2.0
 
 

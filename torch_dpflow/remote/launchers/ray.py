@@ -54,9 +54,9 @@ from torch_dpflow.remote.launchers.ray_cluster import (
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
-#: Ray's namespace of all workers: a name is unique in it, whichever process starts them.
+#: Ray namespace of all workers' actors, in which Ray refuses a second actor of the same name.
 NAMESPACE = "dpflow"
-#: Ray's unit of a fractional resource.
+#: Smallest amount of a resource that an actor can request.
 MIN_SHARE = 0.0001
 _MEMORY_ALLOWED = f"{BYTES_ALLOWED}, or their number as an int"
 _LEFT = "this process has left Ray, by ray.shutdown()"
@@ -68,10 +68,10 @@ START_S = 40.0
 class Ray:
     """`platform="ray"`: workers as actors of the Ray cluster that this process is in, or that `RAY_ADDRESS` names.
 
-    With `dpflow up --nodes`, each actor is a node of the cluster with shards and their workers.
+    With `dpflow up --nodes`, each actor runs a node of that dpflow cluster: shards and their workers.
 
     Actors are placed outside the placement group of the task or actor that starts them, such as a trial of Ray Tune, so
-    the cluster needs additional capacity. An actor ends with the process that started it.
+    the cluster needs additional capacity. A loader's actors end with the loader's process.
 
     Args:
         cpus: CPUs of each actor; fractions are allowed.
@@ -82,7 +82,7 @@ class Ray:
         runtime_env: Ray's option, for each actor. With "working_dir" or "py_modules", the user's modules are not sent.
         wait_s: seconds after which an actor counts as refused if it does not run because the cluster is full. Raise it
             for a slow `runtime_env`, and for an autoscaler, which adds nodes for waiting actors. Without an autoscaler
-            the loader fails after this time if no node can hold an actor.
+            the loader fails after this time if no node is large enough for an actor.
 
     Raises:
         OptionError: a value is out of range, or the address is malformed or an address of Ray Client (`ray://`).
@@ -178,13 +178,12 @@ class RayLauncher:
         settings: settings of the actors and the cluster.
         module: the module whose `run(launch_spec)` workers run.
         detached: whether actors outlive the process that starts them.
-        owns_process: whether to end this process if its Ray node has ended, so that the service's next process connects
-            to another node. Ray itself keeps the connection, but starts nothing.
+        owns_process: whether `start` ends this process if its Ray node has ended, so that the service's next process
+            connects to another node. Otherwise, `start` raises RejectedError then.
 
     Raises:
         MissingExtraError: Ray is not installed.
-        OptionError: this process is a Ray client, or is connected to another cluster.
-        PlatformError: the cluster cannot be reached, or rejects a call.
+        OptionError, PlatformError: see `connect`.
     """
 
     limits = Limits(

@@ -40,13 +40,13 @@ _NO_CLIENT = (
     "Ray Client (ray://) is not supported: its process is outside the cluster's network, where workers cannot call it; "
     "run the script on a node of the cluster, as with `ray job submit`"
 )
-#: The library, what needs it, and the extra that installs it.
+#: Arguments of `require`: the library, what needs it, and the extra that installs it.
 REQUIRED = ("ray", "platform='ray' needs Ray", "ray")
 _ADDRESS = re.compile(r"[^\s/]+:[0-9]{1,5}")
 _TOLERANCE = 1e-6
-#: Ray's and KubeRay's label of nodes of a cluster with node groups, to which they can add some.
+#: Label of nodes in clusters with node groups, to which Ray or KubeRay can add nodes.
 _NODE_GROUP = "ray.io/node-group"
-#: Where Ray keeps this host's latest address, also after that Ray was killed.
+#: Name, for messages, of the file with the address of this host's latest Ray cluster, even if that was killed.
 FILE = "ray_current_cluster in Ray's temporary directory"
 #: How long the cluster may take to accept a connection, in seconds.
 PROBE_S = 5.0
@@ -65,11 +65,12 @@ def check_address(address: str, name: str = "address") -> None:
 def connect(address: str) -> Any:
     """Connect to a Ray cluster and return the module `ray`.
 
-    Uses the first of these that there is: this process's connection, `address`, `RAY_ADDRESS`, this host's cluster.
+    Uses the first of these that exists: this process's connection, `address` (empty and "auto": none), `RAY_ADDRESS`,
+    this host's cluster.
 
     Raises:
         MissingExtraError: Ray is not installed.
-        OptionError: this process is a Ray client, or is connected to a cluster at another address.
+        OptionError: this process is a Ray client or is connected to another cluster, or `RAY_ADDRESS` is malformed.
         PlatformError: there is no cluster, or it rejects the connection.
     """
     require(*REQUIRED)
@@ -184,7 +185,7 @@ def _split(address: str) -> tuple[str, str]:
 
 
 def ray_error(what: str, error: Exception) -> PlatformError:
-    """Translate an error of Ray; AnswerLostError if the call may have taken effect. what: beginning of its text."""
+    """Translate an error of Ray. AnswerLostError: the call may have been executed. what: beginning of the text."""
     from ray import exceptions
 
     text = f"{what}: {_line_of(error)}"
@@ -222,7 +223,7 @@ class RayCapacity:
         )
 
     def misfit(self) -> str:
-        """Return why no node can ever hold an actor; empty if a node can, or if an autoscaler may add one that can."""
+        """Return why no node is large enough for an actor; empty if one is, or if an autoscaler may add nodes."""
         nodes = nodes_of(self._ray)
         if self.fitting() or any(_NODE_GROUP in node.get("Labels", ()) for node in nodes):
             return ""
@@ -238,7 +239,7 @@ class RayCapacity:
         return {kind: max((node["Resources"].get(kind, 0.0) for node in nodes), default=0.0) for kind in self._needs}
 
     def lacking(self) -> str:
-        """Return the resource that is too scarce now for another actor; empty if all are sufficient."""
+        """Return the name of a resource that is too scarce now for another actor; empty if none is."""
         # First what no node has at all: what others hold may be free a moment later.
         resources = (self._largest(), self._ray.available_resources())
         return next(
@@ -247,7 +248,7 @@ class RayCapacity:
         )
 
     def explain(self, kind: str, running: int, wanted: int) -> str:
-        """Return why `kind` does not suffice for the wanted number of actors, and what to do, for display."""
+        """Return a text: how many of the `wanted` actors run, how scarce the resource `kind` is, and what to do."""
         total, free = (self._ray.cluster_resources().get(kind, 0.0), self._ray.available_resources().get(kind, 0.0))
         need = self._needs[kind]
         text = f"{running} of {wanted} actors run; the cluster has {amount(kind, total)}"
@@ -286,12 +287,12 @@ class WorkerActor:
         self._idle.start()
 
     def ready(self) -> None:
-        """Return None. Ray answers this call once the actor is placed."""
+        """Do nothing: Ray answers this call once the actor runs."""
 
     def run(self, module: str, launch_spec: bytes) -> tuple[int, int, str]:
         """Run a worker until it ends; return (pid, status, output).
 
-        The status is the exit code, or minus the signal; the output is the end of standard error.
+        The status is the exit code, or minus the signal's number; the output is the end of standard error.
         """
         self._idle.cancel()
         try:
@@ -331,7 +332,10 @@ def _forward(source: IO[bytes], output: bytearray) -> None:
 
 
 def main(module: str, parent: int) -> Any:
-    """Run the worker whose launch spec is on standard input, until it or process `parent` ends; return its result."""
+    """Run the worker whose launch spec is on standard input, by `module.run`; return the exit code.
+
+    This process ends with process `parent`.
+    """
     at_parents_end(signal.SIGKILL)
     exit_with(parent)
     return import_module(module).run(take_launch_spec())

@@ -35,10 +35,10 @@ _WITH_NODES = ("ray",)
 
 
 def resolve(platform: str | PlatformSpec) -> PlatformSpec:
-    """Return a platform's settings: for a name, those in files and the environment; settings are returned unchanged.
+    """Return a platform's settings, from files and the environment if `platform` is a name, else `platform` itself.
 
     Raises:
-        OptionError: there is no platform of this name, or a setting is invalid: see `settings`.
+        OptionError: there is no platform of this name, among others: see `settings.read`.
         OptionTypeError: `platform` is neither a name nor settings.
     """
     if isinstance(platform, str):
@@ -73,9 +73,9 @@ def warn_experimental(name: str) -> None:
 
 
 def network() -> tuple[settings.Network, str]:
-    """Return the table `network` of files and the environment, and where `listen` is set, for display.
+    """Return the settings of the table `network`, and the place that sets `listen`.
 
-    Raises OptionError if a file or variable is invalid.
+    The place is a file and line, or a variable; empty if nothing sets it. Raises the errors of `settings.read`.
     """
     found = settings.read(_KINDS)["network"]
     place = found["listen"].place if "listen" in found else ""
@@ -83,9 +83,9 @@ def network() -> tuple[settings.Network, str]:
 
 
 def autoscale() -> settings.Autoscale:
-    """Return the table `autoscale` of files and the environment.
+    """Return the settings of the table `autoscale`, from files and the environment.
 
-    Raises OptionError if a file or variable is invalid, or if `min` is above `max` or given without `max`.
+    Raises the errors of `settings.read`, and OptionError if `min` is above `max` or given without `max`.
     """
     found = settings.read(_KINDS)["autoscale"]
     table = settings.Autoscale(**{key: setting.value for key, setting in found.items()})
@@ -119,20 +119,19 @@ _KINDS: dict[str, Callable[[], type[Any]]] = {
 }
 
 
-#: Timeout of a check, in seconds.
+#: Timeout of `check_reachable`, in seconds.
 CHECK_S = 120.0
 
 
 def check_reachable(platform: str, listen: str, *, nodes: bool = False) -> str:
-    """Check that a platform answers and that its workers can reach `listen`; with `nodes` return an address for them.
+    """Check, in a separate process, that a platform answers and accepts the address `listen`.
 
-    Runs in a separate process, because the platform's library may start threads or end the process. Raises the errors
-    of connecting to the platform, or OptionError if workers cannot reach `listen`.
+    nodes: whether to call `check_nodes` too, if the platform can run nodes, and return its result. Otherwise, the
+        result is empty. listen: address for workers, for `check_listen`; empty: the platform's default.
 
-    listen: the address; empty: chosen by the platform.
-    nodes: whether to check also that the platform can run nodes, and to return the address by which nodes reach this
-        host; otherwise "" is returned.
+    Raises the errors of these calls, and OptionError if the platform does not answer within `CHECK_S`.
     """
+    # The platform's library may start threads or end the process.
     command = [sys.executable, "-m", __name__, platform, listen, "nodes" if nodes else ""]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_S)

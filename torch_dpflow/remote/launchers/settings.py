@@ -1,10 +1,14 @@
-"""Settings of platforms from files and the environment, used if a platform is given by its name.
+"""Settings from files and the environment: of platforms that are given by name, the network, and autoscaling.
 
-Files, in this order; the first file with a setting decides: `dpflow.toml`, or else the table `tool.dpflow` of
-`pyproject.toml`, in the nearest directory from the current one upwards that has one; `~/.config/dpflow/config.toml`.
-`DPFLOW_CONFIG` names one file that is read in place of all of these. Variables take precedence over files:
-`DPFLOW_PLATFORM_RAY_CPUS` is `cpus` of the table `platform.ray`, `DPFLOW_NETWORK_LISTEN` is `listen` of `network`,
-`DPFLOW_AUTOSCALE_MAX` is `max` of `autoscale`.
+The first of these sources that contains a setting decides:
+
+1. environment variables: `DPFLOW_PLATFORM_RAY_CPUS` is `cpus` of the table `platform.ray`, `DPFLOW_NETWORK_LISTEN` is
+   `listen` of `network`, `DPFLOW_AUTOSCALE_MAX` is `max` of `autoscale`
+2. `dpflow.toml`, or else the table `tool.dpflow` of `pyproject.toml`, in the current directory or the nearest above it
+   that contains one of them
+3. `~/.config/dpflow/config.toml`
+
+If `DPFLOW_CONFIG` names a file, only that file is read, in place of 2 and 3.
 
 No setting is a secret: files may be committed. Credentials are looked up where the platform's own library does.
 """
@@ -28,17 +32,17 @@ from torch_dpflow._core.checks import check_int, check_tcp_address, parse_durati
 from torch_dpflow._core.decoding import converted
 from torch_dpflow.errors import MissingExtraError, OptionError, UsageError
 
-#: The variable that names the one file to read.
+#: Environment variable with the path of the only settings file to read.
 CONFIG_VARIABLE = "DPFLOW_CONFIG"
 _VARIABLE = "DPFLOW_"
-#: Maximum of `min` and `max`: that of `messages.coordinator.MAX_WORKERS`, which this layer cannot import.
+#: Maximum of `Autoscale.min` and `max`; equals `messages.coordinator.MAX_WORKERS`, which this layer cannot import.
 MAX_WORKERS = 4096
 _HEADING, _KEY = re.compile(r"\s*\[+\s*([^\]]*?)\s*\]"), re.compile(r"\s*[\"']?([\w.-]+)[\"']?\s*=")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """The table `network`. listen: the address at which a loader listens for workers; empty: the platform decides."""
+    """Settings table `network`. listen: address at which a loader listens for workers; empty: the platform decides."""
 
     listen: str = ""
 
@@ -49,10 +53,10 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Autoscale:
-    """The table `autoscale`: limits of a cluster's number of workers, as in `dpflow up --autoscale`.
+    """Settings table `autoscale`: limits of a cluster's number of workers, as in `dpflow up --autoscale`.
 
     Args:
-        min, max: limits for all flows together. max=None: the number that flows request, without autoscaling.
+        min, max: limits for all flows together. max=None: no autoscaling.
         hold: time for which a paused job, as during a validation, keeps its workers: "2m", or a number of seconds.
     """
 
@@ -108,15 +112,13 @@ class _Source:
 
 
 def read(kinds: Mapping[str, Callable[[], type[Any]]]) -> dict[str, dict[str, Setting]]:
-    """Return the settings of each table, such as `platform.ray` or `network`, by name of the setting.
+    """Return the settings in the environment and settings files: {table, such as `platform.ray`: {name: setting}}.
 
-    All tables are checked, even if only one is used.
-
-    kinds: for each table, a function that returns the dataclass of its settings.
+    kinds: for each table, a function that returns the dataclass of its settings. All tables are checked.
 
     Raises:
-        OptionError: a file cannot be read, or a file or variable has an unknown name or an invalid value.
-        MissingExtraError: a file exists, and on Python 3.10 the package that parses TOML is not installed.
+        OptionError: for example, a file cannot be read, or a file or variable has an unknown name or invalid value.
+        MissingExtraError: there is TOML to parse, and on Python 3.10 the package for that is not installed.
     """
     found: dict[str, dict[str, Setting]] = {table: {} for table in kinds}
     for source in [*_files(), _environment()]:  # from the last to decide to the first

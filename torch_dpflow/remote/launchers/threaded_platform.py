@@ -31,12 +31,12 @@ from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End
 
 #: How long a start may take, in seconds.
 DEADLINE_S = 60.0
-#: Pauses between looks at workers that are suspected or stopped, first and longest, and between looks at all workers,
-#: in seconds.
+#: First and longest pause between checks of workers that are suspected or being stopped, and pause between checks of
+#: all workers, in seconds.
 FIRST_LOOK_S, LOOK_S, SWEEP_S = 0.1, 1.0, 60.0
-#: How long a suspicion lasts, and how long a platform may take to confirm that a worker is gone, in seconds.
+#: How long a suspected worker is checked; how long a platform may take to confirm a stop, in seconds.
 SUSPECT_S, CONFIRM_S = 10.0, 10.0
-#: How long closing may take, in seconds; twice the deadline of a start if that is longer.
+#: How long closing waits until all workers have ended, in seconds; twice the deadline of a start if that is longer.
 CLOSE_S = 60.0
 #: The longest pause after a failed stop or look, in seconds.
 MAX_PAUSE_S = 10.0
@@ -66,15 +66,14 @@ class _Requested:
 
 
 class ThreadedPlatform:
-    """`RemotePlatform` around a launcher, which `close` closes.
+    """`RemotePlatform` that calls a launcher in threads, so that only `close` waits for the launcher.
 
-    One thread chooses the next call, and each call has a separate thread, so that a call that hangs delays no other. A
-    start counts as lost after `deadline_s`; the worker can then be stopped by its name. Calls of `stop` come before all
-    others, and are repeated until the platform has accepted them. Starts are never repeated.
+    A start that is not answered within `deadline_s` counts as `Answerless`. Starts are never repeated. The launcher's
+    `stop` takes precedence over other calls, and is repeated while it raises an error. `close` closes the launcher.
 
     Args:
         deadline_s: time limit of a start, in seconds.
-        sweep_s: interval between looks at all workers, in seconds.
+        sweep_s: interval between checks of all workers, in seconds.
 
     Raises DescriptorLimitError: this process has too many files open.
     """

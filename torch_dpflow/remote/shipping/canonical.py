@@ -1,8 +1,8 @@
 """Canonical form of the objects that a pickler sends: a tree of digests, equal for equal objects in any process.
 
-Objects are reduced by the pickler itself, so exactly the sent values are compared. The digests are of the reductions,
-and not of a pickle: that would contain random numbers of classes, memory addresses, line numbers, the order of sets,
-and the identity of equal strings. An object that cannot be reduced is unknown, and equal only to itself.
+By it, jobs compare the content that they send to workers. The digests are of the values to which the pickler reduces
+objects (as `__reduce__` does), and not of a pickle: that would also differ by random numbers of classes, memory
+addresses, line numbers and the order of sets. An object that cannot be reduced is unknown, and equal only to itself.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ Steps: TypeAlias = "Generator[Any, PartNode, PartNode]"
 
 
 class Walk:
-    """Walk over the objects that are sent, which computes their digests.
+    """Traversal of the objects that are sent, which computes their digests: `add` objects, then `run`.
 
     Args:
         pickler: decides how objects are reduced.
         sent_arguments: returns whether an attribute of `argparse.Namespace` is sent, by its name; None: all are.
-        bulk: digests of large values that an earlier walk has found, by id.
+        bulk: cache of the digests of large values, which another walk over the same objects can share.
     """
 
     def __init__(self, pickler: Any, *, sent_arguments: Callable[[str], bool] | None = None, bulk: Bulk) -> None:
@@ -88,7 +88,7 @@ class Walk:
         #: Finished objects by id, with the objects, so that no id is used again, and whether they can be compared.
         self._known: dict[int, tuple[Any, PartNode, bool]] = {}
         self._known_from = {"": self._known}
-        #: Modules and names to which the sent objects refer.
+        #: Modules to which the sent objects refer; names and texts in their code.
         self.modules: set[str] = set()
         self.names: set[str] = set()
         #: Whether an `argparse.Namespace` was found.
@@ -96,7 +96,7 @@ class Walk:
         #: Whether an object of an installed class, whose code is not inspected, has an `argparse.Namespace`.
         self.lends_arguments = False
         self._addresses: set[str] = set()
-        #: The folder of the module that is read. It differs in workers and other jobs, which have copies of the files.
+        #: Folder of the module whose members are digested; empty: none. Paths in it are digested relative to it.
         self.folder = ""
         #: Whether all that was digested last can be compared.
         self._is_known = True
@@ -115,14 +115,14 @@ class Walk:
         self._known = self._known_from.setdefault(folder, {})
 
     def run(self) -> None:
-        """Digest all added objects, and the objects to which they refer."""
+        """Digest all added objects, and the objects to which they refer, into `roots`."""
         while self._waiting:
             path, obj = self._waiting.popleft()
             self.roots[path] = self._digest(obj, path)
         with_aliases(self.roots, dict(sorted(self._queued.items(), key=lambda one: one[0])))
 
     def digest_apart(self, obj: Any) -> PartNode:
-        """Return the digest of an object at once. Objects to which it refers may be added, and `run` digests those."""
+        """Digest one object at once. Objects to which it refers may be added to the walk; call `run` to digest them."""
         part = self._digest(obj, "")
         part.is_known = self._is_known
         return part

@@ -1,4 +1,4 @@
-"""Archives of the user's own modules that a pickle needs, sent to workers. The archives are reproducible.
+"""Archives of the user's own modules that a pickle needs, sent to workers. Equal files give equal archives.
 
 They contain files and not pickled code. So classes keep one identity and are pickled by name, and relative and late
 imports work.
@@ -32,7 +32,7 @@ from torch_dpflow.remote.shipping.modules import (
     own_names,
 )
 
-#: Maximum bytes and files of a bundle, and maximum bytes of its archive, which names each file twice.
+#: Maximum total bytes and number of files in a bundle, and maximum bytes of its archive.
 MAX_BYTES, MAX_FILES, MAX_ARCHIVE_BYTES = 16 << 20, 5_000, 24 << 20
 #: Maximum length of a file's name in it, and of a part between slashes, in bytes.
 _MAX_NAME, _MAX_PART = 512, 255
@@ -56,9 +56,9 @@ class OwnFiles:
 
     Args:
         paths: files and directories to add, with the modules that they import.
-        is_sent: whether the files will be sent, so that size limits apply.
+        is_sent: whether the files will be sent. If not, no limits apply.
 
-    `add` and `bundle` raise OptionError if the files are too large, cannot be read or have the name of a loaded module.
+    `add` and `bundle` raise OptionError, for example if files are too large or have the name of an imported library.
     """
 
     def __init__(self, paths: Sequence[str] = (), *, is_sent: bool = True) -> None:
@@ -75,7 +75,7 @@ class OwnFiles:
         self._paths = [*paths]
 
     def add(self, modules: Iterable[str], names: Iterable[str]) -> None:
-        """Add the user's own modules among `modules` and `names` (names found in code), and their imports."""
+        """Add the user's own modules among `modules` and `names` (found in code), their imports, and `paths`."""
         for name in sorted({*modules} | own_names(names)):
             self._need(name)
         while self._paths:
@@ -227,12 +227,12 @@ def _place_of(path: str) -> str:
 def install_bundle(data: bytes, directory: str | Path) -> Path:
     """Unpack a bundle into a new directory inside `directory`, put the new one first on sys.path, and return its path.
 
-    Nothing is written before the whole bundle was checked. A bundle that was unpacked before is used again.
+    Nothing is unpacked before the whole bundle was checked. A bundle that was unpacked before is used again.
 
     Raises:
-        MessageError: `data` is not a bundle, or exceeds the limits of `OwnFiles`.
-        LifetimeError: this process has imported another module with the name of a module in the bundle.
-        UsageError: other users may write into `directory`.
+        MessageError: `data` is not a bundle, or exceeds the limits of bundles.
+        LifetimeError: this process has imported another module with the name of a top-level module in the bundle.
+        UsageError: `directory` belongs to another user, or other users can write into it.
     """
     directory = Path(directory)
     try:

@@ -20,7 +20,7 @@ _WORD = re.compile(r"[^\W\d]\w*")
 def code_digest(code: types.CodeType, names: set[str], rename: Callable[[str], str] = str) -> bytes:
     """Return the digest of code without line numbers, file and docstring; add the names in the code to `names`.
 
-    rename: returns the name that counts for a name that may contain a memory address.
+    rename: returns the name to digest in place of a name, which may contain a memory address.
     """
     if rename is str or not any(map(ADDRESS.search, (*code.co_names, *code.co_varnames))):
         digest, used = _code(code)
@@ -65,13 +65,13 @@ def _reads_first(code: types.CodeType) -> bool:
 
 
 def names_in_code(code: types.CodeType) -> frozenset[str]:
-    """Return the names and texts in a code object, and in code objects inside it."""
+    """Return `co_names`, `co_freevars` and string constants, except functions' docstrings, of code and inner code."""
     return _code(code)[1]
 
 
 @functools.lru_cache(maxsize=1 << 10)
 def names_in_texts(code: types.CodeType) -> frozenset[str]:
-    """Return the words within the names and texts in a code object, because the code can evaluate texts."""
+    """Return the words in `names_in_code(code)`: with `eval`, the code can read variables that its texts name."""
     return frozenset(word for text in names_in_code(code) for word in _WORD.findall(text))
 
 

@@ -29,7 +29,7 @@ _RELEASE = re.compile(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?")
 
 
 def versions_here() -> dict[str, str]:
-    """Return the installed versions of Python, of this package and of the libraries that make samples."""
+    """Return the versions of Python, this package and installed libraries that affect pickles or samples, by name."""
     found = {"python": platform.python_version(), "torch_dpflow": __version__}
     for name, distribution in _COMPARED.items():
         version = version_of(distribution)
@@ -61,7 +61,7 @@ def unfit(worker: Mapping[str, str], here: Mapping[str, str]) -> str:
 
 
 def warnings_of(worker: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
-    """Return texts about version differences that may change the samples of a compatible worker."""
+    """Return texts about version differences that may change samples, for a worker that `unfit` accepts."""
     found = []
     for name in _OF_SAMPLES:
         there, own = worker.get(name), here.get(name)
@@ -74,13 +74,13 @@ def warnings_of(worker: Mapping[str, str], here: Mapping[str, str]) -> list[str]
 
 
 def required_modules(pickled: bytes) -> frozenset[str]:
-    """Return the modules that unpickling imports, without the standard library. Raises MessageError."""
+    """Return the modules that a pickle names, except the script and standard ones. Raises MessageError if invalid."""
     names = modules_in(pickled)
     return frozenset(name for name in names if name.partition(".")[0] not in sys.stdlib_module_names)
 
 
 def missing_modules(names: Iterable[str]) -> list[str]:
-    """Return the modules that cannot be imported here. Parents are imported only if necessary."""
+    """Return which of these modules, or of those that their packages import, are missing here. May import packages."""
     found: set[str] = set()
     for name in names:
         if find_spec(name) is None:
@@ -90,11 +90,8 @@ def missing_modules(names: Iterable[str]) -> list[str]:
 
 @cache
 def distributions_of_modules() -> Mapping[str, list[str]]:
-    """Return the names of the installed distributions that contain each top-level module.
-
-    The mapping of `importlib.metadata` leaves out distributions without a `top_level.txt`: before Python 3.11
-    all of them, such as numpy, and in 3.11 distributions that consist of one extension module.
-    """
+    """Return, by top-level module, the names of the installed distributions that contain it."""
+    # The mapping of `importlib.metadata` leaves out some distributions, such as numpy before Python 3.11.
     found: dict[str, set[str]] = {}
     for distribution in importlib.metadata.distributions():
         name = str(distribution.metadata["Name"])
@@ -108,7 +105,7 @@ def distributions_of_modules() -> Mapping[str, list[str]]:
 
 
 def missing_text(names: Iterable[str]) -> str:
-    """Return the error text for modules that workers lack, with advice; call it where the modules are installed."""
+    """Return the error text for modules that workers lack, with advice based on what is installed here."""
     distributions = distributions_of_modules()
     tops = dict.fromkeys(name.partition(".")[0] for name in sorted(set(names)))
     pinned, own, unknown = [], [], []

@@ -1,4 +1,4 @@
-"""Identity of a flow's content: everything that is sent to its workers, as named parts."""
+"""Identity of a flow's content: digests, by named parts, of everything that is sent to its workers."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ Members: TypeAlias = dict[str, dict[str, tuple[PartNode, Any]]]
 
 @dataclass(frozen=True)
 class ContentIdentity:
-    """Identity of the content that a job sends, for comparison with that of other jobs; and data for the pickler."""
+    """Identity of the content that a job sends, to be compared with other jobs', and what pickling it needs."""
 
     parts: dict[str, PartDigest]
     #: Patterns of parts that do not count.
     ignore: tuple[str, ...]
-    #: The user's own modules; None if there are none, or if they were not looked for.
+    #: The user's own modules; None if there are none, or if they are not sent.
     bundle: CodeBundle | None = field(default=None, repr=False)
     #: Names of the attributes of `argparse.Namespace` that are sent; None: all.
     sent_arguments: frozenset[str] | None = None
-    #: What workers are sent of own modules, in addition to their files.
+    #: State of own modules that workers are sent in addition to the files.
     state: OwnState = field(default_factory=OwnState, repr=False)
-    #: Own modules as files, the own modules that workers can import, and the parts of installed packages.
+    #: Definitions in own modules' files; names of own modules that the content can import; parts of installed packages.
     own: OwnCode = field(default=OwnCode({}, {}), repr=False)
     reached: frozenset[str] = frozenset()
     packages: Mapping[str, PartNode] = field(default_factory=dict, repr=False)
-    #: By module, functions that need not be compared again as long as they have not changed.
+    #: By module, functions that equal its file's definitions, so that the next comparison can skip them.
     settled: dict[str, Settled] = field(default_factory=dict, repr=False)
 
 
@@ -71,12 +71,12 @@ def identify(
 
     Args:
         roots: the objects to send, by name.
-        ignore: patterns of the paths of parts to leave out; None: no patterns. Unless this is an empty list, attributes
-            of an `argparse.Namespace` whose names appear nowhere in the code are neither compared nor sent.
+        ignore: patterns of the paths of parts to leave out; None: no patterns. Unless it is an empty list, attributes
+            of an `argparse.Namespace` that the code can be shown not to read are left out too, and not sent.
         code: which of the user's own modules are sent, as in `LoaderOptions`.
-        like: an earlier identity, whose files and installed packages are not read again.
+        like: an earlier identity of this job; everything except `parts` is taken from it.
 
-    Raises OptionError if the user's own modules are too large.
+    Raises OptionError if the user's own modules are too large, among others.
     """
     with script_by_value(), keys_left_out():
         return _identify(roots, ignore, code, like)
@@ -119,7 +119,7 @@ def _identify(
 def own_content(roots: Mapping[str, Any], code: Code) -> tuple[bytes, OwnState]:
     """Return (archive of own modules, state to set after their import) for the workers of a private loader.
 
-    roots, code: as in `identify`. Raises OptionError if the user's own modules are too large.
+    The archive is empty if no modules are sent. roots, code, errors: as in `identify`.
     """
     with script_by_value():
         walk = _walk(roots, Bulk(), None)
@@ -251,8 +251,8 @@ def _canonical(pattern: str) -> str:
 def fingerprint(obj: Any) -> str:
     """Return a digest of an object and of the code to which it refers, as 32 hexadecimal digits.
 
-    The digest of an equal object with equal code is the same in every process. An object that cannot be compared
-    equals only itself.
+    It is the same for equal objects in all processes with equal code, package versions and current directory. An
+    object that cannot be compared equals only itself.
     """
     parts = identify({"object": obj}, ignore=()).parts
     pieces = (f"{path} {part.digest} {part.optional}".encode(errors="replace") for path, part in sorted(parts.items()))

@@ -1,4 +1,4 @@
-"""Pickles of the content that workers load: with the script's code, without storage keys, within a size limit.
+"""Pickles of the content that workers load: with the script's code, without storage credentials, within a size limit.
 
 cloudpickle includes the code of a script's, or a notebook's, classes. But a sample is pickled with the names of its
 classes, and pickle looks up these names when it writes and when it reads. So a worker puts the script's classes into
@@ -70,10 +70,10 @@ class Output(Protocol):
 
 
 class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickler, used only by its method `pack`. It collects in `own` the script's classes and functions that it pickles.
+    """Pickler that also collects the script's classes and functions, in `own`. Call `pack`, not `dump`.
 
-    An object whose `__reduce__` calls cloudpickle for its parts would hide these from this pickler. Its class therefore
-    also defines `__reduce_by_value__`, which this pickler calls instead. sent_arguments, replaced: as in `pack`.
+    A class whose `__reduce__` calls cloudpickle would hide its parts from this pickler. It must therefore also define
+    `__reduce_by_value__`, which this pickler calls instead. sent_arguments, replaced: as in the function `pack`.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 @contextmanager
 def script_by_value() -> Iterator[None]:
-    """Pickle the script's module by value during the body, even in a spawned process, where it is not `__main__`."""
+    """Pickle the script's module by value during the body, even if it is `__mp_main__`, as in a spawned process."""
     main = sys.modules["__main__"]
     if main.__name__ in ("__main__", *cloudpickle.list_registry_pickle_by_value()):
         yield
@@ -154,7 +154,7 @@ def _put(value: Any, name: str, own: Mapping[str, Any]) -> None:
         setattr(holder, last, value)
 
 
-#: Maximum bytes that a worker is sent by default.
+#: Default maximum of a load spec's pickle, in bytes.
 MAX_CONTENT_BYTES = 256 << 20
 #: The user's parts of a load spec.
 _PARTS = ("dataset", "collate_fn", "worker_init_fn")
@@ -205,15 +205,15 @@ def can_pack(obj: Any, limit: int, replaced: Collection[int] = ()) -> bool:
 
 
 def unpack_load_spec(packed: bytes | memoryview) -> Any:
-    """Unpickle a `LoadSpec`; the script's classes and functions are in this process's `__main__` afterwards.
+    """Return the `LoadSpec` that `pack_load_spec` pickled, or (before, spec) if that was called with `before`.
 
-    Raises whatever unpickling raises: ModuleNotFoundError if a module is missing here.
+    Defines the script's classes here, as `unpack` does. Raises any error of unpickling, such as ModuleNotFoundError.
     """
     return unpack(io.BytesIO(packed))
 
 
 def keys_left_out() -> AbstractContextManager[None]:
-    """Leave keys of storages out of pickles during the body: they differ between jobs that read the same data."""
+    """Leave storage credentials out of pickles during the body: jobs that read the same data may differ in them."""
     module = sys.modules.get("torch_dpflow.datasets.storage.credentials")
     return nullcontext() if module is None else module.leave_out_keys()
 
@@ -349,7 +349,7 @@ def code_in(content: IO[bytes]) -> bytes:
 def split_content(content: memoryview) -> tuple[memoryview, memoryview]:
     """Split a flow's content into (pickle, archive of modules).
 
-    Raises MessageError if the content was packed for workers on the cluster's own host.
+    Raises MessageError if it was not made by `join_content`, for example if it is for workers on the cluster's host.
     """
     if content.nbytes >= _END.size:
         length, mark = _END.unpack(content[-_END.size :])

@@ -1,4 +1,4 @@
-"""Check in a worker that its modules have the same members as in the script's process; other members are set."""
+"""Comparison, in a worker, of own modules with those in the script's process; members that differ are set."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from torch_dpflow.workers.script_settings import ScriptSettings
 
 
 class Beginning:
-    """First part of a pickle, before everything that needs own modules. Unpickling it begins the checks.
+    """First part of a pickle, which prepares a worker for the parts that need own modules.
 
-    Settings are applied first, because modules can compute with them. Then members that the script has set are set: in
-    loaded modules at once, and in all others after their import. Unpickling raises UsageError if a module has a
-    different value that was not sent, or that was not compared between jobs.
+    Unpickling it applies the script's settings, which modules can read at their import. Then it sets the members that
+    differ from the script's: in loaded modules at once, and in others after their import. Unpickling and these imports
+    raise UsageError if a module has a different value that was not sent, or that was not compared between jobs.
     """
 
     def __init__(self, settings: ScriptSettings | None, state: OwnState) -> None:
@@ -66,7 +66,7 @@ def _begin(settings: ScriptSettings | None, state: OwnState) -> Beginning:
 
 
 def guard_script(state: OwnState) -> None:
-    """Make code raise UsageError if it reads an unsent variable of the script in an indirect way, not by its name."""
+    """Make reading an unsent variable of the script, as an attribute of its module or by `eval`, raise UsageError."""
     set_script_variables(state.script)
     script = sys.modules["__main__"]
     if type(script) in (types.ModuleType, ScriptModule):
@@ -75,9 +75,9 @@ def guard_script(state: OwnState) -> None:
 
 
 class ScriptModule(types.ModuleType):
-    """The script's module in a worker.
+    """The script's module in a worker, with only the variables that were sent.
 
-    It has what was sent. Reading a variable that was not sent, or listing all variables, raises UsageError.
+    Reading a variable that was not sent, or listing all variables, raises UsageError.
     """
 
     def __getattribute__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Members of modules: variables, and the parts of functions and classes, each with a function that sets it.
+"""Members of modules: variables, and the parts of functions and classes, with functions that set them.
 
 Functions that equal their file's definition are settled: they need not be compared again until they change.
 """
@@ -38,7 +38,7 @@ class Deleted:
 class Codes(NamedTuple):
     """Code of a member's functions that differs from the code in the file: set by the script or rewritten by pytest."""
 
-    #: As in `ModuleMember.value`.
+    #: Kind of the functions, the first element of `ModuleMember.value`.
     kind: str
     codes: tuple[types.CodeType, ...]
 
@@ -50,9 +50,9 @@ class Replaced(NamedTuple):
 
 
 class ModuleMember(NamedTuple):
-    """Member of a module. put: sets its value; None: it cannot be set.
+    """Member of a module. put: function that sets its value; None: it cannot be set.
 
-    kind: empty for a variable; otherwise the kind of `definition`, of which `value` has the compared parts.
+    kind: empty for a variable. Otherwise the kind of `definition`, such as "class"; `value` has the parts to compare.
     """
 
     value: Any
@@ -61,7 +61,7 @@ class ModuleMember(NamedTuple):
     definition: Any = None
 
 
-#: By path.
+#: Members of a module by their paths, such as `.Crops.resize`.
 ModuleMembers: TypeAlias = Mapping[str, ModuleMember]
 #: Stands for a function that is as its file defines it.
 AS_FILE = ModuleMember(None, None, SETTLED)
@@ -73,7 +73,7 @@ def members_of(
 ) -> Iterator[tuple[str, ModuleMember]]:
     """Yield (path, member) for a module's variables, and for the parts of its functions and classes.
 
-    settled: functions known to equal the file's definitions, by path; each is yielded as one member.
+    settled: functions known to equal the file's definitions, by path; for each, `AS_FILE` is yielded.
     """
     if not isinstance(module, types.ModuleType):  # an object in the place of the module
         yield "", ModuleMember(module, None, "object")
@@ -151,7 +151,7 @@ def functions_of(value: Any) -> list[Any]:
 
 
 def inner_functions(value: Any) -> list[tuple[str, types.FunctionType]]:
-    """Return (suffix in the paths of its attributes, function) for each function in `functions_of(value)`."""
+    """Return (suffix in the paths of its attributes, such as ".fget"; function) for each of `functions_of(value)`."""
     functions = functions_of(value)
     if isinstance(value, property):
         return [(f".{name}", one) for name in ("fget", "fset", "fdel") if (one := getattr(value, name)) is not None]
@@ -194,7 +194,8 @@ def _parts_of_function(path: str, inner: str, function: types.FunctionType) -> I
 def set_attribute(holder: Any, name: str, value: Any) -> None:
     """Set an attribute, or delete it if the value is `Deleted`.
 
-    A container or a plain object is filled in place, because other objects may refer to it.
+    If both values are dicts, lists, sets or plain objects of one type, the present one is filled with the new content,
+    because other objects may refer to it.
     """
     present = vars(holder).get(name)
     if value is Deleted:
@@ -244,20 +245,20 @@ _IMMUTABLE = ATOMS - {bytearray}
 
 
 class Settled(NamedTuple):
-    """Functions of one module that equal its file's definitions, with everything from which this was determined."""
+    """Record that functions of a module equal its file's definitions, with the inputs of that comparison."""
 
     module: Any
     source: OwnSource
-    #: By path.
+    #: The functions, by path.
     functions: Mapping[str, types.FunctionType]
-    #: What the functions consist of.
+    #: Objects of which the functions consist; a function has changed if one was replaced.
     parts: list[Any]
     #: Annotations with their values: what they evaluate to depends on the module's variables.
     annotations: list[tuple[Annotation, Any]]
 
     @classmethod
     def of(cls, module: Any, source: OwnSource, members: ModuleMembers, others: Collection[str]) -> Settled:
-        """Return the functions of a module that equal its file's definitions.
+        """Return the record for the functions of a module that equal its file's definitions.
 
         Args:
             source: definitions in the module's file.
@@ -279,7 +280,7 @@ class Settled(NamedTuple):
         return cls(module, source, functions, _parts_of(module, functions.values()), [*annotations.values()])
 
     def holds(self, module: Any, source: OwnSource) -> bool:
-        """Return whether everything from which the functions were found to be settled is unchanged."""
+        """Return whether the functions still equal their definitions: no input of the comparison has changed."""
         if module is not self.module or source is not self.source:
             return False
         parts = _parts_of(module, self.functions.values())

@@ -17,7 +17,7 @@ from torch_dpflow.remote.shipping.code_digest import code_digest
 from torch_dpflow.remote.shipping.modules import imports_of, resolve
 from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, text_of
 
-#: Stands for a value that the file computes.
+#: Marker for a value that the file computes, in place of a literal.
 COMPUTED = object()
 #: Names by which code imports modules whose names it computes.
 _IMPORTERS = frozenset(["import_module", "__import__", "pkgutil"])
@@ -31,11 +31,11 @@ class OwnSource:
     part: PartNode = field(default_factory=lambda: PartNode(b"", "code"))
     #: Names and texts in the code.
     names: set[str] = field(default_factory=set)
-    #: Modules that it imports, dotted.
+    #: Dotted names of the modules that it imports.
     imports: frozenset[str] = frozenset()
     #: Values of variables and of defaults; `COMPUTED` if they are not literals.
     literals: dict[str, Any] = field(default_factory=dict)
-    #: Modules and names, empty for a module itself, that variables are imported from.
+    #: By variable, the module and the name that it is imported from; the name is empty if it is the module itself.
     imported: dict[str, tuple[str, str]] = field(default_factory=dict)
     #: Modules of which all names are imported.
     stars: list[str] = field(default_factory=list)
@@ -56,7 +56,7 @@ class OwnSource:
 class Annotation(NamedTuple):
     """Annotation in the source text of a file."""
 
-    #: By `ast.dump`.
+    #: Its expression, printed by `ast.dump`.
     text: str
     #: Its compiled expression; None if evaluating the expression can do more than read names.
     code: types.CodeType | None
@@ -100,7 +100,7 @@ class OwnCode(NamedTuple):
     sources: Mapping[str, OwnSource]
 
     def reached(self, modules: Iterable[str], names: Iterable[str]) -> frozenset[str]:
-        """Return the own modules that code can import if it contains these names and reads these modules."""
+        """Return the own modules that code can import, directly or not, if it contains `names` and uses `modules`."""
         used = set(names)
         waiting = [*modules, *(one for one in self.sources if used.issuperset(one.split(".")))]
         found: set[str] = set()
@@ -135,7 +135,7 @@ def own_code(archive: bytes) -> OwnCode:
 
 @functools.lru_cache(maxsize=4096)
 def parsed(content: bytes, package: str) -> OwnSource:
-    """Return the definitions in a module's source. package: the package from which relative imports start."""
+    """Return the definitions in a module's source, as far as it can be parsed. package: base of relative imports."""
     found = OwnSource(imports=frozenset(imports_of(content, package)))
     try:
         tree = _without_lines(ast.parse(content))

@@ -47,11 +47,11 @@ _KINDS = frozenset(["function", "property", "staticmethod", "classmethod", "cach
 
 
 class NotSent:
-    """Marker for a value that is too large to be sent, or that cannot be pickled."""
+    """Marker for a value that is only compared, for example because it is too large to be sent."""
 
 
 class SetMember(NamedTuple):
-    """Member that is compared by its value. digest: digest of the value; empty if it cannot be compared."""
+    """Member that workers compare by `digest`, if not empty, and set to `value` if it differs and is not `NotSent`."""
 
     digest: bytes
     value: Any
@@ -61,17 +61,17 @@ class SetMember(NamedTuple):
 class OwnState:
     """State of own modules that is sent to workers, in addition to their files."""
 
-    #: By module and path.
+    #: Members to compare or to set, by module and path.
     members: Mapping[str, Mapping[str, SetMember]] = field(default_factory=dict)
-    #: Own modules that were not compared.
+    #: Own modules that were not compared, because no code that is sent imports them by name.
     others: frozenset[str] = frozenset()
     #: Names of the script's variables.
     script: frozenset[str] = frozenset()
     #: Patterns of parts that do not count; None for a private loader, which has none.
     ignore: Sequence[str] | None = ()
-    #: By path, the first path of the same object.
+    #: By path of a member, the path of the first member that is the same object.
     shared: Mapping[str, str] = field(default_factory=dict)
-    #: Names by which the script has put modules into `sys.modules`, and what they are.
+    #: By a name under which the script has put an object into `sys.modules`, a description of the object.
     placed: Mapping[str, str] = field(default_factory=dict)
 
     def replaced(self) -> frozenset[int]:
@@ -79,17 +79,17 @@ class OwnState:
         return _ids_of_replaced(one.value for of in self.members.values() for one in of.values())
 
     def unknown(self) -> list[str]:
-        """Return the members that cannot be compared. In workers they have the values that importing gives."""
+        """Return the paths of members that cannot be compared; in workers they keep the values from the import."""
         return [f"{name}{path}" for name, of in self.members.items() for path, one in of.items() if not one.digest]
 
 
 def set_members(
     walk: Walk, code: OwnCode, modules: Collection[str], settled: dict[str, Settled]
 ) -> dict[str, dict[str, tuple[PartNode, Any]]]:
-    """Return (digest, value to send) of members of loaded modules that do not provably equal the files' definitions.
+    """Return {module: {path: (part, value to send)}} of members that do not provably equal the files' definitions.
 
-    modules: names of own modules. settled: the `Settled` of each module from an earlier call, which this call updates.
-    The result is by module and path.
+    modules: names of own modules; only loaded ones are read. settled: the `Settled` of each module from an earlier
+    call, with which unchanged functions are skipped; this call updates it.
     """
     found, members = {}, dict[str, ModuleMembers]()
     for name in sorted(modules & sys.modules.keys()):
@@ -107,12 +107,12 @@ def set_members(
     return found
 
 
-#: Ends the path of a member that is the object of another member.
+#: Ends the path of an entry that records that a member is the same object as another member.
 SAME = "(is)"
 
 
 def shared_members(modules: Mapping[str, ModuleMembers]) -> dict[tuple[str, str], tuple[str, str]]:
-    """Return, for each member whose object is also an earlier member, the earlier one. Members are (module, path)."""
+    """Return {(module, path) of a member: (module, path) of the first member that is the same mutable object}."""
     first: dict[int, tuple[str, str]] = {}
     found = {}
     for name, members in modules.items():
@@ -130,7 +130,7 @@ def own_state(
     others: frozenset[str],
     ignore: Sequence[str] | None,
 ) -> OwnState:
-    """Return the state to send. members: from `set_members`. own: all own modules. others: those not compared."""
+    """Return the state to send. members: from `set_members`. own: all own modules. others, ignore: as in `OwnState`."""
     sent = {}
     replaced = _ids_of_replaced(value for of in members.values() for _, value in of.values())
     for name, of in members.items():
@@ -158,7 +158,7 @@ def _ids_of_replaced(values: Iterable[Any]) -> frozenset[int]:
 def members_not_as_file(
     walk: Walk, name: str, module: types.ModuleType, source: OwnSource, members: ModuleMembers
 ) -> dict[str, tuple[PartNode, Any]]:
-    """Return (digest, value to send) by path of the `members` that do not provably equal the file's definitions."""
+    """Return {path: (part, value to send)} of what does not provably equal the file's definitions, or is missing."""
     found = {}
     walk.read_from(_folder_of(name, module))
     for path, member in members.items():
@@ -204,7 +204,7 @@ def _unnamed(function: types.FunctionType) -> types.FunctionType:
 
 
 def placed_modules(own: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield (name, description) of each object that the script has put into `sys.modules` under a different name.
+    """Yield (name, description) of objects that the script has put into `sys.modules` under a different name.
 
     own: own modules, whose files workers have.
     """
@@ -257,7 +257,10 @@ def origins(path: str, source: OwnSource) -> list[tuple[str, str]]:
 
 
 def imported(module: str, name: str) -> Any:
-    """Return the present value of an imported name; `COMPUTED` if there is no such module or name."""
+    """Return the value of a loaded module's variable `name`, or else its loaded submodule of this name.
+
+    If there is neither, return `COMPUTED`. For an empty name, return the module; None if it is not loaded.
+    """
     loaded = sys.modules.get(module)
     if not name:
         return loaded
@@ -366,5 +369,5 @@ def _register(holder: Any, classes: set[type]) -> None:
         holder.register(one)
 
 
-#: Functions that set the members whose paths end so, called with the class or module and the value.
+#: By the end of a path, the function that sets such members; called with the class or module and the value.
 SPECIAL: Mapping[str, Callable[[Any, Any], object]] = {_ORDER: _put_in_order, _REGISTERED: _register}

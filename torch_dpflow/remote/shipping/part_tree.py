@@ -23,7 +23,7 @@ _LOGIN = re.compile(r"://.*[@?]")
 
 
 class PartNode:
-    """Node for one object: its digest, and the nodes of its parts, by the suffix that names each, such as `.lr`."""
+    """Node of one object in the tree: its digest, and the nodes of its parts by their suffixes, such as `.lr`."""
 
     __slots__ = ("digest", "is_known", "optional", "own", "parts", "text")
 
@@ -55,7 +55,7 @@ def whole(part: PartNode) -> bytes:
 
 
 def digest_of(*pieces: bytes | memoryview) -> bytes:
-    """Return the digest of a sequence of pieces. The same bytes in different pieces have a different digest."""
+    """Return the digest (8 bytes) of pieces of bytes. It depends on where one piece ends and the next begins."""
     found = hashlib.sha256()
     for piece in pieces:
         found.update(len(piece).to_bytes(8, "little"))
@@ -64,13 +64,13 @@ def digest_of(*pieces: bytes | memoryview) -> bytes:
 
 
 def order_of(names: Iterable[str]) -> dict[str, PartNode]:
-    """Return a part for the order of attributes, because code can depend on it; empty for fewer than two."""
+    """Return {".(order)": part} for the order of attributes, on which code can depend; empty for fewer than two."""
     order = repr([*names]).encode(errors="replace")
     return {".(order)": PartNode(digest_of(order), "order of attributes")} if b"," in order else {}
 
 
 def with_aliases(parts: dict[str, PartNode], named: Mapping[str, Any]) -> dict[str, PartNode]:
-    """Return the parts. If a part's mutable object also has an earlier name in `named`, the part records that name."""
+    """Change and return `parts`: if names share a mutable object in `named`, the later parts record the first name."""
     names = [*named]
     for at, first in repeated(named.values()).items():
         part, name = parts[names[at]], names[first]
@@ -110,7 +110,7 @@ def shown_text(path: str, part: PartNode) -> str:
 
 
 def text_of(obj: Any) -> str:
-    """Return a text for messages: a short value itself, or the number of entries."""
+    """Return a text for messages: a short value itself, or the number of entries, or the type."""
     kind = type(obj)
     if kind in ATOMS:
         text = repr(obj) if kind is not str or len(obj) <= _MAX_TEXT else "text"
@@ -135,7 +135,7 @@ _strange: dict[int, tuple[Any, bytes]] = {}
 
 
 def unknown(obj: Any) -> PartNode:
-    """Return a part for an object that cannot be reduced. It equals only the part of the same object."""
+    """Return a part for an object that cannot be reduced. It equals no part of another object."""
     if len(_strange) >= 1024:
         _strange.clear()
     _, token = _strange.setdefault(id(obj), (obj, secrets.token_bytes(8)))
@@ -145,10 +145,11 @@ def unknown(obj: Any) -> PartNode:
 def flatten(
     roots: Mapping[str, PartNode], limit: int, is_ignored: Callable[[str], bool], max_path: int
 ) -> dict[str, PartNode]:
-    """Return the parts by their paths of up to `max_path` characters, at most `limit` parts, without ignored parts.
+    """Return the tree as one mapping of paths to parts, without ignored parts.
 
-    If the inner parts of a part are listed too, the part has `parts`, and its digest leaves out ignored parts. The
-    digests of all other parts include their inner parts.
+    If the inner parts of a part are listed too, the part has `parts`, and its digest leaves out ignored parts. They are
+    not listed if there would be more than `limit` parts, paths of more than `max_path` characters, or two parts of one
+    path. The part's digest then includes ignored parts.
     """
     listed: dict[str, PartNode] = {}
     waiting: deque[tuple[str, PartNode]] = deque()
@@ -178,7 +179,7 @@ def flatten(
 def merged(part: PartNode, inside: Mapping[str, PartNode]) -> PartNode:
     """Return `part` with the parts `inside` added, by paths such as `.Crops.resize(size)`.
 
-    If there is a part at a path already, both count.
+    A path that has a part already gets one that combines both, by `of_both`.
     """
     parts = dict(part.parts or {})
     below: dict[str, dict[str, PartNode]] = {}

@@ -1,4 +1,4 @@
-"""Parts of the pickler's reductions of classes, functions and objects."""
+"""Helpers that describe how pickle and cloudpickle reduce classes, functions and objects."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ NO_MEMBERS = frozenset(
         "__annotate_func__",
     ]
 )
-#: Ends the path of the entries of a container that is pickled by its name.
+#: Last name in the path of the entries of a container that is pickled by its name.
 ENTRIES = "(entries)"
-#: Names of the arguments by which cloudpickle makes a class.
+#: By cloudpickle's function that makes a class, the names of its arguments.
 CLASS_ARGUMENTS = {
     "_make_skeleton_class": ("type_constructor", "name", "bases", "type_kwargs"),
     "_make_skeleton_enum": ("bases", "name", "qualname", "members"),
@@ -44,14 +44,14 @@ CLASS_ARGUMENTS = {
 
 
 def is_split(obj: Any, state: Any) -> bool:
-    """Return whether `state` is the state of an object with slots, which pickle sets without a method of the class."""
+    """Return whether `state` is a pair (attributes, slots), which pickle sets without calling `__setstate__`."""
     if hasattr(type(obj), "__setstate__"):
         return False
     return type(state) is tuple and len(state) == 2 and all(type(one) in (dict, types.NoneType) for one in state)
 
 
 def is_its_dict(value: Any) -> bool:
-    """Return whether an object is pickled only as its `__dict__`."""
+    """Return whether an object is pickled only as its `__dict__`, which is not empty."""
     try:
         _, arguments, *state = value.__reduce_ex__(4)[:3]
         return bool(vars(value)) and len(arguments) == 1 and state == [vars(value)] and not isinstance(value, type)
@@ -79,9 +79,9 @@ def slots_of(obj: Any) -> dict[str, Any]:
 
 
 def attributes_of_named(obj: Any, module: str, name: str) -> dict[str, Any] | None:
-    """Return the attributes of an object that is pickled by this name, such as a function under cachetools; else None.
+    """Return the attributes of an object that pickle sends as just this name in the module; None for other objects.
 
-    The entries of a container count as one further attribute.
+    Functions decorated by cachetools are such objects. A dict, list or set also gets the attribute `ENTRIES`.
     """
     kind = type(obj)
     if not reduces_itself(kind) or not isinstance(kind.__reduce__, types.FunctionType):
@@ -99,7 +99,7 @@ def attributes_of_named(obj: Any, module: str, name: str) -> dict[str, Any] | No
 
 
 def is_derived(kind: type, name: str, value: Any) -> bool:
-    """Return whether a member of a class follows from its bases: `typing.Protocol` sets `__init__` at its first use."""
+    """Return whether a member is the inherited `__init__` that `typing.Protocol` sets when a class is first used."""
     if name != "__init__" or typing.Protocol not in kind.__mro__:
         return False
     inits = [vars(base)[name] for base in kind.__mro__[1:] if name in vars(base)]
@@ -123,7 +123,7 @@ def content_of_cell(cell: types.CellType) -> Any:
 
 
 def root_of(obj: Any) -> str | None:
-    """Return the dotted name of a class, or of a function that is found by its name in its module; None for others."""
+    """Return MODULE.NAME of a class, or of a function that its module has by that name; None for others."""
     module = module_of(obj)
     if not module:
         return None

@@ -51,10 +51,10 @@ _DISPATCHING = functools.singledispatch(len).__code__  # type: ignore[attr-defin
 def reduce_by_value(obj: Any, sent_arguments: Collection[str] | None, *, is_replaced: bool = False) -> Any:
     """Return the reduction of an object that needs a special one; NotImplemented for all others.
 
-    is_replaced: whether the object replaces a function of its module. These objects are sent in a different form:
+    is_replaced: whether the object replaces a function of its module. Objects with a special reduction:
 
     - `eval` and `exec`: as their `runner`
-    - a `functools.lru_cache` of the script, or one that replaces a function: empty
+    - a `functools.lru_cache` of the script or inside a function, or one that replaces a function: empty
     - a `functools.cached_property`: without its lock
     - a `functools.singledispatch` of the script, or one that replaces a function: without its cache
     - a `weakref.WeakKeyDictionary` or `weakref.WeakValueDictionary`: made again from its entries
@@ -88,8 +88,8 @@ def reduce_by_value(obj: Any, sent_arguments: Collection[str] | None, *, is_repl
 def with_class_bodies(function: types.FunctionType, reduced: Any) -> Any:
     """Return a function's reduction with the variables that cloudpickle leaves out.
 
-    These are the variables that bodies of classes inside the function read, and all variables if code reads variables
-    by their names as texts.
+    These are the variables that bodies of classes inside the function read, or that texts in its code name if it uses
+    `eval` or `exec`, and all variables if `reads_all_variables`.
     """
     names = set(_names_in_class_bodies(function.__code__)) & function.__globals__.keys()
     variables, given = reduced[2][1]["__globals__"], function.__globals__
@@ -107,10 +107,10 @@ def with_class_bodies(function: types.FunctionType, reduced: Any) -> Any:
 
 
 def in_place_of_name(obj: Any, dispatch_table: Mapping[type, Any]) -> Any:
-    """Return an object's reduction by its class's method; by its attributes if that returns a name in the script.
+    """Return the result of an object's `__reduce_ex__`, or a reduction by attributes if that is a name in the script.
 
-    Functions under cachetools, and new types, are reduced to their names. Returns NotImplemented for objects whose
-    class has no such method.
+    Functions decorated by cachetools, and NewType of `typing`, reduce to such names, which workers lack. Returns
+    NotImplemented if the object's class does not define how to pickle it, or is in `dispatch_table`.
     """
     kind = type(obj)
     if not reduces_itself(kind) or kind in dispatch_table:
@@ -150,7 +150,7 @@ class ModuleVariables:
 
 
 def in_its_module(function: types.FunctionType, reduced: Any) -> Any:
-    """Return a function's reduction that refers to its module's variables; None if workers cannot import the module."""
+    """Return a function's reduction that refers to its module's variables; None if the variables must be sent."""
     name = str(function.__globals__.get("__name__"))
     module = sys.modules.get(name)
     if name in SCRIPT or not isinstance(module, types.ModuleType) or vars(module) is not function.__globals__:
@@ -162,7 +162,7 @@ def in_its_module(function: types.FunctionType, reduced: Any) -> Any:
 
 
 def in_order(kind: type, reduced: Any) -> Any:
-    """Return a class's reduction with its qualified name and its attributes in order, which cloudpickle would sort."""
+    """Return a class's reduction with its qualified name, and its attributes in the order of their definitions."""
     attributes, *rest = reduced[2]
     attributes = {name: value for name, value in attributes.items() if not is_derived(kind, name, value)}
     attributes = {"__qualname__": kind.__qualname__, **attributes}
@@ -171,7 +171,7 @@ def in_order(kind: type, reduced: Any) -> Any:
 
 
 def reads_all_variables(code: types.CodeType) -> bool:
-    """Return whether code reads variables by their names as texts, or all variables in their order."""
+    """Return whether code can read any variable of its module: it names `globals`, `__globals__` or `f_globals`."""
     names = names_in_code(code)
     found = names if _RUNNERS.keys().isdisjoint(names) else names | names_in_texts(code)
     return not _ALL_VARIABLES.isdisjoint(found)
@@ -186,7 +186,7 @@ def _names_in_class_bodies(code: types.CodeType) -> Iterator[str]:
 
 
 def is_arguments(obj: Any) -> bool:
-    """Return whether an object is a namespace with the script's arguments."""
+    """Return whether an object is an `argparse.Namespace`, and not of a subclass."""
     return type(obj) is argparse.Namespace
 
 
@@ -256,13 +256,13 @@ _script: set[str] = set()
 
 
 def set_script_variables(names: Collection[str]) -> None:
-    """Set the names of the script's variables. Evaluating a text that reads an unsent variable raises UsageError."""
+    """Set the names of the script's variables in a worker, so that a `runner` raises UsageError for unsent ones."""
     _script.clear()
     _script.update(names)
 
 
 def runner(name: str) -> Callable[..., Any]:
-    """Return a replacement of `eval` or `exec` for functions of the script."""
+    """Return the replacement of `eval` or `exec`, given by `name`, for functions of the script in workers."""
     return functools.partial(_run, getattr(builtins, name))
 
 

@@ -1,4 +1,4 @@
-"""Values in bulk: contents of large containers, arrays and tensors, as bytes that do not depend on the process."""
+"""Digests of large containers, arrays and tensors, which are the same for equal values in every process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ import numpy as np
 
 from torch_dpflow.remote.shipping.modules import module_of
 
-#: Types whose pickle follows from their value.
+#: Plain types: the pickle of such a value follows from the value alone.
 ATOMS = frozenset((types.NoneType, bool, int, float, complex, str, bytes, bytearray, type(...), type(NotImplemented)))
 #: Types of the standard library that count by their name, with the types that it derives from them: loggers are named
 #: after modules, locks differ by who holds them, and executors and threads hold none of the user's values.
@@ -64,7 +64,7 @@ _PLAIN_KINDS = frozenset("biufcSUmM")
 
 @functools.lru_cache(maxsize=4096)
 def is_harmless(kind: type) -> bool:
-    """Return whether objects of this type count only by the type's name, as locks, loggers and threads do."""
+    """Return whether objects of this type, such as locks, loggers and threads, are compared only by their type."""
     return _is_pythons(kind) and any(one.__qualname__ in _HARMLESS.get(module_of(one), ()) for one in kind.__mro__)
 
 
@@ -77,7 +77,7 @@ _NO_OBJECTS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunction
 
 
 def is_mutable(value: Any) -> bool:
-    """Return whether one object with two names differs in effect from two equal objects."""
+    """Return whether one object at two places counts as different from two equal ones: True for a list, not a str."""
     kind = type(value)  # an object can raise when it is asked for its `__class__` or `__dict__`
     if issubclass(kind, _MUTABLE) or kind is object:
         return True
@@ -87,7 +87,7 @@ def is_mutable(value: Any) -> bool:
 
 
 def repeated(values: Collection[Any]) -> dict[int, int]:
-    """Return, by the position of each repetition of a mutable object, the position of its first occurrence."""
+    """Return {position of an `is_mutable` object that occurs earlier too: position of its first occurrence}."""
     if len(set(map(id, values))) == len(values):
         return {}
     if not any(map(is_mutable, {type(one): one for one in values}.values())):
@@ -129,13 +129,13 @@ HIDING: dict[type, Callable[[Any], Any]] = {
 
 
 class Bulk:
-    """Digests of large containers of plain values, by the container's id, kept for a second `Walk`."""
+    """Cache of the digests of large containers of plain values, for a second `Walk` over the same objects."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Any, bytes | None]] = {}
 
     def of(self, obj: Any) -> bytes | None:
-        """Return the digest of a container of plain values; None if it contains other values, or a container twice."""
+        """Return the digest of a container of plain values; None if it must be digested element by element."""
         if len(obj) < _MIN_BULK:
             return _plain_bytes(obj)
         if id(obj) not in self._kept:
@@ -235,7 +235,7 @@ _MARKS = {int: (b"i", 5), float: (b"g", 9)}
 
 
 def set_bytes(obj: Any) -> bytes | None:
-    """Return a digest of a set of plain values, sorted by their bytes; None if it contains other values."""
+    """Return a digest of a set of plain values in any order; None if it must be digested element by element."""
     kinds = set(map(type, obj))
     if kinds == {int}:
         with suppress(OverflowError):
@@ -255,15 +255,15 @@ def set_bytes(obj: Any) -> bytes | None:
 
 
 class Column(NamedTuple):
-    """One attribute of all objects of a container."""
+    """Values of one attribute of all objects in a container."""
 
     values: list[Any]
-    #: Number of containers that were taken apart to reach it. Limited: objects may refer to each other in a circle.
+    #: Number of containers that were taken apart to reach it, which is limited because objects can form a circle.
     level: int
 
 
 class Columns(NamedTuple):
-    """Long container of objects that are alike, stored attribute by attribute."""
+    """Content of a long container of similar objects, attribute by attribute."""
 
     label: bytes
     kind: type | None
@@ -271,9 +271,10 @@ class Columns(NamedTuple):
 
 
 def columns_of(obj: Any, level: int = 0) -> Columns | None:
-    """Return the columns of a long container of tuples, mappings, objects or arrays that are alike; else None.
+    """Return the columns of a long container of similar tuples, lists, dicts, objects or arrays; None for others.
 
-    Returns None too for objects whose class defines how to pickle them.
+    All elements are of one type; tuples and lists have one length, dicts and objects the same names. The class of
+    objects must not define how to pickle them. Arrays have no columns: their content is in the label.
     """
     if len(obj) < _MIN_BULK or level == _MAX_LEVELS:
         return None
@@ -361,7 +362,7 @@ def _are_alike_and_small(arrays: Any) -> bool:
 
 
 class Memory(NamedTuple):
-    """Content of an array or a tensor: a label, its memory or other content, and a text for messages."""
+    """Content of an array or tensor: a label, the digest of its memory or else its values, and a text for messages."""
 
     label: bytes
     values: Any
@@ -369,7 +370,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(obj: Any) -> Memory | None:
-    """Return an array or a tensor by value; None for other objects, and for tensors that only pickle can describe."""
+    """Return the content of an array, buffer, tensor or storage; None for others, such as sparse tensors."""
     kind = type(obj)
     if kind is np.ndarray or kind is np.memmap:
         return _array(obj)

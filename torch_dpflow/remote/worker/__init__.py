@@ -13,7 +13,7 @@ def run(launch_spec: bytes) -> int:
 
 
 def warm() -> None:
-    """Import the modules that take seconds. A process that forks its workers calls this first."""
+    """Prepare a process that forks workers, before its first fork: import modules that take seconds, and seed torch."""
     import gc
     from contextlib import suppress
     from importlib import import_module

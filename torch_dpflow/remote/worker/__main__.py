@@ -1,6 +1,6 @@
-"""Run a worker: its launch spec is in a file, the environment or standard input.
+"""Command that runs a remote worker: its launch spec is in a file, the environment or standard input.
 
-This module has few names: they are in `__main__`, where a worker puts the classes of the user's script.
+It defines few names, because a worker puts the classes of the user's script into this module, `__main__`.
 """
 
 import os

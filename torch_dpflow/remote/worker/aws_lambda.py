@@ -31,12 +31,12 @@ _init_s = age_s()
 
 
 def handler(event: Any, context: Any) -> dict[str, Any]:
-    """Run one worker, with Lambda's signature. Raises MessageError for an event that no launcher has sent."""
+    """Run one worker: the function that Lambda calls. Raises MessageError for an event without a launch spec."""
     return answer_of(run, event, context)
 
 
 def answer_of(run: Callable[[bytes], Any], event: Any, context: Any) -> dict[str, Any]:
-    """Run a worker in a fork until it ends or the invocation's time is up; return how it ended."""
+    """Run a worker in a fork until it ends or the invocation's time is up; return a `WorkerAnswer` as a dict."""
     launch_spec = event.get("launch_spec") if isinstance(event, dict) else None
     if not isinstance(launch_spec, str):
         raise MessageError("the event has no launch spec: only a loader or a cluster starts workers")

@@ -39,7 +39,7 @@ from torch_dpflow.ipc.transport.base import ClientKeys
 from torch_dpflow.ipc.transport.link_time import LinkTime
 from torch_dpflow.workers.exit_report import importing
 
-#: How many pieces are requested at once, and after how long they are requested again, in seconds.
+#: Maximum pieces of a content that are requested at once, and after how long they are requested again, in seconds.
 CREDIT, AGAIN_S = 4, 5.0
 #: How long to try one of several addresses, and how long the last messages may take to leave, in seconds.
 ADDRESS_S, GOODBYE_S = 5.0, 2.0
@@ -75,10 +75,14 @@ class _Download:
 
 
 class ControlConnection(threading.Thread):
-    """Thread that connects to the shard and sends heartbeats. It ends the process if the shard no longer answers.
+    """Thread that connects to the shard and sends heartbeats.
+
+    Once the content has arrived, it ends the process if the shard rejects the worker or no longer answers, or when the
+    worker's lifetime ends.
 
     Args:
-        launch_spec: the worker's launch spec, with addresses and keys. versions: from `versions_here`.
+        launch_spec: the worker's launch spec, with addresses and keys.
+        versions: from `versions_here`.
     """
 
     def __init__(self, launch_spec: LaunchSpec, versions: dict[str, str]) -> None:
@@ -107,7 +111,7 @@ class ControlConnection(threading.Thread):
         self._announced.set()
         self._report: str | None = None
         self._missing: list[str] = []
-        #: Removed if the process ends at once.
+        #: Directory that this thread removes if it ends the process; None: none.
         self.directory: PrivateDirectory | None = None
         #: Round trips of the latest heartbeats: the shortest counts, since threads of two processes may be late.
         self._round_trips_s: deque[float] = deque([0.0], maxlen=8)
@@ -121,8 +125,8 @@ class ControlConnection(threading.Thread):
 
         Raises:
             WorkerRefusedError: the shard rejects this worker.
-            PeerLostError: the shard does not answer.
-            MessageError: a content does not have its digest.
+            PeerLostError: no shard has answered the handshake in time.
+            MessageError: a content does not have its digest, or a message is malformed.
         """
         result = self._results.get()
         if isinstance(result, Exception):
@@ -139,7 +143,7 @@ class ControlConnection(threading.Thread):
         return self._work
 
     def announce(self) -> None:
-        """Wait until a heartbeat names the import that begins, because the import may hold the interpreter's lock."""
+        """Send a heartbeat with the name of a module whose import begins; wait up to `ANNOUNCE_S` until it is sent."""
         # Not for an import in this thread, which sends the heartbeat.
         if self._connection is not None and self.is_alive() and threading.current_thread() is not self:
             self._announced.clear()
@@ -287,17 +291,17 @@ def _where() -> str:
 
 
 class CountedConnection:
-    """Connection for tasks and results that counts messages: if a connection breaks, lost messages are noticed.
+    """Connection for tasks and results that counts its messages, so that the shard notices lost ones.
 
-    link: measures the network's share of the time.
+    link: measures how long data is in transit.
     """
 
     def __init__(self, inner: Connection, link: LinkTime) -> None:
         self._inner, self._link = inner, link
         self.identity = inner.identity
         self.sent = self.received = 0
-        #: Whether the main thread waits for a message, and so has all that have arrived; since when; and for how long
-        #: it did before, in seconds.
+        #: Whether the main thread waits for a message, and so has received all that arrived; since when it waits; and
+        #: how long it has waited before, in seconds.
         self.waits = False
         self._since = self._waited_s = 0.0
         #: How long there was nothing to do while results were under way; at the latest look, and idle time.
@@ -306,13 +310,13 @@ class CountedConnection:
         self.wake: Callable[[], None] = inner.wake
 
     def close(self, *, linger_s: float = GOODBYE_S) -> None:
-        """Close like `Connection.close`, but by default send finished results first."""
+        """Close like `Connection.close`, but by default wait up to `GOODBYE_S` until all messages are sent."""
         self._inner.close(linger_s=linger_s)
 
     def away_s(self) -> float:
-        """Return a lower limit of the time in which the main thread was idle because the network was slow, in seconds.
+        """Return a lower limit of the total time for which a slow network kept the main thread idle, in seconds.
 
-        One thread may call this; it need not be the main thread.
+        Only one thread may call this; it can be any thread.
         """
         waited_s, since, now = self._waited_s, self._since, time.monotonic()
         # It may be a little less than before, as the main thread runs meanwhile.

@@ -1,9 +1,8 @@
 """Program of Function Compute's custom container: `python -m torch_dpflow.remote.worker.fc [MODULE]`.
 
-A small HTTP server, which imports what takes seconds before it listens, and runs each invocation's launch spec in a
+It is an HTTP server that imports slow modules before it listens, and runs the launch spec of each invocation in a
 fork. It answers an invocation once the worker and its connections have ended: the platform then freezes the instance,
-and the shard could not tell a frozen connection from a live one. The server has one thread, so that a fork copies no
-half-finished state.
+and the shard could not distinguish a frozen connection from a live one.
 
 A frozen worker that is thawed later continues. If its lease has ended meanwhile, its shard rejects it and it ends.
 """
@@ -50,7 +49,7 @@ class RuntimeConnection(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     timeout = REQUEST_S
-    #: One packet for each answer.
+    #: Buffer writes, so that each answer is sent as one packet.
     wbufsize = -1
     disable_nagle_algorithm = True
     server: Any
@@ -104,7 +103,7 @@ class RuntimeConnection(BaseHTTPRequestHandler):
 
 
 class Instance:
-    """Server of one instance, in the main thread. It runs one invocation at a time.
+    """HTTP server of one instance of the function, in the main thread. It runs one invocation at a time.
 
     Args:
         module: module whose `run(launch_spec)` workers run.
@@ -127,7 +126,7 @@ class Instance:
                 self._turn()
 
     def invoke(self, caller: RuntimeConnection, headers: Mapping[str, str], launch_spec: bytes) -> None:
-        """Run a launch spec, and answer when its worker has ended; answer at once with 503 if a worker runs already."""
+        """Start a worker; `serve` answers when it has ended. If a worker runs already, or after `stop`, answer 503."""
         if self._fork is not None or self._stopping:
             caller.answer(503, b"")
             return
@@ -136,7 +135,7 @@ class Instance:
         self._caller, self._fork = caller, Fork(self._run, launch_spec, env=env, close=close)
 
     def stop(self) -> None:
-        """End the running worker soon, because the instance ends."""
+        """Kill the running worker, and end `serve` after its answer is sent."""
         self._stopping = True
         if self._fork is not None:
             self._fork.kill()
@@ -185,7 +184,10 @@ class Instance:
 
 
 def main(name: str = MODULE, port: int | None = None) -> None:
-    """Run the instance's server until it is stopped. name: module whose `run(launch_spec)` workers run."""
+    """Import the module `name`, call its `warm` if it has one, and run an `Instance` with it until `Instance.stop`.
+
+    port: the port to listen at; None: from the environment variable `PORT_VARIABLE`, or `PORT` if that is not set.
+    """
     module = import_module(name)
     getattr(module, "warm", lambda: None)()
     Instance(module, int(os.environ.get(PORT_VARIABLE, PORT)) if port is None else port).serve()

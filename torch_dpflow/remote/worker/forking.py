@@ -1,7 +1,7 @@
 """Workers as forks of a process that has imported torch, for platforms that call a function.
 
-A crash of user code therefore does not end the platform's instance. Nothing of a dataset stays in memory, and all
-connections are closed before the call is answered.
+A crash of user code therefore does not end the platform's instance. The worker's memory and connections are released
+before the call is answered.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def age_s() -> float:
 
 
 class Fork:
-    """Worker in a child of this process, which must be single-threaded.
+    """Worker in a forked child of this process. This process must have only one thread.
 
     Args:
         run: called in the child with the launch spec; returns the exit code.
@@ -70,7 +70,7 @@ class Fork:
 
     @property
     def descriptors(self) -> list[int]:
-        """Descriptors that are readable when `poll` has something to do; other forks should `close` them."""
+        """Descriptors to wait for: one is readable when `poll` has work. Pass them as `close` to other forks."""
         return [] if self._end is not None else [fd for fd in (self._errors, self._pidfd) if fd is not None]
 
     @property
@@ -79,9 +79,10 @@ class Fork:
         return POLL_S if self._pidfd is None else None
 
     def poll(self) -> End | None:
-        """Return how the worker has ended, after all of its processes have; None while any runs. Does not wait.
+        """Return how the worker has ended, or None while it runs. Does not wait.
 
-        The worker's standard error is copied to standard error of this process; its last part is in the `End`.
+        When it has ended, the processes in its process group are killed. Each call copies the worker's new output on
+        standard error to that of this process; its last part is the report of the `End`.
         """
         if self._end is not None:
             return self._end

@@ -16,7 +16,7 @@ from torch_dpflow.remote.shipping.compatibility import missing_modules, required
 from torch_dpflow.remote.worker.control_connection import ControlConnection
 from torch_dpflow.workers.exit_report import report_start
 
-#: The module that loads single samples: named and not imported, since flows lie above the workers of any loader.
+#: Name of the module that loads single samples. It is not imported above, because it belongs to a higher layer.
 SAMPLES = "torch_dpflow.cluster.shard.sample_worker"
 
 
@@ -31,7 +31,7 @@ def run(launch_spec: bytes) -> int:
 
     Returns:
         The exit code. 0: the shard has ended or rejected the worker. Otherwise the reason is written to standard error,
-        and sent to the shard if it answers.
+        and sent to the shard if it answers. `ControlConnection` can end the process before this returns.
 
     Raises MessageError if `launch_spec` is malformed.
     """

@@ -1,4 +1,4 @@
-"""Loading of batches in remote workers, whose content arrives over the network, without shared memory."""
+"""Loading of batches in a remote worker: unpickling of the load spec, and the loop that loads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
 
 
 def open_spec(packed: bytes) -> LoadSpec:
-    """Unpickle a load spec. Raises any error of unpickling, and MessageError if the content is not a load spec."""
+    """Return the `LoadSpec` in a pickle. Raises any error of unpickling; MessageError if it contains another object."""
     spec: Any = unpack_load_spec(packed)
     if isinstance(spec, tuple):
         beginning, spec = spec
@@ -31,11 +31,9 @@ def open_spec(packed: bytes) -> LoadSpec:
 
 
 def work(spec: LoadSpec, number: int, incarnation: int, connection: Connection, *, is_near: bool) -> None:
-    """Load batches until the shard stops this worker.
+    """Load batches until the shard stops this worker. Raises WorkerRefusedError if the shard rejects it.
 
     is_near: whether the shard is on this host.
-
-    Raises WorkerRefusedError if the shard rejects this worker.
     """
     set_worker_signal_handlers()
     BatchWorker(spec, number, incarnation, connection, compress=None if is_near else compress).work()

@@ -1,4 +1,4 @@
-"""QMOWS: which worker loads which task (thesis 3.4.1: queue mirrors, over-allocation, work stealing).
+"""Scheduler of a shard: decides which worker loads which task (QMOWS, thesis 3.4.1).
 
 A pure state machine: a method for each event returns instructions, in order; there is no socket, thread or clock
 inside. The life of a task::
@@ -9,8 +9,9 @@ inside. The life of a task::
                                               └─ lose: back to where it came from, in its old place
 
 **Windows.** A worker holds up to `window` tasks, one running and the others waiting, so that it never idles for a round
-trip. The scheduler keeps a view of each worker's local queue and refills windows whenever one has room, on
-any event: first with tasks pinned to that worker, then from the global queue, oldest task to emptiest window.
+trip. The scheduler keeps a view of each worker's local queue (the thesis's queue mirror). On every event it refills the
+windows that have room: first with tasks pinned to that worker, then from the global queue, the oldest task to the
+emptiest window.
 
 **Stealing.** Only an idle worker steals, and only if nothing is queued. A busy worker would gain nothing yet, and two
 half-full workers would pass the same task back and forth. The thief takes one task: the last of the longest view; of
@@ -19,8 +20,8 @@ that is the one that its holder starts next: moving it gains little, and too oft
 simulation (skewed costs, bounded lookahead, in-order delivery) the total time is the same to about 1 %, but several
 times as many tasks are loaded twice.
 
-**Over-allocation.** The victim gets the revocation at once (in the thesis, at its next exchange), but may have started
-the task meanwhile. Then the task runs twice and the first result counts.
+**Over-allocation.** The worker that loses the task gets the revocation at once, but may have started the task. Then the
+task runs twice and the first result counts.
 
 **Overtaking.** A worker that is frozen, or whose storage hangs, holds tasks that a job waits for, and the others may
 never be idle. With `overtake_after_s`, a worker counts as stuck if it has run one task for that long, and for several
@@ -29,9 +30,8 @@ the queue, and the running task is copied to the first worker with room.
 
 **Time limit.** Code that hangs never exchanges, and with a copy of its task it occupies two workers. With
 `task_timeout_s`, a worker that has run one task for that long is killed, even if no job needs the task any more. This
-counts as any other loss: the task becomes a suspect, and fails when it has cost `poison_limit` workers. With three
-losses and a copy an in-order consumer waits for two time limits. A third copy at once would halve that, but occupy one
-more worker for each slow sample, and all three would fail in one outage of a storage.
+counts as any other loss: the task becomes a suspect, and fails when it has cost `poison_limit` workers. With a limit of
+three and a copy, an in-order consumer waits for two time limits.
 
 **Loss.** The window of a lost worker returns to the queue in its old order, before everything newer. The task that it
 ran is a suspect from then on and runs alone: only an empty worker gets it, and nothing else with it. Otherwise the

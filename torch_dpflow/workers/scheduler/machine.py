@@ -1,4 +1,4 @@
-"""The scheduler: one method for each event; each ends by assigning tasks to workers with room."""
+"""The scheduler: each method handles one event, then assigns tasks to workers with room."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Deliver(msgspec.Struct, frozen=True, gc=False):
 
 
 class Discard(msgspec.Struct, frozen=True, gc=False):
-    """Instruction: discard this result. Another came first, or the task was cancelled, poisoned or unknown."""
+    """Instruction: discard this result. Another result came first, or the task was cancelled, poisoned or unknown."""
 
     task: TaskId
     worker: WorkerId
@@ -70,7 +70,7 @@ class Poison(msgspec.Struct, frozen=True, gc=False):
 class KillWorker(msgspec.Struct, frozen=True, gc=False):
     """Instruction: kill this worker, which exceeded `task_timeout_s` in one task, and report its end by `lose`.
 
-    Returned once, unless the worker exchanges again.
+    Not returned again before the worker exchanges.
     """
 
     worker: WorkerId
@@ -91,7 +91,7 @@ class Counters(msgspec.Struct):
     submitted: int = 0
     delivered: int = 0
     poisoned: int = 0
-    #: Results that were discarded: of tasks that another worker had finished, or that were forgotten.
+    #: Discarded results; see `Discard`.
     duplicates: int = 0
     #: Waiting tasks that an idle worker took from another.
     steals: int = 0
@@ -121,7 +121,7 @@ class Scheduler:
             run one task for much longer than usual; None: never.
         task_timeout_s: seconds after which a worker that still runs one task is killed; None: never.
 
-    Raises OptionError or OptionTypeError.
+    Raises OptionError or OptionTypeError if an argument is not allowed.
     """
 
     def __init__(
@@ -170,8 +170,8 @@ class Scheduler:
     def submit(self, tasks: Sequence[TaskId], pinned_to: WorkerId | None, now: float) -> list[SchedulerInstruction]:
         """Queue these tasks, first in, first out. Pinned tasks run only on worker `pinned_to` and are never stolen.
 
-        Task numbers rise from call to call. Only a part of a task that a worker has begun can have a lower number: the
-        part is queued before all tasks with higher numbers.
+        Task numbers must rise from call to call. Only parts of a batch that a worker has begun can have lower numbers;
+        they are queued before all tasks with higher numbers.
 
         Raises OptionError for a task that is given twice, or that was submitted before and is unfinished.
         """
@@ -249,8 +249,8 @@ class Scheduler:
     def lose(self, worker: WorkerId, now: float, at: tuple[TaskId, ...] | None = None) -> list[SchedulerInstruction]:
         """Remove a worker that has died or does not answer. Unknown workers are ignored.
 
-        at: the task that the worker ran, which becomes a suspect if it is unfinished; empty: no task. None: the task
-            that the scheduler believes was running.
+        at: the task that the worker ran, in a tuple; it becomes a suspect if it is unfinished. Empty: no task. None:
+            the task that the scheduler believes was running.
         """
         self._lose(worker, at)
         return self._settled(now)

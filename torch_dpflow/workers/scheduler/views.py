@@ -9,9 +9,9 @@ from typing import TypeAlias
 
 from torch_dpflow._core.lazy_heap import LazyHeap
 
-#: Identifies one load. A worker may still send a result for an old id, so callers count upwards and never reuse one.
+#: Number of one load. Callers never reuse a number, because a worker may still send a result for it.
 TaskId: TypeAlias = int
-#: A replacement has the id of the worker that it replaces.
+#: Number of a worker. A worker that replaces another has the same number.
 WorkerId: TypeAlias = int
 #: A backlog is compacted when its gaps exceed half of its length and this number.
 _MAX_GAPS = 64
@@ -23,7 +23,7 @@ class Task:
     __slots__ = ("backlog", "holders", "id", "late", "losses", "pinned_to")
 
     def __init__(self, task_id: TaskId, pinned_to: WorkerId | None) -> None:
-        #: Smaller is older.
+        #: Number of the task; smaller numbers are older.
         self.id = task_id
         self.pinned_to = pinned_to
         #: The backlog in which the task waits for a worker; None while workers hold the task.
@@ -32,20 +32,19 @@ class Task:
         self.holders: tuple[WorkerView, ...] = ()
         #: The workers that were lost while they ran the task. If there are any, the task is a suspect and runs alone.
         self.losses: tuple[WorkerId, ...] = ()
-        #: How many of these workers were killed because the task took too long.
+        #: How many of the lost workers were killed because the task took too long.
         self.late = 0
 
     def is_movable(self) -> bool:
-        """Return whether another worker may take the task over: it is not pinned, and one worker holds it."""
+        """Return whether another worker may take the task over: it is not pinned, and exactly one worker holds it."""
         return self.pinned_to is None and len(self.holders) == 1
 
 
 class Backlog:
     """Tasks that no worker holds, oldest first.
 
-    Appending a new task and taking the oldest are O(1). Returning a task is O(log r) with r returned tasks. Tasks leave
-    in order, so every returned task is older than every new one: a heap of returned tasks and a queue of new tasks
-    suffice. Discarding a task from the middle of the queue leaves a gap, which is skipped later.
+    Tasks leave in order, so every returned task is older than every appended one: a queue of appended tasks and a heap
+    of returned tasks suffice. Appended tasks cost O(1) each, returned tasks O(log r) with r returned tasks.
     """
 
     __slots__ = ("_fresh", "_gaps", "_length", "_returned")
@@ -118,15 +117,15 @@ class Backlog:
         return tasks
 
 
-#: Messages that a worker gets, beyond one for each task that it may hold, before it must exchange. A worker that sits
-#: in one sample reads none, and its queue has a limit.
+#: Maximum messages to a worker between two of its exchanges, beyond one for each task of its window. A worker reads no
+#: message while it loads a sample, and its connection queues a limited number.
 MAX_UNANSWERED = 64
 #: The level of a view whose worker is lost.
 GONE = -1
 
 
 class WorkerView:
-    """View of one worker's local queue in the scheduler: the mirror queue of the thesis.
+    """The scheduler's view of one worker's local queue of tasks: the mirror queue of the thesis.
 
     `held` are the tasks sent to the worker, `reserved` the tasks pinned to it and not sent yet.
     """
@@ -149,12 +148,12 @@ class WorkerView:
         self.worker = worker
         #: Maximum number of tasks that the worker holds, at most `WorkerViews.window`.
         self.window = window
-        #: Assigned and unfinished, in the order of the worker's local queue; more than `window` where that fell.
+        #: Assigned, unfinished tasks in the order of the worker's local queue; more than `window` if that was reduced.
         self.held: dict[TaskId, Task] = {}
         #: Tasks pinned to this worker that are not assigned yet. Outlives the worker.
         self.reserved = reserved
-        #: The task that the worker is believed to run. It need not be in `held`: a task that was cancelled, delivered
-        #: by another worker or stolen too late occupies its worker until that exchanges.
+        #: The task that the worker is believed to run. It may not be in `held`: a task that was cancelled, delivered
+        #: by another worker, or stolen too late occupies its worker until the worker exchanges.
         self.running: TaskId | None = None
         #: When `running` is believed to have started, seconds.
         self.since = now
@@ -189,18 +188,18 @@ class WorkerView:
         return None
 
     def note_running(self, running: TaskId | None, now: float) -> None:
-        """Record which task the worker runs; its start is `now` unless it was recorded before."""
+        """Record which task the worker runs; a task that was not recorded before starts at `now`."""
         if running != self.running:
             self.running = running
             self.since = now
 
 
 class WorkerViews:
-    """Views of all workers, indexed by level.
+    """Views of all workers, in levels by their load (`WorkerView.load`), so that the emptiest is found quickly.
 
-    The level of a view is its load, 0 to window + 1 (a full window behind a task that is no longer needed). A view with
-    a smaller window that is full counts as if its load were `window` or more. A view that must get no tasks is on the
-    last level, whatever its load: it was overtaken, or a suspect must run alone.
+    The last level is window + 1: a full window behind a task that is no longer needed. A view whose own, smaller window
+    is full has level `window`, or the last level if it holds more. The last level also has the views that must get no
+    tasks, because they were overtaken, or a suspect must run alone.
     """
 
     def __init__(self, window: int) -> None:
@@ -209,8 +208,8 @@ class WorkerViews:
         self.levels: list[dict[WorkerId, WorkerView]] = [{} for _ in range(window + 2)]
         #: How many unfinished tasks are suspects. While there are none, no view is searched for them.
         self.suspects = 0
-        #: Views to fill at the end of the present event: they are new, their level fell, or they are idle and others
-        #: have other tasks to steal. May contain a view twice, and views of lost workers.
+        #: Views to fill at the end of the present event: new views, views whose level fell, and idle views if there may
+        #: be tasks to steal. Can contain a view twice, and views of lost workers.
         self.freed: list[WorkerView] = []
         #: All levels below this one are empty.
         self._lowest = 0
@@ -253,10 +252,9 @@ class WorkerViews:
         return len(view.reserved) > 0 and bool(view.reserved.oldest().losses)
 
     def note_messages(self, workers: Iterable[WorkerId]) -> None:
-        """Count a message to each of these workers.
+        """Count a message to each of these workers. A worker that answers none of many messages gets no more tasks.
 
-        A worker that answers none of its messages gets no more tasks: idle workers would steal each of them, without
-        end.
+        Otherwise idle workers would steal its tasks, and it would get new ones, without end.
         """
         for worker in workers:
             view = self.views.get(worker)
@@ -291,7 +289,7 @@ class WorkerViews:
         return views, min(tasks, rounds * len(views))
 
     def offer(self, view: WorkerView) -> None:
-        """Let idle workers try to steal again if this changed view contains a task that can be stolen."""
+        """Let idle workers try to steal again if this view, after a change, contains a task that can be stolen."""
         if self.levels[0] and view.level > 1 and view.last_movable() is not None:
             self.freed.extend(self.levels[0].values())
 
@@ -338,6 +336,6 @@ class Pace:
     def took(self, seconds: float) -> None:
         """Add the duration of one task to the average.
 
-        A longer duration counts as `stuck_after_s`, because one stuck task would otherwise raise that limit.
+        A duration above `stuck_after_s` counts as that limit, because one stuck task would otherwise raise it.
         """
         self.usual_s += _WEIGHT * (min(seconds, self.stuck_after_s) - self.usual_s)

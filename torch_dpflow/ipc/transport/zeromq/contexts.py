@@ -1,4 +1,4 @@
-"""The zmq contexts of a process: shared use, forks, CURVE keys of peers; and a check that an ipc path is free."""
+"""The zmq contexts of a process: one that sockets share, and one for each listener with keys. Handling of forks."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ _MAX_KEPT_BYTES = 31 * 1024 * 1024
 
 
 class SharedContext:
-    """Shared zmq context with a count of its users; the last user ends it.
-
-    Thread-safe; a forked child has no context.
-    """
+    """zmq context that sockets of a process share; the last user ends it. Thread-safe; a forked child has none."""
 
     def __init__(self) -> None:
         # Reentrant: the garbage collector may close a socket, which releases the context, while the lock is held.
@@ -40,7 +37,7 @@ class SharedContext:
         self._users = 0
 
     def take(self) -> zmq.SyncContext:
-        """Count one more user, which later calls `give_back`; return the context. Raises DescriptorLimitError."""
+        """Return the context; call `give_back` later. Raises DescriptorLimitError if too few descriptors are left."""
         with self._lock:
             self._users += 1  # first: a socket that is collected meanwhile must not end the context
             try:
@@ -61,7 +58,7 @@ class SharedContext:
         context.term()
 
     def leave_behind(self) -> zmq.SyncContext | None:
-        """Detach the parent's context in a forked child, and return it, or None."""
+        """Detach the parent's context in a forked child, and return it; None if the parent had none."""
         context, self._context = self._context, None
         self._lock = threading.RLock()
         self._users = 0
@@ -69,14 +66,14 @@ class SharedContext:
 
 
 shared = SharedContext()
-#: Objects with sockets, whose `disown` is called in every forked child; it returns what must never be collected.
+#: Objects with sockets. `disown` of each is called in every forked child, and returns objects that must stay alive.
 inheritable: weakref.WeakSet[Any] = weakref.WeakSet()
 #: pyzmq objects of the parent, which a forked child keeps forever: collecting one would call into libzmq.
 _inherited: list[object] = []
 
 
 def guarded_context(keys: ServerKeys | WorkerKeys) -> zmq.SyncContext:
-    """Create a context whose listener accepts these keys only.
+    """Create a context for a listener, which then accepts only peers for whose keys `keys.user_of` returns a user.
 
     libzmq authenticates a peer before it passes on any message. It has one authenticator per context, so each listener
     with keys has a separate context.
@@ -102,13 +99,12 @@ def draw_key_pair() -> tuple[bytes, bytes]:
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Make glibc reuse freed frames instead of returning their pages to the kernel.
+    """Make glibc keep the memory of freed frames for this process instead of returning its pages to the kernel.
 
-    glibc raises its thresholds for the whole process when a large buffer is freed. The pages of the buffer freed here
-    are never touched. Otherwise receiving 2.5 MB costs 600 page faults, which double the time. Only the first call
-    frees a buffer, and a forked child inherits the thresholds: a second buffer would come from used memory and be
-    cleared, which takes 20 ms.
+    Otherwise each 2.5 MB that are received cost 600 page faults. Only the first call in a process has an effect, which
+    a forked child inherits.
     """
+    # glibc raises its thresholds when a large buffer is freed. A second buffer would be cleared, which takes 20 ms.
     bytes(_MAX_KEPT_BYTES)
 
 
@@ -137,11 +133,10 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def check_path(path: str, *, take_leftover: bool) -> None:
-    """Raise OSError if there is a file at `path` that a new listener must not replace; libzmq replaces any silently.
+    """Raise OSError if there is a file at `path` that a new listener must not replace; libzmq replaces any file.
 
-    A socket without a listener was left by a killed process, or a closing process is about to remove it.
-
-    take_leftover: whether such a socket may be replaced; a socket with a listener, or another file, never is.
+    take_leftover: allow a socket without a listener, which a killed process has left, or a closing process is about to
+        remove. A socket with a listener, and any file that is not a socket, are always refused.
     """
     try:
         mode = os.stat(path).st_mode

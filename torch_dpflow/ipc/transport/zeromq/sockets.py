@@ -214,7 +214,7 @@ class ZeroMQListener(_SocketEndpoint):
             context = contexts.guarded_context(keys)
         self._worker_keys = keys if isinstance(keys, WorkerKeys) else None
         self._losses = 0
-        #: Whether it accepts no connections, for lack of descriptors.
+        #: Whether the listener accepts no new connections for now, for lack of descriptors.
         self.refuses = False
         super().__init__(zmq.ROUTER, address, options, context)
         self._complain_at = 0.0
