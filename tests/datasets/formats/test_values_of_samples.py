@@ -13,12 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from tests.datasets.formats.tars import write_tar
 from tests.datasets.formats.test_packed import _LEAF, picture, words, write_litdata, write_mds
 from tests.later import Later
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.datasets import DatasetStore, Draft, open_dataset
+from torch_dpflow.datasets.importers.columns import _LIT_SIMPLE, _SIMPLE, lit_sample, mds_decoder, mds_sample
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.importers.webdataset import PARTS
 from torch_dpflow.datasets.reader import OpenedDataset
@@ -204,3 +207,44 @@ def test_a_sample_with_damaged_metadata_does_not_fail_its_batch(local_store: Dat
     assert [sample["data"] for sample in dataset.__getitems__([0, 1, 2])] == [b"\0", b"\2"]
     with pytest.raises(DamagedStoreError, match="are no parts"):
         dataset[1]
+
+
+ENCODINGS = [*_SIMPLE, "uint16", "ndarray", "ndarray:int32", "ndarray:int32:2,2", "list[str]", "jpeg_array"]
+pixels = st.builds(
+    lambda width, height, mode, data: words(width, height, len(mode)) + mode.encode() + data,
+    *[st.one_of(st.integers(0, 3), st.integers(0, 2**32 - 1))] * 2,
+    st.sampled_from(["1", "L", "RGB", "RGBA", "I;16", "F", "no mode"]),
+    st.binary(max_size=64),
+)
+
+
+@given(st.sampled_from(ENCODINGS), st.one_of(st.binary(max_size=40), pixels))
+@example("pil", words(2**31, 1, 1) + b"L")
+@example("pil", words(2**22, 2**22, 1) + b"L")
+def test_damaged_values_of_mds_are_errors_by_name(encoding: str, value: bytes) -> None:
+    try:
+        assert [*mds_sample(words(len(value)) + value, (("a", encoding, None),))] == ["a"]
+    except SourceError as error:
+        assert "'a'" in str(error) or "damaged" in str(error)
+
+
+@given(st.sampled_from([*_LIT_SIMPLE, "no_header_tensor:3", "no_header_numpy:9"]), st.one_of(st.binary(), pixels))
+def test_damaged_values_of_litdata_are_errors(name: str, value: bytes) -> None:
+    try:
+        lit_sample(words(len(value)) + value, (name,), "*")
+    except SourceError as error:
+        assert "damaged" in str(error)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB", "I", "F", "I;16"])
+def test_pixels_of_each_mode_are_read(mode: str) -> None:
+    image = PIL.new(mode, (13, 3))
+    stored = words(13, 3, len(mode)) + mode.encode() + image.tobytes()
+    (found,) = mds_sample(words(len(stored)) + stored, (("image", "pil", None),)).values()
+    assert (found.mode, found.size, found.tobytes()) == (mode, (13, 3), image.tobytes())
+
+
+@pytest.mark.parametrize("options", ["uint8:a", "uint8:1:2", "uint8:-1", "uint8:1,,2", "uint8:1.5", "no_type", "uint8:2,"])
+def test_parameters_of_arrays_that_are_not_understood_are_refused(options: str) -> None:
+    with pytest.raises(SourceError, match="its encoding"):
+        mds_decoder(f"ndarray:{options}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from functools import lru_cache, partial
 from typing import Any
 
@@ -84,7 +84,7 @@ def mds_decoder(encoding: str) -> _Decode:
     if name in _MDS_NAMES and not options:
         return partial(_scalar, np.dtype(_MDS_NAMES[name]))
     if name == "ndarray":
-        return _mds_array(*options.split(":")) if options else _mds_array()
+        return _mds_array(encoding, *options.split(":"))
     if encoding in ("jpeg_array", "jpegarray"):
         return partial(_list, bytes, 0)
     if name.startswith("list[") and name.endswith("]"):
@@ -149,7 +149,7 @@ def _decoded(named: Sequence[tuple[str, _Decode]], values: Sequence[bytes]) -> l
     for (name, decode), value in zip(named, values, strict=True):
         try:
             decoded.append((name, decode(value)))
-        except (ValueError, InvalidOperation, struct.error, RecursionError, KeyError, IndexError) as error:
+        except (ValueError, ArithmeticError, struct.error, RecursionError, LookupError) as error:
             raise SourceError(f"the value of {name!r} is damaged: {type(error).__name__}: {error}") from error
     return decoded
 
@@ -276,18 +276,25 @@ def _integer_at(data: bytes, start: int) -> int:
 
 def _picture(data: bytes) -> Any:
     """Return an image of Pillow that was stored as its pixels."""
-    from PIL import Image
+    from PIL import Image, ImageMode
 
     width, height, length = _array(data[:12], _UINT32, 3).tolist()
-    return Image.frombytes(data[12 : 12 + length].decode(), (width, height), data[12 + length :])
+    name, pixels = data[12 : 12 + length].decode(), data[12 + length :]
+    mode = ImageMode.getmode(name)
+    row = (width + 7) // 8 if name == "1" else width * len(mode.bands) * np.dtype(mode.typestr).itemsize
+    if row * height != len(pixels):  # Pillow would allocate an image of any size first
+        raise ValueError(f"{len(pixels)} bytes are no {name} image of {width} x {height} pixels")
+    return Image.frombytes(name, (width, height), pixels)
 
 
-def _mds_array(dtype: str = "", shape: str = "") -> _Decode:
+def _mds_array(encoding: str, dtype: str, *shapes: str) -> _Decode:
     fixed_type = _MDS_NAMES.get(dtype)
     if dtype and fixed_type is None:
         raise SourceError(f"its encoding is an array of {dtype!r}, which is not known")
-    fixed_shape = tuple(map(int, shape.split(","))) if shape else None
-    return partial(_array_of_mds, fixed_type, fixed_shape)
+    sizes = shapes[0].split(",") if shapes and shapes[0] else []
+    if len(shapes) > 1 or not all(size.isdecimal() for size in sizes):
+        raise SourceError(f"its encoding {encoding!r} is not known: give ndarray:DTYPE:SIZE,SIZE,...")
+    return partial(_array_of_mds, fixed_type, tuple(map(int, sizes)) if sizes else None)
 
 
 def _array_of_mds(fixed_type: str | None, fixed_shape: tuple[int, ...] | None, data: bytes) -> Any:
