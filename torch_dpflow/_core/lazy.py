@@ -40,7 +40,7 @@ def imported(module: str, needs: str, extra: str) -> Any:
 
 
 def refuse_copy(package: str) -> None:
-    """Raise ImportError if a subpackage was imported by itself, through its link at the repository's root."""
+    """Raise ImportError if the subpackage `package` was imported as a top-level one, which a clone's root links to."""
     if package.partition(".")[0] != "torch_dpflow":
         raise ImportError(
             f"{package!r} was imported from the repository's root; import 'torch_dpflow.{package}' instead "

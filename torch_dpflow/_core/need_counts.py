@@ -82,7 +82,7 @@ class NeedCounts:
             self.count_ended()
 
     def count_ended(self) -> None:
-        """Remove corrections of an ended epoch, for up to 65,536 keys. Call this often, such as at every read."""
+        """Remove what the oldest ended epoch still contributes to `extra`, for 65,536 keys. Call this often."""
         if self._ended:
             states, first, whole = self._ended.pop(0)
             end = first + _PIECE

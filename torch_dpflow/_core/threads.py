@@ -130,8 +130,8 @@ GONE_S = 0.5
 class AwaitedThread(threading.Thread):
     """A daemon thread for which a finalizer can wait, by `wait`.
 
-    The garbage collector may run while this thread holds `threading`'s own lock. A thread takes that lock to end, so
-    `join()` in a finalizer could wait forever.
+    The garbage collector may run a finalizer in a thread that holds `threading`'s own lock. The awaited thread needs
+    that lock to end, so `join()` in the finalizer could wait forever.
     """
 
     def __init__(self, target: Callable[[], None], name: str) -> None:

@@ -241,7 +241,7 @@ def _kept(of_sampler: Any, of_iterator: Any) -> Any:
 
 
 def stateful_part(index_sampler: Any, sampler: Any) -> Any:
-    """Return the index sampler if it has a state (see `has_state`), else `inner_sampler` if it has one, else None."""
+    """Return the index sampler, or else the sampler inside it, whichever has a state (see `has_state`); else None."""
     sampler = inner_sampler(index_sampler, sampler)
     return next((part for part in (index_sampler, sampler) if has_state(part)), None)
 
@@ -275,7 +275,11 @@ def return_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Iter
 
 
 def repeat_draws(state: LoaderState, index_sampler: Any, generator: torch.Generator | None) -> None:
-    """Repeat the random draws of the epoch after which `state` was saved, except those of a sampler with a state."""
+    """Set the process's generators as they were after the latest epoch before `state` was saved.
+
+    For this, the loader's draws of that epoch are repeated from its start: the seeds and, unless `state` has the
+    sampler's state or the dataset is iterable, the order.
+    """
     restore_rng(state.plan_rng or {})
     if state.sampler is not None or state.kind == "iterable":  # their order is not drawn here
         open_order(_without_order(state.opening), index_sampler, generator)

@@ -29,8 +29,9 @@ class FirstState:
     def restored(self) -> Iterator[None]:
         """Restore the first values during the `with` block, in which a replacement worker copies the dataset.
 
-        The present values return after the block. Only changed values are touched, because another thread may read the
-        dataset. A value that the block itself replaces, such as a file that `__getstate__` closes, is kept.
+        The present values return after the block. Values that did not change are not replaced, because another thread
+        may read the dataset; but if the order of the attributes has changed, each is removed and added again. A value
+        that the block itself replaces, such as a file that `__getstate__` closes, is kept.
         """
         changed = [(holder, first, holder.copy()) for holder, first in self._kept if not _are_same(holder, first)]
         try:

@@ -19,9 +19,11 @@ from torch_dpflow.errors import StateError
 
 
 def read_states(given: Any, rank: int, workers: int, dataset: Any) -> LoaderState:
-    """Return the state with which this rank resumes: the given state, or the joined states of all ranks.
+    """Return the state with which this rank resumes.
 
-    given: a state dict, or a list of the state dicts of all ranks.
+    given: a state dict, or a list of the state dicts of all ranks, which are joined. For an iterable dataset without
+        shards, the state of this rank is taken from the list.
+    workers, dataset: those of the loader that resumes.
 
     Raises StateError: among others, a state is damaged, or the states are of different epochs, or not of all ranks.
     """

@@ -127,7 +127,7 @@ class LoaderLimit:
         self._next_at = self._reading_s = 0.0
 
     def look(self, scheduler: Scheduler, now: float) -> None:
-        """Add the time since the last call to the counts; at most once per `STEP_S`, update the meter."""
+        """Add the workers' time since the last call; at most once per `STEP_S`, update the meter's `limited_by`."""
         passed_s = 0.0 if self._counted_at is None else now - self._counted_at
         self._counted_at = now
         workers, busy = scheduler.workers

@@ -89,7 +89,7 @@ class CoorDLGroup(FixedOrderGroup):
 
 
 class IndependentGroup(FixedOrderGroup):
-    """Group that shares nothing: each job reads `Member.order`, the permutation that torch draws for its seed."""
+    """Group that shares nothing: each job reads its own `Member.order` in each epoch."""
 
     strategy = "independent"
 

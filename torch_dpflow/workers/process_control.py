@@ -40,12 +40,12 @@ def exit_with(pid: int, directory: str = "") -> None:
 
 
 def at_parents_end(number: int) -> None:
-    """Make the kernel send this process the signal `number` when the thread that started it ends, or its process.
+    """Make the kernel send this process the signal `number` when its parent, or the thread that started it there, ends.
 
     SIGKILL ends this process even if it is stopped, or never releases the interpreter's lock. Use SIGKILL only if the
     main thread of the parent has started this process, because the kernel does not distinguish the ends of thread and
-    process. SIGCONT is for all other processes: a stopped process continues, and the thread that watches its owner can
-    end it.
+    process. SIGCONT is for all other processes: a stopped process continues, so that the thread of `exit_with` or the
+    handler of `exit_without_thread` can end it.
     """
     if sys.platform == "linux":
         LIBC.prctl(_PR_SET_PDEATHSIG, number)

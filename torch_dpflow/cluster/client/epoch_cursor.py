@@ -7,12 +7,14 @@ A state contains up to three sets of samples, with one bit for each sample of th
   the router.
 - `earlier`: samples that had been read when the unread samples were divided among the present ranks.
 
-If the number of ranks is the same, each rank resumes from its own `done`. With a different number of ranks, or from the
+If the number of ranks is the same, each rank resumes from `done` of its own state, or from `together` if only the state
+of another rank is given. With a different number of ranks, or from the
 states of all ranks if these differ in position, the read samples become `earlier`, and the unread samples are divided
 again. The read samples are `done` of all ranks' states or, if all ranks had the same position, `together` of any one.
 
-A job without ranks that reads all of more than `MAX_MARKED` samples saves a digest, not `done`, while its order follows
-from seed and epoch: with the strategy "shared-log", until it reads a sample that another job has loaded.
+In flows of more than `MAX_MARKED` samples, a job without ranks that reads all samples saves a digest instead of `done`,
+as long as its order follows from seed and epoch alone. With the strategy "shared-log", this ends when the job reads a
+sample because another job has loaded it.
 """
 
 from __future__ import annotations

@@ -169,14 +169,15 @@ class SharedJob:
         draw_seed: int | None = None,
         passed: Callable[[int, int], None] | None = None,
     ) -> EpochReader:
-        """Return a reader of the batches of `plan`, in this order.
+        """Return a reader that delivers the batches of `plan`, in the plan's order.
 
         plan: the sample numbers of each batch. If the dataset is a `Subset`, they are positions in the `Subset`.
         order: the samples of all batches, numbered as in `plan`; None if they are not known yet. The policies of the
             shards' caches use it.
         draw_seed: with `epoch`, the seed of the random draws; None: the job's seed.
-        passed: called for each delivered batch with its number, starting at 0, and its number of samples, in a
-            later call of the reader, such as for the next batch; after an interrupt perhaps twice.
+        passed: called as `passed(batch, samples)` for each delivered batch: the batch's number, starting at 0, and how
+            many samples it has. The call comes late, when the reader is used next. After an interrupt, it may come
+            twice for one batch.
         """
         self._begin(self._cursor_at_start(epoch))
         if order is not None and len(order) and order.min() >= 0 and order.max() < self._samples:

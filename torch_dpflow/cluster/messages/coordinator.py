@@ -270,7 +270,7 @@ class FlowView(Body):
 
 
 class AutoscaleLimits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Bounds of autoscaling: minimum and maximum number of workers of all flows together."""
+    """Bounds of autoscaling: minimum and maximum number of workers, of all flows together or of one flow or loader."""
 
     least: int
     most: int

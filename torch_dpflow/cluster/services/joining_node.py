@@ -54,8 +54,8 @@ class Joining:
     """Request by which this node joins a cluster, for the first time or again.
 
     Args:
-        cluster: address and keys of the cluster.
-        keys: the cluster's keys, including the server key.
+        cluster: address of the cluster, and the keys for a connection to it.
+        keys: the cluster's key file with the server key, by which this node proves that it may join.
         name: name of this node.
         address: address of this host, for display.
         processors: number of processors of this host, which limits the number of shards.

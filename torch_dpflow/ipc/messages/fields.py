@@ -73,7 +73,10 @@ class OutOfStepError(RecoverableError, kind=ErrorKind.OUT_OF_STEP):
 
 
 class OverloadedError(RecoverableError, kind=ErrorKind.OVERLOADED):
-    """The service cannot take the call now: a limit is reached, or it is starting. The caller has to retry."""
+    """The service cannot take the call now, for example because a limit is reached or something is still starting.
+
+    The caller has to retry.
+    """
 
 
 class NameBusyError(RecoverableError, kind=ErrorKind.NAME_BUSY):

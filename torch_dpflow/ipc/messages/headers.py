@@ -281,9 +281,9 @@ class WorkerReady(Body, tag=36):
 
 
 class WorkerBegun(Body, tag=37):
-    """Worker to shard: the position at which the worker's own stream begins in the epoch.
+    """Worker to shard, only from workers with a separate stream: the epoch has begun, or cannot begin.
 
-    One frame follows: `Begun`.
+    One frame follows: a pickled `workers.batches.Begun`.
     """
 
 

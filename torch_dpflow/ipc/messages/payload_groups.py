@@ -110,7 +110,10 @@ def split_frame(frames: Sequence[memoryview], size: int, count: int) -> list[mem
 
 
 def join_tasks(window: Window, tasks: Sequence[Frame]) -> list[Frame]:
-    """Return the frames to send after `window`. Small tasks of equal size share one; then `window.joined` is set."""
+    """Return the frames to send after `window`: one for each task, or a single one if all are small and of equal size.
+
+    For a single frame of several tasks, `window.joined` is set to the size of each, bytes.
+    """
     sizes = {len(task) for task in tasks}
     if len(tasks) > 1 and len(sizes) == 1 and 0 < (size := sizes.pop()) <= JOINED_BYTES:
         window.joined = size

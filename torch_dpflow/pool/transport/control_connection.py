@@ -150,7 +150,7 @@ AnswerT = TypeVar("AnswerT", bound=PoolAnswer)
 class PoolConnection:
     """Control connection to a pool server. Thread-safe, except for `send` and `receive`: one request at a time.
 
-    silence_s: how long an answer may take, seconds.
+    silence_s: how long the server may send nothing while an answer is awaited, seconds.
 
     Raises:
         PeerLostError: there is no server, it does not answer, or it belongs to another cluster.

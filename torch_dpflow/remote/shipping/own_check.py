@@ -1,4 +1,4 @@
-"""Comparison, in a worker, of own modules with those in the script's process; members that differ are set."""
+"""Comparison of the user's modules in a worker with those of the script; members that differ are set as there."""
 
 from __future__ import annotations
 
