@@ -32,12 +32,25 @@ def code_digest(code: types.CodeType, names: set[str], rename: Callable[[str], s
     return digest
 
 
+def source_digest(code: types.CodeType, names: set[str]) -> bytes:
+    """Return `code_digest(code, names)` without a cache, which would keep 100 kB for each module."""
+    digest, used = _computed(code, source_digest)
+    names |= used
+    return digest
+
+
 #: Flags: the code is that of a function, and of one with a docstring (since Python 3.14).
 _IS_FUNCTION, _HAS_DOCSTRING = 0x3, 0x4000000
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def _code(code: types.CodeType) -> tuple[bytes, frozenset[str]]:
+    digest, names = _computed(code, code_digest)
+    return digest, frozenset(names)
+
+
+def _computed(code: types.CodeType, inner: Callable[[types.CodeType, set[str]], bytes]) -> tuple[bytes, set[str]]:
+    """Return the digest of code, and the names in it. inner: returns the digest of code inside it, and adds names."""
     constants = list(code.co_consts)
     has_docstring = code.co_flags & _HAS_DOCSTRING if sys.version_info >= (3, 14) else True
     named = code.co_flags & _IS_FUNCTION == _IS_FUNCTION and not code.co_name.startswith("<")
@@ -46,11 +59,11 @@ def _code(code: types.CodeType) -> tuple[bytes, frozenset[str]]:
     if code.co_name == "__hash__" and code.co_filename.startswith("<"):
         constants = [None if _is_salt(one) else one for one in constants]
     names = {*code.co_names, *code.co_freevars}
-    pieces = [_constant(one, names) for one in constants]
+    pieces = [_constant(one, names, inner) for one in constants]
     shape = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags & ~_HAS_DOCSTRING)
     labels = (code.co_name, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     table = getattr(code, "co_exceptiontable", b"")
-    return digest_of(code.co_code, table, repr((shape, labels)).encode(), *pieces), frozenset(names)
+    return digest_of(code.co_code, table, repr((shape, labels)).encode(), *pieces), names
 
 
 def _is_salt(constant: Any) -> bool:
@@ -61,7 +74,11 @@ def _is_salt(constant: Any) -> bool:
 
 def _reads_first(code: types.CodeType) -> bool:
     """Return whether code reads its first constant, which is then a value as well as the docstring."""
-    return any(one.opcode in dis.hasconst and one.arg == 0 for one in dis.get_instructions(code))
+    raw = code.co_code
+    return any(
+        raw[at] in dis.hasconst and raw[at + 1] == 0 and (raw[at - 2] if at else 0) != dis.EXTENDED_ARG
+        for at in range(0, len(raw), 2)
+    )
 
 
 def names_in_code(code: types.CodeType) -> frozenset[str]:
@@ -75,15 +92,13 @@ def names_in_texts(code: types.CodeType) -> frozenset[str]:
     return frozenset(word for text in names_in_code(code) for word in _WORD.findall(text))
 
 
-def _constant(value: Any, names: set[str]) -> bytes:
+def _constant(value: Any, names: set[str], inner: Callable[[types.CodeType, set[str]], bytes]) -> bytes:
     if isinstance(value, types.CodeType):
-        digest, used = _code(value)
-        names |= used
-        return digest
+        return inner(value, names)
     if isinstance(value, tuple):
-        return digest_of(b"tuple", *(_constant(one, names) for one in value))
+        return digest_of(b"tuple", *(_constant(one, names, inner) for one in value))
     if isinstance(value, frozenset):
-        return digest_of(b"set", *sorted(_constant(one, names) for one in value))
+        return digest_of(b"set", *sorted(_constant(one, names, inner) for one in value))
     if isinstance(value, str):
         names.add(value)
     return digest_of(type(value).__name__.encode(), repr(value).encode(errors="surrogatepass"))

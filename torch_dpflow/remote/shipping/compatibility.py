@@ -97,8 +97,11 @@ def distributions_of_modules() -> Mapping[str, list[str]]:
         name = str(distribution.metadata["Name"])
         tops = {*(distribution.read_text("top_level.txt") or "").split()}
         if not tops:
-            files = [file for file in distribution.files or () if is_importable(file.name)]
-            tops = {file.parts[0] if len(file.parts) > 1 else file.name.partition(".")[0] for file in files}
+            # Twenty times faster than `distribution.files`, which makes a path and a hash of each line.
+            record = distribution.read_text("RECORD")
+            files = record.splitlines() if record is not None else map(str, distribution.files or ())
+            paths = [line.partition(",")[0].split("/") for line in files]
+            tops = {one[0] if one[1:] else one[0].partition(".")[0] for one in paths if is_importable(one[-1])}
         for top in filter(str.isidentifier, tops):
             found.setdefault(top, set()).add(name)
     return {top: sorted(names) for top, names in found.items()}

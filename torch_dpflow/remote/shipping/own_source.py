@@ -13,7 +13,7 @@ from io import BytesIO
 from itertools import chain
 from typing import Any, NamedTuple
 
-from torch_dpflow.remote.shipping.code_digest import code_digest
+from torch_dpflow.remote.shipping.code_digest import source_digest
 from torch_dpflow.remote.shipping.modules import imports_of, resolve
 from torch_dpflow.remote.shipping.part_tree import PartNode, digest_of, text_of
 
@@ -152,15 +152,23 @@ def _add_codes(code: types.CodeType, prefix: str, found: OwnSource) -> None:
         if isinstance(one, types.CodeType) and not one.co_name.startswith("<"):
             path = f"{prefix}.{_mangled(one.co_name, prefix)}"
             if one.co_flags & 0x2:  # new locals: a function
-                found.codes.setdefault(path, []).append(code_digest(one, set()))
+                found.codes.setdefault(path, []).append(source_digest(one, set()))
             else:
                 _add_codes(one, path, found)
 
 
 def _without_lines(tree: ast.Module) -> ast.Module:
     """Return a module's syntax tree without docstrings and line numbers."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.expr | ast.stmt | ast.excepthandler | ast.arg | ast.keyword | ast.alias | ast.pattern):
+    waiting: list[Any] = [tree]
+    while waiting:  # in half of the time of `ast.walk`
+        node = waiting.pop()
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if isinstance(value, ast.AST):
+                waiting.append(value)
+            elif type(value) is list:
+                waiting += [one for one in value if isinstance(one, ast.AST)]
+        if node._attributes:
             node.lineno = node.end_lineno = 1
             node.col_offset = node.end_col_offset = 0
         body = getattr(node, "body", None)
@@ -253,7 +261,7 @@ class _SourceReader:
             self._found.names |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
             self._found.names |= {node.attr for node in ast.walk(statement) if isinstance(node, ast.Attribute)}
             return digest_of(ast.dump(statement).encode(errors="replace"))
-        return code_digest(code, self._found.names)
+        return source_digest(code, self._found.names)
 
 
 def _dotted(expression: ast.expr) -> str | None:
