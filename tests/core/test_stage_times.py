@@ -131,7 +131,9 @@ def test_a_batch_is_divided_among_its_stages(clock: Clock, one_by_one: bool) -> 
 def test_a_batch_that_fails_counts_the_samples_before_the_error(clock: Clock) -> None:
     def load(index: int) -> int:
         if index == 2:
-            raise ValueError
+            with stage("read"):
+                clock.now += 9.0
+                raise ValueError
         return Clock.load(clock, index)
 
     measured = StageClock()
@@ -169,7 +171,7 @@ def test_samples_loaded_one_by_one_are_added_up_when_their_times_are_taken(clock
         clock.now += index * scale / 2
         return index
 
-    for index in (1, 1, 2, 7):
+    for index in (7, 1, 1, 7, 2, 7):
         assert measured.load_sample(load, index) == index
         clock.now += 0.5
         measured.handed_over()
@@ -181,6 +183,6 @@ def test_samples_loaded_one_by_one_are_added_up_when_their_times_are_taken(clock
         assert times.counts == {bucket_of(1.0): 2, bucket_of(2.0): 1}
     else:
         assert times.counts == {bucket_of(2e-5 / 3): 3}
-    assert times.hand_over_s == pytest.approx(2.0)
-    assert times.read_s == pytest.approx(scale * 5.5)
+    assert times.hand_over_s == pytest.approx(3.0)
+    assert (times.read_s, times.dataset_s) == pytest.approx((scale * 2, scale * 2))
     assert measured.take() is None

@@ -78,6 +78,8 @@ class StageClock:
         self._began = self._last = self._fetched_at = 0.0
         #: Seconds of the samples that `load_sample` loaded and `take` has not returned.
         self._seconds: list[float] = []
+        #: Seconds in "read" and "decode" without the latest sample, which may turn out to have failed.
+        self._before = 0.0, 0.0
 
     def take(self) -> StageTimes | None:
         """Return the times that were measured since the last call of `take`; None if nothing was measured."""
@@ -92,8 +94,10 @@ class StageClock:
 
     def load_sample(self, load: Callable[[Any], Any], index: Any) -> Any:
         """Return `load(index)` and measure it. Use it with one clock per thread only, and without `fetch`."""
+        marked = _marked
         if not self._seconds:
-            _marked.read = _marked.decode = 0.0
+            marked.read = marked.decode = 0.0
+        self._before = marked.read, marked.decode
         began = perf_counter()
         value = load(index)
         self._last = now = perf_counter()
@@ -101,8 +105,9 @@ class StageClock:
         return value
 
     def drop_sample(self) -> None:
-        """Drop the time of the latest result of `load_sample`, because it is no sample."""
+        """Drop the times of the latest result of `load_sample`, because it is no sample."""
         self._seconds.pop()
+        _marked.read, _marked.decode = self._before
 
     def handed_over(self) -> None:
         """Count the time since the latest sample was loaded as time of encoding and sending."""
@@ -139,20 +144,22 @@ class StageClock:
             seconds = (fetched_at if fetched_at >= began else perf_counter()) - began
             self._add(seconds, marked.read, marked.decode, samples)
         else:
+            self._before = 0.0, 0.0
             try:
                 batch = load(_Numbers(index, self))
             finally:  # of a batch that fails, the samples before the error
                 seconds = self._last - began
-                self._add(seconds, marked.read, marked.decode, 0)
+                self._add(seconds, *self._before, 0)
         self._is_short = seconds < samples * SHORT_S
         return batch
 
     def numbers(self, index: Any) -> Iterator[Any]:
         """Yield each number of `index`; record the time until the next one is requested as the time of its sample."""
-        counts, last = self._times.counts, self._last
+        counts, last, marked = self._times.counts, self._last, _marked
         for number in index:
             yield number
             self._last = now = perf_counter()
+            self._before = marked.read, marked.decode
             bucket = bucket_of(now - last)
             counts[bucket] = counts.get(bucket, 0) + 1
             last = now
