@@ -115,3 +115,28 @@ def test_subsets_around_a_cache_and_in_it_are_one_part(layers: list[str], random
     assert [dataset[n] for n in range(len(dataset))] == [
         inside[n if places is None else int(places[n])] for n in range(len(dataset))
     ]
+
+
+class LargerCache(ALSDCache):
+    """A cache that adds to its samples what a shard's cache would not."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index) + 1000
+
+    def __getitems__(self, indices: list[Any]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class NamedCache(ALSDCache):
+    name = "squares"
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+@pytest.mark.parametrize("kind", [LargerCache, NamedCache])
+def test_a_subclass_of_the_cache_is_left_out_only_if_it_changes_no_samples(kind: Any, is_part: bool) -> None:
+    dataset = kind(Squares(), "1MiB")
+    part = Subset(dataset, [5, 3]) if is_part else dataset
+    source = split_stages(part, JobOptions())
+    places = range(len(part)) if source.places is None else source.places
+    assert [source.dataset[int(place)] for place in places] == [part[n] for n in range(len(part))]
+    assert (source.cache is dataset) == (kind is NamedCache)

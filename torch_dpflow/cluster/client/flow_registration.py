@@ -100,11 +100,11 @@ def unwrapped(dataset: Any) -> tuple[Any, ALSDCache | None, IndexArray | None]:
     """Return (dataset inside nested `Subset` objects and an `ALSDCache`, the cache, sample numbers in this dataset).
 
     The numbers are those of each position in `dataset`; None without a `Subset`. A `Subset` that contains a sample
-    twice, or invalid numbers, is not unwrapped.
+    twice, or invalid numbers, is not unwrapped, nor is a subclass of `ALSDCache` that changes the samples.
     """
     cache, places = None, None
     while True:
-        if cache is None and isinstance(dataset, ALSDCache):
+        if cache is None and _is_cache(dataset):
             cache = dataset
         elif is_subset(dataset):
             try:
@@ -116,6 +116,13 @@ def unwrapped(dataset: Any) -> tuple[Any, ALSDCache | None, IndexArray | None]:
             break
         dataset = dataset.dataset
     return dataset, cache, places
+
+
+def _is_cache(dataset: Any) -> bool:
+    """Return whether a dataset is an `ALSDCache`, or of a subclass that reads samples by the methods of `ALSDCache`."""
+    return isinstance(dataset, ALSDCache) and all(
+        getattr(type(dataset), name) is getattr(ALSDCache, name) for name in ("__len__", "__getitem__", "__getitems__")
+    )
 
 
 def _own_indices(dataset: Any) -> str:
