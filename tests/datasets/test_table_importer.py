@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import logging
 import uuid
 from decimal import Decimal
@@ -227,6 +228,8 @@ def test_types_are_those_of_all_rows_however_large_the_table(
         ("l.csv", b'path,text\na,"Hello\nb,x\n', "unexpected end of data"),
         ("l.tsv", b'path\ttext\na\t"Hello" he said\n', "expected after"),
         ("l.csv", b"path,x\na,1\nb\n", "line 3 or after: it has 1 cells, and the header 2"),
+        ("l.csv", gzip.compress(b"path,x\na,1\n", mtime=0), "l.csv is compressed with gzip.*unpack it with gunzip"),
+        ("l.parquet", gzip.compress(b"PAR1", mtime=0), "l.parquet is compressed with gzip"),
         ("l.csv", b"", "it is empty"),
         ("l.csv", b"\n\n", "it is empty"),
     ],

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from torch_dpflow._core.checks import check_type
 from torch_dpflow.datasets.importers import importer_class
+from torch_dpflow.datasets.importers.base import check_not_compressed
 from torch_dpflow.datasets.importers.packed import LitDataImporter
 from torch_dpflow.datasets.importers.shards import ShardImporter
 from torch_dpflow.datasets.importers.sources import Source, SourceFile, SourceFiles, find_sources
@@ -151,15 +152,18 @@ def found_format(files: SourceFiles) -> str:
 
     Raises:
         OptionError: no format fits, or more than one; or a list or pattern mixes files of a format and others.
-        SourceError: no format fits, and the directory has subdirectories of several splits.
+        SourceError: no format fits, and the object is compressed, or the directory has folders of several splits.
     """
     kinds = {name: importer_class(name) for name in _INDEXED}
     found = [name for name, kind in kinds.items() if kind.finds(files)]
     found += ["table"] if are_tables(files.names) else []
     if not found and files.files:
         _check_endings(files, [kind.names for kind in kinds.values() if hasattr(kind, "names")])
-        head = files.head(next((number for number, name in enumerate(files.names) if "." not in name), 0))
+        number = next((number for number, name in enumerate(files.names) if "." not in name), 0)
+        head = files.head(number)
         found = [name for name, kind in kinds.items() if hasattr(kind, "begins") and kind.begins(head)]
+        if not found:
+            check_not_compressed(head, files.files[number].printable)
     if len(found) == 1:
         return found[0]
     if not found:

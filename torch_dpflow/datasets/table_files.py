@@ -68,7 +68,7 @@ def find_tables(found: SourceFiles, split: str | None) -> list[SourceFile]:
 def _in_directory(found: SourceFiles, split: str | None) -> list[SourceFile]:
     shown, by_name = printable_url(found.given), dict(zip(found.names, found.files, strict=True))
     folders = [name for name in found.folders if not name.startswith("_")]
-    if _SPLITS in by_name:
+    if _SPLITS in by_name and folders:
         raise SourceError(
             f"{shown} has several datasets, {folders}; give one of them, as {shown}/{folders[0]}, or split="
         )

@@ -22,6 +22,7 @@ from torch_dpflow._core.checks import check_type, parse_bytes
 from torch_dpflow._core.processes import PerProcess
 from torch_dpflow._core.stage_clock import stage
 from torch_dpflow._core.threads import RunningLoads, fail
+from torch_dpflow.datasets.importers.base import check_not_compressed
 from torch_dpflow.datasets.importers.delimited import check_names
 from torch_dpflow.datasets.importers.sources import Source, SourceFile, SourceFiles, find_sources, is_changed
 from torch_dpflow.datasets.storage import ObjectReader, ReadOptions
@@ -35,6 +36,7 @@ from torch_dpflow.datasets.table_blocks import (
     RemoteArrowBlocks,
     errors_of,
     pyarrow_with_formats,
+    span_of,
 )
 from torch_dpflow.datasets.table_files import find_tables, is_parquet
 from torch_dpflow.errors import ChecksumError, ObjectMissingError, OptionError, OptionTypeError, SourceError
@@ -214,7 +216,12 @@ class _OpenedTable:
         """Return the rows of each block of a file, and its schema without metadata."""
         from torch_dpflow.datasets.importers.table_values import field_names
 
-        opened = _blocks_of(self._reader, file)
+        try:
+            opened = _blocks_of(self._reader, file)
+        except SourceError:
+            (head,) = self._reader.read_many([span_of(file, 0, min(8, file.size))])
+            check_not_compressed(head, printable_url(file.url))
+            raise
         try:
             with errors_of(file):
                 check_names([*field_names(opened.schema)], printable_url(file.url))

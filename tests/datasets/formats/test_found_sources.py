@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,20 @@ def test_a_directory_of_several_datasets_of_huggingface(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"has several datasets, \['train'\]; give one of them"):
         open_dataset(tmp_path)
     assert len(open_dataset(tmp_path / "train")) == 1
+    shutil.rmtree(tmp_path / "train")
+    with pytest.raises(SourceError, match="has no Parquet or Arrow files"):
+        open_dataset(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["a.parquet", "a.feather", "a.arrow", "a.parquet.gz", "a.tfrecord.zst", "a.csv.gz", "a-00000-of-00001"]
+)
+@pytest.mark.parametrize(("compression", "program"), [("gzip", "gunzip"), ("zstd", "unzstd")])
+def test_a_compressed_file_is_named_as_such(tmp_path: Path, name: str, compression: str, program: str) -> None:
+    content = pa.compress(bytes(range(256)) * 8, compression, asbytes=True)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SourceError, match=f"{name} is compressed with {compression}.*unpack it with {program}$"):
+        open_dataset(tmp_path / name)
 
 
 def test_names_that_are_no_utf8(tmp_path: Path, local_store: DatasetStore) -> None:

@@ -249,6 +249,25 @@ def test_compressed_shards_are_copied(tmp_path: Path, name: str, compress: Any) 
         open_dataset(tmp_path / "data")
 
 
+def test_decompressed_shards_are_read_in_place_of_compressed_ones(tmp_path: Path) -> None:
+    """As the readers of both libraries leave them: they remove a compressed shard once it is decompressed."""
+    write_mds(tmp_path / "mds", "gz", gzip.compress)
+    write_litdata(tmp_path / "lit", compression="zstd")
+    index = tmp_path / "lit" / "index.json"
+    index.write_text(index.read_text().replace(".bin", ".zstd.bin"))
+    for packed in (tmp_path / "mds").glob("*.gz"):
+        packed.with_suffix("").write_bytes(gzip.decompress(packed.read_bytes()))
+        packed.unlink()
+        mds: Any = open_dataset(tmp_path / "mds")
+        assert_equal(mds.__getitems__([*range(COUNT)]), [mds_expected(number) for number in range(COUNT)])
+    lit: Any = open_dataset(tmp_path / "lit")
+    assert_equal(lit.__getitems__([*range(COUNT)]), [lit_expected(number) for number in range(COUNT)])
+    for folder, name in ((tmp_path / "mds", "shard.00001.mds"), (tmp_path / "lit", "chunk-0-1.bin")):
+        (folder / name).write_bytes((folder / name).read_bytes()[:-1])
+        with pytest.raises(SourceError, match=rf"{name} has \d+ bytes, and the index says \d+; it was cut or replaced"):
+            open_dataset(folder)
+
+
 def test_images_are_decoded(tmp_path: Path) -> None:
     write_mds(tmp_path / "data")
     sample: Any = open_dataset(tmp_path / "data", decode="pil")[3]

@@ -15,6 +15,24 @@ from torch_dpflow.errors import SourceError
 
 #: The largest signed integer of 64 bits.
 _LARGEST = 2**63 - 1
+#: Compression and the program that decompresses it, by the first bytes of a file.
+_COMPRESSED = {
+    b"\x1f\x8b": ("gzip", "gunzip"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
+    b"\xfd7zXZ": ("xz", "unxz"),
+    b"BZh": ("bzip2", "bunzip2"),
+    b"\x04\x22\x4d\x18": ("lz4", "unlz4"),
+}
+
+
+def check_not_compressed(head: bytes, name: str) -> None:
+    """Raise SourceError if `head`, the first bytes of a file, shows that it is compressed. name: the file in errors."""
+    for magic, (compression, program) in _COMPRESSED.items():
+        if head.startswith(magic):
+            raise SourceError(
+                f"{name} is compressed with {compression}, and its samples cannot be read one by one; unpack it with "
+                f"{program}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

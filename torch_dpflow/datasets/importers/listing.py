@@ -14,7 +14,7 @@ from typing import IO, Any, Literal
 
 from torch_dpflow._core.lazy import imported
 from torch_dpflow.datasets.files import Files
-from torch_dpflow.datasets.importers.base import BaseImporter, Item
+from torch_dpflow.datasets.importers.base import BaseImporter, Item, check_not_compressed
 from torch_dpflow.datasets.importers.delimited import DelimitedRows, check_names
 from torch_dpflow.datasets.importers.folders import files_below
 from torch_dpflow.datasets.importers.sources import state_of_objects
@@ -228,6 +228,8 @@ class ListingImporter(BaseImporter):
         name = self._url_of(path)
         try:
             with self._files.open(path) as file:
+                check_not_compressed(file.read(8), name)
+                file.seek(0)
                 yield file
         except FileNotFoundError as error:
             raise SourceError(f"there is no {name}; check the path, and write a / at the end of a directory") from error

@@ -7,7 +7,7 @@ import json
 import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,6 +47,15 @@ class PackedShard(NamedTuple):
     compression: str | None
     #: whether each sample is compressed by itself, with zstd
     has_compressed_samples: bool = False
+    #: name and bytes of the decompressed file, by which the library's own reader replaces a local compressed one
+    unpacked: tuple[str, int] | None = None
+
+    def as_present(self, present: Collection[str]) -> PackedShard:
+        """Return the entry of the decompressed file if `present`, the names of the files, has only this one."""
+        if self.unpacked is None or self.name in present or self.unpacked[0] not in present:
+            return self
+        name, size = self.unpacked
+        return self._replace(name=name, size=size, compression=None, unpacked=None)
 
 
 class PackedImporter(ShardImporter):
@@ -82,6 +91,7 @@ class PackedImporter(ShardImporter):
                 f"{index.printable} is no index of {self.name}: {type(error).__name__}: {error}"
             ) from error
         present = dict(zip(files.names, files.files, strict=True)) | self._below(files)
+        self.shards = [shard.as_present(present) for shard in self.shards]
         for shard in self.shards:
             _check_present(files.given, shard, present.get(shard.name))
         self._by_url = {present[shard.name].url: shard for shard in self.shards}
@@ -120,7 +130,7 @@ class PackedImporter(ShardImporter):
         return self._info
 
     def objects(self) -> list[tuple[Any, ...]]:
-        return [(*one, *self._by_url[file.url][2:]) for one, file in zip(super().objects(), self.files.files)]
+        return [(*one, *self._by_url[file.url][2:5]) for one, file in zip(super().objects(), self.files.files)]
 
     def total(self) -> int | None:
         return sum(shard.samples for shard in self.shards)
@@ -169,9 +179,10 @@ class MDSImporter(PackedImporter):
             if columns is not None and found != columns:
                 raise ValueError("its shards have different columns")
             columns = found
-            packed = entry["zip_data"] if entry["compression"] is not None else entry["raw_data"]
+            raw, packed = entry["raw_data"], entry["raw_data"] if entry["compression"] is None else entry["zip_data"]
             compression = None if entry["compression"] is None else entry["compression"].partition(":")[0]
-            shards.append(PackedShard(packed["basename"], packed["bytes"], entry["samples"], compression))
+            shard = PackedShard(packed["basename"], packed["bytes"], entry["samples"], compression)
+            shards.append(shard if compression is None else shard._replace(unpacked=(raw["basename"], raw["bytes"])))
         _check_once([name for name, _, _ in columns or []])
         for name, encoding, size in columns or []:
             if not isinstance(name, str) or not (size is None or isinstance(size, int)):
@@ -220,6 +231,7 @@ class LitDataImporter(PackedImporter):
                 chunk["chunk_size"],
                 whole,
                 level == "sample",
+                (chunk["filename"].replace(f".{whole}", ""), chunk["chunk_bytes"]) if whole else None,
             )
             for chunk in index["chunks"]
         ]

@@ -12,7 +12,7 @@ import numpy as np
 
 from torch_dpflow._core.checks import MAX_DEPTH
 from torch_dpflow._core.lazy import imported
-from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.datasets.importers.base import Item, check_not_compressed
 from torch_dpflow.datasets.importers.shards import ForwardReader, ShardImporter
 from torch_dpflow.datasets.importers.sources import SourceFile, SourceFiles
 from torch_dpflow.errors import MissingExtraError, SourceError
@@ -105,11 +105,10 @@ def _check_header(header: bytes, position: int, name: str) -> None:
     if position:
         what = "was cut short" if len(header) < _HEADER else "is damaged"
         raise SourceError(f"{name} {what}: no record begins at byte {position}; restore it")
-    if header.startswith(b"\x1f\x8b") or (header[:1] == b"\x78" and header[1:2] in b"\x01\x5e\x9c\xda"):
-        kind, how = ("GZIP", ", or unpack it with gunzip") if header.startswith(b"\x1f") else ("ZLIB", "")
+    check_not_compressed(header, name)
+    if header[:1] == b"\x78" and header[1:2] in b"\x01\x5e\x9c\xda":
         raise SourceError(
-            f"{name} is compressed with {kind}, and its records cannot be read one by one; write it without "
-            f"compression{how}"
+            f"{name} is compressed with ZLIB, and its records cannot be read one by one; write it without compression"
         )
     raise SourceError(f"{name} is no TFRecord file: it begins with {header!r}")
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.datasets.importers.base import Item, check_not_compressed
 from torch_dpflow.datasets.importers.shards import ForwardReader, ShardImporter
 from torch_dpflow.datasets.importers.sources import Source, SourceFile, SourceFiles
 from torch_dpflow.errors import SourceError
@@ -21,13 +21,6 @@ _ZEROS = bytes(_BLOCK)
 _MAX_EXTENSION = 1 << 20
 #: Bytes after the end of an archive that are compared with zeros at a time. `tar -b` fills the last record.
 _PIECE = 1 << 20
-_COMPRESSED = {
-    b"\x1f\x8b": ("gzip", "gunzip"),
-    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
-    b"\xfd7zXZ": ("xz", "unxz"),
-    b"BZh": ("bzip2", "bunzip2"),
-    b"\x04\x22\x4d\x18": ("lz4", "unlz4"),
-}
 _REFUSED = {
     b"S": "a sparse file, whose bytes are not where its offsets say",
     b"M": "the rest of a file that begins in another volume",
@@ -53,11 +46,6 @@ class TarMember(NamedTuple):
 def is_tar(head: bytes) -> bool:
     """Return whether an object's first 512 bytes are the header of a tar archive, or the end of an empty one."""
     return len(head) >= _BLOCK and (head[:_BLOCK] == _ZEROS or _has_checksum(head[:_BLOCK]))
-
-
-def compression_of(head: bytes) -> tuple[str, str] | None:
-    """Return (compression, program that decompresses it), by an object's first bytes; None if none is recognised."""
-    return next((found for magic, found in _COMPRESSED.items() if head.startswith(magic)), None)
 
 
 def tar_members(data: ForwardReader, name: str) -> Iterator[TarMember]:
@@ -160,12 +148,7 @@ def _check_header(header: bytes, position: int, name: str) -> None:
         return
     if position:
         raise _damaged(name, position, "no header where a member should begin")
-    compression = compression_of(header)
-    if compression is not None:
-        raise SourceError(
-            f"{name} is compressed with {compression[0]}, and members of a compressed archive cannot be read one by "
-            f"one; unpack it with {compression[1]}: images and audio in it are compressed already"
-        )
+    check_not_compressed(header, name)
     raise SourceError(f"{name} is no tar archive: it begins with {header[:16]!r}")
 
 
