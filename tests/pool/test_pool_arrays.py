@@ -315,12 +315,19 @@ def test_an_hdf5_file_without_the_extra(tmp_path: Path, monkeypatch: pytest.Monk
         (np.array([{}, 1], dtype=object), OptionTypeError, "Python objects or has fields; give"),
         (np.zeros(3, dtype=[("a", "f4")]), OptionTypeError, "Python objects or has fields; give"),
         (
+            np.zeros(3, dtype=[("\u65e5", "f4")]),
+            OptionError,
+            r"version 3.0 of the .npy format.* such as one for each field",
+        ),
+        (np.zeros(3, dtype=[(f"{n:040}", "f4") for n in range(500)]), OptionError, "header that is damaged, or longer"),
+        (
             np.zeros((1, (64 << 20) + 1), "u1"),
             OptionError,
             "at most 67,108,864 are allowed; have more and smaller",
         ),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Stored array in format 3.0")
 def test_arrays_that_cannot_be_held(tmp_path: Path, content: Any, kind: type[Exception], says: str) -> None:
     with pytest.raises(kind, match=says):
         open_array(saved(tmp_path / "rows.npy", content))
@@ -331,6 +338,9 @@ def test_files_that_are_no_arrays(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"neither a \.npy file .* nor an HDF5 file"):
         open_array(tmp_path / "text.npy")
     path = saved(tmp_path / "rows.npy")
+    (tmp_path / "cut.npy").write_bytes(path.read_bytes()[:40])
+    with pytest.raises(OptionError, match=r"cut\.npy has a \.npy header that is damaged"):
+        open_array(tmp_path / "cut.npy")
     with pytest.raises(OptionError, match="leave out path='x'"):
         open_array(path, path="x")
     path.write_bytes(path.read_bytes()[:-1])

@@ -263,10 +263,21 @@ def _npy_header(name: str, head: bytes) -> tuple[tuple[int, ...], np.dtype[Any],
     content = io.BytesIO(head)
     try:
         version = np.lib.format.read_magic(content)
-        shape, is_fortran, dtype = _HEADERS[version](content)
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         raise OptionError(
             f"{name} is neither a .npy file of numbers or bytes (numpy.save) nor an HDF5 file: {error}"
+        ) from error
+    if version not in _HEADERS:  # numpy has no public function for version 3, whose headers are in UTF-8
+        raise OptionError(
+            f"{name} has version {version[0]}.{version[1]} of the .npy format, as for fields whose names are not "
+            "Latin-1; save an array of numbers or bytes, such as one for each field"
+        )
+    try:
+        shape, is_fortran, dtype = _HEADERS[version](content)
+    except ValueError as error:
+        raise OptionError(
+            f"{name} has a .npy header that is damaged, or longer than {_HEAD_BYTES:,} bytes: {error}; restore the "
+            "file, or save an array of numbers or bytes"
         ) from error
     if is_fortran:
         raise OptionError(
