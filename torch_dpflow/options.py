@@ -53,7 +53,9 @@ class LoaderOptions:
         poison_limit: `next()` raises PoisonTaskError for a batch once this many workers have ended while loading it.
         task_timeout_s: how long a worker may take for one batch, for its part of a batch, or for its start, seconds;
             None: no limit, as with torch. A worker that takes longer is killed and replaced, which counts for
-            `poison_limit`. torch's `timeout` instead limits how long the training loop waits for a batch.
+            `poison_limit`. Give more than one worker alone takes for a batch, even if workers divide slow batches: if
+            the worker that began one ends, another loads it alone. torch's `timeout` instead limits how long the
+            training loop waits for a batch.
         shared_memory: bytes of shared memory that each worker may fill; 0 sends every batch through the socket;
             None allows a quarter of the machine's memory, divided among the workers.
         listen: with `platform=`, where to listen for workers: "tcp://HOST:PORT", port 0 for a free one. Workers must

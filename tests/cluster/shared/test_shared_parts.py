@@ -111,6 +111,15 @@ def test_a_part_of_unusual_indices_is_a_dataset_of_its_own_and_its_refusal_names
     assert "registered is" in str(refusal.value)
 
 
+def test_jobs_with_a_cache_and_without_are_refused_by_what_the_flow_caches(
+    loader: Callable[..., DPFlowDataLoader[Any]], dataset: Numbers
+) -> None:
+    keys(loader(dataset))
+    cached = Subset(ALSDCache(dataset, MEMORY), range(10))
+    with pytest.raises(UsageError, match=r"what it caches is samples, registered is nothing \(no ALSDCache"):
+        keys(loader(cached))
+
+
 def test_an_epoch_of_a_part_is_resumed(loader: Callable[..., DPFlowDataLoader[Any]], dataset: Numbers) -> None:
     fold = list(range(10, 40))
     first = loader(Subset(dataset, fold), shuffle=True)

@@ -178,7 +178,7 @@ def describe(
         fingerprint={
             "dataset": f"{module}.{kind.__qualname__} of {size} samples{_own_indices(source.dataset.cacheable)}",
             **content.labels,
-            "repeatable": "its cacheable stage" if source.staged else str(source.repeatable),
+            "what it caches": _cached_part(source),
         },
         repeatable=source.repeatable,
         staged=source.staged,
@@ -265,6 +265,13 @@ def changes(now: FlowContent, then: FlowContent) -> tuple[dict[str, str], dict[s
     is_own = {path: _OWN.match(path) is not None and text != f"other {RANDOM_STATE}" for path, text in found.items()}
     own |= {path: text for path, text in found.items() if is_own[path]}
     return own, {path: text for path, text in found.items() if not is_own[path]}
+
+
+def _cached_part(source: JobDataset) -> str:
+    """Describe the cached part of the flow's samples, for the error of a job that differs in it."""
+    if source.staged:
+        return "samples before their transform"
+    return "samples" if source.repeatable else "nothing (no ALSDCache, no repeatable=True)"
 
 
 def _memory_of(source: JobDataset, options: JobOptions) -> int:
