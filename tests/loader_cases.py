@@ -171,6 +171,19 @@ class Gated(Indices):
         return index
 
 
+class Announced(Gated):
+    """Releases `begun` whenever the loading of an index of `gates` begins."""
+
+    def __init__(self, size: int, gates: Mapping[int, Any], begun: Any) -> None:
+        super().__init__(size, gates)
+        self.begun = begun
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.gates:
+            self.begun.release()
+        return super().__getitem__(index)
+
+
 class Stream(IterableDataset):
     """`size` numbers, each worker a contiguous share; optionally with random draws."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import resource
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.loader_cases import Deadly, Gated, Indices, Samples, Stream, patiently
+from tests.loader_cases import Announced, Deadly, Gated, Indices, Samples, Stream, patiently
 from tests.new_process import FORK, in_fork
 from tests.shared_datasets import Hanging
 from tests.worker_cases import has_ended, kill, worker_pids
@@ -276,6 +277,42 @@ def test_the_user_interrupts_a_wait(OurLoader: Any) -> None:
     gate.set()
     assert [*seen, *iterator] == list(range(6))
     assert list(loader) == list(range(6))
+
+
+def test_control_c_at_a_sample_is_not_the_samples_fault(OurLoader: Any, eventually: Any) -> None:
+    """At a terminal and in a notebook, the signal also goes to the workers, which end; the iterator goes on."""
+    begun, gate = FORK.Semaphore(0), FORK.Event()
+    loader = OurLoader(Announced(6, {2: gate}, begun), batch_size=None, num_workers=1, multiprocessing_context="fork")
+    iterator = iter(loader)
+    seen = [next(iterator), next(iterator)]
+    for _ in range(4):  # one more than a sample may take down
+        begun.acquire()
+        (worker,) = worker_pids()
+        kill(worker, signal.SIGINT)
+        eventually(functools.partial(has_ended, worker), what="the worker's end")
+        interruption = threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,))
+        with pytest.raises(KeyboardInterrupt):
+            interruption.start(), next(iterator)
+        interruption.join()
+    gate.set()
+    assert [*seen, *iterator] == list(range(6))
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_control_c_at_many_workers_is_not_a_series_of_deaths(OurLoader: Any, eventually: Any) -> None:
+    begun, gate, workers = FORK.Semaphore(0), FORK.Event(), 10
+    dataset = Announced(40, dict.fromkeys(range(1, 40), gate), begun)
+    loader = OurLoader(dataset, batch_size=None, num_workers=workers, multiprocessing_context="fork")
+    iterator = iter(loader)
+    seen = [next(iterator)]
+    for _ in range(workers):
+        begun.acquire()
+    for pid in worker_pids():
+        kill(pid, signal.SIGINT)
+    eventually(lambda: not worker_pids(), what="the workers' end")
+    gate.set()
+    assert [*seen, *iterator] == list(range(40))
+    assert loader.stats().restarts == workers
 
 
 @pytest.mark.parametrize(("owner", "step"), [(WorkerIterator, "_handle"), (PrivateShard, "acknowledge")])

@@ -287,7 +287,9 @@ class PrivateShard:
             # Else it was launched by a `start` that was interrupted, and repeated since.
             if not self.processes.refusal(worker, handle.incarnation):
                 self._drain()
-                self._lose(worker, Died(worker, handle))
+                local = self.processes.local
+                may_blame = local is None or not local.is_interrupted(worker)
+                self._lose(worker, Died(worker, handle), may_blame=may_blame)
 
     def _notify(self, event: Event) -> None:
         self._events.append(event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch_dpflow.log import LOADER
 from torch_dpflow.metrics import LoaderMeter
 from torch_dpflow.options import LoaderOptions
 from torch_dpflow.workers import batch_worker
-from torch_dpflow.workers.batch_worker import DeferredPickle, WorkerSpec
+from torch_dpflow.workers.batch_worker import DeferredPickle, WorkerSpec, exit_report_path
 from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
 from torch_dpflow.workers.fork_server import local_platform
 from torch_dpflow.workers.platform import FALSE_STARTS, Handle, Platform, ProcessSpec
@@ -97,7 +98,8 @@ def local_workers(loader: Any, spec: LoadSpec, workers: int) -> WorkerProcesses:
 class WorkerProcesses:
     """Workers of a loader on this host: the latest process of each worker number.
 
-    The training thread starts and releases processes; the shard's thread may call `ended`, `refusal` and `kill`.
+    The training thread starts and releases processes; the shard's thread may call `ended`, `refusal`, `is_interrupted`
+    and `kill`.
 
     Args:
         platform: runs the processes; `close` closes it.
@@ -149,18 +151,13 @@ class WorkerProcesses:
             NotPicklableError: the load spec cannot be sent to the process.
             LaunchError, DescriptorLimitError: see `Platform.launch`.
         """
-        spec = WorkerSpec(
-            worker=worker,
-            incarnation=self._incarnations[worker],
-            address=self.listener.address,
-            directory=self.directory.path,
-        )
+        spec = self._spec(worker)
         process = ProcessSpec(
             name=f"worker-{worker}",
             incarnation=spec.incarnation,
             target=batch_worker.main,
             arguments=(self._load_spec, spec),
-            report_file=batch_worker.exit_report_path(spec),
+            report_file=exit_report_path(spec),
             directory=self.directory.path,
         )
         try:
@@ -170,6 +167,14 @@ class WorkerProcesses:
                 f"the dataset, collate_fn or worker_init_fn cannot be sent: {error}. Define it at the top of a module "
                 "(no lambda, no local class), leave out open files and locks, or pass multiprocessing_context='fork'"
             ) from error
+
+    def _spec(self, worker: int) -> WorkerSpec:
+        return WorkerSpec(
+            worker=worker,
+            incarnation=self._incarnations[worker],
+            address=self.listener.address,
+            directory=self.directory.path,
+        )
 
     def replace(self, worker: int, dead: Handle) -> str:
         """Start another process in place of `dead`, unless it was replaced before; return how `dead` ended.
@@ -206,6 +211,12 @@ class WorkerProcesses:
         latest = self._incarnations[worker]
         return "" if incarnation == latest else f"its present incarnation is {latest}"
 
+    def is_interrupted(self, worker: int) -> bool:
+        """Return whether Control-C has ended the worker's process. Call it before `reap`, which removes the report."""
+        with suppress(OSError), open(exit_report_path(self._spec(worker)), errors="replace") as report:
+            return report.read().endswith("\nKeyboardInterrupt\n")
+        return False
+
     def kill(self, worker: int, why: str) -> None:
         """Kill a worker's process; the reason is logged with its replacement."""
         handle = self._handles.get(worker)
@@ -237,6 +248,8 @@ class Restarts:
         self.results = 0
         #: Deaths since the latest result, and the number of results at the latest death.
         self._deaths = self._results_before = 0
+        #: How many of these deaths the same cause may have.
+        self._at_once = 1
         self._exit_report = ""
         #: By worker number, how the worker's previous process ended.
         self.ends: dict[int, str] = {}
@@ -248,7 +261,7 @@ class Restarts:
             WorkerStartError: too many have died in a row.
             The errors of `WorkerProcesses.replace`.
         """
-        if self._are_too_many():
+        if self._are_too_many(is_interrupted=processes.is_interrupted(worker)):
             raise self._too_many(worker, processes.reap(worker))
         self._note_replaced(worker, processes.replace(worker, dead))
 
@@ -263,12 +276,16 @@ class Restarts:
             raise self._too_many(worker, how)
         self._note_replaced(worker, how)
 
-    def _are_too_many(self) -> bool:
+    def _are_too_many(self, *, is_interrupted: bool = False) -> bool:
         """Count a death; return whether it is one too many."""
-        self._deaths = 1 + (self._deaths if self.results == self._results_before else 0)
+        if self.results != self._results_before:
+            self._deaths, self._at_once = 0, 1
         self._results_before = self.results
+        self._deaths += 1
+        if is_interrupted:  # Control-C ends all workers at once
+            self._at_once = self._workers
         default = RESTART_LIMIT if self.results else min(RESTART_LIMIT, self._workers + FALSE_STARTS)
-        return self._deaths > (default if self._limit is None else self._limit)
+        return self._deaths > self._at_once * (default if self._limit is None else self._limit)
 
     def _too_many(self, worker: int, how: str) -> WorkerStartError:
         self._exit_report = how
