@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from tests.new_process import in_fork
 from torch_dpflow.cli.main import root
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.pool import DataClient, DataServer, open_array
@@ -81,6 +83,20 @@ def test_a_server_does_not_start_where_others_may_enter(tmp_path: Path) -> None:
     done = CliRunner().invoke(root, ["pool", "serve", "--memory", "1MiB", "--address", str(place)])
     assert done.exit_code == 1
     assert "no other user may enter (mode 0700)" in done.output
+
+
+def test_a_server_without_space_for_its_lock_names_the_directory(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    in_fork(serve_without_space, tmp_path)
+    DataServer(1 << 20, tmp_path / "p").stop()
+
+
+def serve_without_space(folder: Path) -> None:
+    """Fail twice, as the pool's process of a cluster tries again: the first attempt must not keep the lock."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))  # fails as a full disk does
+    for _ in range(2):
+        with pytest.raises(OptionError, match="p cannot be a server's directory: File too large"):
+            DataServer(1 << 20, folder / "p")
 
 
 def test_a_host_is_known_by_its_name_where_a_sandbox_hides_its_boot(monkeypatch: pytest.MonkeyPatch) -> None:

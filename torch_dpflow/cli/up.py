@@ -245,6 +245,7 @@ def _print_announced(reader: int, child: int, log: Path, begins_at: int) -> None
         with open(log, "rb") as file:
             file.seek(begins_at)
             said = file.read().decode(errors="replace")[-_MAX_TAIL:].strip()
+        said = said or "no line of this start; is there space left for it?"
         raise click.ClickException(f"the cluster has not started; {log} has:\n{said}")
     click.echo(found.removesuffix(_END).decode())
 

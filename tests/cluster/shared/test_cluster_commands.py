@@ -199,6 +199,20 @@ def test_a_cluster_goes_on_in_the_background_and_says_why_it_cannot(tmp_path: Pa
             wait(lambda: has_ended(facts["pid"]), what="the cluster's end")
 
 
+def test_a_cluster_in_the_background_without_space_for_its_log_names_the_log(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch_dpflow.cli", "up", "--detach", "--address", str(tmp_path / "found.json")]
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -f 0; exec "$@"', "bash", *command],  # fails as a full disk does
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"{tmp_path / 'found.log'} has:\nno line of this start; is there space left for it?" in done.stderr
+
+
 def test_control_c_while_the_fork_server_imports_prints_no_traceback(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "torch_dpflow.cli", "up", "--address", str(tmp_path / "connection")],

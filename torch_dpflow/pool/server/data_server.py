@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from torch_dpflow._core.checks import check_int, check_seconds, check_type, is_loopback
 from torch_dpflow._core.decoding import msgpack_decoder
@@ -320,24 +321,32 @@ def _listen(directory: os.PathLike[str], incarnation: str) -> tuple[socket.socke
         check_private(path)
         lock = os.open(path / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise OptionError(
-            f"{path} cannot be a server's directory: {error.strerror or error}; give another address"
-        ) from None
+        raise _unusable(path, error) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
         raise OptionError(f"a server of the pool runs at {path} already; give another address, or stop it") from None
-    os.ftruncate(lock, 0)
-    os.write(lock, incarnation.encode())
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(socket_path(path))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(socket_path(path))
+    try:
+        os.ftruncate(lock, 0)
+        os.write(lock, incarnation.encode())
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(socket_path(path))
+        listener.bind(socket_path(path))
+    except OSError as error:  # such as a full disk
+        listener.close()
+        os.close(lock)
+        raise _unusable(path, error) from None
     listener.listen(MAX_CONNECTIONS)  # further readers are refused, and read from storage
     # A signal delivered to another thread, as may happen after SIGCONT, does not interrupt `accept`.
     listener.settimeout(_LOOK_S)
     return listener, lock
+
+
+def _unusable(directory: Path, error: OSError) -> OptionError:
+    reason = error.strerror or error
+    return OptionError(f"{directory} cannot be a server's directory: {reason}; give another address")
 
 
 #: How often the server is checked, and pause between attempts to get its address, seconds.
