@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import logging
 import uuid
 from decimal import Decimal
@@ -430,3 +431,18 @@ def test_numbers_of_a_table_that_json_cannot_hold_are_named(tmp_path: Path, loca
     draft = Draft(local_store, "core/x", "v1")
     with pytest.raises(SourceError, match=r"annotations of b have score=nan"):
         draft.add("train", ListingImporter(str(tmp_path / "list.parquet")))
+
+
+class Forward(io.BytesIO):
+    """Content that can be read only once, as that of a web server which does not report its length."""
+
+    def seek(self, *given: Any) -> int:
+        raise ValueError("Cannot seek streaming HTTP file")
+
+
+def test_a_listing_that_is_a_stream_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "l.csv").write_bytes(b"path,x\na,1\nb,2\n")
+    importer = ListingImporter(str(tmp_path / "l.csv"))
+    opened = importer._files.filesystem.open
+    monkeypatch.setattr(importer._files.filesystem, "open", lambda *given: Forward(opened(*given).read()))
+    assert [item.meta["x"] for item in importer.items()] == [1, 2]

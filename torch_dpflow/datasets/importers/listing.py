@@ -228,9 +228,11 @@ class ListingImporter(BaseImporter):
         name = self._url_of(path)
         try:
             with self._files.open(path) as file:
-                check_not_compressed(file.read(8), name)
-                file.seek(0)
                 yield file
+        except (SourceError, ValueError):  # and those of pyarrow
+            with self._files.open(path) as file:  # a stream, of which the first bytes cannot be read again
+                check_not_compressed(file.read(8), name)
+            raise
         except FileNotFoundError as error:
             raise SourceError(f"there is no {name}; check the path, and write a / at the end of a directory") from error
         except StorageError:
