@@ -83,6 +83,23 @@ def test_a_flipped_byte_is_noticed_by_its_samples(samples: list[SampleMeta], at:
     assert all(place is error or place == bytes(one.meta) for place, one in zip(found, samples))
 
 
+@given(st.lists(a_sample(), min_size=1, max_size=4), st.integers(0, 10**6), st.integers(1, 100))
+def test_a_part_that_another_process_is_writing_is_read_once_it_is_there(
+    samples: list[SampleMeta], at: int, size: int
+) -> None:
+    whole = PartRows().add(samples).encoded()
+    begun = bytearray(whole)
+    hole = slice(at % len(whole), at % len(whole) + size)
+    begun[hole] = bytes(len(begun[hole]))
+
+    def load(parts: Sequence[int]) -> dict[int, DPFlowError]:
+        rows._data[: len(whole)] = whole
+        return {}
+
+    rows = rows_of([samples], bytes(begun), load)
+    assert rows.places(range(len(samples))) == [place_of(one, None, is_checked=True) for one in samples]
+
+
 def test_a_path_that_leads_out_of_its_root_is_the_error_of_its_sample() -> None:
     meta = msgspec.Raw(b"{}")
     good, bad = (SampleMeta(path=path, meta=meta) for path in ("a", "../b"))

@@ -288,12 +288,11 @@ class Rows:
         if zlib.crc32(data[start : start + _ROW_HEAD.size] + texts) != crc:
             return None
         try:
-            found = self._kept(base, self._firsts[part + 1] - first, named)
+            url, state, size = self._kept(base, self._firsts[part + 1] - first, named)
         except DPFlowError as error:  # the path leads out of its root
             return error
-        if found is None:
+        except _Incomplete:
             return None
-        url, state, size = found
         checksum = texts[:digits].decode() if digits else None
         if not is_checked:
             checksum = state = size = None
@@ -302,16 +301,20 @@ class Rows:
         return ByteRange(url, offset, offset + length, size, state, checksum), texts[digits:]
 
 
+class _Incomplete(Exception):
+    """An object of a part is damaged, or another process still writes the part. As an error, it is not kept."""
+
+
 def _object(
     data: mmap.mmap, root: str, given_urls: Mapping[str, str], base: int, rows: int, number: int
-) -> tuple[str, str | None, int | None] | None:
-    """Return URL, state and size of an object of a part; None if they are damaged. Raises DamagedStoreError."""
+) -> tuple[str, str | None, int | None]:
+    """Return URL, state and size of an object of a part. Raises _Incomplete, and DamagedStoreError for its path."""
     start = base + ROW * rows + OBJECT * number
     path_bytes, state_bytes, crc, at = _OBJECT.unpack_from(data, start)
     at += base
     texts = data[at : at + path_bytes + state_bytes]
     if zlib.crc32(data[start : start + _OBJECT_HEAD.size] + texts) != crc:
-        return None
+        raise _Incomplete
     url = url_below(root, texts[:path_bytes].decode())
     state, _, size = texts[path_bytes:].decode().partition("\n")
     return given_urls.get(url, url), state or None, int(size) if size else None
