@@ -214,7 +214,7 @@ class WorkerProcesses:
     def is_interrupted(self, worker: int) -> bool:
         """Return whether Control-C has ended the worker's process. Call it before `reap`, which removes the report."""
         with suppress(OSError), open(exit_report_path(self._spec(worker)), errors="replace") as report:
-            return report.read().endswith("\nKeyboardInterrupt\n")
+            return f", in {batch_worker.control_c.__name__}\n" in report.read()
         return False
 
     def kill(self, worker: int, why: str) -> None:

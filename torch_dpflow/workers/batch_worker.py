@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
+from types import FrameType
 from typing import Any
 
 import torch
@@ -234,6 +235,11 @@ def exit_report_path(spec: WorkerSpec) -> str:
     return os.path.join(spec.directory, f"exit-report-{spec.worker}-{spec.incarnation}")
 
 
+def control_c(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt for SIGINT. The exit report names this function, unlike for a sample that raises it."""
+    raise KeyboardInterrupt
+
+
 def main(load_spec: DeferredPickle, spec: WorkerSpec) -> None:
     """Load batches until the shard sends `Stop` or the shard's process ends. The target of a worker process.
 
@@ -244,6 +250,8 @@ def main(load_spec: DeferredPickle, spec: WorkerSpec) -> None:
     # was inherited would not be installed again.
     faulthandler.disable()
     set_worker_signal_handlers()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, control_c)
     with suppress(KeyboardInterrupt), exit_report(exit_report_path(spec)):  # the owner gets it too, and decides
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the platform may have blocked it
         opened = load_spec.open()
