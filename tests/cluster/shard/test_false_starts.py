@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.cluster.shard.driven_workers import Workers
 from torch_dpflow.cluster.cache.objects import Load
-from torch_dpflow.cluster.messages.shard import WORKERLESS
+from torch_dpflow.cluster.messages.shard import FAILED, SAMPLE, WORKERLESS
 from torch_dpflow.cluster.shard.workers import OUTAGE_S
 from torch_dpflow.ipc.messages.fields import AwaitedWorkersError, LostWorkersError
-from torch_dpflow.ipc.messages.headers import Exchange, WorkerHandshake, WorkerReady, encode
+from torch_dpflow.ipc.messages.headers import Exchange, Finished, WorkerHandshake, WorkerReady, encode
+from torch_dpflow.ipc.serialization.fast_path import encode_sample
 from torch_dpflow.ipc.transport import connect
 from torch_dpflow.workers.platform import RETRY_S
 
@@ -158,3 +160,14 @@ def test_workers_that_are_all_gone_are_lost_unless_they_have_to_wait_for_room(
         workers.shard.resize(0)
         workers.turn()
         assert type(workers.shard.outage()) is AwaitedWorkersError, "none are to be"
+
+
+def test_a_load_counts_each_time_that_a_sample_was_decoded_for_it(workers: Workers) -> None:
+    peer = begin(workers, 0)
+    workers.shard.on_message(peer, [encode(WorkerReady())])
+    table, frames = encode_sample(torch.zeros(4))
+    received = [memoryview(frame) for frame in frames]
+    decoding, drawing = 2 * 1, 2 * 2 + 1  # tasks of the loads 1 and 2
+    for task, kind in ((decoding, SAMPLE), (decoding, SAMPLE), (drawing, SAMPLE), (drawing, SAMPLE), (2 * 3, FAILED)):
+        workers.shard.on_message(peer, [encode(Exchange([Finished([task], kind, table)], None)), *received])
+    assert workers.shard.decodes == 2

@@ -134,7 +134,7 @@ def read_connection_file(
     return _read(
         path,
         "connection file",
-        missing="is the cluster up? Start one by `dpflow up`, or give its file by --address or address=",
+        missing="is the cluster up? Start one by `dpflow up`, or give its file by --address, --join or address=",
         other=advice,
     )
 
@@ -241,7 +241,7 @@ def _found_file() -> Path:
     hint = f"; {str(others[0])!r} belongs to the cluster of another user" if others else ""
     raise OptionError(
         f"connection file {' or '.join(repr(str(place)) for place in places)}: {os.strerror(errno.ENOENT)}; is the "
-        f"cluster up? Start one by `dpflow up`, or give its file by --address or address={hint}"
+        f"cluster up? Start one by `dpflow up`, or give its file by --address, --join or address={hint}"
     ) from FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(places[0]))
 
 

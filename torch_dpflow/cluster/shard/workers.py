@@ -121,10 +121,9 @@ class ShardWorkers:
         self._workers: dict[int, _FlowWorker] = {}
         self._arrived: list[tuple[int, DetachedPayload]] = []
         self._tables: dict[PayloadTable, PayloadTable] = {}
-        #: Loads that run only the per-draw stage; and how many of these, or without a sample, have finished: they
-        #: decode nothing.
-        self._draws: set[int] = set()
-        self._without_decode = 0
+        #: How often samples were decoded. A task is twice the number of its load, plus 1 if it runs only the per-draw
+        #: stage, which decodes nothing.
+        self.decodes = 0
         #: How many workers have ended before they were ready, since the last one that was, and how the latest ended.
         self._false_starts = 0
         self._last_false_start = ""
@@ -196,13 +195,15 @@ class ShardWorkers:
         if self._failure and not self._may_load():
             self._arrived += [(one.load, text_payload(WORKERLESS, self._failure)) for one in loads]
             return
-        tasks = [(one.load, pack_task(one.key, one.draw, one.input and one.input.payload)) for one in loads]
-        self._draws.update([one.load for one in loads if one.input is not None])
-        self._shard.submit(tasks)
+        self._shard.submit(
+            [
+                (2 * one.load + (one.input is not None), pack_task(one.key, one.draw, one.input and one.input.payload))
+                for one in loads
+            ]
+        )
 
     def cancel(self, loads: Sequence[int]) -> None:
-        self._draws.difference_update(loads)
-        self._shard.cancel(loads)
+        self._shard.cancel([task for load in loads for task in (2 * load, 2 * load + 1)])
 
     def on_message(self, peer: bytes, frames: list[memoryview]) -> None:
         self._shard.on_message(peer, frames)
@@ -263,12 +264,6 @@ class ShardWorkers:
     def concurrency(self) -> int:
         """Maximum number of loads that should be in progress, running or queued."""
         return 2 * self._window * max(1, self.expected)
-
-    @property
-    def decodes(self) -> int:
-        """Number of samples that were decoded. Runs of only the per-draw stage, and failed loads, do not count."""
-        counters = self._scheduler.counters
-        return counters.delivered + counters.duplicates - self._without_decode
 
     def figures(self) -> dict[str, float]:
         counters = self._scheduler.counters
@@ -346,9 +341,7 @@ class ShardWorkers:
         return all(map(self._shard.is_starting, self._workers))
 
     def _abandon(self, text: str) -> None:
-        for task in self._shard.abandon():
-            self._draws.discard(task)
-            self._arrived.append((task, text_payload(WORKERLESS, text)))
+        self._arrived += [(task >> 1, text_payload(WORKERLESS, text)) for task in self._shard.abandon()]
 
     def _remove(self, number: int) -> None:
         self._workers.pop(number, None)
@@ -384,6 +377,8 @@ class ShardWorkers:
         self, worker: int, reader: ArenaReader | None, finished: Finished, payloads: list[list[memoryview]]
     ) -> list[DetachedPayload]:
         kind = SAMPLE if finished.kind == SAMPLE else FAILED
+        if kind == SAMPLE:
+            self.decodes += sum([not task & 1 for task in finished.numbers])
         if finished.joined:
             return detach_group(kind, self._kept_table(finished.payload), finished.joined, payloads)
         opened = [self._detached(kind, finished.payload, frames, reader) for frames in payloads]
@@ -408,22 +403,21 @@ class ShardWorkers:
             return detach(FAILED, own_table, [memoryview(frame) for frame in own], None)
 
     def delivered(self, task: int, worker: int, finished: Finished, opened: DetachedPayload) -> None:
-        self._without_decode += task in self._draws or not opened.is_sample
-        self._draws.discard(task)
-        self._arrived.append((task, opened))
+        self._arrived.append((task >> 1, opened))
         known = self._workers.get(worker)
         if known is not None:
             known.samples += 1
 
     def poisoned(self, task: int, workers: tuple[int, ...], late: int) -> None:
-        self._draws.discard(task)
         names = ", ".join(map(str, workers))
         text = f"loading it took down {len(workers)} workers one after the other (workers {names})"
         if late:
             text += f", {late} of them by taking longer than task_timeout_s={self._task_timeout_s:g} s"
         if self._last_end:
             text += f"; the last worker that ended {self._last_end}"
-        self._arrived.append((task, text_payload(POISONED, text)))  # the job gets from the node how its workers ended
+        self._arrived.append(
+            (task >> 1, text_payload(POISONED, text))
+        )  # the job gets from the node how its workers ended
 
     def starved(self) -> None:
         """Do nothing when workers have no tasks: jobs decide which samples are loaded."""
