@@ -6,7 +6,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from decimal import Decimal
 from itertools import islice
 from math import isfinite
@@ -229,9 +229,12 @@ class ListingImporter(BaseImporter):
         try:
             with self._files.open(path) as file:
                 yield file
-        except (SourceError, ValueError):  # and those of pyarrow
-            with self._files.open(path) as file:  # a stream, of which the first bytes cannot be read again
-                check_not_compressed(file.read(8), name)
+        except (SourceError, ValueError):  # the latter of pyarrow
+            head = b""
+            # Opened again, because a stream cannot be read twice. If this fails, the first error is the one to report.
+            with suppress(OSError, StorageError), self._files.open(path) as file:
+                head = file.read(8)
+            check_not_compressed(head, name)
             raise
         except FileNotFoundError as error:
             raise SourceError(f"there is no {name}; check the path, and write a / at the end of a directory") from error
