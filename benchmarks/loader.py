@@ -1,6 +1,6 @@
 """Our loader against torch's: same dataset, same number of workers, taking turns.
 
-    python -m benchmarks.loader [--json] [--workload a,b,c,d,e,f,g,h] [--rounds 5] [--quick]
+    python -m benchmarks.loader [--json] [--workload a,b,c,d,e,f,g,h,i] [--rounds 5] [--quick]
 
 What the workloads are, and what the figures mean, is told in benchmarks/README.md.
 """

@@ -16,7 +16,7 @@ SKEW = 100
 READ_LATENCY_S = 0.030
 LIGHT_SAMPLE_S = 0.001
 SLOW_SAMPLE_S = 0.010
-#: Of workload h.
+#: Of workloads h and i.
 MANY_WORKERS = 8
 
 
@@ -81,6 +81,14 @@ class SkewedCost(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         spin(int(self.costs[index]))
+        return index
+
+
+class SkewedReads(SkewedCost):
+    """The same, but a sample's cost is a sleep of that many milliseconds, as reads have it whose tail is long."""
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(int(self.costs[index]) / 1e3)
         return index
 
 
@@ -226,8 +234,8 @@ WORKLOADS: Mapping[str, Workload] = {
         title="skewed cost",
         dataset=lambda setting: SkewedCost(setting.samples(8000), setting.spin),
         batch_size=8,
-        # Ours lets up to twice torch's batches be in flight while a worker would idle; torch with twice its
-        # own default shows how much of the gain that alone would bring.
+        # Ours lets more batches be in flight while a worker would idle; torch with twice its own default shows how
+        # much of the gain that alone would bring.
         sides={
             "torch": Side(loader="torch"),
             "torch, prefetch_factor=4": Side(loader="torch", arguments={"prefetch_factor": 4}),
@@ -262,5 +270,12 @@ WORKLOADS: Mapping[str, Workload] = {
         sides=_with(num_workers=MANY_WORKERS),
         whole_epoch=False,
         parameters={"sample_s": SLOW_SAMPLE_S, "workers": MANY_WORKERS, "cost": "sleep"},
+    ),
+    "i": Workload(
+        title="skewed reads, 8 workers",
+        dataset=lambda setting: SkewedReads(setting.samples(8000), 1),
+        batch_size=8,
+        sides=_with(num_workers=MANY_WORKERS),
+        parameters={"light_sample_s": LIGHT_SAMPLE_S, "skew": SKEW, "workers": MANY_WORKERS, "cost": "sleep"},
     ),
 }

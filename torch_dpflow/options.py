@@ -48,6 +48,7 @@ class LoaderOptions:
         prefetch_growth: factor, from 1 to 1000, by which the number of batches in flight may exceed torch's
             `prefetch_factor * num_workers` while a worker is idle because an older batch is late. Only with `in_order`,
             and with samplers that draw their order at the start of the epoch, which drawing ahead cannot change.
+            None: 8 while the additional batches have less than 64 MiB, then 2.
         restart_limit: how many times in a row workers are replaced without a batch in between, before the loader
             raises WorkerStartError. None: 8; before the first batch, the number of workers plus two if that is less.
         poison_limit: `next()` raises PoisonTaskError for a batch once this many workers have ended while loading it.
@@ -74,7 +75,7 @@ class LoaderOptions:
 
     read_threads: int = 1
     seeding: Seeding = "auto"
-    prefetch_growth: float = 2.0
+    prefetch_growth: float | None = None
     restart_limit: int | None = None
     poison_limit: int = 3
     task_timeout_s: float | None = None
@@ -97,7 +98,7 @@ class LoaderOptions:
             check_type("watch", self.watch, str, "HOST:PORT, such as '127.0.0.1:8265', or None")
         if self.seeding not in get_args(Seeding):
             raise OptionError(f"seeding={self.seeding!r} is not one of {get_args(Seeding)}")
-        check_fields(self, check_number, "prefetch_growth", minimum=1, maximum=MAX_GROWTH)
+        check_fields(self, check_number, "prefetch_growth", minimum=1, maximum=MAX_GROWTH, optional=True)
         if self.seeding == "sample" and self.read_threads > 1:
             raise OptionError(
                 f"seeding='sample' with read_threads={self.read_threads}: threads share the random generators, so "

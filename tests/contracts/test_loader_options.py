@@ -178,7 +178,7 @@ def test_what_is_in_flight_grows_no_further_than_allowed(OurLoader: Any, growth:
 
 
 class Late(Counted):
-    """One sample comes when it is let through; all are of a megabyte."""
+    """One sample comes when it is let through; all are of two MiB."""
 
     def __init__(self, size: int, log: str, late: int = 0) -> None:
         super().__init__(size, log)
@@ -192,16 +192,32 @@ class Late(Counted):
         return torch.full((1 << 18,), index)
 
 
-@pytest.mark.parametrize(("fraction", "most"), [(4, 12), (1 << 60, 4)])
-def test_what_is_in_flight_does_not_grow_where_memory_is_short(
-    OurLoader: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, fraction: int, most: int
+@pytest.mark.parametrize(
+    ("growth", "extra_mib", "fraction", "most"),
+    [
+        pytest.param(3, 1, 4, 12, id="given"),
+        pytest.param(3, 1, 1 << 60, 4, id="given, memory is short"),
+        pytest.param(None, 1, 4, 8, id="default, large batches"),
+        pytest.param(None, 1, 1 << 60, 4, id="default, memory is short"),
+        pytest.param(None, 17, 4, 12, id="default, small batches at first"),
+        pytest.param(None, 99, 1 << 60, 32, id="default, small batches"),
+    ],
+)
+def test_what_is_in_flight_grows_as_memory_allows(
+    OurLoader: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Any,
+    growth: float | None,
+    extra_mib: int,
+    fraction: int,
+    most: int,
 ) -> None:
-    monkeypatch.setattr(batch_planner, "GROWTH_BYTES", 1 << 20)
+    monkeypatch.setattr(batch_planner, "GROWTH_BYTES", extra_mib << 20)
     monkeypatch.setattr(batch_planner, "GROWTH_FRACTION", fraction)
     log = tmp_path / "log"
     log.touch()
-    dataset = Late(30, str(log))
-    options = LoaderOptions(prefetch_growth=3)
+    dataset = Late(40, str(log))
+    options = LoaderOptions(prefetch_growth=growth)
     loader = OurLoader(dataset, batch_size=None, num_workers=2, prefetch_factor=2, timeout=1, options=options)
     iterator = iter(loader)
     begun = 0
@@ -211,7 +227,7 @@ def test_what_is_in_flight_does_not_grow_where_memory_is_short(
             next(iterator)
     assert begun == most
     dataset.gate.set()
-    assert [int(sample[0]) for sample in patiently(iterator)] == list(range(30))
+    assert [int(sample[0]) for sample in patiently(iterator)] == list(range(40))
 
 
 @pytest.mark.parametrize(("batch_size", "most"), [(None, 30), (4, 25), (5, 26)])
@@ -246,7 +262,7 @@ def test_what_is_in_flight_does_not_grow_before_a_batch_tells_its_size(OurLoader
     while not iterator._has_idle_worker:  # the second one: there is one batch
         with pytest.raises(LoaderTimeoutError):
             next(iterator)
-    assert not iterator._limit.may_grow(len(iterator._in_flight) + 1, iterator._largest, iterator._max_in_flight)
+    assert not iterator._limit.may_grow(len(iterator._in_flight) + 1, iterator._largest)
     dataset.gate.set()
     assert len(list(patiently(iterator))) == 1
 

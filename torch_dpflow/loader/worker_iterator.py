@@ -76,7 +76,7 @@ class WorkerIterator(DeliveringIterator):
         #: Bytes of the largest batch that has arrived.
         self._largest = 0
         budget = None if loader.platform is None else machine_total() // SHARED_FRACTION
-        self._limit = InFlightLimit(self._usual, loader.num_workers, budget)
+        self._limit = InFlightLimit(self._usual, loader.num_workers, budget, self._options.prefetch_growth)
         self._generation = 0
         self._restarts = Restarts(self._options.restart_limit, loader.num_workers, self._runtime.meter)
         self._ended_workers: list[Any] = []
@@ -177,19 +177,20 @@ class WorkerIterator(DeliveringIterator):
         #: How many batches are planned once another one is in the place of the head.
         self._goal = 0
         self._has_idle_worker = False
-        grows = self._in_order and not self._own_stream and is_drawn_at_start(loader._index_sampler)
-        self._max_in_flight = int(self._usual * self._options.prefetch_growth) if grows else self._usual
+        #: Whether more batches than torch's may be in flight.
+        self._grows = self._in_order and not self._own_stream and is_drawn_at_start(loader._index_sampler)
         #: How many batches may be opened to all workers at the beginning, and from which position on at the end: where
         #: workers would wait for the others. In between each worker has batches, and rows that wait behind a slow one
         #: would delay more of them.
         self._opened: tuple[int, float] = WINDOW * self._num_workers, math.inf
         #: Batches before this position may be drawn earlier than in torch. To draw those after it may also draw from a
         #: generator that the training loop uses too.
-        self._settled = settled_length(loader._index_sampler, progress.plan.end) if grows else math.inf
-        if grows and self._settled:
+        self._settled = settled_length(loader._index_sampler, progress.plan.end) if self._grows else math.inf
+        if self._grows and self._settled:
             self._opened = self._opened[0], self._settled - self._num_workers
         # Before new workers copy the dataset.
-        self._announcement = EpochAnnouncement(loader, progress.plan, self._max_in_flight)
+        most = self._limit.most if self._grows else self._usual
+        self._announcement = EpochAnnouncement(loader, progress.plan, most)
         self._runtime.meter.begin_epoch()
 
     def _start_loading(self, epoch: int, pending: Any, progress: Any) -> None:
@@ -350,11 +351,7 @@ class WorkerIterator(DeliveringIterator):
         while True:
             assert self._shard is not None
             more = len(self._in_flight) + 1
-            if (
-                self._has_idle_worker
-                and self._may_draw()
-                and self._limit.may_grow(more, self._largest, self._max_in_flight)
-            ):
+            if self._has_idle_worker and self._grows and self._may_draw() and self._limit.may_grow(more, self._largest):
                 # A worker is idle because the due batch is late: load more batches meanwhile.
                 self._plan_one()
             event = self._shard.wait(max(until - time.monotonic(), 0.0) if self._timeout else None)
