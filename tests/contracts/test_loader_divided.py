@@ -228,7 +228,7 @@ def test_an_error_waits_for_the_rows_before_it() -> None:
     )
     task = batch_pieces.task_of(0, 7)
     lender = batch_pieces.Lender(0, 0, 0)
-    opened = batch_pieces.OpenedBatch(None, range(7), 1, 1.0, lender)
+    opened = batch_pieces.OpenedBatch(None, range(7), 1, [], 1.0, lender)
     table = PayloadTable(1, (), BufferSpan(0, 0, 0), ())
     batches.add(task, open_batches.Opening(opened, table, b"", lambda: True))
     first, second, third, *later = submitted
@@ -260,8 +260,10 @@ def test_indices_beyond_the_dataset_are_named(opened: list[int]) -> None:
         lambda index: torch.zeros(2 + (index == 30)),
         lambda index: {"a": 1, **({"b": 2} if index != 40 else {"c": 2})},
         lambda index: (1, 2, 3)[: 2 + (index == 47)],
+        lambda index: np.ones(2) if index % ROWS == 5 else torch.ones(2, dtype=torch.float64),
+        lambda index: {"a": [np.int64(index) if index % ROWS == 7 else torch.tensor(index)]},
     ],
-    ids=["shapes", "keys", "lengths"],
+    ids=["shapes", "keys", "lengths", "an array among tensors", "a number among tensors"],
 )
 def test_samples_that_cannot_be_stacked_fail_as_in_one_worker(sample: Callable[[int], Any]) -> None:
     class Uneven(Samples):

@@ -76,7 +76,7 @@ class NumberedBatches:
         BLOCKS.append(Block(number, {0}))
         # Of eight rows, each of which takes the time of a piece.
         opened = OpenedBatch(
-            (self.epoch.epoch, position_of(task), number), [index] * 8, 1, 7 * PIECE_S, Lender(0, 0, 0)
+            (self.epoch.epoch, position_of(task), number), [index] * 8, 1, [], 7 * PIECE_S, Lender(0, 0, 0)
         )
         return LoadedBatch(OPENED, encode(opened), None)
 

@@ -77,6 +77,8 @@ class OpenedBatch(NamedTuple):
     indices: Sequence[Any]
     #: Number of loaded rows, which are the first ones.
     rows: int
+    #: The types of the first sample's leaves, which choose torch's collate functions.
+    types: list[str]
     #: Estimated time for loading the other rows, seconds.
     left_s: float
     lender: Lender
@@ -182,7 +184,7 @@ class PieceLoader:
             whole[-1][: len(samples)] = leaf
             offset += aligned(size)
         value = tree_unflatten(whole, structure)
-        opened = OpenedBatch(value, index, len(samples), left_s, self._lender)
+        opened = OpenedBatch(value, index, len(samples), _types(samples[0]), left_s, self._lender)
         return encode_in(opened, block, self._arena)
 
     def load(self, piece: BatchPiece, has_drawn: Callable[[], bool]) -> tuple[int, bool]:
@@ -200,7 +202,7 @@ class PieceLoader:
             with blocks.writing(piece.table.blocks[0]) as is_open:
                 if not is_open:
                     return UNFIT, True
-                if self._write(opened.value, piece.begin, samples):
+                if _types(samples[0]) == opened.types and self._write(opened.value, piece.begin, samples):
                     return BATCH, True
         except (TransportError, DescriptorLimitError):
             return UNFIT, True  # that worker has died
@@ -228,6 +230,10 @@ class PieceLoader:
                     return False
                 place.copy_(leaf)
         return True
+
+
+def _types(sample: Any) -> list[str]:
+    return [str(type(leaf)) for leaf in tree_flatten(sample)[0]]
 
 
 def _has_attributes(value: Any) -> bool:
