@@ -159,7 +159,9 @@ def found_format(files: SourceFiles) -> str:
     found += ["table"] if are_tables(files.names) else []
     if not found and files.files:
         _check_endings(files, [kind.names for kind in kinds.values() if hasattr(kind, "names")])
-        number = next((number for number, name in enumerate(files.names) if "." not in name), 0)
+        # Writers of shards leave empty ones, and empty files as markers.
+        named = enumerate(zip(files.names, files.files, strict=True))
+        number = next((number for number, (name, file) in named if "." not in name and file.size), 0)
         head = files.head(number)
         found = [name for name, kind in kinds.items() if hasattr(kind, "begins") and kind.begins(head)]
         if not found:
@@ -169,7 +171,8 @@ def found_format(files: SourceFiles) -> str:
     if not found:
         check_no_split_folders(files.folders, files.given)
     what = f"may be {' or '.join(found)}" if found else "has no format that is known"
-    names = ", ".join(files.names[:3]) if files.files else "no files"
+    folders = f", but the directory {files.folders[0]!r}" if files.folders else ""
+    names = ", ".join(files.names[:3]) or f"no files{folders}"
     raise OptionError(f"{files.given} ({names}) {what}; give format=, one of {', '.join(FORMATS)}")
 
 

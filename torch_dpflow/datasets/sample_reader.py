@@ -186,7 +186,10 @@ class SampleReader:
             if length is not None and len(content) != length:
                 text = f"{span}: the object has {len(content)} bytes, its dataset says {length}"
                 kind = TruncatedObjectError if len(content) < length else ChecksumError
-                error = kind(f"{text}; it was replaced or cut short: restore it, or publish a new version")
+                error = kind(
+                    f"{text}; it was replaced or cut short: restore it, open it again if it is read in place, or "
+                    "publish a new version"
+                )
             elif span.checksum is not None and not is_checked and not matches(content, span.checksum):
                 error = ChecksumError(f"{span}: the bytes do not match {span.checksum}; the object was altered")
         for part in parts.values():

@@ -157,13 +157,22 @@ def test_a_changed_shard_gets_a_new_index(tmp_path: Path, change: str) -> None:
     assert anew.stored.ref.version != opened.stored.ref.version
 
 
-def test_a_shard_that_grows_while_it_is_indexed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+def test_a_shard_that_grows_while_it_is_indexed_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
     path = write_tar(tmp_path / "a.tar", members_of(samples_of(0, 3)))
+    grown = write_tar(tmp_path / "grown.tar", members_of(samples_of(0, 4))).read_bytes()
+    if when == "during":  # what is listed is half of a member
+        path.write_bytes(grown[:700])
     scan = WebDatasetImporter.scan
 
     def growing(self: Any, *arguments: Any) -> Any:
-        yield from scan(self, *arguments)
-        write_tar(path, members_of(samples_of(0, 4)))
+        scanned = scan(self, *arguments)
+        if when == "after":
+            yield from scanned
+        path.write_bytes(grown)
+        yield from scanned
 
     monkeypatch.setattr(WebDatasetImporter, "scan", growing)
     with pytest.raises(SourceError, match=r"a\.tar was written while it was read"):

@@ -139,6 +139,22 @@ def test_a_synonym_of_one_split() -> None:
             folder_of_split(folders, "validation", names)
 
 
+@pytest.mark.parametrize(
+    "split", ["train[:80%]", "train[80%:]", "my_ds-train[:10]", "train-clean-360", "train2", "train_test", "val[0]"]
+)
+def test_a_name_that_only_contains_a_split_is_no_synonym(tmp_path: Path, split: str) -> None:
+    """A slice of TensorFlow Datasets or HuggingFace, or the name of another split, would be all samples of this one."""
+    for name in ("my_ds-train.tfrecord-00000-of-00001", "my_ds-val.tfrecord-00000-of-00001"):
+        records(tmp_path / name, 10)
+    with pytest.raises(OptionError, match=r"names 0 splits of .* 'my_ds-train' \(1 files\), 'my_ds-val' \(1 files\)"):
+        open_dataset(tmp_path, split=split)
+    parquet(tmp_path / "folders" / "train-clean-100" / "0.parquet", 10)
+    parquet(tmp_path / "folders" / "val" / "0.parquet", 10)
+    with pytest.raises(OptionError, match=r"\(no files, but the directory '(train-clean-100|val)'\)"):
+        open_dataset(tmp_path / "folders", split=split)
+    assert values(open_dataset(tmp_path / "folders", split="training")) == [10]
+
+
 def test_splits_that_are_no_words(tmp_path: Path) -> None:
     for name, value in (("small-00000-of-00001.parquet", 1), ("large-00000-of-00001.parquet", 2)):
         parquet(tmp_path / name, value)

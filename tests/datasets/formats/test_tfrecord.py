@@ -188,6 +188,19 @@ def test_a_format_is_found_by_first_bytes(tmp_path: Path) -> None:
         open_dataset(tmp_path / "train-00000-of-00001", format="tf")
 
 
+def test_an_empty_file_does_not_hide_the_format(tmp_path: Path) -> None:
+    (tmp_path / "train-00000-of-00002").touch()
+    write(tmp_path / "train-00001-of-00002")
+    (tmp_path / "_SUCCESS").touch()
+    assert len(open_dataset(tmp_path)) == 20
+    (tmp_path / "spark").mkdir()
+    (tmp_path / "spark" / "_SUCCESS").touch()
+    write(tmp_path / "spark" / "part-r-00000")
+    with pytest.raises(SourceError, match=r"has no files of tfrecord; give .* a pattern"):
+        open_dataset(tmp_path / "spark")
+    assert len(open_dataset(f"{tmp_path}/spark/part-r-*")) == 20
+
+
 def test_a_large_record(tmp_path: Path) -> None:
     data = random.Random(0).randbytes(9 * 2**20)
     length = struct.pack("<Q", len(data))

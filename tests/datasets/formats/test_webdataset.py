@@ -178,6 +178,18 @@ def _pax_sparse(path: Path) -> None:
     path.write_bytes(info.tobuf(tarfile.PAX_FORMAT) + bytes(1024))
 
 
+def _lost_name(format: int) -> Callable[[Path], None]:
+    """Write an archive in which zeros replace a name that is not in the header."""
+
+    def write(path: Path) -> None:
+        with tarfile.open(path, "w", format=format) as tar:
+            tar.addfile(tarfile.TarInfo("größe" * 40 + ".jpg"))
+        data = path.read_bytes()
+        path.write_bytes(data[:512] + bytes(512) + data[1024:])
+
+    return write
+
+
 def _altered(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         write_tar(path, MEMBERS)
@@ -199,6 +211,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty": (lambda path: path.write_bytes(b""), "is empty"),
     "sparse": (_sparse, "holes.bin is a sparse file"),
     "sparse PAX": (_pax_sparse, "holes.bin is a sparse file"),
+    "a long name of zeros": (_lost_name(tarfile.GNU_FORMAT), "damaged: it has a member without a name, at byte 1024"),
+    "a PAX header of zeros": (_lost_name(tarfile.PAX_FORMAT), "damaged: it has a PAX header that is malformed"),
     "twice": (lambda path: write_tar(path, [*MEMBERS, MEMBERS[-1]]), "sample b has two members 'cls'"),
     "apart": (lambda path: write_tar(path, [*MEMBERS, ("a.txt", b"")]), "members of a are not next to each other"),
     "joined": (_altered(lambda data: data + data), "goes on after its end-of-archive block"),

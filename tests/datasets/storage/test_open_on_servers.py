@@ -116,6 +116,21 @@ def test_a_bucket_without_matching_objects(
         open_dataset("oss://empty", storage_options=oss_options, index_dir=tmp_path / "index")
 
 
+def test_an_object_that_grew_is_to_be_opened_again(
+    tmp_path: Path, options: dict[str, Any], put: Callable[[str, bytes], None]
+) -> None:
+    name = f"grown-{next(_names)}.tfrecord"
+    records = record(example({"n": [1]}))
+    put(name, records)
+    url = f"s3://{BUCKET}/{name}"
+    dataset = open_dataset(url, storage_options=options, index_dir=tmp_path / "index")
+    put(name, records * 2)
+    with pytest.raises(ChecksumError, match=rf"{url} .*it was replaced or cut short: .*open it again if it is read in"):
+        dataset[0]
+    dataset.close()
+    assert len(open_dataset(url, storage_options=options, index_dir=tmp_path / "index")) == 2
+
+
 def test_building_the_index_fills_the_disk_cache(
     tmp_path: Path, options: dict[str, Any], put: Callable[[str, bytes], None], s3_endpoint: str
 ) -> None:

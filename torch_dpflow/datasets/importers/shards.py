@@ -19,7 +19,7 @@ from torch_dpflow.datasets.importers.splits import check_no_split_folders
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
 from torch_dpflow.datasets.storage.base import sha256_of
 from torch_dpflow.datasets.storage.urls import stored_url
-from torch_dpflow.errors import SourceError
+from torch_dpflow.errors import DPFlowError, SourceError
 from torch_dpflow.log import DATASETS
 
 #: Objects that are scanned at a time.
@@ -271,9 +271,9 @@ class ShardImporter(BaseImporter):
                 while batch := list(islice(items, _BATCH)):
                     if not _put(batches, batch, stop):
                         return
-            if is_changed(file):  # a local one; other storages compare at each read
-                raise SourceError(f"{file.printable} was written while it was read; open it again when it is complete")
-            _put(batches, None, stop)
+            _put(batches, _written(file), stop)
+        except DPFlowError as error:  # also of the half of a sample that its writer had written
+            _put(batches, _written(file) or error, stop)
         except BaseException as error:
             _put(batches, error, stop)
 
@@ -292,6 +292,13 @@ class ShardImporter(BaseImporter):
                     reader.keep(span, content)
                 data.held_from = max(data.held_from, start + length)
             yield item
+
+
+def _written(file: SourceFile) -> SourceError | None:
+    """Return the error for a local file that was written since it was listed; other storages compare at each read."""
+    if not is_changed(file):
+        return None
+    return SourceError(f"{file.printable} was written while it was read; open it again when it is complete")
 
 
 _Batches = queue.Queue[list[Item] | BaseException | None]

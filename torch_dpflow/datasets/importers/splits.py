@@ -207,13 +207,17 @@ def _meanings(text: str) -> list[str]:
 
 
 def _named(labels: Sequence[str], split: str) -> list[str]:
-    """Return the labels equal to a split's name; else labels with the same word; else labels with a synonym."""
+    """Return the labels equal to a split's name; else, if it is one word, labels with the word; else with a synonym.
+
+    Other names only match exactly: a slice, such as "train[:80%]", or "train-clean-360" is not all of another split.
+    """
+    exact = [label for label in labels if label == split]
+    if exact or _meaning(split) is None:
+        return exact
     word, meanings = _word(split), _meanings(split)
-    return (
-        [label for label in labels if label == split]
-        or [label for label in labels if word is not None and _word(label) == word]
-        or [label for label in labels if meanings and _meanings(label) == meanings]
-    )
+    return [label for label in labels if _word(label) == word] or [
+        label for label in labels if _meanings(label) == meanings
+    ]
 
 
 def _shown(by_split: dict[str | None, list[str]]) -> str:

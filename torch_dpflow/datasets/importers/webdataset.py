@@ -94,6 +94,8 @@ def _member(header: bytes, kind: bytes, start: int, size: int, extended: Mapping
         name = _field(header[:100])
         prefix = _field(header[345:500]) if header[257:263] == b"ustar\0" else ""
         name = f"{prefix}/{name}" if prefix else name
+    if not name:
+        raise _damaged(archive, start - _BLOCK, "a member without a name")
     if any(key.startswith("GNU.sparse.") for key in extended):
         kind = b"S"
     if kind in _REFUSED:
@@ -135,6 +137,8 @@ def _pax(body: bytes, position: int, name: str) -> dict[str, str]:
             raise _damaged(name, position, "a PAX header that is malformed")
         found[key.decode("utf-8", "surrogateescape")] = value.decode("utf-8", "surrogateescape")
         at = stop
+    if body[at:].count(0) != len(body) - at or (body and not found):  # zeros may follow the records
+        raise _damaged(name, position, "a PAX header that is malformed")
     return found
 
 

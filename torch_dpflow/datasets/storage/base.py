@@ -113,7 +113,7 @@ class ByteRange(msgspec.Struct, frozen=True):
         kind = TruncatedObjectError if found < self.size else ChecksumError
         raise kind(
             f"{self}: the object has {found} bytes, its dataset says {self.size}; it was replaced or cut short: "
-            "restore it, or publish a new version"
+            "restore it, open it again if it is read in place, or publish a new version"
         )
 
     def replaced(self, found: str | None) -> ChecksumError:
