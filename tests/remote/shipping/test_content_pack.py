@@ -200,10 +200,40 @@ def test_a_worker_without_keys_is_told_that_they_were_not_sent(monkeypatch: pyte
     assert "not sent" not in str(caught.value)
 
 
-def test_batches_of_the_scripts_own_classes_come_back_as_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+INIT = """
+    def __init__(self, value):
+        self.value = value
+"""
+SLOTS_AND_PROPERTY = """
+    @property
+    def value(self):
+        return self.__value
+    @value.setter
+    def value(self, value):
+        self.__value = value
+"""
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        pytest.param("class Box:" + INIT, id="attributes"),
+        pytest.param("class Box:\n    __slots__ = ('value', '__weakref__')" + INIT, id="slots"),
+        pytest.param("class Box:\n    __slots__ = 'value'" + INIT, id="a slot by its name"),
+        pytest.param("class Box:\n    __slots__ = {'value': 'with its text'}" + INIT, id="slots with texts"),
+        pytest.param("class Box:\n    __slots__ = ['__value']" + INIT + SLOTS_AND_PROPERTY, id="a private slot"),
+        pytest.param("class Base:\n    __slots__ = ['value']\nclass Box(Base):\n    __slots__ = ()" + INIT, id="base"),
+        pytest.param("class Base:\n    __slots__ = ['value']\nclass Box(Base):" + INIT, id="slots of the base only"),
+        pytest.param("@dataclasses.dataclass(slots=True)\nclass Box:\n    value: object", id="dataclass"),
+        pytest.param(
+            "@dataclasses.dataclass(slots=True, frozen=True)\nclass Box:\n    value: object = 5", id="frozen dataclass"
+        ),
+    ],
+)
+def test_batches_of_the_scripts_own_classes_come_back_as_the_scripts(monkeypatch: pytest.MonkeyPatch, box: str) -> None:
     script = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", script)
-    exec(SCRIPT, vars(script))
+    exec(f"import dataclasses, torch\n{box}\n{SCRIPT}", vars(script))
     packed = pack_load_spec(spec_of(vars(script)["Data"](), collate_fn=vars(script)["collate"]))
 
     def load() -> list[Any]:
@@ -216,17 +246,14 @@ def test_batches_of_the_scripts_own_classes_come_back_as_the_scripts(monkeypatch
         return [(table, [bytes(frame) for frame in frames]) for table, frames in loaded]
 
     (batch, failure) = (decode(table, [bytearray(frame) for frame in frames]) for table, frames in in_fork(load))
-    assert [type(box) for box in batch.boxes] == [vars(script)["Box"]] * 2
+    assert [type(one) for one in batch.boxes] == [vars(script)["Box"]] * 2
+    assert [int(one.value) for one in batch.boxes] == [0, 1]
     assert type(batch) is vars(script)["Batch"]
     with pytest.raises(vars(script)["Wrong"], match="3 is odd and large"):
         failure.reraise()
 
 
 SCRIPT = """
-import dataclasses, torch
-class Box:
-    def __init__(self, value):
-        self.value = value
 @dataclasses.dataclass
 class Batch:
     boxes: list

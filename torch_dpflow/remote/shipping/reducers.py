@@ -162,8 +162,11 @@ def in_its_module(function: types.FunctionType, reduced: Any) -> Any:
 
 
 def in_order(kind: type, reduced: Any) -> Any:
-    """Return a class's reduction with its qualified name, and its attributes in the order of their definitions."""
+    """Return a class's reduction with its qualified name and slots, and its attributes in the order of definition."""
     attributes, *rest = reduced[2]
+    # Without slots, its objects would have a `__dict__`. Subclasses of tuples have none, and NamedTuple refuses them.
+    if "__slots__" in vars(kind) and reduced[0] is cloudpickle._make_skeleton_class and not issubclass(kind, tuple):
+        reduced[1][3]["__slots__"] = attributes["__slots__"]
     attributes = {name: value for name, value in attributes.items() if not is_derived(kind, name, value)}
     attributes = {"__qualname__": kind.__qualname__, **attributes}
     ordered = {name: attributes[name] for name in vars(kind) if name in attributes}
