@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.loader_cases import Indices
@@ -110,6 +111,41 @@ def test_not_even_workers_that_keep_the_interpreters_lock(OurLoader: Any, eventu
     with interpreter(KEEPING_THE_LOCK, env={"TMPDIR": str(place)}) as training:
         assert training.stdout is not None
         workers = json.loads(training.stdout.readline())
+        training.kill()
+        training.wait()
+        eventually(lambda: all(map(has_ended, workers)), what="the end of the workers")
+
+
+REMOTE = """
+import re, threading
+from tests.loader_cases import Indices
+from torch_dpflow import DPFlowDataLoader
+from torch_dpflow.remote.fleet import worker_listener
+
+class Backtracking(Indices):
+    def __getitem__(self, index):
+        if index >= 4:
+            re.match(r"(a+)+$", "a" * 60 + "b")  # takes years, inside one call that no other thread interrupts
+        return index
+
+worker_listener.SILENCE_S = 4.0
+iterator = iter(DPFlowDataLoader(Backtracking(100), batch_size=2, num_workers=1, platform="processes"))
+next(iterator), next(iterator)
+print("read", flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_remote_workers_end_that_keep_the_lock_or_are_stopped(eventually: Any, place: Path, stopped: bool) -> None:
+    """Their shard answers no more, and no thread of theirs can end them."""
+    with interpreter(REMOTE, env={"TMPDIR": str(place)}) as training:
+        assert training.stdout is not None
+        assert training.stdout.readline() == "read\n"
+        workers = [child.pid for child in psutil.Process(training.pid).children()]
+        assert workers
+        if stopped:
+            stop_descendants(training.pid)
         training.kill()
         training.wait()
         eventually(lambda: all(map(has_ended, workers)), what="the end of the workers")

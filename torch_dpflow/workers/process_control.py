@@ -106,6 +106,29 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
+#: struct sigevent of 64-bit Linux: value, signal, SIGEV_SIGNAL; struct itimerspec: interval and value, each in seconds
+#: and nanoseconds.
+_SIGEVENT, _ITIMERSPEC = struct.Struct("qii48x"), struct.Struct("qqqq")
+
+
+class KillTimer:
+    """Timer of the kernel that kills this process, also if it is stopped or never releases the interpreter's lock.
+
+    Forked children do not have it. There is none if the C library has no `timer_create`.
+    """
+
+    def __init__(self) -> None:
+        self._timer = ctypes.c_void_p()
+        create = getattr(LIBC, "timer_create", None)
+        event = _SIGEVENT.pack(0, signal.SIGKILL, 0)
+        self._exists = create is not None and create(time.CLOCK_MONOTONIC, event, ctypes.byref(self._timer)) == 0
+
+    def set(self, seconds: float) -> None:
+        """Kill this process after `seconds`, rounded up, unless this is called again before."""
+        if self._exists:
+            LIBC.timer_settime(self._timer, 0, _ITIMERSPEC.pack(0, 0, math.ceil(seconds), 0), None)
+
+
 def oom_kills(root: Path = Path("/")) -> int:
     """Return how many processes of this control group, or else of the host, the kernel has killed for lack of memory.
 

@@ -38,11 +38,14 @@ from torch_dpflow.ipc.transport import Connection, Frame, TransportOptions, conn
 from torch_dpflow.ipc.transport.base import ClientKeys
 from torch_dpflow.ipc.transport.link_time import LinkTime
 from torch_dpflow.workers.exit_report import importing
+from torch_dpflow.workers.process_control import KillTimer
 
 #: Maximum pieces of a content that are requested at once, and after how long they are requested again, in seconds.
 CREDIT, AGAIN_S = 4, 5.0
 #: How long to try one of several addresses, and how long the last messages may take to leave, in seconds.
 ADDRESS_S, GOODBYE_S = 5.0, 2.0
+#: How much longer than `silence_s` a worker can last if this thread cannot end it, in seconds.
+STUCK_S = 5.0
 #: Maximum time for which an import waits for the heartbeat that names it, in seconds.
 ANNOUNCE_S = 1.0
 
@@ -78,7 +81,8 @@ class ControlConnection(threading.Thread):
     """Thread that connects to the shard and sends heartbeats.
 
     Once the content has arrived, it ends the process if the shard rejects the worker or no longer answers, or when the
-    worker's lifetime ends.
+    worker's lifetime ends. If the user's code never lets this thread run, the kernel ends the process `STUCK_S` seconds
+    after it should have ended because the shard did not answer.
 
     Args:
         launch_spec: the worker's launch spec, with addresses and keys.
@@ -105,6 +109,7 @@ class ControlConnection(threading.Thread):
         #: Whether the main thread waits for that, and so raises an error.
         self._is_awaited = True
         self._begun = self._last_seen = self._sent_at = self._requested = time.monotonic()
+        self._kill_timer = KillTimer()
         self._welcome: RemoteWelcome | None = None
         self._downloads: list[_Download] = []
         self._announced = threading.Event()
@@ -240,6 +245,7 @@ class ControlConnection(threading.Thread):
         frames = connection.receive(timeout_s)
         while frames is not None:
             self._last_seen = time.monotonic()
+            self._kill_timer.set(self._launch_spec.silence_s + STUCK_S)
             header: Any = decode(frames[0])
             match header:
                 case RemoteWelcome() if self._welcome is None:
