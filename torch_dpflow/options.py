@@ -48,7 +48,8 @@ class LoaderOptions:
         prefetch_growth: factor, from 1 to 1000, by which the number of batches in flight may exceed torch's
             `prefetch_factor * num_workers` while a worker is idle because an older batch is late. Only with `in_order`,
             and with samplers that draw their order at the start of the epoch, which drawing ahead cannot change.
-            None: 8 while the additional batches have less than 64 MiB, then 2.
+            None: 8 while the additional batches have less than 64 MiB, then 2. Additional batches of 64 MiB or more
+            must take less than a quarter of the available memory. The number shrinks again when larger batches arrive.
         restart_limit: how many times in a row workers are replaced without a batch in between, before the loader
             raises WorkerStartError. None: 8; before the first batch, the number of workers plus two if that is less.
         poison_limit: `next()` raises PoisonTaskError for a batch once this many workers have ended while loading it.

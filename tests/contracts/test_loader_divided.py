@@ -238,7 +238,7 @@ def test_an_error_waits_for_the_rows_before_it() -> None:
     assert (sorted(cancelled), delivered) == (later, [])
     batches.finish(second, FAILURE, "the second")
     batches.finish(later[0], BATCH, True)  # late
-    assert delivered == [(task, FAILURE, "the second", 0)]
+    assert delivered == [(task, FAILURE, "the second", None)]
     assert not len(batches)
 
 

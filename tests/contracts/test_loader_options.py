@@ -178,18 +178,28 @@ def test_what_is_in_flight_grows_no_further_than_allowed(OurLoader: Any, growth:
 
 
 class Late(Counted):
-    """One sample comes when it is let through; all are of two MiB."""
+    """One sample comes when it is let through; all from `large` on are of two MiB."""
 
-    def __init__(self, size: int, log: str, late: int = 0) -> None:
+    def __init__(self, size: int, log: str, late: int = 0, large: int = 0) -> None:
         super().__init__(size, log)
-        self.late = late
+        self.late, self.large = late, large
         self.gate = multiprocessing.get_context("fork").Event()
 
     def __getitem__(self, index: int) -> Any:
         super().__getitem__(index)
         if index == self.late:
             self.gate.wait()
-        return torch.full((1 << 18,), index)
+        return self.sample(index)
+
+    def sample(self, index: int) -> Any:
+        return torch.full((1 << 18 if index >= self.large else 1,), index)
+
+
+class LateObjects(Late):
+    """As `Late`; a sample is a list, which counts as 256 KiB, and is 32 KiB as a pickle."""
+
+    def sample(self, index: int) -> Any:
+        return [index] * (1 << 14)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +261,44 @@ def test_growth_does_not_change_when_a_generator_of_the_training_loop_is_drawn_f
         return [float(torch.rand((), generator=generator)) for _ in patiently(iterator)]
 
     assert drawn(OurLoader, timeout=1, options=LoaderOptions(prefetch_growth=30)) == drawn(DataLoader)
+
+
+def test_what_is_in_flight_shrinks_when_batches_become_larger(
+    OurLoader: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr(batch_planner, "GROWTH_BYTES", 1 << 20)
+    log = tmp_path / "log"
+    log.touch()
+    dataset = Late(100, str(log), large=32)
+    iterator = iter(OurLoader(dataset, batch_size=None, num_workers=2, prefetch_factor=2, timeout=1))
+    while len(set(dataset.loaded())) < 32:
+        with pytest.raises(LoaderTimeoutError):
+            next(iterator)
+    dataset.gate.set()
+    rest = patiently(iterator)
+    seen = [int(next(rest)[0]) for _ in range(60)]
+    assert len(iterator._in_flight) <= 8
+    assert seen + [int(sample[0]) for sample in rest] == list(range(100))
+
+
+def test_the_size_of_python_objects_is_not_that_of_their_pickle(
+    OurLoader: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr(batch_planner, "GROWTH_BYTES", 17 << 18)
+    log = tmp_path / "log"
+    log.touch()
+    dataset = LateObjects(40, str(log))
+    loader = OurLoader(dataset, batch_size=None, num_workers=2, prefetch_factor=2, timeout=1)
+    iterator = iter(loader)
+    begun = 0
+    while begun < 20 or len(set(dataset.loaded())) > begun:  # until nothing more comes within the timeout
+        begun = len(set(dataset.loaded()))
+        with pytest.raises(LoaderTimeoutError):
+            next(iterator)
+    assert begun == 20
+    dataset.gate.set()
+    assert [sample[0] for sample in patiently(iterator)] == list(range(40))
+    assert loader.stats().bytes < 40 << 16, "bytes are counted as they were sent"
 
 
 def test_what_is_in_flight_does_not_grow_before_a_batch_tells_its_size(OurLoader: Any, tmp_path: Any) -> None:

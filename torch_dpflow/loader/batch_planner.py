@@ -139,7 +139,8 @@ class InFlightLimit:
     """Limit of the number of batches in flight.
 
     The limit is torch's `prefetch_factor * num_workers` by default. It is lower if batches of remote workers would fill
-    this process's memory, and higher while a worker is idle because the next batch to deliver is late.
+    this process's memory. It grows while a worker is idle because the next batch to deliver is late, and shrinks again
+    when larger batches arrive.
 
     Args:
         usual: torch's number.
@@ -148,13 +149,15 @@ class InFlightLimit:
         growth: factor by which the number may exceed `usual`; None: by default, see `SMALL_GROWTH`.
     """
 
-    def __init__(self, usual: int, workers: int, budget: int | None, growth: float | None) -> None:
+    def __init__(self, usual: int, workers: int, budget: int | None, growth: float | None = None) -> None:
         self._usual = usual
         self._workers = workers
         self._budget = budget
         self._growth = growth
         #: The highest limit that batches of any size may have.
         self.most = int(usual * (growth or SMALL_GROWTH))
+        #: The size of the largest batch with which the number in flight was last allowed to stay above `usual`.
+        self._fitting = 0
 
     def at_start(self, largest: int) -> int:
         """Return how many batches to plan at an epoch's start. The largest batch has `largest` bytes; 0 if unknown."""
@@ -168,12 +171,16 @@ class InFlightLimit:
         ahead: for items of a stream, a number of batches that may be in flight even if the limit is lower.
         """
         if ahead is None and self._budget is None:
+            if in_flight > self._usual and largest != self._fitting:  # larger batches have arrived since it grew
+                if not self.may_grow(in_flight, largest):
+                    return 0
+                self._fitting = largest
             return 1
         return max(0, min(2, max(self.at_start(largest), ahead or 0) - in_flight + 1))
 
     def may_grow(self, batches: int, largest: int) -> bool:
         """Return whether `batches` batches of `largest` bytes may be in flight; False for 0 bytes."""
-        if batches > self.most or not largest:
+        if batches > self.most or not largest or self.at_start(largest) < min(batches, self._usual):
             return False
         more = (batches - self._usual) * largest
         if more < GROWTH_BYTES:

@@ -46,7 +46,7 @@ class OpenBatches:
     Args:
         submit: submits (task, payload) pairs, to be loaded before all batches at later positions.
         cancel: cancels tasks.
-        deliver: called with a batch's task, kind, value and size in bytes.
+        deliver: called with a batch's task, kind, value and payload; None instead of the payload of an error.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class OpenBatches:
         workers: int,
         submit: Callable[[Sequence[tuple[int, Frame]]], None],
         cancel: Callable[[Sequence[int]], None],
-        deliver: Callable[[int, int, Any, int], None],
+        deliver: Callable[[int, int, Any, PayloadTable | None], None],
     ) -> None:
         self._workers = workers
         self._submit, self._cancel, self._deliver = submit, cancel, deliver
@@ -115,10 +115,10 @@ class OpenBatches:
     def _end(self, task: int, batch: _Open) -> None:
         if batch.failure is not None:
             del self._batches[task]
-            self._deliver(task, FAILURE, batch.failure[1], 0)
+            self._deliver(task, FAILURE, batch.failure[1], None)
         elif batch.opening.end_writing():
             del self._batches[task]
-            self._deliver(task, BATCH, batch.opening.opened.value, batch.opening.payload.nbytes)
+            self._deliver(task, BATCH, batch.opening.opened.value, batch.opening.payload)
         else:  # a worker whose piece was taken over writes into it now, or the lender has died
             self._load_whole(task)
 

@@ -25,7 +25,10 @@ class Arrived(msgspec.Struct, frozen=True):
     kind: int
     value: Any
     stream: StreamState | None
+    #: Bytes of the result as it was sent.
     size: int
+    #: Estimated bytes of memory that the result takes here.
+    memory: int
     #: How long the worker has loaded, by stage, since its previous result; None if unknown.
     times: StageTimes | None = None
     #: The time of arrival, by `time.perf_counter`.

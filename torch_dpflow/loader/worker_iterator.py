@@ -73,7 +73,7 @@ class WorkerIterator(DeliveringIterator):
         self._usual = loader.prefetch_factor * loader.num_workers
         if self._usual <= 0:  # torch's constructor accepts 0, and its iterator raises this
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
-        #: Bytes of the largest batch that has arrived.
+        #: Bytes of memory of the largest batch that has arrived.
         self._largest = 0
         budget = None if loader.platform is None else machine_total() // SHARED_FRACTION
         self._limit = InFlightLimit(self._usual, loader.num_workers, budget, self._options.prefetch_growth)
@@ -365,9 +365,9 @@ class WorkerIterator(DeliveringIterator):
 
     def _handle(self, event: Event) -> None:
         match event:
-            case Arrived(size=size):
-                if size > self._largest:
-                    self._largest = size
+            case Arrived(memory=memory):
+                if memory > self._largest:
+                    self._largest = memory
                 self._note_times(event)
                 self._arrive(event)
             case Poisoned():

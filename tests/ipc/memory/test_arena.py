@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
+import resource
 import threading
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 from tests.ipc.memory.arena_writer import SIZE, pair, writer
-from tests.new_process import held_by_child, run_interpreter
+from tests.new_process import held_by_child, in_fork, run_interpreter
 from torch_dpflow.errors import SegmentLostError
 from torch_dpflow.ipc.memory.arena import MAX_SEGMENTS, Arena
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader, SharedBlocks
@@ -265,6 +267,29 @@ def test_small_blocks_leave_descriptors_to_the_dataset() -> None:
         segments, _, descriptors = remote.holdings()
         assert segments == MAX_SEGMENTS
         assert descriptors - before == MAX_SEGMENTS
+
+
+def _blocks_and_files(limit: int) -> tuple[int, int]:
+    """Return how many blocks an arena lends under a limit of descriptors, and how many files can be opened then."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    arena, blocks = Arena(budget_bytes=1 << 30), []
+    while (block := arena.allocate(SIZE)) is not None:
+        blocks.append(block)
+    files = []
+    with contextlib.suppress(OSError):
+        while True:
+            files.append(os.open(os.devnull, os.O_RDONLY))
+    for file in files:
+        os.close(file)
+    return len(blocks), len(files)
+
+
+def test_under_a_low_limit_a_quarter_of_the_descriptors_is_left_to_the_dataset() -> None:
+    lowest_free = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest_free)
+    blocks, files = in_fork(_blocks_and_files, 4 * (lowest_free + 10))
+    assert blocks > 10
+    assert files >= lowest_free + 10
 
 
 def test_the_reader_needs_no_descriptors() -> None:

@@ -102,8 +102,9 @@ def test_batches_in_flight_keep_within_their_bytes_and_never_run_out(
         allowed = max(workers, min(most, budget // largest))
         assert in_flight <= max(allowed, before - 1)
         assert in_flight >= 1
+        assert not limit.may_grow(allowed + 1, largest) or allowed == most
     assert InFlightLimit(most, workers, None).at_start(largest) == most
-    assert InFlightLimit(most, workers, None).next(largest, 7) == 1
+    assert InFlightLimit(most, workers, None).next(largest, most) == 1
 
 
 @pytest.mark.parametrize("identity", [b"", b"1/2/3", b"1/2//line", b"1/2/3/other", b"1/2/3/4/line"])

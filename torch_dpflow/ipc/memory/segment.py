@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import functools
 import os
@@ -257,11 +258,14 @@ def _check_kind(path: str, claim: str) -> None:
 def create_memfd(number: int, capacity: int, token: bytes) -> Segment:
     """Create an anonymous segment with its number and its arena's token in the header.
 
-    capacity: bytes of the payload. Raises OSError or RuntimeError if memory or descriptors are exhausted.
+    capacity: bytes of the payload. Raises OSError or RuntimeError if memory is exhausted, or if less than a quarter of
+    the descriptors would be left to the user's code in this process.
     """
     size = HEADER_BYTES + capacity
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
+        if fd >= descriptors.soft_limit() * 3 // 4:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         os.posix_fallocate(fd, 0, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
         memory, address = _map(f"/proc/self/fd/{fd}", size)
