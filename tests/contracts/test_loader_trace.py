@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import threading
 from collections import defaultdict
@@ -147,6 +148,25 @@ def test_a_file_is_bounded_and_valid_after_each_write(tmp_path: Path, caplog: py
     assert 15_000 < path.stat().st_size <= 20_000
     assert [one["name"] for one in json.loads(path.read_text())][:2] == ["event 0", "event 1"]
     assert caplog.text.count("is full") == 1
+
+
+@pytest.mark.parametrize("written", [0, 3])
+def test_a_file_on_a_full_disk_stays_valid(tmp_path: Path, caplog: pytest.LogCaptureFixture, written: int) -> None:
+    path = tmp_path / "trace.json"
+    file = TraceFile(str(path))
+    for number in range(written):
+        file.add({"name": f"event {number}", "ph": "i"})
+    file.flush()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    file.add(*({"name": f"event {number}", "ph": "i"} for number in range(written, 100)))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))  # as on a full disk, a write may be a short one
+    try:
+        file.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    file.close()
+    assert [one["name"] for one in json.loads(path.read_text())] == [f"event {number}" for number in range(written)]
+    assert caplog.text.count("no space is left") == 1
 
 
 def test_threads_share_a_file(tmp_path: Path) -> None:

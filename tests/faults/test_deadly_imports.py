@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.new_process import Interpreter
 from tests.shared_datasets import Importing
 from torch_dpflow.errors import WorkerStartError
 from torch_dpflow.options import LoaderOptions
@@ -40,6 +42,19 @@ def test_the_error_names_the_module_and_how_the_workers_ended(
     said = str(raised.value)
     assert how in said
     assert "unfit" in said
+
+
+def test_a_script_that_runs_its_loop_unguarded_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from torch_dpflow import DPFlowDataLoader, LoaderOptions\n"
+        "options = LoaderOptions(restart_limit=0)\n"
+        "list(DPFlowDataLoader([1, 2], num_workers=1, multiprocessing_context='spawn', options=options))\n"
+    )
+    with Interpreter([sys.executable, str(script)]) as job:
+        _, errors = job.communicate()
+    assert job.returncode == 1
+    assert '`if __name__ == "__main__":`; the loop belongs there' in errors.splitlines()[-1]
 
 
 @pytest.mark.slow

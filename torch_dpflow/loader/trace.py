@@ -142,6 +142,7 @@ class TraceFile:
     def _put(self, data: bytes, at: int) -> None:
         """Write data at offset `at`, where the array's closing bracket is, and the bracket after it."""
         if os.pwrite(self._descriptor, data + _END, at) != len(data) + len(_END):
+            os.ftruncate(self._descriptor, at)
             os.pwrite(self._descriptor, _END, at)
             raise OSError("no space is left")
         self._size = at + len(data)

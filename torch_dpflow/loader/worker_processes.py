@@ -231,6 +231,12 @@ class WorkerProcesses:
         self.directory.remove()
 
 
+_UNGUARDED = (
+    "With multiprocessing_context='spawn' or 'forkserver', a worker runs the script again, except what is under "
+    '`if __name__ == "__main__":`; the loop belongs there. '
+)
+
+
 class Restarts:
     """Replacement of one iterator's workers that died, until too many die in a row.
 
@@ -289,9 +295,10 @@ class Restarts:
 
     def _too_many(self, worker: int, how: str) -> WorkerStartError:
         self._exit_report = how
+        hint = _UNGUARDED if how.endswith("exited with code 1") and not self.results else ""
         return WorkerStartError(
             f"{self._deaths} workers ended one after the other and no batch came in between; the last one, "
-            f"worker {worker}, {how}\nRun with num_workers=0 to see where it happens. Raise "
+            f"worker {worker}, {how}\n{hint}Run with num_workers=0 to see where it happens. Raise "
             "LoaderOptions(restart_limit=...) if they are killed from outside"
         )
 
