@@ -195,7 +195,7 @@ class SharedEpoch:
         Samples that the fewest jobs need come first, so that they can be evicted soon. Among equals, the latest load
         comes first, because nearby jobs read it.
         """
-        if not quota.any():
+        if not self._backlog_length or not quota.any():
             return self._backlog[:0]
         start, candidates = self._latest(quota, directory, partition)
         chosen = _select(candidates, quota, directory.needed.of(candidates), partition.of(candidates))
