@@ -38,7 +38,11 @@ class TestSubprocesses(LauncherContract):
         program = tmp_path / "python"
         program.write_text("#!/bin/sh\nexec sleep 100")
         program.chmod(0o700)
-        with closing(SubprocessLauncher(PROGRAM, python=str(program))) as one, closing(self.new_launcher("")) as other:
+        many = {f"VARIABLE_{number}": "1" for number in range(20_000)}  # which the kernel takes some time to count
+        with (
+            closing(SubprocessLauncher(PROGRAM, python=str(program), env=many)) as one,
+            closing(self.new_launcher("")) as other,
+        ):
             refs = {}
             for name in map(name_of, range(20)):
                 refs[name] = one.start(name, b"", deadline_s=TIMEOUT_S)

@@ -213,11 +213,13 @@ def _name_of(pid: int) -> str:
 def _has_variables(pid: int) -> bool:
     """Return whether a process of this user has an environment, or will have it once its program is loaded."""
     try:
-        start, end = stat_fields(pid)[47:49]
+        fields = stat_fields(pid)
         os.readlink(f"/proc/{pid}/exe")  # a process that has ended has none
     except OSError:
         return False
-    return start != end or end == "0"
+    start, end, code_end = fields[47], fields[48], fields[24]
+    # While the kernel loads a program, it first sets `end` to 0, then to `start`; the code's end is 0 until it is done.
+    return start != end or "0" in (end, code_end)
 
 
 def _tail(file: IO[bytes]) -> str:
